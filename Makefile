@@ -1,0 +1,34 @@
+# `make test` does everything on a fresh machine: environment, install, lint, types, tests.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.dovetail-installed
+# Two workers: each holds jax and torch, and more of them starve each other on a small machine.
+PYTEST_ARGS ?= -n 2 --dist loadscope
+
+.PHONY: test test-fast lint fmt install
+.DEFAULT_GOAL := test
+
+install: $(STAMP)
+
+# The stamp is newer than pyproject.toml when the environment is up to date, so nothing is reinstalled for a code change.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dovetail needs Python 3.11 or newer: make PYTHON=python3.12 test")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+fmt: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: lint
+	$(PY) -m pytest -q $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	$(PY) -m pytest -q -m "not slow" $(PYTEST_ARGS)

@@ -1,0 +1,92 @@
+"""`dovetail info`: what this machine has, or what a model is."""
+
+import typer
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "optax",
+    "orbax-checkpoint",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "gguf",
+)
+
+
+def info(
+    model: str = typer.Argument(None, help="A folder, .gguf file, hub id or catalogue name."),
+) -> None:
+    """Show versions, devices and kernels; with MODEL, what it is."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if model is not None:
+        import dovetail
+        from dovetail.cli.progress import bar
+
+        with bar() as progress:
+            rows = dovetail.load(model, progress=progress).summary()
+        console.print(table(model, rows))
+        return
+    console.print(table("versions", _versions()))
+    console.print(table("devices", _devices()))
+    console.print(_kernels())
+
+
+def table(title: str, rows: list[tuple[str, str]]):
+    """Two columns, a name and its value, as `info` and `tour` show them."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED, show_header=False)
+    out.add_column(style="cyan", no_wrap=True)
+    out.add_column()
+    for name, value in rows:
+        out.add_row(Text(name), Text(str(value)))
+    return out
+
+
+def _versions() -> list[tuple[str, str]]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from dovetail import __version__
+
+    def of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    rows = [("dovetail", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    return rows + [(package, of(package)) for package in PACKAGES]
+
+
+def _devices() -> list[tuple[str, str]]:
+    import os
+
+    import jax
+
+    kinds: dict[str, int] = {}
+    for device in jax.devices():
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    devices = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    hosts = f"{jax.process_index() + 1} of {jax.process_count()}"
+    return [("backend", jax.default_backend()), ("devices", devices), ("host", hosts), ("CPUs", str(os.cpu_count()))]
+
+
+def _kernels():
+    from rich import box
+    from rich.table import Table
+
+    from dovetail.ops.attention import describe
+
+    out = Table(title="attention", title_justify="left", title_style="bold", box=box.ROUNDED)
+    for column in ("context", "platform", "implementation"):
+        out.add_column(column)
+    for row in describe():
+        out.add_row(*map(str, row))
+    return out

@@ -1,0 +1,40 @@
+"""`dovetail`: the app, and the list of its commands."""
+
+import typer
+
+from dovetail.cli import bench, convert, errors, info, pull, tour
+
+app = typer.Typer(
+    name="dovetail",
+    help="The whole life of a language model in JAX: pretrain, post-train, serve, run on machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # errors.py says what went wrong in one line
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from dovetail import __version__
+
+        typer.echo(f"dovetail {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+app.command("tour")(tour.tour)
+app.command("pull")(pull.pull)
+app.command("convert")(convert.convert)
+app.command("info")(info.info)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    errors.run(app)

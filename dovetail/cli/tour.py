@@ -1,0 +1,80 @@
+"""`dovetail tour`: a real model fetched, loaded and asked, in a few minutes on a laptop."""
+
+import typer
+
+MODEL = "smollm2-135m"
+QUESTION = "Why is the sky blue? Answer in two sentences."
+
+
+def tour(
+    prompt: str = typer.Option(QUESTION, help="What to ask the model."),
+    max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
+) -> None:
+    """Fetch a small real model, load it, and ask it something."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print("[bold]Dovetail[/bold]: one model definition from pretraining to serving\n")
+    path = _fetch(console)
+    model = _load(console, path)
+    _ask(console, model, prompt, max_tokens)
+
+
+def _step(console, number: int, what: str) -> None:
+    console.print(f"[bold cyan]{number}[/bold cyan] [bold]{what}[/bold]")
+
+
+def _fetch(console):
+    from dovetail.cli.progress import bar
+    from dovetail.io import hub
+
+    entry = hub.CATALOGUE[MODEL]
+    _step(console, 1, f"Fetch {entry.hub_id}")
+    with bar() as progress:
+        path = hub.resolve(MODEL, progress)
+    console.print(f"  {path} ({entry.licence})\n", style="dim", markup=False, soft_wrap=True)
+    return path
+
+
+def _load(console, path):
+    import time
+
+    import dovetail
+    from dovetail.cli.info import table
+    from dovetail.cli.progress import bar
+
+    _step(console, 2, "Load")
+    start = time.perf_counter()
+    with bar() as progress:
+        model = dovetail.load(path, progress=progress)
+    rows = model.summary()
+    console.print(table(f"loaded in {time.perf_counter() - start:.1f} s", rows))
+    console.print()
+    return model
+
+
+def _ask(console, model, prompt: str, max_tokens: int) -> None:
+    import time
+
+    _step(console, 3, "Ask")
+    console.print("  [bold]you[/bold]    ", end="")
+    console.print(prompt, markup=False, soft_wrap=True)
+    console.print("  [bold]model[/bold]  ", end="")
+    ids = model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    stream = model.tokenizer.stream()
+    times = [time.perf_counter()]
+    for token in model.generate(ids, max_tokens):
+        times.append(time.perf_counter())
+        console.print(stream.push(token), end="", markup=False, soft_wrap=True)
+    console.print(stream.flush(), markup=False, soft_wrap=True)
+    console.print(f"\n{_speed(times, len(ids))}", style="dim")
+
+
+def _speed(times: list[float], prompt_tokens: int) -> str:
+    """The first token pays for compiling and for the prompt, so the rate is of the tokens after it."""
+    new = len(times) - 1
+    if new < 2:
+        return f"  {new} tokens"
+    first, rest = times[1] - times[0], times[-1] - times[1]
+    rate = (new - 1) / rest
+    return f"  {new} tokens, {rate:.1f} tok/s after the first ({first:.1f} s: compile, {prompt_tokens} prompt tokens)"

