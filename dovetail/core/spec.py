@@ -1,0 +1,110 @@
+"""A weight is declared once, as a ParamSpec; everything that is known before any array exists follows from the tree.
+
+From a tree of specs come: random weights (`init`), shapes without memory (`abstract`), byte counts (`num_bytes`),
+FLOPs a token costs (`matmul_flops`), shardings (core.mesh) and the table of Hugging Face names (`Stored`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a Hugging Face checkpoint keeps a weight.
+
+    With several names (one an expert), each tensor is one element of our leading dim. A tensor that holds two of our
+    weights (gate and up, say) is cut: viewed as `view`, then indexed by `at`. `transposed` ones are kept [in, out].
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    view: tuple[int, ...] = ()
+    at: tuple[slice, ...] = ()
+    transposed: bool = False
+
+    def cut(self, tensor: np.ndarray) -> np.ndarray:
+        """The part of a stored tensor that is this weight: a view, so writing to it writes into the tensor."""
+        part = tensor.reshape(self.view or tensor.shape)[self.at]
+        return part.swapaxes(-1, -2) if self.transposed else part
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One weight: shape, a logical axis for each dim, how to initialise it, where a checkpoint keeps it.
+
+    `active` is the share of its elements that one token multiplies (0 for a look-up table or a norm, k/E for experts).
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    stored: Stored
+    init: str = "normal"
+    active: float = 1.0
+    dtype: str | None = None  # None: the model's dtype
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def is_spec(x: Any) -> bool:
+    return isinstance(x, ParamSpec)
+
+
+def tree_map(fn: Callable, specs: Any, *rest: Any) -> Any:
+    return jax.tree.map(fn, specs, *rest, is_leaf=is_spec)
+
+
+def leaves(specs: Any) -> list[tuple[str, ParamSpec]]:
+    """(path, spec) pairs; a path reads like `layers.0.attn.q`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
+    return [(path_name(path), spec) for path, spec in flat]
+
+
+def path_name(path: tuple) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def leaf_dtype(spec: ParamSpec, dtype: Any) -> np.dtype:
+    return jnp.dtype(spec.dtype or dtype)
+
+
+def abstract(specs: Any, dtype: Any) -> Any:
+    return tree_map(lambda s: jax.ShapeDtypeStruct(s.shape, leaf_dtype(s, dtype)), specs)
+
+
+def num_params(specs: Any) -> int:
+    return sum(spec.size for _, spec in leaves(specs))
+
+
+def num_bytes(specs: Any, dtype: Any) -> int:
+    return sum(spec.size * leaf_dtype(spec, dtype).itemsize for _, spec in leaves(specs))
+
+
+def matmul_flops(specs: Any) -> float:
+    """FLOPs of one token's forward pass in the weights' products (a multiply and an add an element)."""
+    return sum(2.0 * spec.size * spec.active for _, spec in leaves(specs))
+
+
+def init(specs: Any, key: jax.Array, dtype: Any, std: float = 0.02) -> Any:
+    """Random weights. Each leaf's randomness depends on its place in the tree alone, not on its siblings' shapes."""
+    flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    arrays = [_init_leaf(spec, jax.random.fold_in(key, i), leaf_dtype(spec, dtype), std) for i, spec in enumerate(flat)]
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _init_leaf(spec: ParamSpec, key: jax.Array, dtype: np.dtype, std: float) -> jax.Array:
+    if spec.init == "normal":
+        return (jax.random.normal(key, spec.shape, jnp.float32) * std).astype(dtype)
+    return {"zeros": jnp.zeros, "ones": jnp.ones}[spec.init](spec.shape, dtype)

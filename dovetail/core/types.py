@@ -1,0 +1,54 @@
+"""The words every room shares: the two attention contexts, and weights with their version.
+
+B batch rows, T tokens, S sequences, P pages of the pool, M pages a sequence may hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from dovetail.core.mesh import Placement
+
+Params = Any  # a pytree of arrays, shaped as models.spec declares it
+Cache = tuple  # one entry a layer: pages, or None for a layer that reads another's
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """Training and scoring: rows of whole documents, no cache. A token attends to earlier ones of its own segment.
+
+    `platform` is where the call will run (None: where jax runs by default); it chooses the attention kernel.
+    """
+
+    segment_ids: jax.Array  # [B, T] int32
+    platform: str | None = field(default=None, metadata={"static": True})
+    placement: Placement | None = field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Paged:
+    """Serving: a ragged batch of sequences' new tokens laid end to end, their past in pages of a shared pool.
+
+    Prefill, a chunk of one, and decode are the same call. Rows past `num_seqs` and tokens past `cu_q_lens[num_seqs]`
+    are padding.
+    """
+
+    block_tables: jax.Array  # [S, M] int32: the pages of each sequence, in order
+    kv_lens: jax.Array  # [S] int32: tokens of the sequence after this call
+    cu_q_lens: jax.Array  # [S + 1] int32: where each sequence's new tokens start among the T
+    num_seqs: jax.Array  # [1] int32
+    platform: str | None = field(default=None, metadata={"static": True})
+    placement: Placement | None = field(default=None, metadata={"static": True})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters and the version they are: a completion says which it was sampled from."""
+
+    params: Params
+    version: int = 0

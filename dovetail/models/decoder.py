@@ -1,0 +1,196 @@
+"""The one forward: training, serving and reinforcement learning all call it.
+
+`forward` returns hidden states. Training takes its cross entropy from them chunk by chunk, serving unembeds only the
+rows it samples. A layer's description (models.config) says what its block does; no family is known here by name.
+
+Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D model dim, N heads, K key heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.mesh import constrain
+from dovetail.core.types import Cache, Packed, Paged, Params
+from dovetail.models.config import Attention, Latent, Layer, Mlp, ModelConfig, Moe
+from dovetail.models.spec import cache_shapes
+from dovetail.ops.attention import attend, store
+from dovetail.ops.latent import latent_attention
+from dovetail.ops.moe import experts, route
+from dovetail.ops.norm import rms_norm
+from dovetail.ops.rope import Rope, rotate
+
+Context = Packed | Paged
+Tables = dict[Rope, tuple[jax.Array, jax.Array]]
+
+
+def forward(
+    params: Params,
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    ctx: Context,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None]:
+    """tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens)."""
+    x = _on_tokens(ctx, embed(params, cfg, tokens))
+    extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
+    ropes = {layer.attn.rope for layer in cfg.layers if layer.attn.rope}
+    tables: Tables = {rope: rope.tables(positions) for rope in ropes}
+    stored: list[Any] = []
+    for i, layer in enumerate(cfg.layers):
+        source = getattr(layer.attn, "kv_from", None)
+        entry = stored[source] if source is not None else cache[i] if cache is not None else None
+        extra_i = extra[..., i, :] if extra is not None else None
+        x, entry = block(params["layers"][i], cfg, layer, x, tables, ctx, entry, extra_i)
+        x = _on_tokens(ctx, x)
+        stored.append(entry)
+    hidden = _norm(params["norm"], cfg, x)
+    if cache is None:
+        return hidden, None
+    return hidden, tuple(None if old is None else new for old, new in zip(cache, stored, strict=True))
+
+
+def embed(params: Params, cfg: ModelConfig, tokens: jax.Array) -> jax.Array:
+    table = params["embed"]
+    return table[tokens] * jnp.asarray(cfg.embed_scale, table.dtype)
+
+
+def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Logits [..., V] in f32."""
+    head = params["embed"] if cfg.tied else params["head"]
+    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    return jnp.tanh(logits / cfg.logit_softcap) * cfg.logit_softcap if cfg.logit_softcap else logits
+
+
+def init_cache(cfg: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> Cache:
+    shapes = cache_shapes(cfg, num_pages, page_size)
+    return tuple(None if shape is None else jnp.zeros(shape, dtype) for shape in shapes)
+
+
+def block(
+    p: Params,
+    cfg: ModelConfig,
+    layer: Layer,
+    x: jax.Array,
+    tables: Tables,
+    ctx: Context,
+    entry: Any,
+    extra: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    """One layer: attention, then its feed-forward half, each added to the residual stream."""
+    h = _norm(p.get("attn_norm"), cfg, x)
+    if isinstance(layer.attn, Latent):
+        h, entry = _latent(p["attn"], layer.attn, h, tables, ctx, entry)
+    else:
+        h, entry = _attention(p["attn"], cfg, layer.attn, h, tables, ctx, entry)
+    x = x + _norm(p.get("attn_post_norm"), cfg, h)
+    h = _feed_forward(p, cfg, layer, x, ctx)
+    x = x + _norm(p.get("mlp_post_norm"), cfg, h)
+    if extra is not None and layer.mlp is not None:
+        gate = layer.mlp.glu.activate(_linear(x, p["per_layer"]["gate"]))
+        h = _linear(gate * extra, p["per_layer"]["proj"])
+        x = x + _norm(p["per_layer"]["norm"], cfg, h)
+    return x * p["scalar"] if "scalar" in p else x, entry
+
+
+def _attention(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, tables: Tables, ctx: Context, entry: Any):
+    q = _normed_heads(_heads(x, p["q"], p.get("q_bias")), p.get("q_norm"), cfg, a.qk_norm)
+    q = rotate(q, a.rope, tables[a.rope]) if a.rope else q
+    if a.kv_from is None:
+        k = _heads(x, p["k"], p.get("k_bias"))
+        v = k if a.k_is_v else _heads(x, p["v"], p.get("v_bias"))
+        k = _normed_heads(k, p.get("k_norm"), cfg, a.qk_norm)
+        k = rotate(k, a.rope, tables[a.rope]) if a.rope else k
+        v = rms_norm(v, None, cfg.norm_eps) if a.v_norm else v
+        entry = store(ctx, entry, k, v)
+    out = attend(ctx, q, entry, scale=a.scale, window=a.window, softcap=a.softcap, sinks=p.get("sinks"))
+    return _merge_heads(out, p), entry
+
+
+def _latent(p: Params, a: Latent, x: jax.Array, tables: Tables, ctx: Context, entry: Any):
+    if a.q_rank is None:
+        q = _heads(x, p["q"], None)
+    else:
+        q = _heads(rms_norm(_linear(x, p["q_a"], p.get("q_a_bias")), p["q_a_norm"], a.norm_eps), p["q_b"], None)
+    q_nope, q_rope = jnp.split(q, [a.nope_dim], axis=-1)
+    latent, k_rope = jnp.split(_linear(x, p["kv_a"], p.get("kv_a_bias")), [a.kv_rank], axis=-1)
+    latent = rms_norm(latent, p["kv_a_norm"], a.norm_eps)
+    q_rope = rotate(q_rope, a.rope, tables[a.rope])
+    k_rope = rotate(k_rope[..., None, :], a.rope, tables[a.rope])[..., 0, :]
+    out, entry = latent_attention(ctx, entry, q_nope, q_rope, latent, k_rope, p["k_up"], p["v_up"], scale=a.scale)
+    return _merge_heads(out, p), entry
+
+
+def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, ctx: Context) -> jax.Array:
+    h = _norm(p.get("mlp_norm"), cfg, x)
+    if layer.mlp is None:
+        assert layer.moe is not None
+        return _moe(p["moe"], cfg, layer.moe, h, h, ctx)
+    if layer.moe is None:
+        return _mlp(p["mlp"], layer.mlp, h)
+    dense = _norm(p["mlp_out_norm"], cfg, _mlp(p["mlp"], layer.mlp, h))
+    sparse = _moe(p["moe"], cfg, layer.moe, _norm(p["moe_norm"], cfg, x), x, ctx)
+    return dense + _norm(p["moe_post_norm"], cfg, sparse)
+
+
+def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
+    gate, up = _linear(x, p["gate"], p.get("gate_bias")), _linear(x, p["up"], p.get("up_bias"))
+    return _linear(mlp.glu(gate, up), p["down"], p.get("down_bias"))
+
+
+def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context) -> jax.Array:
+    """Experts see x, the router sees router_x (the same, except in Gemma 4)."""
+    flat = x.reshape(-1, x.shape[-1])
+    router_x = router_x.reshape(flat.shape)
+    if moe.scaled_router:
+        router_x = rms_norm(router_x, None, cfg.norm_eps) * p["router_scale"] * cfg.dim**-0.5
+    # f32: two experts' scores may differ by less than bf16 can tell
+    logits = _linear(router_x.astype(jnp.float32), p["router"].astype(jnp.float32), p.get("router_bias"))
+    weights, chosen = route(moe.router, logits, p.get("choice_bias"))
+    if moe.scaled_router:
+        weights = weights * p["expert_scale"][chosen]
+    out = experts(flat, weights, chosen, p["experts"], moe.glu, ctx.placement).reshape(x.shape)
+    return out + _mlp(p["shared"], moe.shared, x) if moe.shared else out
+
+
+def _per_layer_inputs(params: Params, cfg: ModelConfig, tokens: jax.Array, x: jax.Array) -> jax.Array:
+    """[..., L, width]: each layer's own embedding of the token, mixed with a projection of the common one."""
+    p, width = params["per_layer"], cfg.layers[0].per_layer_dim
+    own = p["embed"][tokens] * jnp.asarray(width**0.5, x.dtype)
+    common = jnp.einsum("...d,lpd->...lp", x, p["proj"]) * jnp.asarray(cfg.dim**-0.5, x.dtype)
+    return (_norm(p["norm"], cfg, common) + own) * jnp.asarray(2**-0.5, x.dtype)
+
+
+def _norm(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    return x if weight is None else rms_norm(x, weight, cfg.norm_eps, cfg.norm_offset)
+
+
+def _normed_heads(x: jax.Array, weight: jax.Array | None, cfg: ModelConfig, kind: str) -> jax.Array:
+    """x [..., N, H], normed a head at a time or all heads together."""
+    if kind == "all":
+        return _norm(weight, cfg, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+    return _norm(weight, cfg, x)
+
+
+def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    y = jnp.einsum("...d,fd->...f", x, w)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _heads(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y = jnp.einsum("...d,nhd->...nh", x, w)
+    return y if bias is None else y + bias
+
+
+def _merge_heads(x: jax.Array, p: Params) -> jax.Array:
+    y = jnp.einsum("...nh,dnh->...d", x, p["o"])
+    return y + p["o_bias"] if "o_bias" in p else y
+
+
+def _on_tokens(ctx: Context, x: jax.Array) -> jax.Array:
+    """Activations are split by token alone."""
+    return constrain(x, ctx.placement, "batch", *(None,) * (x.ndim - 1))

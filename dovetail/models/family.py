@@ -1,0 +1,127 @@
+"""What a family brings: a parser of its config.json, its differences in tensor names, and helpers parsers share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.fields import Fields
+from dovetail.ops.glu import Glu
+from dovetail.ops.rope import Rope, yarn_magnitude
+
+
+@dataclass(frozen=True)
+class Family:
+    """`names` are its differences from models.names.COMMON. `experts` is how its checkpoints keep them: 'each' in
+    tensors of its own, 'stacked' with gate above up, or 'interleaved' (stacked, [in, out], gate and up alternating).
+    `unused` matches tensors of published checkpoints that the text model does not need."""
+
+    model_types: tuple[str, ...]
+    architecture: str  # the transformers class that an exported folder names
+    parse: Callable[[Fields], ModelConfig]
+    names: Mapping[str, str] = field(default_factory=dict)
+    experts: str = "each"
+    unused: tuple[str, ...] = ()
+
+
+def finish(f: Fields, layers: list[Layer], **more: Any) -> ModelConfig:
+    """The fields all families share, then the check that none was left unread."""
+    eos = f.get("eos_token_id", ())
+    config = ModelConfig(
+        family=f.hf["model_type"],
+        vocab=f.get("vocab_size"),
+        dim=f.get("hidden_size"),
+        layers=tuple(layers),
+        max_len=f.get("max_position_embeddings"),
+        norm_eps=f.get("rms_norm_eps", 1e-6),
+        tied=f.get("tie_word_embeddings", False),
+        bos_id=f.get("bos_token_id", None),
+        eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        source=json.dumps(f.hf, sort_keys=True),
+    )
+    f.only("attention_dropout", 0.0)
+    f.skip("num_hidden_layers")
+    f.done()
+    return replace(config, **more)
+
+
+def read_glu(f: Fields, key: str = "hidden_act", default: str = "silu") -> Glu:
+    kinds = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+    name = f.get(key, default)
+    if name not in kinds:
+        raise ValueError(f"{f.where}: {key}={name!r} is not supported (only {', '.join(kinds)})")
+    return Glu(kinds[name])
+
+
+def read_heads(f: Fields) -> dict[str, Any]:
+    heads = f.get("num_attention_heads")
+    dim = f.get("head_dim", None) or f.get("hidden_size") // heads
+    return dict(heads=heads, kv_heads=f.get("num_key_value_heads", heads), head_dim=dim)
+
+
+def read_windows(f: Fields, default_types: list[str]) -> list[int | None]:
+    """The sliding window of each layer, from layer_types or the family's own pattern."""
+    types = f.get("layer_types", default_types)
+    n, window = f.get("num_hidden_layers"), f.get("sliding_window", None)
+    known = {"full_attention", "sliding_attention"}
+    if len(types) != n or not set(types) <= known:
+        raise ValueError(f"{f.where}: layer_types must be {n} of {sorted(known)}; got {types}")
+    if "sliding_attention" in types and not window:
+        raise ValueError(f"{f.where}: layer_types has sliding_attention but sliding_window is not set")
+    return [window if t == "sliding_attention" else None for t in types]
+
+
+ROPE_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "proportional": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
+        "mscale", "mscale_all_dim",
+    },
+}  # fmt: skip
+
+
+def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[str, Any]:
+    """The rope's parameters, from `rope_parameters` (flat, or one dict a layer type) or from the older
+    `rope_theta` and `rope_scaling`."""
+    found = dict(f.get("rope_scaling", None) or f.get("rope_parameters", {}))
+    if layer_type and layer_type in found:
+        found = dict(found[layer_type])
+    found.setdefault("rope_theta", f.get("rope_theta", theta))
+    found.setdefault("rope_type", found.pop("type", "default"))
+    found.pop("type", None)
+    return found
+
+
+def read_rope(f: Fields, dim: int, params: dict[str, Any], interleaved: bool = False) -> Rope:
+    """A Rope of `dim` turning dims from such a dict; a kind or a key that is not supported is refused by name."""
+    p = {k: v for k, v in params.items() if v is not None}
+    kind = p.pop("rope_type")
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"{f.where}: rope type {kind!r} is not supported (only {', '.join(ROPE_KEYS)})")
+    theta, share = p.pop("rope_theta"), p.pop("partial_rotary_factor", 1.0)
+    unknown = set(p) - ROPE_KEYS[kind] - {"original_max_position_embeddings"}
+    if unknown or (share != 1.0 and kind != "proportional"):
+        what = ", ".join(sorted(unknown)) or f"partial_rotary_factor={share}"
+        raise ValueError(f"{f.where}: rope type {kind!r} does not support {what}")
+    factor = p.get("factor", 1.0)
+    return Rope(
+        theta=theta, dim=dim, kind=kind, factor=factor, share=share, interleaved=interleaved,
+        original_len=p.get("original_max_position_embeddings", f.get("max_position_embeddings")),
+        low_freq=p.get("low_freq_factor", 1.0), high_freq=p.get("high_freq_factor", 4.0),
+        beta_fast=p.get("beta_fast", 32.0), beta_slow=p.get("beta_slow", 1.0), truncate=p.get("truncate", True),
+        magnitude=_magnitude(p, factor) if kind == "yarn" else 1.0,
+    )  # fmt: skip
+
+
+def _magnitude(p: dict[str, Any], factor: float) -> float:
+    if "attention_factor" in p:
+        return p["attention_factor"]
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return yarn_magnitude(factor, p["mscale"]) / yarn_magnitude(factor, p["mscale_all_dim"])
+    return yarn_magnitude(factor)

@@ -1,0 +1,60 @@
+"""From a config.json to its family, and from there to a ModelConfig."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.models import deepseek, gemma, gemma4, gpt_oss, llama, olmo, qwen
+from dovetail.models.config import ModelConfig
+from dovetail.models.family import Family
+from dovetail.models.fields import Fields
+
+FAMILIES: dict[str, Family] = {
+    model_type: family
+    for module in (llama, qwen, gemma, gemma4, deepseek, olmo, gpt_oss)
+    for family in module.FAMILIES
+    for model_type in family.model_types
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    return FAMILIES[config.family]
+
+
+def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    """A config.json's contents -> ModelConfig. A model that also sees is read for its text tower."""
+    if isinstance(hf.get("text_config"), dict):
+        outer = {k: hf[k] for k in ("tie_word_embeddings", "eos_token_id", "bos_token_id") if k in hf}
+        hf = {**outer, **hf["text_config"]}
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}"
+        )
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(
+            f"{where}: quantization_config: the weights are quantised ({method}), which cannot be loaded yet; "
+            "take a bf16 or f16 copy of the model"
+        )
+    family = FAMILIES[kind]
+    hf = {**hf, "architectures": [family.architecture]}
+    return family.parse(Fields(hf, where))
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """A config.json file, or the folder that holds one."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: a model folder needs a config.json")
+    try:
+        hf = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return parse_config(hf, str(path))

@@ -1,0 +1,226 @@
+"""spec(cfg): the tree of a model's weights, each declared once.
+
+Weights keep Hugging Face's order, [out, in]: loading is a memory map, and NVIDIA's fastest products take it so. Heads
+are a dim of their own, so that splitting them over devices never cuts one.
+
+D model dim, N heads, K key heads, H head dim, F width, E experts, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from dovetail.core.spec import ParamSpec, Stored, matmul_flops
+from dovetail.models.config import Attention, Latent, Layer, Mlp, ModelConfig, Moe
+from dovetail.models.family import Family
+from dovetail.models.names import COMMON, LAYER
+from dovetail.models.registry import family_of
+
+
+@functools.lru_cache(maxsize=64)
+def spec(cfg: ModelConfig) -> dict[str, Any]:
+    D, V, L = cfg.dim, cfg.vocab, len(cfg.layers)
+    family = family_of(cfg)
+    declare = _Declare(COMMON | dict(family.names), "")
+    norm_init = "zeros" if cfg.norm_offset else "ones"
+    tree: dict[str, Any] = {
+        # looked up, and a product only where it is the output layer too
+        "embed": declare("embed", (V, D), ("vocab", "embed"), active=1.0 if cfg.tied else 0.0),
+        "norm": declare("norm", (D,), (None,), init=norm_init, active=0.0),
+        "layers": tuple(_layer(cfg, family, layer, i) for i, layer in enumerate(cfg.layers)),
+    }
+    if not cfg.tied:
+        tree["head"] = declare("head", (V, D), ("vocab", "embed"))
+    if width := cfg.layers[0].per_layer_dim:
+        rows, flat = cfg.per_layer_vocab, L * width
+        tree["per_layer"] = {
+            "embed": declare("per_layer.embed", (rows, L, width), ("vocab", None, None), (rows, flat), active=0.0),
+            "proj": declare("per_layer.proj", (L, width, D), (None, None, "embed"), (flat, D)),
+            "norm": declare("per_layer.norm", (width,), (None,), init=norm_init, active=0.0),
+        }
+    return tree
+
+
+class _Declare:
+    """Makes ParamSpecs whose names start with a prefix; `stored` is given where the checkpoint's shape differs."""
+
+    def __init__(self, names: dict[str, str], prefix: str):
+        self.names, self.prefix = names, prefix
+
+    def __call__(self, key, shape, axes, stored=None, *, experts=0, cut=None, **more) -> ParamSpec:
+        pattern = self.prefix + self.names[key]
+        names = tuple(pattern.format(e=e) for e in range(experts)) if experts else (pattern,)
+        own = tuple(shape[1:] if experts else shape)
+        return ParamSpec(tuple(shape), tuple(axes), Stored(names, tuple(stored or own), **(cut or {})), **more)
+
+
+def _layer(cfg: ModelConfig, family: Family, layer: Layer, i: int) -> dict[str, Any]:
+    D = cfg.dim
+    declare = _Declare(LAYER | dict(family.names), f"model.layers.{i}.")
+
+    def norm(key: str, dim: int = D) -> ParamSpec:
+        return declare(key, (dim,), (None,), init="zeros" if cfg.norm_offset else "ones", active=0.0)
+
+    a = layer.attn
+    tree: dict[str, Any] = {
+        "attn": _latent(declare, norm, a, D) if isinstance(a, Latent) else _attention(declare, norm, a, D)
+    }
+    names = ["attn_norm", "mlp_norm"] * layer.pre_norm + ["attn_post_norm", "mlp_post_norm"] * layer.post_norm
+    names += ["mlp_out_norm", "moe_norm", "moe_post_norm"] * bool(layer.mlp and layer.moe)
+    tree |= {name: norm(name) for name in names}
+    if layer.mlp:
+        tree["mlp"] = _mlp(declare, "mlp", layer.mlp, D)
+    if layer.moe:
+        tree["moe"] = _moe(declare, family, layer.moe, D)
+    if width := layer.per_layer_dim:
+        tree["per_layer"] = {
+            "gate": declare("per_layer.gate", (width, D), (None, "embed")),
+            "proj": declare("per_layer.proj", (D, width), ("embed", None)),
+            "norm": norm("per_layer.norm"),
+        }
+    if layer.scalar:
+        tree["scalar"] = declare("scalar", (1,), (None,), init="ones", active=0.0)
+    return tree
+
+
+def _attention(declare: _Declare, norm, a: Attention, D: int) -> dict[str, ParamSpec]:
+    N, K, H = a.heads, a.kv_heads, a.head_dim
+    tree = {
+        "q": declare("attn.q", (N, H, D), ("heads", None, "embed"), (N * H, D)),
+        "o": declare("attn.o", (D, N, H), ("embed", "heads", None), (D, N * H)),
+    }
+    kv = [] if a.kv_from is not None else ["k"] if a.k_is_v else ["k", "v"]
+    tree |= {x: declare(f"attn.{x}", (K, H, D), ("kv_heads", None, "embed"), (K * H, D)) for x in kv}
+    if a.qkv_bias:
+        for x in ["q", *kv]:
+            shape, axis = ((N, H), "heads") if x == "q" else ((K, H), "kv_heads")
+            tree[f"{x}_bias"] = declare(f"attn.{x}_bias", shape, (axis, None), (math.prod(shape),), **_BIAS)
+    if a.out_bias:
+        tree["o_bias"] = declare("attn.o_bias", (D,), (None,), **_BIAS)
+    if a.qk_norm:
+        tree["q_norm"] = norm("attn.q_norm", H if a.qk_norm == "head" else N * H)
+        if kv:
+            tree["k_norm"] = norm("attn.k_norm", H if a.qk_norm == "head" else K * H)
+    if a.sinks:
+        tree["sinks"] = declare("attn.sinks", (N,), ("heads",), active=0.0)
+    return tree
+
+
+def _latent(declare: _Declare, norm, a: Latent, D: int) -> dict[str, ParamSpec]:
+    N, R, H = a.heads, a.kv_rank, a.nope_dim + a.rope_dim
+    up = a.nope_dim + a.v_dim  # one stored tensor holds every head's key part, then its value part
+    k_cut = dict(view=(N, up, R), at=(slice(None), slice(0, a.nope_dim)))
+    v_cut = dict(view=(N, up, R), at=(slice(None), slice(a.nope_dim, up)))
+    tree = {
+        "kv_a": declare("attn.kv_a", (R + a.rope_dim, D), (None, "embed")),
+        "kv_a_norm": norm("attn.kv_a_norm", R),
+        "k_up": declare("attn.kv_b", (N, a.nope_dim, R), ("heads", None, None), (N * up, R), cut=k_cut),
+        "v_up": declare("attn.kv_b", (N, a.v_dim, R), ("heads", None, None), (N * up, R), cut=v_cut),
+        "o": declare("attn.o", (D, N, a.v_dim), ("embed", "heads", None), (D, N * a.v_dim)),
+    }
+    if a.q_rank is None:
+        tree["q"] = declare("attn.q", (N, H, D), ("heads", None, "embed"), (N * H, D))
+    else:
+        tree["q_a"] = declare("attn.q_a", (a.q_rank, D), (None, "embed"))
+        tree["q_a_norm"] = norm("attn.q_a_norm", a.q_rank)
+        tree["q_b"] = declare("attn.q_b", (N, H, a.q_rank), ("heads", None, None), (N * H, a.q_rank))
+    if a.bias:
+        tree["kv_a_bias"] = declare("attn.kv_a_bias", (R + a.rope_dim,), (None,), **_BIAS)
+        tree["o_bias"] = declare("attn.o_bias", (D,), (None,), **_BIAS)
+        if a.q_rank is not None:
+            tree["q_a_bias"] = declare("attn.q_a_bias", (a.q_rank,), (None,), **_BIAS)
+    return tree
+
+
+def _mlp(declare: _Declare, at: str, mlp: Mlp, D: int) -> dict[str, ParamSpec]:
+    F = mlp.width
+    tree = {x: declare(f"{at}.{x}", (F, D), ("mlp", "embed")) for x in ("gate", "up")}
+    tree["down"] = declare(f"{at}.down", (D, F), ("embed", "mlp"))
+    if mlp.bias:
+        tree |= {f"{x}_bias": declare(f"{at}.{x}_bias", (F,), ("mlp",), **_BIAS) for x in ("gate", "up")}
+        tree["down_bias"] = declare(f"{at}.down_bias", (D,), (None,), **_BIAS)
+    return tree
+
+
+def _moe(declare: _Declare, family: Family, moe: Moe, D: int) -> dict[str, Any]:
+    E, F = moe.router.experts, moe.width
+    tree: dict[str, Any] = {"router": declare("moe.router", (E, D), (None, None))}
+    share = moe.router.top_k / E
+    tree["experts"] = {
+        x: declare(
+            _expert_key(family, x), (E, D, F) if x == "down" else (E, F, D),
+            ("experts", "embed", "mlp") if x == "down" else ("experts", "mlp", "embed"), active=share,
+            **_expert_layout(family, x, E, F, D),
+        )
+        for x in ("gate", "up", "down")
+    }  # fmt: skip
+    if moe.bias:
+        tree["router_bias"] = declare("moe.router_bias", (E,), (None,), **_BIAS)
+        for i, x in enumerate(("gate", "up")):
+            cut = dict(at=(slice(None), slice(i, None, 2)))
+            tree["experts"][f"{x}_bias"] = declare(
+                "moe.gate_up_bias", (E, F), ("experts", "mlp"), (E, 2 * F), cut=cut, **_BIAS
+            )
+        tree["experts"]["down_bias"] = declare("moe.down_bias", (E, D), ("experts", None), **_BIAS)
+    if moe.choice_bias:
+        tree["choice_bias"] = declare("moe.choice_bias", (E,), (None,), dtype="float32", **_BIAS)
+    if moe.scaled_router:
+        tree["router_scale"] = declare("moe.router_scale", (D,), (None,), init="ones", active=0.0)
+        tree["expert_scale"] = declare("moe.expert_scale", (E,), (None,), init="ones", active=0.0)
+    if moe.shared:
+        tree["shared"] = _mlp(declare, "moe.shared", moe.shared, D)
+    return tree
+
+
+def _expert_key(family: Family, x: str) -> str:
+    return "moe.gate_up" if family.experts != "each" and x != "down" else f"moe.{x}"
+
+
+def _expert_layout(family: Family, x: str, E: int, F: int, D: int) -> dict[str, Any]:
+    """How the checkpoint holds an expert weight: see Family.experts."""
+    if family.experts == "each":
+        return dict(experts=E)
+    everything, second = slice(None), x == "up"
+    if family.experts == "stacked":
+        rows = slice(F, 2 * F) if second else slice(0, F)
+        return {} if x == "down" else dict(stored=(E, 2 * F, D), cut=dict(at=(everything, rows)))
+    if x == "down":
+        return dict(stored=(E, F, D), cut=dict(transposed=True))
+    columns = (everything, everything, slice(int(second), None, 2))
+    return dict(stored=(E, D, 2 * F), cut=dict(at=columns, transposed=True))
+
+
+_BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
+
+
+def cache_shapes(cfg: ModelConfig, num_pages: int, page_size: int) -> tuple[tuple[int, ...] | None, ...]:
+    """The shape of each layer's pages; None for a layer that reads another's."""
+    return tuple(None if (row := _cache_row(layer)) is None else (num_pages, page_size, *row) for layer in cfg.layers)
+
+
+def _cache_row(layer: Layer) -> tuple[int, int] | None:
+    a = layer.attn
+    if isinstance(a, Latent):
+        return 1, a.kv_rank + a.rope_dim
+    return None if a.kv_from is not None else (2 * a.kv_heads, a.head_dim)
+
+
+def kv_bytes_per_token(cfg: ModelConfig, itemsize: int = 2) -> int:
+    return sum(math.prod(row) * itemsize for layer in cfg.layers if (row := _cache_row(layer)))
+
+
+def flops_per_token(cfg: ModelConfig, context: int = 0, train: bool = False) -> float:
+    """A token's FLOPs: the weights' products and attention over `context` earlier tokens (a window cuts it short).
+
+    The backward pass costs twice the forward. For the mean of a causal sequence of T give context = T / 2.
+    """
+    attention = 0.0
+    for layer in cfg.layers:
+        a = layer.attn
+        if isinstance(a, Latent):
+            attention += 2.0 * a.heads * (a.nope_dim + a.rope_dim + a.v_dim) * context
+        else:
+            attention += 4.0 * a.heads * a.head_dim * (min(context, a.window) if a.window else context)
+    return (matmul_flops(spec(cfg)) + attention) * (3 if train else 1)

@@ -1,0 +1,136 @@
+"""Attention, the one place where training and serving differ.
+
+`store` takes a layer's new keys and values, `attend` looks at what was stored. In a Packed context the store is the
+keys and values themselves; in a Paged one it is the layer's pages with the new tokens written. Which implementation
+runs is chosen here alone, by platform and shape; an implementation that fails, fails loudly.
+
+B rows, T queries, S keys, N query heads, K key heads, G = N / K, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.types import Packed, Paged
+from dovetail.ops.paged import paged_attention, split_heads, write_heads
+from dovetail.ops.softmax import cap_and_mask, is_visible
+
+log = logging.getLogger(__name__)
+
+
+def store(ctx: Packed | Paged, entry: Any, k: jax.Array, v: jax.Array) -> Any:
+    return (k, v) if isinstance(ctx, Packed) else write_heads(ctx, entry, k, v)
+
+
+def attend(
+    ctx: Packed | Paged,
+    q: jax.Array,
+    stored: Any,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing."""
+    options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if isinstance(ctx, Paged):
+        return paged_attention(ctx, q, stored, split=split_heads, **options)
+    k, v = stored
+    name = choose_packed(ctx.platform, q, v, softcap, sinks)
+    _log_once("packed", name)
+    return _packed_implementation(name)(q, k, v, ctx, **options)
+
+
+def choose_packed(
+    platform: str | None, q: Any, v: Any, softcap: float | None = None, sinks: jax.Array | None = None
+) -> str:
+    """The packed implementation for these shapes: 'cudnn', 'splash' or 'reference'."""
+    platform = platform or jax.default_backend()
+    same_dim = q.shape[-1] == v.shape[-1]
+    if platform in ("cuda", "gpu") and _has_cudnn():
+        half = q.dtype in (jnp.bfloat16, jnp.float16)
+        if half and same_dim and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and softcap is None and sinks is None:
+            return "cudnn"
+    if platform == "tpu" and same_dim and q.shape[1] % 128 == 0 and sinks is None:
+        return "splash"
+    return "reference"
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """(context, platform, implementation) for a usual shape, as `dovetail info` shows it."""
+    q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
+    rows = [("Packed", platform, choose_packed(platform, q, q)) for platform in ("cpu", "cuda", "tpu")]
+    return rows + [("Paged", platform, "reference") for platform in ("cpu", "cuda", "tpu")]
+
+
+def _packed_implementation(name: str):
+    if name == "cudnn":
+        from dovetail.ops.kernels.gpu.packed import packed_attention as implementation
+    elif name == "splash":
+        from dovetail.ops.kernels.tpu.packed import packed_attention as implementation
+    else:
+        implementation = packed_attention
+    return implementation
+
+
+@functools.cache
+def _has_cudnn() -> bool:
+    """cuDNN's call is built against the library that is loaded: it cannot be lowered where there is none."""
+    return any(device.platform == "gpu" for device in jax.devices())
+
+
+@functools.cache
+def _log_once(context: str, name: str) -> None:
+    log.info("%s attention: %s", context, name)
+
+
+def packed_attention(
+    q: jax.Array,  # [B, T, N, H]
+    k: jax.Array,  # [B, T, K, H]
+    v: jax.Array,  # [B, T, K, Hv]
+    ctx: Packed,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """The exact reference. Queries go in chunks that see only the keys they may reach, so scores are never [T, T]."""
+    T = q.shape[1]
+    chunk = max(512, -(-T // 16))
+    # A chunk's probabilities are computed again in the backward pass, not kept: memory stays linear in T.
+    one = jax.checkpoint(functools.partial(_attend_chunk, scale=scale, window=window, softcap=softcap))
+    outputs = []
+    for start in range(0, T, chunk):
+        rows = slice(start, min(start + chunk, T))
+        keys = slice(max(0, start - window + 1) if window else 0, rows.stop)
+        positions = jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
+        segments = ctx.segment_ids[:, rows], ctx.segment_ids[:, keys]
+        outputs.append(one(q[:, rows], k[:, keys], v[:, keys], segments, positions, sinks))
+    return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+
+
+def _attend_chunk(q, k, v, segments, positions, sinks, *, scale, window, softcap):
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    q_BKGTH = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    scores = jnp.einsum("bkgth,bskh->bkgts", q_BKGTH, k, preferred_element_type=jnp.float32) * scale
+    visible = is_visible(positions[0][:, None], positions[1], window)
+    visible = visible & (segments[0][:, :, None] == segments[1][:, None, :])  # [B, T, S]
+    scores = cap_and_mask(scores, visible[:, None, None], softcap)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks_KG11 = sinks.astype(jnp.float32).reshape(K, N // K, 1, 1)
+        top = jnp.maximum(top, sinks_KG11)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks_KG11 - top)
+    out = jnp.einsum("bkgts,bskh->bkgth", (weights / total).astype(v.dtype), v)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[-1])

@@ -1,0 +1,144 @@
+"""Mixture of experts, dropless: every token reaches each expert it was routed to.
+
+`experts_reference` runs every expert on every token and keeps what was routed: exact and readable. `experts` sorts the
+(token, expert) pairs by expert and multiplies each group by its own weights. With experts split over a mesh axis each
+device runs its own experts on its row of devices' tokens and the partial sums are added.
+
+T tokens, D model dim, E experts, F their width, k experts a token, M = T k.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from dovetail.core.mesh import Placement
+from dovetail.ops.glu import Glu
+
+ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
+
+
+@dataclass(frozen=True)
+class Router:
+    """How scores become choices.
+
+    `score`: softmax or sigmoid over all experts, or softmax over the chosen ones alone ('chosen', GPT-OSS).
+    Group-limited routing first keeps `top_groups` of `groups`, each judged by its best expert ('max', DeepSeek-V2) or
+    its best two ('top2', V3).
+    """
+
+    experts: int
+    top_k: int
+    score: str = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+
+
+def route(router: Router, logits: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """logits [T, E] f32 -> weights [T, k] f32, experts [T, k]. `bias` [E] sways the choice, not the weight."""
+    scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[router.score](logits)
+    choice = scores if bias is None else scores + bias.astype(jnp.float32)
+    if router.groups > 1:
+        choice = jnp.where(_in_best_groups(router, choice), choice, -jnp.inf)
+    _, chosen = lax.top_k(choice, router.top_k)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if router.score == "chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
+    if router.normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return weights * router.scale, chosen
+
+
+def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
+    grouped = choice.reshape(-1, router.groups, router.experts // router.groups)
+    best, _ = lax.top_k(grouped, 2 if router.group_score == "top2" else 1)
+    _, kept = lax.top_k(best.sum(axis=-1), router.top_groups)
+    keep = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(len(kept))[:, None], kept].set(True)
+    return jnp.repeat(keep, grouped.shape[-1], axis=-1)
+
+
+def experts_reference(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: ExpertWeights, glu: Glu):
+    """x [T, D] -> [T, D]."""
+    gate = jnp.einsum("td,efd->tef", x, params["gate"]) + params.get("gate_bias", 0)
+    up = jnp.einsum("td,efd->tef", x, params["up"]) + params.get("up_bias", 0)
+    out = jnp.einsum("tef,edf->ted", glu(gate, up), params["down"]) + params.get("down_bias", 0)
+    share = jnp.zeros(out.shape[:2], jnp.float32).at[jnp.arange(len(x))[:, None], chosen].add(weights)
+    return jnp.einsum("ted,te->td", out, share.astype(out.dtype))
+
+
+def experts(
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    params: ExpertWeights,
+    glu: Glu,
+    placement: Placement | None = None,
+) -> jax.Array:
+    """x [T, D], weights and chosen [T, k] -> [T, D]."""
+    if placement is None or placement.mesh.size == 1:
+        return _grouped(x, weights, chosen, params, glu, first_expert=0)
+    return _sharded(x, weights, chosen, params, glu, placement)
+
+
+def _grouped(x, weights, chosen, params: ExpertWeights, glu: Glu, first_expert, bias_share=1.0) -> jax.Array:
+    """The sorted path over the experts that `params` holds, the first of which is `first_expert`."""
+    T, k = chosen.shape
+    num_experts = params["gate"].shape[0]
+    local = chosen.reshape(-1) - first_expert
+    is_here = (local >= 0) & (local < num_experts)
+    group = jnp.where(is_here, local, num_experts)  # pairs of other devices' experts sort last, into no group
+    order = jnp.argsort(group, stable=True)
+    sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    sorted_group = jnp.minimum(group[order], num_experts - 1)
+    rows = x[order // k]
+
+    def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
+        y = lax.ragged_dot_general(inputs, params[name], sizes, _PER_GROUP)
+        bias = params.get(f"{name}_bias")
+        return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
+
+    out = apply(glu(apply(rows, "gate"), apply(rows, "up")), "down", bias_share)
+    # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
+    out = jnp.where(is_here[order][:, None], out, 0)
+    pairs = out[jnp.argsort(order)].reshape(T, k, -1)
+    return jnp.einsum("tkd,tk->td", pairs, weights.astype(pairs.dtype))
+
+
+# lhs [M, in] in groups of rows, rhs [E, out, in]: HF's layout, no transpose is made
+_PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+
+def _sharded(x, weights, chosen, params: ExpertWeights, glu: Glu, placement: Placement) -> jax.Array:
+    """Tokens split over the batch axes, experts over the expert axis, their width over the tensor axis."""
+    mesh = placement.mesh
+    tokens = placement.partition(("batch", None), x.shape)
+    split_tokens = tokens[0] is not None and "expert" in tokens[0]
+    axes = {"gate": ("experts", "mlp", None), "up": ("experts", "mlp", None), "down": ("experts", None, "mlp")}
+    axes |= {"gate_bias": ("experts", "mlp"), "up_bias": ("experts", "mlp"), "down_bias": ("experts", None)}
+    specs = {name: placement.partition(axes[name], w.shape) for name, w in params.items()}
+    is_split = specs["gate"][0] is not None
+
+    def local(x, weights, chosen, params):
+        if split_tokens and is_split:  # this device's experts serve the tokens of its whole row of the expert axis
+            x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
+        first = lax.axis_index("expert") * params["gate"].shape[0] if is_split else 0
+        width_parts = mesh.shape["tensor"] if specs["gate"][1] is not None else 1
+        # the down projection's bias would be added once a part of the width
+        out = _grouped(x, weights, chosen, params, glu, first, bias_share=1.0 / width_parts)
+        if width_parts > 1:
+            out = lax.psum(out, "tensor")
+        if is_split:
+            out = lax.psum_scatter(out, "expert", tiled=True) if split_tokens else lax.psum(out, "expert")
+        return out
+
+    run = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    in_specs = (tokens, tokens, tokens, specs)
+    return run(local, in_specs=in_specs, out_specs=PartitionSpec(*tokens))(x, weights, chosen, params)

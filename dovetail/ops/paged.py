@@ -1,0 +1,134 @@
+"""Ragged paged attention: the readable reference that kernels are held to.
+
+Queries are cut into tiles that never span two sequences; a loop walks the tiles' keys a few pages at a time, with the
+softmax carried along, and ends with the longest tile. So pages are gathered only as far as some sequence reaches.
+
+T tokens, S sequences, I tiles of R rows, N query heads, K key heads, G = N / K, H head dim, C channels of a latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.types import Paged
+from dovetail.ops.softmax import MASKED, cap_and_mask, is_visible
+
+BLOCK = 128  # keys a turn of the loop looks at
+TILE = 32  # queries of one sequence that share a gathered page
+
+
+def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each of T tokens: its sequence, its position in it, and whether it is real."""
+    t = jnp.arange(num_tokens, dtype=jnp.int32)
+    real = t < ctx.cu_q_lens[ctx.num_seqs[0]]
+    seq = jnp.searchsorted(ctx.cu_q_lens[1:], t, side="right").astype(jnp.int32)
+    seq = jnp.minimum(seq, ctx.kv_lens.shape[0] - 1)
+    # a sequence's last new token sits at kv_len - 1
+    position = ctx.kv_lens[seq] - ctx.cu_q_lens[seq + 1] + t
+    return seq, jnp.where(real, position, 0), real
+
+
+def _write(ctx: Paged, pages: jax.Array, values: jax.Array) -> jax.Array:
+    """Put values [T, ...] of the new tokens into pages [P, page size, ...]; padding is dropped."""
+    page_size = pages.shape[1]
+    seq, position, real = token_rows(ctx, values.shape[0])
+    page = ctx.block_tables[seq, position // page_size]
+    page = jnp.where(real, page, pages.shape[0])  # out of the pool: dropped
+    return pages.at[page, position % page_size].set(values.astype(pages.dtype), mode="drop")
+
+
+def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """pages [P, page, 2K, H], K and V of a head side by side (the layout of the TPU kernel)."""
+    T, K, H = k.shape
+    return _write(ctx, pages, jnp.stack([k, v], axis=2).reshape(T, 2 * K, H))
+
+
+def write_latents(ctx: Paged, pages: jax.Array, latents: jax.Array) -> jax.Array:
+    """pages [P, page, 1, C] for latents [T, C]."""
+    return _write(ctx, pages, latents[:, None])
+
+
+def split_heads(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return block[..., 0::2, :], block[..., 1::2, :]
+
+
+def paged_attention(
+    ctx: Paged,
+    q: jax.Array,  # [T, N, H]
+    pages: jax.Array,  # [P, page, ...]
+    *,
+    split: Callable[[jax.Array], tuple[jax.Array, jax.Array]],  # gathered pages -> keys [.., K, H], values [.., K, Hv]
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """[T, N, Hv]: each token attends to its sequence's pages up to itself."""
+    tile_seq, token, q_pos, tile_of_token = _tiles(ctx, q.shape[0])
+    num_tiles, rows = token.shape
+    pages_a_block = max(1, BLOCK // pages.shape[1])
+    block = pages_a_block * pages.shape[1]
+    width = ctx.block_tables.shape[1]
+    tables = jnp.pad(ctx.block_tables, ((0, 0), (0, -width % pages_a_block)))[tile_seq]  # [I, M']
+    one = jax.ShapeDtypeStruct((num_tiles, block, *pages.shape[2:]), pages.dtype)
+    K, Hv = (shape := jax.eval_shape(split, one)[1].shape)[-2], shape[-1]
+    N, H = q.shape[1:]
+    q_tiles = q[token].reshape(num_tiles, rows, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [I, K, G, R, H]
+
+    def step(j, carry):
+        top, total, out = carry
+        ids = jax.lax.dynamic_slice_in_dim(tables, j * pages_a_block, pages_a_block, axis=1)
+        k, v = split(pages[ids].reshape(one.shape))
+        k_pos = j * block + jnp.arange(block)
+        visible = is_visible(q_pos[:, :, None], k_pos, window)[:, None, None]  # [I, 1, 1, R, block]
+        scores = jnp.einsum("ikgrh,iskh->ikgrs", q_tiles, k, preferred_element_type=jnp.float32) * scale
+        scores = cap_and_mask(scores, visible, softcap)
+        new_top = jnp.maximum(top, scores.max(axis=-1))
+        weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0)
+        # what no row of the tile may see is whatever a page held before, NaN perhaps: 0 * NaN is not 0
+        seen = visible.any(axis=(1, 2, 3))[:, :, None, None]
+        v = jnp.where(seen, v, 0)
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + weights.sum(axis=-1)
+        new = jnp.einsum("ikgrs,iskh->ikgrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_top, total, out * shrink[..., None] + new
+
+    carry = _start(sinks, (num_tiles, K, N // K, rows), Hv)
+    first = jnp.maximum(0, q_pos.min() - window + 1) // block if window else 0
+    last = q_pos.max() // block + 1
+    _, total, out = jax.lax.fori_loop(first, last, step, carry)
+    out = (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, N, Hv)
+    return out[tile_of_token[0], tile_of_token[1]]
+
+
+def _start(sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The softmax before any key: empty, or holding the sinks' logits, which weigh and give nothing."""
+    out = jnp.zeros((*shape, dim), jnp.float32)
+    if sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), out
+    logits = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1)
+    return jnp.broadcast_to(logits, shape), jnp.ones(shape, jnp.float32), out
+
+
+def _tiles(ctx: Paged, num_tokens: int):
+    """Tiles of rows: (sequence [I], token [I, R], position [I, R] or -1, (tile [T], row [T]) of each token)."""
+    num_seqs = ctx.kv_lens.shape[0]
+    rows = 1 if num_tokens <= num_seqs else TILE  # at most one new token a sequence: nothing to share
+    num_tiles = num_tokens if rows == 1 else num_tokens // rows + num_seqs
+    exists = jnp.arange(num_seqs) < ctx.num_seqs[0]
+    q_lens = jnp.where(exists, jnp.diff(ctx.cu_q_lens), 0)
+    ends = jnp.cumsum(-(-q_lens // rows))  # tiles up to and with each sequence
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+    tile = jnp.arange(num_tiles)
+    seq = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_seqs - 1)
+    token = ctx.cu_q_lens[seq, None] + (tile - starts[seq])[:, None] * rows + jnp.arange(rows)
+    real = (tile < ends[-1])[:, None] & (token < ctx.cu_q_lens[seq + 1, None])
+    position = jnp.where(real, ctx.kv_lens[seq, None] - ctx.cu_q_lens[seq + 1, None] + token, -1)
+    token_seq, _, _ = token_rows(ctx, num_tokens)
+    offset = jnp.arange(num_tokens) - ctx.cu_q_lens[token_seq]
+    tile_of_token = starts[token_seq] + offset // rows, offset % rows
+    return seq, jnp.minimum(token, num_tokens - 1), position, tile_of_token

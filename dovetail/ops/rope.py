@@ -1,0 +1,78 @@
+"""Rotary position embeddings and the ways to stretch them to longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One rotary table. `dim` is how many dims of a head turn; `kind` how the frequencies are stretched."""
+
+    theta: float
+    dim: int
+    kind: str = "default"  # default, linear, llama3, yarn, proportional
+    factor: float = 1.0
+    original_len: int = 0  # llama3, yarn: the context the model was first trained on
+    low_freq: float = 1.0  # llama3
+    high_freq: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's ends to whole dims
+    magnitude: float = 1.0  # yarn: factor on cos and sin
+    share: float = 1.0  # proportional: the share of the dims that turn
+    interleaved: bool = False  # pairs are (0, 1), (2, 3)... rather than (0, dim/2), (1, dim/2 + 1)...
+
+    def inv_freq(self) -> np.ndarray:
+        """[dim / 2] f32 radians a position."""
+        exponent = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        inv = (1.0 / np.float32(self.theta) ** exponent).astype(np.float32)
+        if self.kind in ("linear", "proportional"):
+            turning = int(self.share * self.dim // 2)
+            return np.where(np.arange(inv.size) < turning, inv / self.factor, 0).astype(np.float32)
+        if self.kind == "llama3":
+            return self._llama3(inv)
+        return self._yarn(inv) if self.kind == "yarn" else inv
+
+    def _llama3(self, inv: np.ndarray) -> np.ndarray:
+        """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1)."""
+        wavelen = 2 * math.pi / inv
+        smooth = (self.original_len / wavelen - self.low_freq) / (self.high_freq - self.low_freq)
+        smooth = np.clip(smooth, 0, 1)
+        return ((1 - smooth) * inv / self.factor + smooth * inv).astype(np.float32)
+
+    def _yarn(self, inv: np.ndarray) -> np.ndarray:
+        """A ramp over the dims from kept (many turns in the original context) to slowed (arXiv 2309.00071, eq. 23)."""
+
+        def dim_with(turns: float) -> float:
+            return self.dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = dim_with(self.beta_fast), dim_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        ramp = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        return (inv / self.factor * ramp + inv * (1 - ramp)).astype(np.float32)
+
+    def tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, [..., dim / 2] f32, for positions [...]."""
+        angles = positions[..., None].astype(jnp.float32) * self.inv_freq()
+        return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """How much attention logits are to grow when the context is stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotate(x: jax.Array, rope: Rope, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [..., heads, dim]. Interleaved input comes out as halves: a dot product of two such vectors is the same."""
+    cos, sin = (t[..., None, :] for t in tables)
+    x32 = x.astype(jnp.float32)
+    a, b = (x32[..., 0::2], x32[..., 1::2]) if rope.interleaved else jnp.split(x32, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
