@@ -1,0 +1,191 @@
+"""Chat templates: from messages to the text a model was trained to read, as Hugging Face's templates write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from dovetail.io import sandbox
+
+# Unicode's noncharacters: reserved for marks inside a program, they are no part of any language's text.
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+# Names under which clients send a message's reasoning; templates read the first (gpt-oss's reads `thinking`).
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A Jinja chat template and the special tokens it may name (bos_token, eos_token, ...).
+
+    Rendering is sandboxed (see `sandbox`): a template that reaches outside, or fails, gives a ValueError with its line.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
+        if not isinstance(source, str):
+            raise ValueError(f"expected a chat template as text, got {type(source).__name__}; pass its Jinja source")
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        sandbox.compile_source(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. `kwargs` (documents, enable_thinking, ...) are names the template can read.
+
+        `continue_final_message` ends the text right after the last message's content, for the model to go on with it.
+        """
+        names = self._names(messages, tools, add_generation_prompt, kwargs)
+        if not continue_final_message:
+            return sandbox.render(self.source, names, sandbox.Run())
+        if add_generation_prompt:
+            raise ValueError(
+                "expected one of add_generation_prompt and continue_final_message, got both: "
+                "a new turn cannot begin while the last one goes on; set add_generation_prompt=False"
+            )
+        return self._render_open(names)
+
+    def render_with_spans(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the [start, end) characters of its {% generation %} blocks; no spans if it has none.
+
+        It renders twice, the second time with marks around the blocks: positions then hold wherever the text lands
+        (in a macro, a captured block), and a template that alters its blocks afterwards is noticed, not mismasked.
+        """
+        names = self._names(messages, tools, add_generation_prompt, kwargs)
+        plain = sandbox.Run()
+        text = sandbox.render(self.source, names, plain)
+        start, end = _unused_marks(text)
+        marked = sandbox.render(self.source, names, sandbox.Run((start, end), plain.now))
+        found, spans = _take_spans(marked, start, end)
+        if found != text:
+            raise ValueError(
+                "expected the text of {% generation %} blocks to reach the prompt as it is, but this chat template "
+                "changes it afterwards (a trim or a length around the block?); move the tag inside that expression"
+            )
+        return text, spans
+
+    def _names(self, messages: Any, tools: Any, add_generation_prompt: bool, kwargs: dict) -> dict[str, Any]:
+        return {
+            "documents": None,
+            **self.special_tokens,
+            **{name: _plain(value, name) for name, value in kwargs.items()},
+            "messages": checked_messages(messages),
+            "tools": checked_tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _render_open(self, names: dict[str, Any]) -> str:
+        last = names["messages"][-1]
+        if not isinstance(last.get("content"), str):
+            raise ValueError(
+                f"continue_final_message needs text in the last message's content, got {last.get('content')!r}"
+            )
+        mark = _unused_marks(last["content"])[0]
+        # The space tells whether the template trims contents; if so, the cut text must be trimmed as well.
+        last["content"] += mark + " "
+        head, found, tail = sandbox.render(self.source, names, sandbox.Run()).rpartition(mark)
+        if not found:
+            raise ValueError("continue_final_message: this chat template does not write the last message's content")
+        return head if tail.startswith(" ") else head.rstrip()
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """A plain copy of `messages`; a ValueError says which one is wrong, and how."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"expected a list of at least one message, got {messages!r:.80}; {_MESSAGE_HELP}")
+    return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+_MESSAGE_HELP = "a message is a dict such as {'role': 'user', 'content': 'Hello'}"
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where}: expected a dict, got {type(message).__name__}; {_MESSAGE_HELP}")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{where}: expected a 'role' that is a string, got {message.get('role')!r}; {_MESSAGE_HELP}")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"{where}: expected 'content' or 'tool_calls', got keys {sorted(message)}; {_MESSAGE_HELP}")
+    if not isinstance(content, str | list | tuple | Mapping | None):
+        raise ValueError(
+            f"{where}: expected 'content' to be text or a list of parts, got {type(content).__name__}; {_MESSAGE_HELP}"
+        )
+    plain = _plain(message, where)
+    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
+    return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+
+
+def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """A plain copy of `tools`, which are dicts in OpenAI's shape."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise ValueError(f"expected a list of tools, got {type(tools).__name__}; {_TOOL_HELP}")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ValueError(f"tools[{i}]: expected a dict, got {type(tool).__name__}; {_TOOL_HELP}")
+        function = tool.get("function")
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if tool.get("type", "function") == "function" and not named:
+            raise ValueError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}; {_TOOL_HELP}")
+    return _plain(tools, "tools")
+
+
+_TOOL_HELP = (
+    "a tool is a dict such as {'type': 'function', 'function': {'name': 'add', 'description': '...', 'parameters': "
+    "{'type': 'object', 'properties': {...}}}}"
+)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of JSON's types alone: other objects have methods that a template has no business calling."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise ValueError(
+        f"{where}: expected what JSON can hold (text, number, true/false, null, list, dict), "
+        f"got {type(value).__name__}; convert it first"
+    )
+
+
+def _unused_marks(text: str) -> tuple[str, str]:
+    for start, end in pairwise(_MARKS):
+        if start not in text and end not in text:
+            return start, end
+    raise ValueError("expected text, got every one of Unicode's noncharacters U+FDD0 to U+FDEF; remove them")
+
+
+def _take_spans(marked: str, start: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """Takes the marks out and says where they were; of nested blocks, the outermost counts."""
+    pieces: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = depth = begin = 0
+    for piece in re.split(f"([{start}{end}])", marked):
+        if piece == start:
+            begin = begin if depth else length
+            depth += 1
+        elif piece == end:
+            depth -= 1
+            if depth == 0:
+                spans.append((begin, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return "".join(pieces), spans

@@ -1,0 +1,131 @@
+"""Weights by Hugging Face's names, both ways, through the one table that models.spec carries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from dovetail.core.mesh import Placement, param_sharding
+from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
+from dovetail.core.types import Params
+from dovetail.io.hub import Progress
+from dovetail.models.config import ModelConfig
+from dovetail.models.registry import family_of
+from dovetail.models.spec import spec
+
+
+class Checkpoint(Protocol):
+    """Tensors under Hugging Face's names, wherever they come from."""
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class Part:
+    """One of our weights in one stored tensor: `index` is its place in the weight's leading dim, or None."""
+
+    def __init__(self, path: str, spec: ParamSpec, index: int | None):
+        self.path, self.spec, self.index = path, spec, index
+
+
+def name_table(cfg: ModelConfig) -> dict[str, list[Part]]:
+    """Stored tensor name -> the parts of our weights that it holds."""
+    table: dict[str, list[Part]] = {}
+    for path, leaf in leaves(spec(cfg)):
+        for i, name in enumerate(leaf.stored.names):
+            table.setdefault(name, []).append(Part(path, leaf, i if len(leaf.stored.names) > 1 else None))
+    return table
+
+
+def match_names(source: Checkpoint, cfg: ModelConfig, where: str) -> dict[str, str]:
+    """Our table's name -> the checkpoint's own. Every disagreement is listed in one error."""
+    table, found = name_table(cfg), source.tensors()
+    unused = [p.replace("{past_last}", _past_last(len(cfg.layers))) for p in family_of(cfg).unused]
+    names: dict[str, str] = {}
+    unmapped = []
+    for stored in found:
+        name = _text_tower(stored)
+        if name in table:
+            names[name] = stored
+        elif not (cfg.tied and name == "lm_head.weight") and not any(re.fullmatch(p, name) for p in unused):
+            unmapped.append(stored)
+    problems = [("missing", [n for n in table if n not in names]), ("not of this model", unmapped)]
+    wrong = []
+    for name, stored in names.items():
+        expected, shape = table[name][0].spec.stored.shape, found[stored][0]
+        if shape != expected:
+            wrong.append(f"{stored} {list(shape)}, expected {list(expected)}")
+    problems.append(("of another shape", wrong))
+    report = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems if items)
+    if report:
+        raise ValueError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
+    return names
+
+
+def read_params(
+    source: Checkpoint,
+    cfg: ModelConfig,
+    dtype: Any,
+    where: str,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+) -> Params:
+    """The checkpoint's weights as (sharded) device arrays. At most one weight is held on the host at a time."""
+    names = match_names(source, cfg, where)
+    flat, treedef = jax.tree.flatten(spec(cfg), is_leaf=is_spec)
+    total, done, arrays = num_bytes(spec(cfg), dtype), 0, []
+    for leaf in flat:
+        arrays.append(_read_leaf(source, leaf, names, leaf_dtype(leaf, dtype), placement))
+        done += arrays[-1].nbytes
+        if progress:
+            progress(leaf.stored.names[0], done, total)
+    return jax.tree.unflatten(treedef, arrays)
+
+
+def _read_leaf(source: Checkpoint, leaf: ParamSpec, names: dict[str, str], dtype: np.dtype, placement) -> jax.Array:
+    stored = [names[n] for n in leaf.stored.names]
+
+    def fetch(index: Any) -> np.ndarray:
+        if len(stored) == 1:
+            part = leaf.stored.cut(source.read(stored[0])).reshape(leaf.shape)
+            return np.ascontiguousarray(part[index], dtype)
+        rows = [leaf.stored.cut(source.read(n)).reshape(leaf.shape[1:])[index[1:]] for n in stored[index[0]]]
+        return np.stack(rows).astype(dtype)
+
+    sharding = param_sharding(placement, leaf)
+    if sharding is None:
+        # a copy: what device_put would alias is a mapped file, which somebody may yet write to
+        return jax.device_put(np.array(fetch((slice(None),) * len(leaf.shape))))
+    return jax.make_array_from_callback(leaf.shape, sharding, fetch)
+
+
+def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(name, bytes, array) of every tensor of the checkpoint that holds these weights."""
+    flat = {path: array for (path, _), array in zip(leaves(spec(cfg)), jax.tree.leaves(params), strict=True)}
+    host: dict[str, np.ndarray] = {}
+    for name, parts in name_table(cfg).items():
+        stored = parts[0].spec.stored
+        # experts' tensors come weight after weight: keep the few weights that the current names share
+        host = {p.path: host[p.path] if p.path in host else np.asarray(flat[p.path]) for p in parts}
+        tensor = np.empty(stored.shape, host[parts[0].path].dtype)
+        for part in parts:
+            value = host[part.path] if part.index is None else host[part.path][part.index]
+            hole = part.spec.stored.cut(tensor)
+            hole[...] = value.reshape(hole.shape)
+        yield name, tensor.nbytes, tensor
+
+
+def _text_tower(name: str) -> str:
+    """The name a tensor of a model that also sees would have in its text model alone."""
+    name = re.sub(r"^language_model\.model\.|^model\.language_model\.(model\.)?", "model.", name)
+    return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
+
+
+def _past_last(layers: int) -> str:
+    """A pattern of the layer numbers from `layers` on, as far as any checkpoint goes."""
+    return "(" + "|".join(str(i) for i in range(layers, layers + 8)) + ")"

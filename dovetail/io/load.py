@@ -1,0 +1,172 @@
+"""dt.load: a folder, a hub id, a .gguf file or a catalogue name -> a model ready to use; convert: any of them to an
+Hugging Face folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.core.mesh import Placement
+from dovetail.core.spec import num_bytes, num_params
+from dovetail.core.types import Packed, Params
+from dovetail.io.hf import Checkpoint, read_params, write_tensors
+from dovetail.io.hub import Progress, resolve
+from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import forward, unembed
+from dovetail.models.greedy import greedy
+from dovetail.models.registry import parse_config, read_config
+from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
+
+DTYPES = {
+    "f32": jnp.float32, "float32": jnp.float32, "bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16,
+    "f16": jnp.float16, "float16": jnp.float16,
+}  # fmt: skip
+
+
+@dataclass
+class Model:
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    source: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.params["embed"].dtype
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """[T, vocab] f32 of one sequence: a quick look, not the fast path."""
+        count = len(token_ids)
+        size = max(16, 1 << (count - 1).bit_length())  # few compiled shapes
+        tokens = jnp.zeros((1, size), jnp.int32).at[0, :count].set(jnp.asarray(token_ids, jnp.int32))
+        return np.asarray(_logits(self.params, self.config, tokens, jnp.int32(count))[0, :count])
+
+    def generate(self, token_ids: Sequence[int], max_new_tokens: int) -> Iterator[int]:
+        return greedy(self.params, self.config, token_ids, max_new_tokens)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Rows of what was loaded, for a table."""
+        cfg, tree = self.config, spec(self.config)
+        itemsize = self.dtype.itemsize
+        rows = [
+            ("family", cfg.family),
+            ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
+            ("attention heads", _heads(cfg)),
+            ("parameters", f"{num_params(tree) / 1e6:,.1f} M"),
+            ("weights", f"{num_bytes(tree, self.dtype) / 2**20:,.0f} MiB in {self.dtype.name}"),
+            ("KV cache", f"{kv_bytes_per_token(cfg, itemsize) / 2**10:,.1f} KiB a token"),
+            ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP a token"),
+            ("context", f"{cfg.max_len:,} tokens"),
+        ]
+        if self.tokenizer:
+            rows.append(("vocabulary", f"{self.tokenizer.vocab_size:,} tokens"))
+        return [*rows, ("from", self.source)]
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    ctx = Packed((positions < count).astype(jnp.int32))
+    hidden, _ = forward(params, cfg, tokens, positions, ctx)
+    return unembed(params, cfg, hidden)
+
+
+def load(
+    x: str | Path, dtype: Any = None, placement: Placement | None = None, progress: Progress | None = None
+) -> Model:
+    """A model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
+
+    dtype None: the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
+    """
+    path = resolve(x, progress)
+    checkpoint, cfg, tokenizer = open_checkpoint(path)
+    dtype = _dtype(dtype, checkpoint)
+    params = read_params(checkpoint, cfg, dtype, str(path), placement, progress)
+    return Model(cfg, params, tokenizer, str(x))
+
+
+def open_checkpoint(path: Path) -> tuple[Checkpoint, ModelConfig, Tokenizer | None]:
+    if path.suffix == ".gguf":
+        from dovetail.io.gguf import GgufCheckpoint
+
+        gguf = GgufCheckpoint(path)
+        return gguf, parse_config(gguf.config, str(path)), gguf.tokenizer()
+    cfg = read_config(path)
+    tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+    return SafetensorFolder(path), cfg, tokenizer
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    dtype: Any = None,
+    max_shard_bytes: int = 4 * 2**30,
+    progress: Progress | None = None,
+) -> Path:
+    """Any source that `load` takes -> a Hugging Face folder. Written beside and renamed: never half there."""
+    dst = Path(dst)
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise ValueError(f"{dst} exists and is not an empty folder: choose another place or remove it")
+    path = resolve(src, progress)
+    checkpoint, cfg, tokenizer = open_checkpoint(path)
+    dtype = _dtype(dtype, checkpoint, keep=True)
+    with jax.default_device(jax.devices("cpu")[0]):
+        params = read_params(checkpoint, cfg, dtype, str(path), progress=progress)
+    save(dst, cfg, params, tokenizer, max_shard_bytes)
+    return dst
+
+
+def save(
+    dst: str | Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, max_shard_bytes: int = 4 * 2**30
+) -> None:
+    """A folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
+    dst = Path(dst)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
+    try:
+        dtype = params["embed"].dtype
+        hf = cfg.to_hf() | {"dtype": dtype.name}
+        hf.pop("torch_dtype", None)
+        (beside / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
+        total = num_bytes(spec(cfg), dtype)
+        for _ in write_shards(beside, write_tensors(cfg, params), total, max_shard_bytes):
+            pass
+        if tokenizer:
+            tokenizer.save(beside)
+        beside.chmod(0o755)
+        if dst.exists():
+            dst.rmdir()  # only ever an empty folder
+        beside.rename(dst)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _dtype(asked: Any, checkpoint: Checkpoint, keep: bool = False) -> Any:
+    if asked is not None:
+        name = asked if isinstance(asked, str) else jnp.dtype(asked).name
+        if name not in DTYPES:
+            raise ValueError(f"dtype {asked!r} is not one of bf16, f32, f16")
+        return DTYPES[name]
+    if not keep and jax.default_backend() == "cpu":
+        return jnp.float32
+    kinds = {np.dtype(dtype) for _, dtype in checkpoint.tensors().values()}
+    return jnp.dtype(jnp.bfloat16) if jnp.dtype(jnp.bfloat16) in kinds else max(kinds, key=lambda d: d.itemsize)
+
+
+def _heads(cfg: ModelConfig) -> str:
+    attn = cfg.layers[0].attn
+    kv_heads = getattr(attn, "kv_heads", None)
+    return f"{attn.heads} for queries, {kv_heads} for keys and values" if kv_heads else f"{attn.heads} over a latent"

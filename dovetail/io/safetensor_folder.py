@@ -1,0 +1,136 @@
+"""A Hugging Face folder of safetensors, read by memory map and written shard by shard.
+
+Reading touches only the bytes asked for: `read` gives a view of the mapped file, and what is sliced off it is all that
+leaves the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorFolder:
+    """The tensors of a checkpoint folder, under Hugging Face's names."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._where: dict[str, tuple[Path, tuple[int, ...], np.dtype, int]] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        repeated = []
+        for path in self._files():
+            for name, shape, dtype, offset in _read_header(path):
+                if name in self._where:
+                    repeated.append(f"{name} (in {self._where[name][0].name} and {path.name})")
+                self._where[name] = path, shape, dtype, offset
+        if repeated:
+            raise ValueError(f"{self.folder}: tensors stored twice: {', '.join(sorted(repeated))}")
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        return {name: (shape, dtype) for name, (_, shape, dtype, _) in self._where.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        path, shape, dtype, offset = self._where[name]
+        if path not in self._maps:
+            with open(path, "rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        count = int(np.prod(shape, dtype=np.int64))
+        return np.frombuffer(self._maps[path], dtype, count, offset).reshape(shape)
+
+    def _files(self) -> list[Path]:
+        """Those the index names; without one, every safetensors file there is."""
+        index = self.folder / INDEX
+        if not index.exists():
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise FileNotFoundError(f"{self.folder} holds no *.safetensors file")
+            return files
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index} is not a safetensors index: {error}") from error
+        missing = [n for n in names if not (self.folder / n).exists()]
+        if missing:
+            raise FileNotFoundError(f"{self.folder}: {INDEX} names files that are not there: {', '.join(missing)}")
+        return [self.folder / n for n in names]
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, int]]:
+    """(name, shape, dtype, byte offset) of each tensor. The library checks the file; offsets it keeps to itself."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy"), open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({size:,} bytes: {error}); download or copy it again"
+        ) from error
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        yield name, tuple(entry["shape"]), dtype, 8 + length + entry["data_offsets"][0]
+
+
+def write_shards(
+    folder: Path, tensors: Iterable[tuple[str, int, np.ndarray]], total: int, max_shard_bytes: int
+) -> Iterator[str]:
+    """Write (name, bytes, array) in order, a shard at a time, and yield each name once it is on disk.
+
+    `total` bytes decide whether there is one file or several with an index. At most one shard is in memory.
+    """
+    from safetensors.numpy import save_file
+
+    shards: list[list[str]] = []
+    pending: dict[str, np.ndarray] = {}
+    size = 0
+
+    def flush() -> None:
+        shards.append(list(pending))
+        save_file(pending, _part(folder, len(shards)), metadata={"format": "pt"})
+        pending.clear()
+
+    for name, nbytes, array in tensors:
+        if pending and size + nbytes > max_shard_bytes:
+            flush()
+            size = 0
+        pending[name] = np.ascontiguousarray(array)
+        size += nbytes
+        yield name
+    flush()
+    _name_shards(folder, shards, total)
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.safetensors"
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        os.replace(_part(folder, 1), folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(shards, 1):
+        final = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(_part(folder, i), folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

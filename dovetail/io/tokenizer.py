@@ -1,0 +1,249 @@
+"""A model's tokenizer: text to ids and back, special tokens, chat. A thin wrapper over the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from dovetail.io import tokenizer_files
+from dovetail.io.chat import ChatTemplate
+from dovetail.io.detokenize import Detokenizer
+
+# Joins punctuation back to its word after WordPiece; order matters.
+_CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
+_CLEANUP += ((" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+
+_ORDER = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    bos, eos, pad, unk: special tokens as text. eos_ids: further ids that end a generation.
+    add_bos, add_eos: whether `encode` puts them around a text; None for both leaves the backend's own rule.
+    chat_template: Jinja source, or several by name ("default", "tool_use").
+    extra: the other keys of a tokenizer_config.json, which `save` writes back.
+    The backend becomes the tokenizer's own: its truncation and padding are turned off and special tokens are added.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        bos: str | None = None,
+        eos: str | None = None,
+        pad: str | None = None,
+        unk: str | None = None,
+        eos_ids: Iterable[int] = (),
+        add_bos: bool | None = None,
+        add_eos: bool | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ):
+        self.backend = backend
+        self.bos, self.eos, self.pad, self.unk = bos, eos, pad, unk
+        self.add_bos, self.add_eos = add_bos, add_eos
+        self.extra = dict(extra or {})
+        self.chat_templates = _by_name(chat_template)
+        self._prepare_backend()
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (
+            None if token is None else self.id(token) for token in (bos, eos, pad, unk)
+        )
+        first = () if self.eos_id is None else (self.eos_id,)
+        self.eos_ids = tuple(dict.fromkeys(self._known([*first, *eos_ids])))
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Reads a Hugging Face folder: tokenizer.json and, where they are there, the configs and templates beside it.
+
+        BOS and EOS follow tokenizer.json's post-processor; add_bos_token in tokenizer_config.json is not read, as
+        transformers does not read it when there is a tokenizer.json. tokenizer.json is also the whole pipeline: for
+        tokenizer_class LlamaTokenizer, transformers 5 builds another one, which treats leading spaces differently.
+        """
+        return cls(**tokenizer_files.read(Path(path)))
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the files that `from_folder`, and transformers' AutoTokenizer, read."""
+        tokenizer_files.write(self, Path(folder))
+
+    # --- text and ids ---------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """The ids of `text`, with BOS/EOS where this tokenizer adds them. Special tokens in it become their ids."""
+        return self.backend.encode(_checked_text(text), add_special_tokens=add_special).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        checked = [_checked_text(text) for text in texts]
+        return [e.ids for e in self.backend.encode_batch_fast(checked, add_special_tokens=add_special)]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        text = self.backend.decode(self._known(ids), skip_special_tokens=skip_special)
+        return _clean_up(text) if self._cleans_up else text
+
+    def stream(self, skip_special: bool = True, context: Iterable[int] = ()) -> Detokenizer:
+        """Decodes ids one at a time. `context`: ids before the first, such as the prompt's last few."""
+        clean = _clean_up if self._cleans_up else None
+        return Detokenizer(self.backend, self.special_ids, skip_special=skip_special, context=context, clean=clean)
+
+    def token(self, token_id: int) -> str:
+        """The token with this id, as the vocabulary spells it (not decoded)."""
+        (token_id,) = self._known([token_id])
+        token = self.backend.id_to_token(token_id)
+        assert token is not None
+        return token
+
+    def id(self, token: str) -> int:
+        found = self.backend.token_to_id(token)
+        if found is None:
+            raise ValueError(f"expected a token of this vocabulary, got {token!r}; for free text use encode()")
+        return found
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id. The model's own may be larger: it is often padded."""
+        return max(self.backend.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    # --- chat -----------------------------------------------------------------------------------------------------
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def chat(self, tools: Any = None, chat_template: str | None = None) -> ChatTemplate:
+        """The template to use: the one given (a name or Jinja source), else tool_use with tools, else default."""
+        name = chat_template or ("tool_use" if tools is not None and "tool_use" in self.chat_templates else "default")
+        source = self.chat_templates.get(name, chat_template)
+        if source is None:
+            named = f" (it has {sorted(self.chat_templates)}, and no 'default')" if self.chat_templates else ""
+            raise ValueError(
+                f"this model's tokenizer has no chat template{named}, so messages cannot become a prompt. Put a "
+                "chat_template.jinja beside its tokenizer.json or pass chat_template='<Jinja source>'; a base model "
+                "takes plain text instead"
+            )
+        return ChatTemplate(source, self.special_tokens)
+
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text; `kwargs` go to the template (see `ChatTemplate.render`)."""
+        template = self.chat(tools, chat_template)
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The prompt's ids. No BOS is added: the template writes its own."""
+        return self.encode(self.apply_chat(messages, tools, add_generation_prompt, **kwargs), add_special=False)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Named special tokens as transformers and chat templates call them: bos_token, eos_token, image_token, ..."""
+        named = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": self.unk, "pad_token": self.pad}
+        every = tokenizer_files.named_tokens(self.extra) | {key: token for key, token in named.items() if token}
+        # transformers' order, which decides the ids of tokens that are new to the vocabulary.
+        first = [key for key in _ORDER if key in every]
+        return {key: every[key] for key in dict.fromkeys([*first, *every])}
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _prepare_backend(self) -> None:
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = bool(self.extra.get("split_special_tokens", False))
+        self._add_tokens()
+        if self.add_bos is not None or self.add_eos is not None:
+            self.backend.post_processor = self._post_processor()
+
+    def _add_tokens(self) -> None:
+        """Makes every named token a special one, whatever tokenizer.json says of it (as transformers does)."""
+        known = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
+        known |= tokenizer_files.added_tokens(self.extra)
+        names = self.special_tokens.values()
+        for name in [*names, *tokenizer_files.extra_special_tokens(self.extra)]:
+            known.setdefault(name, AddedToken(name, special=True))
+        for name in names:
+            known[name].special = True
+        self.backend.add_tokens(list(known.values()))
+
+    def _post_processor(self) -> TemplateProcessing:
+        if (self.add_bos and self.bos is None) or (self.add_eos and self.eos is None):
+            raise ValueError("add_bos and add_eos need the token itself; got True without bos=... or eos=...")
+        bos = [f"{self.bos}:0"] if self.add_bos else []
+        eos = [f"{self.eos}:0"] if self.add_eos else []
+        ends = [token for token, wanted in ((self.bos, self.add_bos), (self.eos, self.add_eos)) if wanted and token]
+        return TemplateProcessing(
+            single=[*bos, "$A:0", *eos],
+            pair=[*bos, "$A:0", *eos, "$B:1"],
+            special_tokens=[(token, self.id(token)) for token in dict.fromkeys(ends)],
+        )
+
+    @cached_property
+    def _cleans_up(self) -> bool:
+        # transformers ignores the setting for BPE, whose spaces are the text's own.
+        wanted = self.extra.get("clean_up_tokenization_spaces", False)
+        return bool(wanted) and type(self.backend.model).__name__ != "BPE"
+
+    @cached_property
+    def _gaps(self) -> frozenset[int]:
+        if self.backend.get_vocab_size() == self.vocab_size:
+            return frozenset()
+        return frozenset(range(self.vocab_size)) - frozenset(self.backend.get_vocab().values())
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        """The ids as Python ints; the library would leave out unknown ones without a word."""
+        ids = [int(i) for i in ids]
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size or not self._gaps.isdisjoint(ids)):
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size or i in self._gaps)
+            raise ValueError(
+                f"expected token ids from 0 to {self.vocab_size - 1} that this tokenizer knows, got {bad}; "
+                "do these ids come from another model?"
+            )
+        return ids
+
+
+def _clean_up(text: str) -> str:
+    for old, new in _CLEANUP:
+        text = text.replace(old, new)
+    return text
+
+
+def _checked_text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(
+            f"expected text to encode, got {type(text).__name__}; decode bytes, or use encode_batch for lists"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"expected valid Unicode, got half a surrogate pair at character {error.start}; "
+            "read the text with errors='replace'"
+        ) from None
+    return text
+
+
+def _by_name(template: str | Mapping[str, str] | None) -> dict[str, str]:
+    if template is None:
+        return {}
+    return {"default": template} if isinstance(template, str) else dict(template)

