@@ -114,10 +114,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 
 
 @functools.cache
-def reference(name: str):
+def reference(name: str, **changes):
     """(transformers' model, a folder it was saved to). Every tensor is random, norms, biases and buffers too."""
     kind, options = FAMILIES[name]
-    config = getattr(transformers, kind)(**(BASE | options), attn_implementation="eager")
+    changes = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
+    config = getattr(transformers, kind)(**(BASE | options | changes), attn_implementation="eager")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():

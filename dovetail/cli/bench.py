@@ -14,7 +14,7 @@ def _group() -> None:
 def forward(
     model: str = typer.Option("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
     peer: str = typer.Option("transformers", help="What to compare with: transformers, or none."),
-    tokens: int = typer.Option(512, min=1, help="Tokens in the packed batch."),
+    tokens: int = typer.Option(2048, min=16, help="Tokens in the batch."),
     seed: int = typer.Option(0, help="Seed of the random tokens."),
 ) -> None:
     """Tokens per second of a packed forward pass."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from dovetail.core.mesh import Placement, param_sharding
@@ -16,6 +17,8 @@ from dovetail.io.hub import Progress
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import family_of
 from dovetail.models.spec import spec
+
+FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
 class Checkpoint(Protocol):
@@ -47,20 +50,24 @@ def match_names(source: Checkpoint, cfg: ModelConfig, where: str) -> dict[str, s
     table, found = name_table(cfg), source.tensors()
     unused = [p.replace("{past_last}", _past_last(len(cfg.layers))) for p in family_of(cfg).unused]
     names: dict[str, str] = {}
-    unmapped = []
+    unmapped, repeated = [], []
     for stored in found:
         name = _text_tower(stored)
-        if name in table:
+        if name in names:
+            repeated.append(f"{names[name]} and {stored}")
+        elif name in table:
             names[name] = stored
         elif not (cfg.tied and name == "lm_head.weight") and not any(re.fullmatch(p, name) for p in unused):
             unmapped.append(stored)
     problems = [("missing", [n for n in table if n not in names]), ("not of this model", unmapped)]
-    wrong = []
+    wrong, coded = [], []
     for name, stored in names.items():
-        expected, shape = table[name][0].spec.stored.shape, found[stored][0]
+        expected, (shape, dtype) = table[name][0].spec.stored.shape, found[stored]
         if shape != expected:
             wrong.append(f"{stored} {list(shape)}, expected {list(expected)}")
-    problems.append(("of another shape", wrong))
+        if np.dtype(dtype) not in FLOATS:
+            coded.append(f"{stored} {np.dtype(dtype).name}")
+    problems += [("of another shape", wrong), ("stored twice", repeated), ("not plain floats", coded)]
     report = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems if items)
     if report:
         raise ValueError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
@@ -89,18 +96,27 @@ def read_params(
 
 def _read_leaf(source: Checkpoint, leaf: ParamSpec, names: dict[str, str], dtype: np.dtype, placement) -> jax.Array:
     stored = [names[n] for n in leaf.stored.names]
+    fetched: dict[str, np.ndarray] = {}
+
+    def cut(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return leaf.stored.cut(source.read(name)).reshape(shape)
 
     def fetch(index: Any) -> np.ndarray:
-        if len(stored) == 1:
-            part = leaf.stored.cut(source.read(stored[0])).reshape(leaf.shape)
-            return np.ascontiguousarray(part[index], dtype)
-        rows = [leaf.stored.cut(source.read(n)).reshape(leaf.shape[1:])[index[1:]] for n in stored[index[0]]]
-        return np.stack(rows).astype(dtype)
+        """A part of the weight, copied once: what jax would alias is a mapped file, which somebody may yet write to.
+        Devices that hold the same part share it."""
+        if (key := str(index)) not in fetched:
+            part = np.empty([len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True)], dtype)
+            if len(stored) == 1:
+                part[...] = cut(stored[0], leaf.shape)[index]
+            else:
+                for i, name in enumerate(stored[index[0]]):
+                    part[i] = cut(name, leaf.shape[1:])[index[1:]]
+            fetched[key] = part
+        return fetched[key]
 
     sharding = param_sharding(placement, leaf)
     if sharding is None:
-        # a copy: what device_put would alias is a mapped file, which somebody may yet write to
-        return jax.device_put(np.array(fetch((slice(None),) * len(leaf.shape))))
+        return jax.device_put(fetch((slice(None),) * len(leaf.shape)))
     return jax.make_array_from_callback(leaf.shape, sharding, fetch)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
-from dovetail.io.hf import Checkpoint, read_params, write_tensors
+from dovetail.io.hf import Checkpoint, match_names, read_params, write_tensors
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def load(
     """
     path = resolve(x, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
-    dtype = _dtype(dtype, checkpoint)
+    dtype = _dtype(dtype, checkpoint, cfg, str(path))
     params = read_params(checkpoint, cfg, dtype, str(path), placement, progress)
     return Model(cfg, params, tokenizer, str(x))
 
@@ -121,7 +121,7 @@ def convert(
         raise ValueError(f"{dst} exists and is not an empty folder: choose another place or remove it")
     path = resolve(src, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
-    dtype = _dtype(dtype, checkpoint, keep=True)
+    dtype = _dtype(dtype, checkpoint, cfg, str(path), keep=True)
     with jax.default_device(jax.devices("cpu")[0]):
         params = read_params(checkpoint, cfg, dtype, str(path), progress=progress)
     save(dst, cfg, params, tokenizer, max_shard_bytes)
@@ -154,7 +154,7 @@ def save(
         raise
 
 
-def _dtype(asked: Any, checkpoint: Checkpoint, keep: bool = False) -> Any:
+def _dtype(asked: Any, checkpoint: Checkpoint, cfg: ModelConfig, where: str, keep: bool = False) -> Any:
     if asked is not None:
         name = asked if isinstance(asked, str) else jnp.dtype(asked).name
         if name not in DTYPES:
@@ -162,8 +162,11 @@ def _dtype(asked: Any, checkpoint: Checkpoint, keep: bool = False) -> Any:
         return DTYPES[name]
     if not keep and jax.default_backend() == "cpu":
         return jnp.float32
-    kinds = {np.dtype(dtype) for _, dtype in checkpoint.tensors().values()}
-    return jnp.dtype(jnp.bfloat16) if jnp.dtype(jnp.bfloat16) in kinds else max(kinds, key=lambda d: d.itemsize)
+    tensors = checkpoint.tensors()  # the model's own: a table of integers or another tower beside them has no say
+    kinds = {jnp.dtype(tensors[name][1]) for name in match_names(checkpoint, cfg, where).values()}
+    if jnp.dtype(jnp.bfloat16) in kinds:
+        return jnp.bfloat16
+    return jnp.float16 if kinds == {jnp.dtype(jnp.float16)} else jnp.float32
 
 
 def _heads(cfg: ModelConfig) -> str:

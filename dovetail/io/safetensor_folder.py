@@ -59,8 +59,8 @@ class SafetensorFolder:
                 raise FileNotFoundError(f"{self.folder} holds no *.safetensors file")
             return files
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            names = sorted({str(file) for file in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error}") from error
         missing = [n for n in names if not (self.folder / n).exists()]
         if missing:

@@ -98,17 +98,27 @@ def block(
 
 
 def _attention(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, tables: Tables, ctx: Context, entry: Any):
-    q = _normed_heads(_heads(x, p["q"], p.get("q_bias")), p.get("q_norm"), cfg, a.qk_norm)
+    q, k, v = _project(p, a, x)
+    q = _normed_heads(q, p.get("q_norm"), cfg, a.qk_norm)
     q = rotate(q, a.rope, tables[a.rope]) if a.rope else q
-    if a.kv_from is None:
-        k = _heads(x, p["k"], p.get("k_bias"))
-        v = k if a.k_is_v else _heads(x, p["v"], p.get("v_bias"))
+    if k is not None and v is not None:
         k = _normed_heads(k, p.get("k_norm"), cfg, a.qk_norm)
         k = rotate(k, a.rope, tables[a.rope]) if a.rope else k
         v = rms_norm(v, None, cfg.norm_eps) if a.v_norm else v
         entry = store(ctx, entry, k, v)
     out = attend(ctx, q, entry, scale=a.scale, window=a.window, softcap=a.softcap, sinks=p.get("sinks"))
     return _merge_heads(out, p), entry
+
+
+def _project(p: Params, a: Attention, x: jax.Array):
+    """q, and k and v or None where a layer reads another's; from one product where the weights are fused."""
+    if "qkv" in p:
+        return jnp.split(_heads(x, p["qkv"], p.get("qkv_bias")), [a.heads, a.heads + a.kv_heads], axis=-2)
+    q = _heads(x, p["q"], p.get("q_bias"))
+    if a.kv_from is not None:
+        return q, None, None
+    k = _heads(x, p["k"], p.get("k_bias"))
+    return q, k, k if a.k_is_v else _heads(x, p["v"], p.get("v_bias"))
 
 
 def _latent(p: Params, a: Latent, x: jax.Array, tables: Tables, ctx: Context, entry: Any):
@@ -138,7 +148,10 @@ def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, ctx: 
 
 
 def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
-    gate, up = _linear(x, p["gate"], p.get("gate_bias")), _linear(x, p["up"], p.get("up_bias"))
+    if "gate_up" in p:
+        gate, up = jnp.split(_linear(x, p["gate_up"], p.get("gate_up_bias")), 2, axis=-1)
+    else:
+        gate, up = _linear(x, p["gate"], p.get("gate_bias")), _linear(x, p["up"], p.get("up_bias"))
     return _linear(mlp.glu(gate, up), p["down"], p.get("down_bias"))
 
 

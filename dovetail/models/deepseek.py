@@ -51,13 +51,14 @@ def _parse(f: Fields, router: Router, interleaved: bool, mlp_bias: bool, first_d
 def _latent(f: Fields, interleaved: bool) -> Latent:
     nope, rope_dim = f.get("qk_nope_head_dim"), f.get("qk_rope_head_dim")
     params = rope_dict(f, 10_000.0)
+    rope = read_rope(f, rope_dim, params, interleaved)
     scale = (nope + rope_dim) ** -0.5
     if params["rope_type"] != "default" and params.get("mscale_all_dim"):
         scale *= yarn_magnitude(params["factor"], params["mscale_all_dim"]) ** 2
     return Latent(
         heads=f.get("num_attention_heads"), q_rank=f.nullable("q_lora_rank", 1536), kv_rank=f.get("kv_lora_rank"),
-        nope_dim=nope, rope_dim=rope_dim, v_dim=f.get("v_head_dim"), scale=scale,
-        rope=read_rope(f, rope_dim, params, interleaved), bias=f.get("attention_bias", False),
+        nope_dim=nope, rope_dim=rope_dim, v_dim=f.get("v_head_dim"), scale=scale, rope=rope,
+        bias=f.get("attention_bias", False),
     )  # fmt: skip
 
 

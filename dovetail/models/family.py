@@ -89,7 +89,7 @@ ROPE_KEYS = {
 def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[str, Any]:
     """The rope's parameters, from `rope_parameters` (flat, or one dict a layer type) or from the older
     `rope_theta` and `rope_scaling`."""
-    found = dict(f.get("rope_scaling", None) or f.get("rope_parameters", {}))
+    found = dict(f.get("rope_scaling", {}) or f.get("rope_parameters", {}))
     if layer_type and layer_type in found:
         found = dict(found[layer_type])
     found.setdefault("rope_theta", f.get("rope_theta", theta))
@@ -109,6 +109,8 @@ def read_rope(f: Fields, dim: int, params: dict[str, Any], interleaved: bool = F
     if unknown or (share != 1.0 and kind != "proportional"):
         what = ", ".join(sorted(unknown)) or f"partial_rotary_factor={share}"
         raise ValueError(f"{f.where}: rope type {kind!r} does not support {what}")
+    if "factor" in ROPE_KEYS[kind] and kind != "proportional" and "factor" not in p:
+        raise ValueError(f"{f.where}: rope type {kind!r} needs a 'factor'")
     factor = p.get("factor", 1.0)
     return Rope(
         theta=theta, dim=dim, kind=kind, factor=factor, share=share, interleaved=interleaved,

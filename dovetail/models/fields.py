@@ -42,10 +42,18 @@ class Fields:
         self._read.add(key)
         value = self.hf.get(key)
         if value is not None:
+            self._check_kind(key, value, default)
             return value
         if default is _REQUIRED:
             raise ValueError(f"{self.where}: the field '{key}' is missing")
         return default
+
+    def _check_kind(self, key: str, value: Any, default: Any) -> None:
+        """What must be given is a number; what has a default is of its kind, where that is a number or a dict."""
+        wanted = (int, float) if default is _REQUIRED or isinstance(default, (bool, int, float)) else ()
+        wanted = (dict,) if isinstance(default, dict) else wanted
+        if wanted and not isinstance(value, wanted):
+            raise ValueError(f"{self.where}: {key}={value!r} should be a {'dict' if dict in wanted else 'number'}")
 
     def nullable(self, key: str, default: Any) -> Any:
         """A field whose null means 'off' and whose absence means the default."""

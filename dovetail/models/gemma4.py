@@ -45,7 +45,9 @@ def _attention(f: Fields, i: int, windows: list, first_shared: int | None) -> At
         over = {"head_dim": f.get("global_head_dim", 512)}
         over["num_key_value_heads"] = f.get("num_global_key_value_heads", kv_heads) if k_is_v else kv_heads
     if "per_layer_config" in f.hf:
-        over = (f.get("per_layer_config", {}) or {}).get(str(i), {})
+        over = f.get("per_layer_config", {}).get(str(i), {})
+    if unknown := set(over) - {"head_dim", "num_key_value_heads"}:
+        raise ValueError(f"{f.where}: per_layer_config does not support {', '.join(sorted(unknown))}")
     f.skip("global_head_dim", "num_global_key_value_heads", "per_layer_config")
     head_dim, kv_heads = over.get("head_dim", head_dim), over.get("num_key_value_heads", kv_heads)
     donor = None

@@ -26,8 +26,11 @@ def family_of(config: ModelConfig) -> Family:
 
 def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """A config.json's contents -> ModelConfig. A model that also sees is read for its text tower."""
+    if not isinstance(hf, dict):
+        raise ValueError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
     if isinstance(hf.get("text_config"), dict):
-        outer = {k: hf[k] for k in ("tie_word_embeddings", "eos_token_id", "bos_token_id") if k in hf}
+        shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
+        outer = {k: hf[k] for k in shared if k in hf}
         hf = {**outer, **hf["text_config"]}
     kind = hf.get("model_type")
     if kind not in FAMILIES:
@@ -37,7 +40,8 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
             f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}"
         )
     if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
+        given = hf["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, dict) else given
         raise ValueError(
             f"{where}: quantization_config: the weights are quantised ({method}), which cannot be loaded yet; "
             "take a bf16 or f16 copy of the model"
@@ -55,6 +59,6 @@ def read_config(path: str | Path) -> ModelConfig:
         raise FileNotFoundError(f"{path} does not exist: a model folder needs a config.json")
     try:
         hf = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even text
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     return parse_config(hf, str(path))

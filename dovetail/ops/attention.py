@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,11 +41,39 @@ def attend(
     """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing."""
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
+        name = choose_paged(ctx.platform, q)
+        _log_once("paged", name)
+        if name == "triton":
+            from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
+
+            return kernel(ctx, q, stored, **options)
         return paged_attention(ctx, q, stored, split=split_heads, **options)
     k, v = stored
     name = choose_packed(ctx.platform, q, v, softcap, sinks)
     _log_once("packed", name)
-    return _packed_implementation(name)(q, k, v, ctx, **options)
+    run = _packed_implementation(name)
+    # XLA splits the others itself
+    return on_mesh(run, q, k, v, ctx, **options) if name == "splash" else run(q, k, v, ctx, **options)
+
+
+def on_mesh(run: Callable, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Packed, **options: Any) -> jax.Array:
+    """Run a packed kernel that knows one device on a mesh of them: each gets its rows and its heads."""
+    placement = ctx.placement
+    if placement is None or placement.mesh.size == 1:
+        return run(q, k, v, ctx, **options)
+    axes = ("batch", None, "heads", None)
+    if q.shape[2] % placement.size("heads") == 0 and k.shape[2] % placement.size("kv_heads") != 0:
+        k, v = (
+            jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v)
+        )  # so that a device has its queries' keys
+    specs = [placement.partition(axes, x.shape) for x in (q, k, v)]
+
+    def local(q, k, v, segment_ids):
+        return run(q, k, v, Packed(segment_ids, ctx.platform), **options)
+
+    rows = placement.partition(("batch", None), ctx.segment_ids.shape)
+    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(*specs, rows), out_specs=specs[0], check_vma=False)
+    return mapped(q, k, v, ctx.segment_ids)
 
 
 def choose_packed(
@@ -62,11 +91,19 @@ def choose_packed(
     return "reference"
 
 
+def choose_paged(platform: str | None, q: Any) -> str:
+    """The paged implementation for these shapes: 'triton' or 'reference'."""
+    H = q.shape[-1]
+    if (platform or jax.default_backend()) in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
+        return "triton"
+    return "reference"
+
+
 def describe() -> list[tuple[str, str, str]]:
     """(context, platform, implementation) for a usual shape, as `dovetail info` shows it."""
     q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
     rows = [("Packed", platform, choose_packed(platform, q, q)) for platform in ("cpu", "cuda", "tpu")]
-    return rows + [("Paged", platform, "reference") for platform in ("cpu", "cuda", "tpu")]
+    return rows + [("Paged", platform, choose_paged(platform, q)) for platform in ("cpu", "cuda", "tpu")]
 
 
 def _packed_implementation(name: str):
@@ -103,7 +140,7 @@ def packed_attention(
 ) -> jax.Array:
     """The exact reference. Queries go in chunks that see only the keys they may reach, so scores are never [T, T]."""
     T = q.shape[1]
-    chunk = max(512, -(-T // 16))
+    chunk = max(128, -(-T // 16))  # small enough for a core's cache, few enough to compile
     # A chunk's probabilities are computed again in the backward pass, not kept: memory stays linear in T.
     one = jax.checkpoint(functools.partial(_attend_chunk, scale=scale, window=window, softcap=softcap))
     outputs = []
@@ -118,19 +155,23 @@ def packed_attention(
 
 def _attend_chunk(q, k, v, segments, positions, sinks, *, scale, window, softcap):
     B, T, N, H = q.shape
-    K = k.shape[2]
-    q_BKGTH = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    scores = jnp.einsum("bkgth,bskh->bkgts", q_BKGTH, k, preferred_element_type=jnp.float32) * scale
+    K, G = k.shape[2], N // k.shape[2]
+    # a key head's queries are rows of one product, [T * G, H] @ [H, S]: many small products would be far slower
+    q_rows = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
+    scores = jnp.einsum("bkrh,bskh->bkrs", q_rows, k, preferred_element_type=jnp.float32) * scale
     visible = is_visible(positions[0][:, None], positions[1], window)
     visible = visible & (segments[0][:, :, None] == segments[1][:, None, :])  # [B, T, S]
-    scores = cap_and_mask(scores, visible[:, None, None], softcap)
+    scores = cap_and_mask(scores.reshape(B, K, T, G, -1), visible[:, None, :, None], softcap)
     top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
-        sinks_KG11 = sinks.astype(jnp.float32).reshape(K, N // K, 1, 1)
-        top = jnp.maximum(top, sinks_KG11)
+        sinks = sinks.astype(jnp.float32).reshape(K, 1, G, 1)
+        top = jnp.maximum(top, sinks)
     weights = jnp.exp(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks_KG11 - top)
-    out = jnp.einsum("bkgts,bskh->bkgth", (weights / total).astype(v.dtype), v)
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, v.shape[-1])
+        total = total + jnp.exp(sinks - top)
+    rows = weights.reshape(B, K, T * G, -1).astype(v.dtype)
+    out = jnp.einsum("bkrs,bskh->bkrh", rows, v, preferred_element_type=jnp.float32)
+    # divided last: the output is smaller than the scores
+    out = (out.reshape(B, K, T, G, -1) / total).astype(v.dtype)
+    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)

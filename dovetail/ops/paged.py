@@ -23,8 +23,11 @@ TILE = 32  # queries of one sequence that share a gathered page
 def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each of T tokens: its sequence, its position in it, and whether it is real."""
     t = jnp.arange(num_tokens, dtype=jnp.int32)
-    real = t < ctx.cu_q_lens[ctx.num_seqs[0]]
-    seq = jnp.searchsorted(ctx.cu_q_lens[1:], t, side="right").astype(jnp.int32)
+    total = ctx.cu_q_lens[ctx.num_seqs[0]]
+    real = t < total
+    # past num_seqs anything may stand, also numbers that would break the search's order
+    ends = jnp.where(jnp.arange(ctx.kv_lens.shape[0]) < ctx.num_seqs[0], ctx.cu_q_lens[1:], total)
+    seq = jnp.searchsorted(ends, t, side="right").astype(jnp.int32)
     seq = jnp.minimum(seq, ctx.kv_lens.shape[0] - 1)
     # a sequence's last new token sits at kv_len - 1
     position = ctx.kv_lens[seq] - ctx.cu_q_lens[seq + 1] + t
@@ -67,8 +70,11 @@ def paged_attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """[T, N, Hv]: each token attends to its sequence's pages up to itself."""
-    tile_seq, token, q_pos, tile_of_token = _tiles(ctx, q.shape[0])
-    num_tiles, rows = token.shape
+    rows = 1 if q.shape[0] <= ctx.kv_lens.shape[0] else TILE  # at most one new token a sequence: nothing to share
+    tile_seq, first_token, count, position = tiles_of(ctx, q.shape[0], rows)
+    num_tiles, row = tile_seq.shape[0], jnp.arange(rows)
+    token = jnp.minimum(first_token[:, None] + row, q.shape[0] - 1)
+    q_pos = jnp.where(row < count[:, None], position[:, None] + row, -1)  # [I, R]
     pages_a_block = max(1, BLOCK // pages.shape[1])
     block = pages_a_block * pages.shape[1]
     width = ctx.block_tables.shape[1]
@@ -97,12 +103,13 @@ def paged_attention(
         return new_top, total, out * shrink[..., None] + new
 
     carry = _start(sinks, (num_tiles, K, N // K, rows), Hv)
-    first = jnp.maximum(0, q_pos.min() - window + 1) // block if window else 0
+    earliest = jnp.where(q_pos < 0, jnp.iinfo(q_pos.dtype).max, q_pos).min()  # of the rows that are not padding
+    first = jnp.maximum(0, earliest - window + 1) // block if window else 0
     last = q_pos.max() // block + 1
     _, total, out = jax.lax.fori_loop(first, last, step, carry)
     out = (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, N, Hv)
-    return out[tile_of_token[0], tile_of_token[1]]
+    return out[_tile_of_token(ctx, q.shape[0], rows)]
 
 
 def _start(sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -114,21 +121,30 @@ def _start(sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> tuple[j
     return jnp.broadcast_to(logits, shape), jnp.ones(shape, jnp.float32), out
 
 
-def _tiles(ctx: Paged, num_tokens: int):
-    """Tiles of rows: (sequence [I], token [I, R], position [I, R] or -1, (tile [T], row [T]) of each token)."""
+def tiles_of(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Tiles of up to `rows` new tokens of one sequence: its sequence, first token, count, and the first's position.
+
+    Their number is the most there can be; those past the last have a count of 0.
+    """
     num_seqs = ctx.kv_lens.shape[0]
-    rows = 1 if num_tokens <= num_seqs else TILE  # at most one new token a sequence: nothing to share
     num_tiles = num_tokens if rows == 1 else num_tokens // rows + num_seqs
     exists = jnp.arange(num_seqs) < ctx.num_seqs[0]
     q_lens = jnp.where(exists, jnp.diff(ctx.cu_q_lens), 0)
     ends = jnp.cumsum(-(-q_lens // rows))  # tiles up to and with each sequence
-    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
-    tile = jnp.arange(num_tiles)
-    seq = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_seqs - 1)
-    token = ctx.cu_q_lens[seq, None] + (tile - starts[seq])[:, None] * rows + jnp.arange(rows)
-    real = (tile < ends[-1])[:, None] & (token < ctx.cu_q_lens[seq + 1, None])
-    position = jnp.where(real, ctx.kv_lens[seq, None] - ctx.cu_q_lens[seq + 1, None] + token, -1)
-    token_seq, _, _ = token_rows(ctx, num_tokens)
-    offset = jnp.arange(num_tokens) - ctx.cu_q_lens[token_seq]
-    tile_of_token = starts[token_seq] + offset // rows, offset % rows
-    return seq, jnp.minimum(token, num_tokens - 1), position, tile_of_token
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_seqs - 1).astype(jnp.int32)
+    start = jnp.where(seq > 0, ends[seq - 1], 0)
+    offset = (tile - start) * rows
+    count = jnp.where(tile < ends[-1], jnp.clip(q_lens[seq] - offset, 0, rows), 0)
+    position = jnp.where(count > 0, ctx.kv_lens[seq] - q_lens[seq] + offset, 0)
+    return seq, jnp.where(count > 0, ctx.cu_q_lens[seq] + offset, 0), count.astype(jnp.int32), position
+
+
+def _tile_of_token(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Where each token is: (tile, row)."""
+    num_seqs = ctx.kv_lens.shape[0]
+    exists = jnp.arange(num_seqs) < ctx.num_seqs[0]
+    ends = jnp.cumsum(-(-jnp.where(exists, jnp.diff(ctx.cu_q_lens), 0) // rows))
+    seq, _, _ = token_rows(ctx, num_tokens)
+    offset = jnp.arange(num_tokens) - ctx.cu_q_lens[seq]
+    return jnp.where(seq > 0, ends[seq - 1], 0) + offset // rows, offset % rows

@@ -1,0 +1,134 @@
+"""The body of `dovetail bench forward`: the same documents through our packed forward and through transformers."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROUNDS = 5
+ROW = 512  # tokens of a packed row
+
+
+def run(model: str, peer: str, tokens: int, seed: int) -> None:
+    """Print tokens per second on documents of mixed and of one length, ours and the peer's by turns in one run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    import dovetail as dt
+    from dovetail.cli.progress import bar
+
+    if peer not in ("transformers", "none"):
+        raise ValueError(f"--peer is transformers or none; got {peer!r}")
+    with bar() as progress:
+        ours = dt.load(model, dtype="f32", progress=progress)
+    theirs = _transformers(ours) if peer == "transformers" else None
+    table = Table("documents", "tokens", "dovetail tok/s", *(["transformers tok/s", "ratio"] if theirs else []))
+    for name, lengths in _workloads(tokens, seed).items():
+        docs = _documents(ours.config.vocab, lengths, seed)
+        calls = {"ours": _packed_call(ours, docs)} | ({"theirs": _padded_call(theirs, docs)} if theirs else {})
+        rates = {key: sum(lengths) / seconds for key, seconds in _time_by_turns(calls).items()}
+        row = [name, f"{sum(lengths):,}", *(f"{rate:,.0f}" for rate in rates.values())]
+        table.add_row(*row, *([f"{rates['ours'] / rates['theirs']:.2f}x"] if theirs else []))
+    Console().print(table)
+
+
+def _workloads(tokens: int, seed: int) -> dict[str, list[int]]:
+    """Ragged documents as a corpus has them, and equal ones, where padding costs the peer nothing."""
+    import numpy as np
+
+    rng, ragged = np.random.default_rng(seed), []
+    while sum(ragged) < tokens:
+        ragged.append(min(int(rng.integers(16, 257)), tokens - sum(ragged)))
+    length = min(128, tokens)
+    return {"mixed lengths": ragged, f"all of {length}": [length] * (tokens // length)}
+
+
+def _documents(vocab: int, lengths: list[int], seed: int) -> list[list[int]]:
+    import numpy as np
+
+    rng = np.random.default_rng(seed + 1)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def _packed_call(model, docs: list[list[int]]) -> Callable[[], None]:
+    import jax
+
+    from dovetail.core.types import Packed
+    from dovetail.models.decoder import forward, unembed
+
+    tokens, positions, segments = _pack(docs, ROW)
+    cfg = model.config
+
+    @jax.jit
+    def logits(params, tokens, positions, segments):
+        hidden, _ = forward(params, cfg, tokens, positions, Packed(segments))
+        return unembed(params, cfg, hidden)
+
+    return lambda: jax.block_until_ready(logits(model.params, tokens, positions, segments))
+
+
+def _pack(docs: list[list[int]], width: int):
+    """First fit into rows of `width`; tokens, positions and segment ids [rows, the longest row]."""
+    import numpy as np
+
+    rows: list[list[list[int]]] = []
+    for doc in sorted(docs, key=len, reverse=True):
+        row = next((r for r in rows if sum(map(len, r)) + len(doc) <= width), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(doc)
+    shape = len(rows), max(sum(map(len, row)) for row in rows)
+    tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    for i, row in enumerate(rows):
+        end = 0
+        for number, doc in enumerate(row, 1):
+            place = i, slice(end, end := end + len(doc))
+            tokens[place], positions[place], segments[place] = doc, np.arange(len(doc)), number
+    return tokens, positions, segments
+
+
+def _transformers(model):
+    """The same weights in transformers, by way of an exported folder."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ImportError("--peer transformers needs torch and transformers: pip install 'dovetail[dev]'") from error
+    from dovetail.io.load import save
+
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder) / "model", model.config, model.params, None)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
+    return peer.eval()
+
+
+def _padded_call(peer, docs: list[list[int]]) -> Callable[[], None]:
+    import torch
+
+    width = max(map(len, docs))
+    ids = torch.tensor([doc + [0] * (width - len(doc)) for doc in docs])
+    mask = torch.tensor([[1] * len(doc) + [0] * (width - len(doc)) for doc in docs])
+
+    def call() -> None:
+        with torch.inference_mode():
+            peer(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    return call
+
+
+def _time_by_turns(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median seconds of each, taken in alternation so that a busy moment of the machine hits both."""
+    from rich.progress import track
+
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {key: [] for key in calls}
+    for _ in track(range(ROUNDS), "  measuring", transient=True):
+        for key, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[key].append(time.perf_counter() - start)
+    return {key: statistics.median(values) for key, values in seconds.items()}

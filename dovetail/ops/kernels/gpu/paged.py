@@ -1,0 +1,148 @@
+"""Ragged paged attention for NVIDIA GPUs, in Pallas (Triton): prefill, chunks and decode over one pool in one launch.
+
+A program takes a tile of one sequence's new tokens, one key head with all the query heads that share it, and a part of
+the keys (`splits`: few sequences with long pasts would otherwise leave most of the chip idle); the parts are joined by
+their log-sum-exp. Pages are read where they lie.
+
+T tokens, I tiles of R tokens, M = R * G' rows of a tile, N query heads, K key heads, G = N / K, G' the power of two at
+or above it, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from dovetail.core.types import Paged
+from dovetail.ops.paged import tiles_of
+from dovetail.ops.softmax import MASKED
+
+LOG2E = math.log2(math.e)
+
+
+def paged_attention(
+    ctx: Paged,
+    q: jax.Array,  # [T, N, H]
+    pages: jax.Array,  # [P, page, 2K, H]
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    block: int | None = None,
+    rows: int | None = None,
+    splits: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    T, N, H = q.shape
+    K = pages.shape[2] // 2
+    group = 1 << (N // K - 1).bit_length()
+    num_seqs = ctx.kv_lens.shape[0]
+    decode = num_seqs >= T  # at most one new token a sequence
+    rows = rows or (max(16, group) if decode else 64)
+    tile = 1 if decode else rows // group
+    tile_seq, first, count, position = tiles_of(ctx, T, tile)
+    splits = splits or _splits(tile_seq.shape[0] * K, ctx.block_tables.shape[1] * pages.shape[1], decode)
+    block = block or 64
+    kernel = functools.partial(
+        _kernel, N=N, K=K, page_size=pages.shape[1], rows=rows, group=group, block=block, splits=splits, scale=scale,
+        window=window, softcap=softcap,
+    )  # fmt: skip
+    out_shape = [
+        jax.ShapeDtypeStruct((splits * T * N, H), jnp.float32 if splits > 1 else q.dtype),
+        jax.ShapeDtypeStruct((splits * T * N,), jnp.float32),
+    ]
+    out, lse = pl.pallas_call(
+        kernel,
+        grid=(tile_seq.shape[0], K, splits),
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps or 4, num_stages=num_stages or (3 if decode else 2)),
+        interpret=interpret,
+        name=f"paged_attention_{'decode' if decode else 'mixed'}",
+    )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H))
+    return _join(out.reshape(splits, T, N, H), lse.reshape(splits, T, N), sinks).astype(q.dtype)
+
+
+def _splits(programs: int, max_keys: int, decode: bool) -> int:
+    """Enough programs to fill the chip twice over, each with some keys to look at."""
+    if not decode:
+        return 1
+    wanted = -(-264 // programs)
+    return max(1, min(1 << (wanted - 1).bit_length(), max_keys // 64, 16))
+
+
+def _kernel(
+    seq_ref, first_ref, count_ref, position_ref, tables_ref, q_ref, pages_ref, out_ref, lse_ref,
+    *, N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, scale: float,
+    window: int | None, softcap: float | None,
+):  # fmt: skip
+    """q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H]: rows are reckoned here, all in one way."""
+    tile, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    H, G = q_ref.shape[1], N // K
+    seq, first, count, position = seq_ref[tile], first_ref[tile], count_ref[tile], position_ref[tile]
+    row = jnp.arange(rows)
+    offset, query_head = row // group, row % group
+    real = (offset < count) & (query_head < G)
+    place = (first + offset) * N + head * G + query_head
+    q_pos = position + offset
+    lanes = jnp.arange(H)[None, :]
+    q = plgpu.load(q_ref.at[place[:, None], lanes], mask=real[:, None], other=0.0)
+
+    begin = jnp.maximum(position - window + 1, 0) // block if window else 0
+    end = pl.cdiv(position + count, block)
+    share = pl.cdiv(end - begin, splits)
+    begin = begin + split * share
+    end = jnp.minimum(begin + share, end)
+
+    def step(j, carry):
+        top, total, out = carry
+        k_pos = j * block + jnp.arange(block)
+        in_use = k_pos < position + count
+        page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), jnp.where(in_use, k_pos, 0) // page_size])
+        k_row = ((page * page_size + k_pos % page_size) * (2 * K) + 2 * head)[:, None]
+        k = plgpu.load(pages_ref.at[k_row, lanes], mask=in_use[:, None], other=0.0)
+        v = plgpu.load(pages_ref.at[k_row + 1, lanes], mask=in_use[:, None], other=0.0)
+        scores = plgpu.dot(q, k.T) * (scale * LOG2E if softcap is None else scale)
+        if softcap is not None:
+            scores = plgpu.approx_tanh(scores / softcap) * (softcap * LOG2E)
+        distance = q_pos[:, None] - k_pos[None, :]
+        visible = (distance >= 0) & (distance < window) if window else distance >= 0
+        scores = jnp.where(visible, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        weights = jnp.where(visible, jnp.exp2(scores - new_top[:, None]), 0.0)
+        shrink = jnp.exp2(top - new_top)
+        total = total * shrink + weights.sum(axis=1)
+        out = out * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v)
+        return new_top, total, out
+
+    top = jnp.full((rows,), MASKED, jnp.float32)
+    carry = top, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, H), jnp.float32)
+    top, total, out = lax.fori_loop(begin, end, step, carry)
+    seen = total > 0
+    out = out / jnp.where(seen, total, 1.0)[:, None]
+    lse = jnp.where(seen, top / LOG2E + jnp.log(jnp.where(seen, total, 1.0)), MASKED)
+    place = jnp.where(real, split * q_ref.shape[0] + place, out_ref.shape[0])  # nowhere: no two rows share a place
+    plgpu.store(out_ref.at[place[:, None], lanes], out.astype(out_ref.dtype), mask=real[:, None])
+    plgpu.store(lse_ref.at[place], lse, mask=real)
+
+
+def _join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Parts [splits, T, N, H] weighed by their share of the softmax; sinks take a share and give nothing."""
+    if out.shape[0] == 1 and sinks is None:
+        return out[0]
+    top = lse.max(axis=0)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.astype(jnp.float32))
+    weights = jnp.exp(lse - top)
+    total = weights.sum(axis=0)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32) - top)
+    return (out.astype(jnp.float32) * (weights / total)[..., None]).sum(axis=0)

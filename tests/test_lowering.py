@@ -1,0 +1,113 @@
+"""Every jitted entry point lowers for a TPU and for CUDA from a machine that has neither, kernels included."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
+from dovetail.core.spec import abstract
+from dovetail.core.types import Packed, Paged
+from dovetail.io.load import _logits
+from dovetail.models import greedy
+from dovetail.models.decoder import forward, init_cache, unembed
+from dovetail.models.registry import parse_config
+from dovetail.models.spec import spec
+from dovetail.ops.attention import choose_paged
+
+BASE = dict(
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=1024,
+)  # fmt: skip
+MODELS = {
+    "dense": BASE | dict(model_type="llama", head_dim=64),
+    "windowed, soft cap": BASE | dict(model_type="gemma2", head_dim=64, sliding_window=100),
+    "experts": BASE | dict(model_type="qwen3_moe", head_dim=64, num_experts=8, moe_intermediate_size=64),
+    "experts, sinks": BASE | dict(model_type="gpt_oss", head_dim=64, num_local_experts=8, sliding_window=100),
+    "latent": BASE | dict(
+        model_type="deepseek_v3", q_lora_rank=48, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
+        v_head_dim=32, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=4, topk_group=2,
+    ),
+}  # fmt: skip
+FAST = ("dense", "experts", "latent")
+NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+PLATFORMS = ("tpu", "cuda")
+B, T, S, PAGE, PAGES = 4, 256, 4, 16, 8
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+@functools.cache
+def model(name: str):
+    cfg = parse_config(dict(MODELS[name]))
+    cache = jax.eval_shape(lambda: init_cache(cfg, S * PAGES, PAGE, jnp.bfloat16))
+    return cfg, abstract(spec(cfg), jnp.bfloat16), cache
+
+
+def lower(function, platform: str, *args) -> str:
+    """The module as text; `function` is jitted unless it already is."""
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def scores(cfg, params, tokens, ctx):
+    return unembed(params, cfg, forward(params, cfg, tokens, tokens, ctx)[0])
+
+
+@pytest.mark.parametrize(
+    "axes", [None, pytest.param(dict(fsdp=2, tensor=2, expert=2), marks=pytest.mark.slow)], ids=["one device", "mesh"]
+)
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_packed(name, platform, gradient, axes):
+    cfg, params, _ = model(name)
+    placement = Placement(make_mesh(axes), TRAIN) if axes else None
+    run = functools.partial(scores, cfg)
+    if gradient:
+        run = jax.grad(lambda params, tokens, ctx: jnp.mean(scores(cfg, params, tokens, ctx)))
+    text = lower(run, platform, params, ints(B, T), Packed(ints(B, T), platform, placement))
+    takes_splash = platform == "tpu" and name != "experts, sinks" and name != "latent"
+    assert ("tpu_custom_call" in text) == takes_splash
+
+
+@pytest.mark.parametrize(
+    "axes", [None, pytest.param(dict(tensor=2, expert=4), marks=pytest.mark.slow)], ids=["one device", "mesh"]
+)
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
+@pytest.mark.parametrize("name", NAMES)
+def test_paged(name, tokens, platform, axes):
+    cfg, params, cache = model(name)
+    placement = Placement(make_mesh(axes), SERVE) if axes else None
+    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform, placement)
+
+    def run(params, tokens, ctx, cache):
+        hidden, cache = forward(params, cfg, tokens, tokens, ctx, cache)
+        return unembed(params, cfg, hidden), cache
+
+    text = lower(run, platform, params, ints(tokens), ctx, cache)
+    heads = jax.ShapeDtypeStruct((tokens, 4, 64), jnp.bfloat16)
+    takes_kernel = choose_paged(platform, heads) != "reference" and name != "latent"
+    assert ("custom_call" in text and "triton" in text) == takes_kernel
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("tokens", [greedy.CHUNK, 1], ids=["prompt", "token"])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_step(name, tokens, platform):
+    cfg, params, cache = model(name)
+    assert lower(greedy.step, platform, params, cfg, ints(tokens), ints(), ints(), cache)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name, platform):
+    cfg, params, _ = model(name)
+    assert lower(_logits, platform, params, cfg, ints(1, 32), ints())
