@@ -6,6 +6,7 @@ FLOPs a token costs (`matmul_flops`), shardings (core.mesh) and the table of Hug
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,11 +101,16 @@ def matmul_flops(specs: Any) -> float:
 def init(specs: Any, key: jax.Array, dtype: Any, std: float = 0.02) -> Any:
     """Random weights. Each leaf's randomness depends on its place in the tree alone, not on its siblings' shapes."""
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
-    arrays = [_init_leaf(spec, jax.random.fold_in(key, i), leaf_dtype(spec, dtype), std) for i, spec in enumerate(flat)]
+    arrays = [
+        _init_leaf(jax.random.fold_in(key, i), spec.shape, leaf_dtype(spec, dtype), spec.init, std)
+        for i, spec in enumerate(flat)
+    ]
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _init_leaf(spec: ParamSpec, key: jax.Array, dtype: np.dtype, std: float) -> jax.Array:
-    if spec.init == "normal":
-        return (jax.random.normal(key, spec.shape, jnp.float32) * std).astype(dtype)
-    return {"zeros": jnp.zeros, "ones": jnp.ones}[spec.init](spec.shape, dtype)
+# Compiled once a shape: one program for the whole tree took a minute to compile for 32 layers.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _init_leaf(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype, kind: str, std: float) -> jax.Array:
+    if kind == "normal":
+        return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+    return {"zeros": jnp.zeros, "ones": jnp.ones}[kind](shape, dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.paged import paged_attention, split_heads, write_heads
 from dovetail.ops.softmax import cap_and_mask, is_visible
@@ -41,7 +42,7 @@ def attend(
     """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing."""
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
-        name = choose_paged(ctx.platform, q)
+        name = choose_paged(ctx.platform, q, ctx.placement)
         _log_once("paged", name)
         if name == "triton":
             from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
@@ -91,10 +92,12 @@ def choose_packed(
     return "reference"
 
 
-def choose_paged(platform: str | None, q: Any) -> str:
-    """The paged implementation for these shapes: 'triton' or 'reference'."""
+def choose_paged(platform: str | None, q: Any, placement: Placement | None = None) -> str:
+    """The paged implementation for these shapes: 'triton' or 'reference'. The kernel knows one device; XLA splits the
+    reference over a mesh."""
     H = q.shape[-1]
-    if (platform or jax.default_backend()) in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
+    alone = placement is None or placement.mesh.size == 1
+    if (platform or jax.default_backend()) in ("cuda", "gpu") and alone and H >= 16 and H & (H - 1) == 0:
         return "triton"
     return "reference"
 
