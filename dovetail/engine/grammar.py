@@ -1,0 +1,130 @@
+"""Structured output through llguidance: at every step the grammar says which tokens may come next."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from dovetail.engine.params import Structured
+
+if TYPE_CHECKING:
+    from dovetail.io.tokenizer import Tokenizer
+
+KEPT = 256  # compiled grammars a tokenizer keeps: the same schema comes with request after request
+
+
+class Grammar:
+    """A compiled grammar; each sequence walks it with a Matcher of its own."""
+
+    def __init__(self, prototype: Any, words: int):
+        self._prototype, self._words = prototype, words
+
+    def start(self) -> Matcher:
+        return Matcher(self._prototype.deep_copy(), self._words)
+
+
+class Matcher:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, matcher: Any, words: int):
+        self._matcher, self._words = matcher, words
+
+    def fill(self, bits: np.ndarray) -> None:
+        """Sets in bits [W] uint32 the tokens that may come next and clears all others. Where the grammar can only end,
+        those are the tokenizer's end tokens."""
+        if bits.dtype != np.uint32 or not bits.flags.c_contiguous or bits.size < self._words:
+            raise ValueError(
+                f"expected at least {self._words} contiguous uint32 words, one bit a token of this tokenizer; "
+                f"got {bits.size} of {bits.dtype}: is the model's vocabulary smaller than its tokenizer's?"
+            )
+        bits[self._words :] = 0  # ids that only the model has: vocabularies are often padded
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, self._words * 4)
+        self._check()
+
+    def accept(self, token: int) -> None:
+        """Goes on by a token that `fill` allowed; ValueError for another, or past the end."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing but an end token can follow."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"structured output cannot go on: {self._matcher.get_error()}")
+
+
+def compile(structured: Structured, tokenizer: Tokenizer) -> Grammar:
+    """The grammar, from a cache by content; ValueError with llguidance's own words for one that it does not take."""
+    made = _compilers.get(tokenizer)
+    if made is None:
+        made = _compilers[tokenizer] = _Compiler(tokenizer)
+    return made.compile(_source(structured))
+
+
+class _Compiler:
+    """llguidance's view of one tokenizer (about a second to build) and the grammars compiled for it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        if not tokenizer.eos_ids:
+            raise ValueError("structured output needs a token that ends it, and this tokenizer names no EOS token")
+        llguidance = _llguidance()
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=list(tokenizer.eos_ids))
+        except Exception as error:  # it raises what its Rust side gives
+            raise ValueError(f"llguidance cannot read this model's tokenizer: {error}") from error
+        self._words = -(-self._tokenizer.vocab_size // 32)
+        self._kept: dict[str, Grammar] = {}
+
+    def compile(self, source: str) -> Grammar:
+        found = self._kept.pop(source, None) or self._new(source)
+        self._kept[source] = found  # last: the first is the one unused for longest
+        while len(self._kept) > KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        return found
+
+    def _new(self, source: str) -> Grammar:
+        matcher = _llguidance().LLMatcher(self._tokenizer, source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"structured output: llguidance does not take this grammar: {matcher.get_error()}")
+        return Grammar(matcher, self._words)
+
+
+_compilers: WeakKeyDictionary[Tokenizer, _Compiler] = WeakKeyDictionary()
+
+
+def _source(structured: Structured) -> str:
+    """What is asked, in llguidance's own form."""
+    matcher = _llguidance().LLMatcher
+    if structured.json is not None:
+        return matcher.grammar_from_json_schema(_schema(structured.json))
+    if structured.regex is not None:
+        return matcher.grammar_from_regex(structured.regex)
+    if structured.choice is not None:
+        # a JSON string is a Lark string
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in structured.choice))
+    assert structured.grammar is not None
+    return matcher.grammar_from_lark(structured.grammar)
+
+
+def _schema(schema: Any) -> str:
+    """The schema's text. Keys stay in their order: it is the order in which they will be written."""
+    if isinstance(schema, str) and schema != "object":
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"structured output: json is not a JSON schema, nor 'object': {error}") from None
+    return json.dumps({"type": "object"} if schema in ("object", {}) else schema)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError("structured output needs the package llguidance: pip install llguidance") from None
+    return llguidance

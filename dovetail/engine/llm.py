@@ -1,0 +1,228 @@
+"""LLM: a model to generate with, in one process and one call.
+
+llm = LLM("smollm2-135m")
+outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.mesh import SERVE, Placement, make_mesh
+from dovetail.core.spec import init, num_bytes
+from dovetail.core.types import Params, Weights
+from dovetail.engine.buckets import Buckets
+from dovetail.engine.engine import Engine, Update
+from dovetail.engine.memory import num_pages
+from dovetail.engine.params import SamplingParams
+from dovetail.engine.runner import Runner
+from dovetail.engine.scheduler import Scheduler, SchedulerConfig
+from dovetail.engine.sequence import RequestOutput
+from dovetail.io.hub import Progress, home
+from dovetail.io.load import DTYPES, load
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.config import ModelConfig
+from dovetail.models.fuse import fuse, fuse_taking
+from dovetail.models.registry import read_config
+from dovetail.models.spec import spec
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Many[int]
+
+
+class LLM:
+    """`load_format="dummy"` needs only a config.json: random weights, for measuring speed."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: Any = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        memory_fraction: float = 0.9,
+        kv_bytes: int | None = None,
+        tensor_parallel: int = 1,
+        load_format: str = "auto",
+        prefix_caching: bool = True,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        multi_step: bool = True,
+        page_size: int = 16,
+        warm_up: bool | None = None,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ):
+        start = time.perf_counter()
+        _keep_compiled()
+        on_cpu = jax.default_backend() == "cpu"
+        placement = None
+        if tensor_parallel > 1:
+            placement = Placement(make_mesh({"tensor": tensor_parallel}, jax.devices()[:tensor_parallel]), SERVE)
+        cfg, params, self.tokenizer = _load(model, dtype, load_format, seed, placement, progress)
+        self.config, self.load_seconds = cfg, time.perf_counter() - start
+        max_model_len = _max_len(cfg, max_model_len)
+        max_pages = -(-max_model_len // page_size)
+        buckets = Buckets(max_num_seqs, max_num_batched_tokens, max_pages, growth=8 if on_cpu else 2)
+        weights = Weights(params)
+
+        def make_runner(pages: int) -> Runner:
+            return Runner(cfg, weights, buckets, page_size, pages, placement=placement)
+
+        step_bytes = 0 if on_cpu or kv_bytes else make_runner(1).step_memory()
+        weight_bytes = num_bytes(spec(cfg), params["embed"].dtype)
+        pages = num_pages(
+            cfg, page_size, params["embed"].dtype.itemsize, kv_bytes=kv_bytes, fraction=memory_fraction,
+            weight_bytes=weight_bytes, step_bytes=step_bytes, most=max_num_seqs * max_pages,
+        )  # fmt: skip
+        self.runner = make_runner(pages)
+        config = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, max_model_len, page_size, pages, prefix_caching, policy
+        )
+        self.engine = Engine(self.runner, Scheduler(config), self.tokenizer, seed, multi_step)
+        self._count = 0
+        log.info(self.describe())
+        if warm_up if warm_up is not None else not on_cpu:
+            self.runner.warm_up(buckets.common(-(-2048 // page_size)), progress)
+        self.start_seconds = time.perf_counter() - start
+
+    def generate(
+        self,
+        prompts: Prompt | Many[Prompt],
+        params: SamplingParams | Many[SamplingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """One output a prompt, in order. A prompt is text or token ids. Many prompts show a bar."""
+        many = _as_many(prompts)
+        each = list(params) if isinstance(params, Many) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts but {len(each)} sampling params")
+        ids = self._add(many, each)
+        remaining, outputs = set(ids), {}
+        with _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
+            while remaining:
+                for update in self.engine.step():
+                    id = update.seq.request.id
+                    if update.finished and id in remaining and self.engine.is_done(id):
+                        outputs[id] = self.engine.output(id)
+                        remaining.discard(id)
+                        tick()
+        return [outputs[id] for id in ids]
+
+    def chat(
+        self,
+        messages: Many[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        tools: Many[Mapping[str, Any]] | None = None,
+        **template: Any,
+    ) -> RequestOutput:
+        """The answer to one conversation, through the model's chat template."""
+        return self.generate([self._chat_tokens(messages, tools, template)], params)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+        """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
+        (id,) = self._add(_as_many(prompt), [params or SamplingParams()])
+        try:
+            while not self.engine.is_done(id):
+                yield from (update for update in self.engine.step() if update.seq.request.id == id)
+        finally:
+            self.engine.abort(id)
+
+    def describe(self) -> str:
+        """What there is room for, in a line."""
+        config = self.engine.scheduler.config
+        tokens = config.num_pages * config.page_size
+        many = f"{tokens / config.max_model_len:,.1f} sequences of {config.max_model_len:,}"
+        return f"{config.num_pages:,} KV pages of {config.page_size} tokens, room for {many}"
+
+    def update_weights(self, params: Params) -> int:
+        """New weights between two steps, in the form `dt.load` gives them; their version."""
+        self.engine.drain()
+        return self.engine.update_weights(fuse(params) if self.runner.placement is None else params)
+
+    def _chat_tokens(self, messages, tools, template) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer, so no chat template: use generate with token ids")
+        return self.tokenizer.encode_chat(messages, tools, **template)
+
+    def _add(self, prompts: Many[Prompt], params: Many[SamplingParams]) -> list[str]:
+        """All or none: a bad prompt is refused and its neighbours are not left behind."""
+        ids = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                self._count += 1
+                self.engine.add(str(self._count), prompt, each)
+                ids.append(str(self._count))
+        except ValueError:
+            for id in ids:
+                self.engine.abort(id)
+            raise
+        return ids
+
+
+def _load(
+    model, dtype, load_format: str, seed: int, placement, progress
+) -> tuple[ModelConfig, Params, Tokenizer | None]:
+    if load_format == "auto":
+        loaded = load(model, dtype, placement, progress)
+        params = loaded.params if placement else fuse_taking(loaded.params)
+        return loaded.config, params, loaded.tokenizer
+    if load_format != "dummy":
+        raise ValueError(f"load_format is auto or dummy; got {load_format!r}")
+    cfg = read_config(model)
+    name = dtype or ("f32" if jax.default_backend() == "cpu" else "bf16")
+    kind = DTYPES[name] if isinstance(name, str) else jnp.dtype(name)
+    params = init(spec(cfg), jax.random.key(seed), kind)
+    return cfg, fuse_taking(params), None
+
+
+def _keep_compiled() -> None:
+    """Compiled steps outlive the process, unless the user has said where, or that they shall not."""
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def _max_len(cfg: ModelConfig, asked: int | None) -> int:
+    if asked is None:
+        return cfg.max_len
+    if not 2 <= asked <= cfg.max_len:
+        raise ValueError(f"max_model_len must be between 2 and the model's own {cfg.max_len}; got {asked}")
+    return asked
+
+
+def _as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
+    """One prompt (text, or ids) or many of them, as a list."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+class _bar:
+    """A rich progress bar of requests, or nothing."""
+
+    def __init__(self, total: int, shown: bool):
+        self.total, self.display = total, None
+        if shown:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.display = Progress(TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.task = self.display.add_task("", total=total)
+
+    def __enter__(self):
+        if self.display:
+            self.display.start()
+        return lambda: self.display.advance(self.task) if self.display else None
+
+    def __exit__(self, *_):
+        if self.display:
+            self.display.stop()

@@ -1,0 +1,196 @@
+"""Runs plans on the device: weights, pages and last tokens live here, and the steps compiled for each shape.
+
+A launch returns at once; its tokens are fetched when they are needed, while the next step already runs. Sampled tokens
+stay on the device, in `last` [slots + 1] (the last slot is for padding), and feed the next step from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.core.mesh import Placement
+from dovetail.core.types import Cache, Paged, Params, Weights
+from dovetail.engine.batch import UNKNOWN, Batch, Packer, Shape, unpack
+from dovetail.engine.buckets import Buckets
+from dovetail.engine.params import MAX_LOGPROBS
+from dovetail.engine.plan import Plan
+from dovetail.engine.sampler import Sampler
+from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import forward, init_cache, unembed
+from dovetail.ops.paged import token_rows
+from dovetail.ops.sample import SampleInputs, adjust, argmax, choose, count_tokens, logprobs
+
+
+@dataclass
+class Launched:
+    """A step under way, its results still on the device: tokens [steps, S], from the whole sampler log-probabilities
+    (see ops.sample.logprobs) [steps, S, ...], and where they were asked for the hidden states [T, D]."""
+
+    plan: Plan
+    tokens: jax.Array
+    logprobs: tuple[jax.Array, ...] | None = None
+    hidden: jax.Array | None = None
+    version: int = 0
+
+    def fetch(self) -> list[list[int]]:
+        """The new tokens of each sampling row, in order."""
+        by_row = np.asarray(self.tokens).T.tolist()
+        return [tokens for tokens, row in zip(by_row, self.plan.rows, strict=False) if row.samples]
+
+
+class Runner:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        weights: Weights,
+        buckets: Buckets,
+        page_size: int,
+        num_pages: int,
+        platform: str | None = None,
+        placement: Placement | None = None,
+    ):
+        self.cfg, self.weights, self.buckets = cfg, weights, buckets
+        self.page_size, self.platform, self.placement = page_size, platform, placement
+        self.packer = Packer(buckets.max_rows, buckets.max_pages)
+        self.cache: Cache | None = init_cache(cfg, num_pages, page_size, weights.params["embed"].dtype)
+        self.last = jnp.zeros(buckets.max_rows + 1, jnp.int32)
+        self._compiled: dict[tuple, Future] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
+
+    def launch(self, plan: Plan, sampler: Sampler | None, keep_hidden: bool = False) -> Launched:
+        """Without a sampler every row takes the most probable token."""
+        shape = self.buckets.shape_for(plan, greedy=sampler is None)
+        flat = self.packer.pack(plan, shape, trash_slot=self.buckets.max_rows)
+        inputs = sampler.inputs(plan, shape.rows) if sampler else None
+        history = sampler.history if sampler and sampler.keeps_history(plan) else None
+        step = self.compiled(shape, inputs, history, keep_hidden)
+        out, self.cache, self.last, history = step(self.weights.params, self.cache, self.last, history, flat, inputs)
+        if sampler and history is not None:
+            sampler.history = history
+        return Launched(plan, *out, version=self.weights.version)
+
+    def compiled(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Callable:
+        """The step for a shape, compiled now if nobody did before; others may be compiling it already."""
+        return self._compile_later(shape, inputs, history, keep_hidden).result()
+
+    def warm_up(self, shapes: list[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compile ahead, several at a time."""
+        futures = [self._compile_later(shape) for shape in shapes]
+        for done, future in enumerate(futures, 1):
+            future.result()
+            if progress:
+                progress("compiling steps", done, len(futures))
+
+    def _compile_later(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Future:
+        # the sampler's arrays have one shape for a number of rows, so the shape and what is there say it all
+        key = shape, history is not None, keep_hidden
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = self._pool.submit(self._compile, shape, inputs, history, keep_hidden)
+            return self._compiled[key]
+
+    def _compile(self, shape: Shape, inputs, history, keep_hidden: bool) -> Callable:
+        def abstract(x):
+            sharding = x.sharding if isinstance(x, jax.Array) and self.placement else None
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        flat = np.zeros(shape.size, np.int32)
+        args = jax.tree.map(abstract, (self.weights.params, self.cache, self.last, history, flat, inputs))
+        static: dict[str, Any] = dict(cfg=self.cfg, shape=shape, platform=self.platform, placement=self.placement)
+        return run_step.lower(*args, **static, keep_hidden=keep_hidden).compile()
+
+    def step_memory(self) -> int:
+        """Bytes the largest step needs beside weights and pages, as the compiler says."""
+        analysis = self.compiled(self.buckets.largest()).memory_analysis()  # type: ignore[attr-defined]
+        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("cfg", "shape", "platform", "placement", "keep_hidden"),
+    donate_argnames=("cache", "last", "history"),
+)
+def run_step(
+    params: Params,
+    cache: Cache,
+    last: jax.Array,
+    history: jax.Array | None,
+    flat: jax.Array,
+    inputs: SampleInputs | None,
+    *,
+    cfg: ModelConfig,
+    shape: Shape,
+    platform: str | None = None,
+    placement: Placement | None = None,
+    keep_hidden: bool = False,
+):
+    """One dispatch: a step over a ragged batch, or several decode steps in a row. Gives ((tokens, logprobs, hidden),
+    cache, last, history); tokens and logprobs have a leading dim of the shape's steps."""
+    batch = unpack(flat, shape)
+
+    def context(kv_lens: jax.Array) -> Paged:
+        return Paged(batch.tables, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
+
+    def one(i, tokens, cache, last, history):
+        """Step i: feed tokens, sample, remember. Rows that do not sample keep what their slot held."""
+        ctx = context(batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0))
+        row, positions, _ = token_rows(ctx, shape.tokens)
+        tokens = jnp.where(tokens == UNKNOWN, last[batch.slots[row]], tokens)
+        hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache)
+        logits = unembed(params, cfg, hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)])
+        chosen, scores, history = _choose(logits, inputs, i, history)
+        slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
+        return (chosen, scores), hidden, (new_cache, last.at[slots].set(chosen), history)
+
+    if shape.steps == 1:
+        out, hidden, state = one(0, batch.tokens, cache, last, history)
+        tokens, scores = jax.tree.map(lambda x: x[None], out)
+        return (tokens, scores, hidden if keep_hidden else None), *state
+    return _decode_loop(one, batch, (cache, last, history), shape.steps)
+
+
+def _decode_loop(one: Callable, batch: Batch, state: tuple, steps: int):
+    """Several decode steps in a row, each fed with what the one before it sampled."""
+    cache, last, history = state
+    shapes, _, _ = jax.eval_shape(one, 0, batch.tokens, *state)
+    out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
+    # the first step may be given tokens by the host; later ones take what was sampled
+    last = last.at[batch.slots].set(jnp.where(batch.tokens == UNKNOWN, last[batch.slots], batch.tokens))
+    unknown = jnp.full_like(batch.tokens, UNKNOWN)
+
+    def body(i, carry):
+        out, state = carry
+        new, _, state = one(i, unknown, *state)
+        return jax.tree.map(lambda buffer, x: buffer.at[i].set(x), out, new), state
+
+    (tokens, scores), state = jax.lax.fori_loop(0, steps, body, (out, (cache, last, history)))
+    return (tokens, scores, None), *state
+
+
+def _choose(logits: jax.Array, inputs: SampleInputs | None, i: jax.Array | int, history: jax.Array | None):
+    """(tokens [S], their log-probabilities where the whole sampler runs, the history with them)."""
+    if inputs is None:
+        return argmax(logits), None, history
+    inputs = replace(inputs, position=inputs.position + i)
+    logits = adjust(logits, inputs, history)
+    chosen = choose(logits, inputs)
+    if history is not None and inputs.slot is not None:
+        history = count_tokens(history, inputs.slot, chosen)
+    return chosen, logprobs(logits, chosen, MAX_LOGPROBS), history
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def score(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: jax.Array):
+    """Log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
+    return logprobs(unembed(params, cfg, hidden), targets, MAX_LOGPROBS)

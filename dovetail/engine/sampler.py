@@ -1,0 +1,303 @@
+"""The sampler's host side: from sequences' SamplingParams to the arrays that dovetail.ops.sample reads.
+
+What lives where, and why:
+- On the device, in a loop of any number of steps: temperature, truncation, seed (fixed) and position (one more a step),
+  bias, a mask that stays (allowed_token_ids, bad words of one token), min_tokens alone (a mask with an end), and
+  penalties. Their counts are a table [slots, V] on the device: a row is written from the host when a sequence takes
+  its slot, and each sampled token is added where it lies. Sent from the host, they would be S * V * 5 bytes a step
+  (200 MB for 256 rows of 152k tokens), and the next step could not be prepared while this one runs.
+- On the host, one step at a time with every earlier token known (`needs_host`): grammars, bad words of several tokens,
+  and min_tokens beside another mask.
+
+S rows of a batch, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.engine.grammar import Matcher
+from dovetail.engine.grammar import compile as compile_grammar
+from dovetail.engine.params import SamplingParams
+from dovetail.engine.plan import Plan, Row
+from dovetail.engine.sequence import Sequence
+from dovetail.ops.sample import FOREVER, SampleInputs
+
+MAX_BIAS = 512  # OpenAI takes 300
+_KEY = "sampler"  # where a sequence's State is kept in its `extra`
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: sets the n samples' seeds far apart
+
+
+@dataclass(eq=False)
+class State:
+    """What the sampler keeps with a sequence. The defaults are a greedy row that asks for nothing."""
+
+    floats: tuple[float, ...] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # temperature, top_p, min_p, presence, frequency, repet.
+    ints: tuple[int, ...] = (0, 0, 0)  # top_k, seed_hi, seed_lo
+    bias: Mapping[int, float] = field(default_factory=dict)
+    penalized: bool = False
+    mask: np.ndarray | None = None  # [W] uint32: what holds throughout
+    early: np.ndarray | None = None  # [W] uint32: what holds until min_tokens are there
+    early_until: int = 0  # the position at which `early` ends
+    bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    matcher: Matcher | None = None
+    fed: int = 0  # output tokens the matcher has seen
+    history_of: tuple[int | None, int] | None = None  # (slot, preemptions) for which the history row was written
+
+    @property
+    def needs_host(self) -> bool:
+        return self.matcher is not None or bool(self.bad) or (self.mask is not None and self.early is not None)
+
+
+class _Row(NamedTuple):
+    """One row of a batch."""
+
+    state: State
+    position: int
+    slot: int
+    mask: np.ndarray | None
+    until: int
+
+
+class Sampler:
+    """vocab: the model's, which may be larger than the tokenizer's. max_rows: slots, as many as sequences may run.
+    eos_ids: what ends a sequence. device: a Device or Sharding for what is kept there; None: jax's default."""
+
+    def __init__(self, vocab: int, max_rows: int, tokenizer: Any = None, eos_ids: Iterable[int] = (), device=None):
+        self.vocab, self.max_rows, self.tokenizer = vocab, max_rows, tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.words = -(-vocab // 32)
+        self._device = device
+        self._history: jax.Array | None = None
+        self._write_row = jax.jit(lambda table, slot, row: table.at[slot].set(row), donate_argnums=0)
+        self._idle = _Row(State(), 0, max_rows, None, 0)
+        self._resting: dict[int, tuple[jax.Array, ...]] = {}
+        self._last_mask: tuple[list[np.ndarray | None], Any] = ([], None)
+
+    # --- one sequence -------------------------------------------------------------------------------------------------
+
+    def check(self, params: SamplingParams) -> None:
+        """ValueError for what these parameters ask and this model cannot do; grammars are compiled (and kept)."""
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab:
+                    raise ValueError(f"{name} holds {token}; this model's token ids end at {self.vocab - 1}")
+        if len(params.logit_bias) > MAX_BIAS:
+            raise ValueError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIAS} are taken")
+        ends = {*self.eos_ids, *params.stop_token_ids}
+        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            raise ValueError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
+        for name in ("bad_words", "structured"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(f"{name} needs the model's tokenizer, and this engine was started without one")
+        self._fixed_mask(params, self._bad_words(params))
+        if params.structured:
+            compile_grammar(params.structured, self.tokenizer)
+
+    def start(self, seq: Sequence) -> State:
+        """The sequence's state, made on the first call. Sets extra['single_step'] where the host must see each token:
+        such a sequence may neither run several steps in a dispatch nor be scheduled while it has pending tokens."""
+        state = seq.extra.get(_KEY)
+        if state is None:
+            state = seq.extra[_KEY] = self._new_state(seq)
+            seq.extra["single_step"] = state.needs_host
+        return state
+
+    def needs_host(self, seq: Sequence) -> bool:
+        return self.start(seq).needs_host
+
+    def is_done(self, seq: Sequence) -> bool:
+        """Whether the sequence's grammar has nothing more to come, or extra['error'] says that it cannot go on: the
+        engine ends it then, with ignore_eos too."""
+        state = self.start(seq)
+        self._feed(seq, state)
+        return state.matcher is not None and (state.matcher.is_done or "error" in seq.extra)
+
+    def is_greedy(self, seqs: list[Sequence]) -> bool:
+        """Whether an argmax of the model's own logits is all that these rows need."""
+        return all(self._is_plain(seq) for seq in seqs)
+
+    def _is_plain(self, seq: Sequence) -> bool:
+        state, params = self.start(seq), seq.request.params
+        masked = state.mask is not None or state.bad or state.matcher or len(seq.tokens) < state.early_until
+        asks = masked or state.penalized or state.bias or params.logprobs is not None
+        return params.greedy and not asks
+
+    def _new_state(self, seq: Sequence) -> State:
+        params = seq.request.params
+        seed = (seq.request.seed + seq.index * _GOLDEN) % 2**64
+        # what truncates has no meaning at temperature 0, and off it costs nothing
+        top_k, top_p, min_p = (0, 1.0, 0.0) if params.greedy else (params.top_k, params.top_p, params.min_p)
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        words = self._bad_words(params)
+        return State(
+            floats=(params.temperature, top_p, min_p, *penalties),
+            ints=(min(top_k, self.vocab), seed >> 32, seed & 0xFFFFFFFF),
+            bias=params.logit_bias,
+            penalized=penalties != (0, 0, 1),
+            mask=self._fixed_mask(params, words),
+            early=self._bits(without=(*self.eos_ids, *params.stop_token_ids)) if params.min_tokens else None,
+            early_until=seq.prompt_len + params.min_tokens if params.min_tokens else 0,
+            bad=tuple(word for word in words if len(word) > 1),
+            matcher=compile_grammar(params.structured, self.tokenizer).start() if params.structured else None,
+        )
+
+    def _bad_words(self, params: SamplingParams) -> set[tuple[int, ...]]:
+        """Each word's tokens, at the start of a text and after a space: they differ in most vocabularies."""
+        spelled = (prefix + word.lstrip() for word in params.bad_words for prefix in ("", " "))
+        return {tuple(self.tokenizer.encode(text, add_special=False)) for text in spelled} - {()}
+
+    def _fixed_mask(self, params: SamplingParams, words: set[tuple[int, ...]]) -> np.ndarray | None:
+        """allowed_token_ids and bad words of one token."""
+        allowed, bad = params.allowed_token_ids, {word[0] for word in words if len(word) == 1}
+        if allowed is not None and bad.issuperset(allowed):
+            raise ValueError("bad_words forbid every one of allowed_token_ids: no token could be sampled")
+        return None if allowed is None and not bad else self._bits(only=allowed, without=bad)
+
+    def _bits(self, only: Iterable[int] | None = None, without: Iterable[int] = ()) -> np.ndarray:
+        """[W] uint32, bit v % 32 of word v // 32 for token v."""
+        allowed = np.full(self.words * 32, only is None)
+        allowed[list(only or ())] = True
+        allowed[list(without)] = False
+        return np.packbits(allowed, bitorder="little").view("<u4").astype(np.uint32)
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    def inputs(self, plan: Plan, size: int) -> SampleInputs:
+        """The arrays of a batch of `size` rows: the plan's, in their order, then padding. Rows that do not sample are
+        as padding: greedy, masked by nothing, and kept out of `history`, which the step takes beside these.
+
+        What was sampled since the last call is read from the sequences, so no one need tell the sampler.
+        """
+        rows = [self._row(row, plan.steps) if row.samples else self._idle for row in plan.rows]
+        rows += [self._idle] * (size - len(rows))
+        assert len(rows) == size, f"{len(plan.rows)} rows do not fit {size}"
+        floats = np.array([row.state.floats for row in rows], np.float32).T.copy()
+        ints = np.array([row.state.ints for row in rows], np.uint32).T.copy()
+        positions, slots, until = np.array([(row.position, row.slot, row.until) for row in rows], np.int32).T.copy()
+        bias_ids, bias = self._bias([row.state for row in rows])
+        arrays: dict[str, Any] = dict(  # numpy's, which jax takes as they are
+            temperature=floats[0], top_p=floats[1], min_p=floats[2],
+            presence=floats[3], frequency=floats[4], repetition=floats[5],
+            top_k=ints[0].astype(np.int32), seed_hi=ints[1], seed_lo=ints[2],
+            position=positions, slot=slots, bias_ids=bias_ids, bias=bias,
+            mask=self._mask([row.mask for row in rows]), mask_until=until,
+        )  # fmt: skip
+        return SampleInputs(**arrays)
+
+    def _row(self, row: Row, steps: int) -> _Row:
+        seq, state, position = row.seq, self.start(row.seq), row.start + row.count
+        known = len(seq.tokens) == position
+        assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"
+        slot = self._history_slot(seq, state, known) if state.penalized else self.max_rows
+        return _Row(state, position, slot, *self._row_mask(seq, state, position))
+
+    def keeps_history(self, plan: Plan) -> bool:
+        """Whether a row of the plan is penalised, so that the step must be given the history."""
+        return any(row.samples and self.start(row.seq).penalized for row in plan.rows)
+
+    @property
+    def history(self) -> jax.Array:
+        """[max_rows, V] int32, for `ops.sample`. Who donates it to a step puts here what comes out."""
+        if self._history is None:
+            self.history = jax.device_put(jnp.zeros((self.max_rows, self.vocab), jnp.int32), self._device)
+        assert self._history is not None
+        return self._history
+
+    @history.setter
+    def history(self, table: jax.Array) -> None:
+        self._history = table
+
+    def _history_slot(self, seq: Sequence, state: State, known: bool) -> int:
+        """The sequence's slot. Its row is written when it first samples from there, also after a preemption."""
+        assert seq.slot is not None
+        if state.history_of != (seq.slot, seq.preemptions):
+            assert known, f"{seq.id}: its tokens must be known when it takes a slot"
+            row = 2 * np.bincount(seq.output, minlength=self.vocab)
+            row[list(seq.request.prompt)] += 1  # once, however often it is there
+            self.history = self._write_row(self.history, np.int32(seq.slot), row.astype(np.int32))
+            state.history_of = (seq.slot, seq.preemptions)
+        return seq.slot
+
+    def _bias(self, states: list[State]) -> tuple[Any, Any]:
+        """ids [S, B] and values [S, B]; B is always MAX_BIAS, so that no request brings a compilation."""
+        size = len(states)
+        if not any(state.bias for state in states):
+            ids, values, _ = self._rest(size)
+            return ids, values
+        ids, values = np.full((size, MAX_BIAS), -1, np.int32), np.zeros((size, MAX_BIAS), np.float32)
+        for row, state in enumerate(states):
+            for column, (token, value) in enumerate(state.bias.items()):
+                ids[row, column], values[row, column] = token, value
+        return ids, values
+
+    def _rest(self, size: int) -> tuple[jax.Array, ...]:
+        """No bias and no mask, on the device already: nothing is sent for what nobody asked."""
+        if size not in self._resting:
+            ids, values = jnp.full((size, MAX_BIAS), -1, jnp.int32), jnp.zeros((size, MAX_BIAS), jnp.float32)
+            bits = jnp.full((size, self.words), 0xFFFFFFFF, jnp.uint32)
+            self._resting[size] = tuple(jax.device_put(x, self._device) for x in (ids, values, bits))
+        return self._resting[size]
+
+    # --- masks --------------------------------------------------------------------------------------------------------
+
+    def _mask(self, rows: list[np.ndarray | None]) -> Any:
+        """Bits [S, W]."""
+        if all(bits is None for bits in rows):
+            return self._rest(len(rows))[2]
+        # masks that stay are the same objects step after step: what is on the device is used again
+        same, on_device = self._last_mask
+        if len(same) != len(rows) or any(a is not b for a, b in zip(same, rows, strict=True)):
+            full = np.full(self.words, 0xFFFFFFFF, np.uint32)
+            on_device = jax.device_put(np.stack([full if bits is None else bits for bits in rows]), self._device)
+            self._last_mask = rows, on_device
+        return on_device
+
+    def _row_mask(self, seq: Sequence, state: State, position: int) -> tuple[np.ndarray | None, int]:
+        """A row's bits [W], and the position until which they hold."""
+        early = state.early if position < state.early_until else None
+        if state.matcher is not None or state.bad or (early is not None and state.mask is not None):
+            return self._fresh_mask(seq, state, early), FOREVER
+        if early is not None:
+            return early, state.early_until
+        return state.mask, 0 if state.mask is None else FOREVER
+
+    def _fresh_mask(self, seq: Sequence, state: State, early: np.ndarray | None) -> np.ndarray:
+        """What depends on the tokens so far. Where nothing is left, the sequence may end, and only end."""
+        bits = np.full(self.words, 0xFFFFFFFF, np.uint32) if state.mask is None else state.mask.copy()
+        for *start, last in state.bad:
+            if seq.tokens[-len(start) :] == start:
+                bits[last // 32] &= ~np.uint32(1 << last % 32)
+        if early is not None:
+            bits &= early
+        if state.matcher is not None:
+            grammar = self._grammar_mask(seq, state, state.matcher)
+            # a grammar that is complete allows the end alone, also before min_tokens
+            bits = bits & grammar if (bits & grammar).any() else grammar
+        return bits if bits.any() else self._bits(only=self.eos_ids)
+
+    def _grammar_mask(self, seq: Sequence, state: State, matcher: Matcher) -> np.ndarray:
+        bits = np.zeros(self.words, np.uint32)
+        self._feed(seq, state)
+        try:
+            matcher.fill(bits)
+        except ValueError as error:  # too complex from here on, say
+            seq.extra.setdefault("error", str(error))
+        return self._bits(only=self.eos_ids) if "error" in seq.extra else bits
+
+    def _feed(self, seq: Sequence, state: State) -> None:
+        """Tells the grammar of the output tokens it has not seen. What goes wrong ends this sequence, not its batch."""
+        if state.matcher is None or "error" in seq.extra:
+            return
+        try:
+            for token in seq.output[state.fed :]:
+                state.fed += 1
+                state.matcher.accept(token)
+        except ValueError as error:
+            seq.extra["error"] = str(error)

@@ -1,0 +1,305 @@
+"""Scheduler: which tokens of which sequences the next step computes, and what becomes of the tokens it sampled.
+
+There is no prefill and no decode here: a sequence has `length` tokens of which `computed` are in pages, and a step
+spends its token budget on closing that gap. A sequence whose gap closes samples one token, which opens it again by one.
+
+Steps are planned ahead of their results. `schedule()` for step N+1 may be called before `commit()` of step N, so it
+moves `computed` and `pending` itself; `commit` only turns pending tokens into known ones. The rules for the caller:
+- every plan is run, in the order the plans were made (the device then writes and reads pages in that order);
+- the runner reads a plan (pages, slots) before the next call to the scheduler changes them;
+- plans are committed in order. One thread calls all of this.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
+
+from dovetail.engine.blocks import BlockPool
+from dovetail.engine.plan import Plan, Row
+from dovetail.engine.scheduler_config import SchedulerConfig, Stats
+from dovetail.engine.sequence import Sequence, Status
+
+_RANK = attrgetter("rank")
+# After each token: None to go on, or (finish_reason, stop_reason).
+CheckStop = Callable[[Sequence], tuple[str, int | str | None] | None]
+Gain = tuple[Sequence, list[int]]
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.pool = BlockPool(config.num_pages, config.page_size, config.prefix_caching, config.model)
+        self.running: list[Sequence] = []  # both in the order of rank
+        self.waiting: list[Sequence] = []
+        self.preemptions = 0
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the runner's tables dense
+        self._by_request: dict[str, dict[int, Sequence]] = {}
+        self._added = 0
+        self._preempted: list[Sequence] = []  # since the last plan that went out
+        self._blocked: tuple[Sequence, int] | None = None  # who found too few pages, and pool.releases at that time
+
+    # Coming and going
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; the n of a request are added one by one."""
+        siblings = self._by_request.get(seq.request.id, {})
+        if seq.status is not Status.WAITING or seq.index in siblings:
+            raise ValueError(f"sequence {seq.id} was added before; a request's id must be its own while it lives")
+        seq.limit = self.config.limit_of(seq)
+        priority = seq.request.priority if self.config.policy == "priority" else 0
+        seq.rank = (priority, seq.request.arrival, self._added)
+        self._added += 1
+        first = next((other for other in siblings.values() if other.status is Status.WAITING), None)
+        if first is not None:  # one prompt, hashed once
+            seq.block_hashes = first.block_hashes[: seq.prompt_len // self.config.page_size]
+        self.pool.hash_known(seq)
+        self._by_request.setdefault(seq.request.id, {})[seq.index] = seq
+        insort(self.waiting, seq, key=_RANK)
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End all sequences of a request, at any moment; what steps under way sample for them is ignored."""
+        ended = list(self._by_request.get(request_id, {}).values())
+        for seq in ended:
+            self.finish(seq, "abort")
+        return ended
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End one sequence now, whatever it is doing."""
+        if seq.status is Status.FINISHED:
+            return
+        queue = self.running if seq.status is Status.RUNNING else self.waiting
+        del queue[bisect_left(queue, seq.rank, key=_RANK)]  # no two have one rank
+        if seq.status is Status.RUNNING:
+            self._let_go(seq)
+        seq.status, seq.finish_reason, seq.stop_reason, seq.pending = Status.FINISHED, reason, stop_reason, 0
+        siblings = self._by_request[seq.request.id]
+        del siblings[seq.index]
+        if not siblings:
+            del self._by_request[seq.request.id]
+
+    def _let_go(self, seq: Sequence) -> None:
+        """Pages and slot return at once, though a step that writes them may be under way or planned: the device runs
+        steps in order, so whoever is given them next writes, and reads, after it. In a registered page that step writes
+        nothing but what the hash names; what it writes past a stop lies in pages without one."""
+        assert seq.slot is not None
+        self.pool.release(seq.pages)
+        heapq.heappush(self._free_slots, seq.slot)
+        seq.pages, seq.slot = [], None
+
+    # Planning a step
+
+    def schedule(self, max_steps: int | None = None) -> Plan | None:
+        """The next step, or None when nothing can be computed before a commit (or there is no work). The plan takes
+        `max_steps` device steps (config.multi_step unless told) where it can, else one: each number is compiled."""
+        rows: list[Row] = []
+        before = self.preemptions
+        budget, stalled = self._schedule_running(rows)
+        # While the running ones are short of pages nobody may join: he would be the next victim.
+        short = stalled or self.preemptions > before
+        admitted, must_wait = (0, False) if short else self._admit(rows, budget)
+        if not rows:
+            return None
+        plan = Plan(rows, preempted=self._preempted)
+        self._preempted = []
+        if max_steps is None:
+            max_steps = self.config.multi_step
+        if max_steps > 1 and must_wait and not admitted:
+            plan.steps += self._more_steps(rows, max_steps - 1)
+        return plan
+
+    def _schedule_running(self, rows: list[Row]) -> tuple[int, bool]:
+        """Rows for the running sequences in order; -> the budget left, and whether somebody stood still for want of
+        budget or pages. The loop a decoding batch spends its time in: kept flat."""
+        running, size = self.running, self.config.page_size
+        budget, stalled = self.config.max_num_batched_tokens, False
+        # Victims are popped off the end while this runs: they lie behind `seq`, so nobody with a row loses his pages.
+        for i, seq in enumerate(running):
+            start, known = seq.computed, len(seq.tokens)
+            length = known + seq.pending
+            if length >= seq.limit:
+                continue  # its last tokens are on their way; commit will end it
+            if seq.pending and seq.extra.get("single_step"):
+                continue  # the host must see a token before the next is sampled (a grammar)
+            count = length - start
+            if count > 1:  # a prompt leaves those behind it a token each: it does not stop their decoding
+                count = min(count, max(1, budget - (len(running) - i - 1)))
+            if count > budget:
+                return 0, True
+            end = start + count
+            if end > len(seq.pages) * size and not self._grow(seq, end):
+                stalled = True
+                continue
+            rows.append(Row(seq, start, count, end == length))
+            seq.computed = end
+            if end == length:
+                seq.pending += 1
+            if start < known:  # then they all are: only the newest token can be pending
+                self._register(seq, start, end)
+            budget -= count
+        return budget, stalled
+
+    def _register(self, seq: Sequence, before: int, after: int) -> None:
+        """The tokens both known and computed grew. Pages filled by known tokens are registered before the step that
+        computes them has run: the device runs steps in order, and within one step every layer writes all new keys
+        before it reads any, so even two sequences of one step may share."""
+        if after // self.config.page_size > before // self.config.page_size:
+            self.pool.register_range(seq, before, after)
+
+    def _grow(self, seq: Sequence, end: int) -> bool:
+        """Pages for `end` tokens, at the cost of those behind `seq`. Whoever is last stands still and keeps what he
+        has: nothing is gained by preempting oneself."""
+        need = -(-end // self.config.page_size) - len(seq.pages)
+        while (pages := self.pool.allocate(need)) is None:
+            if self.running[-1] is seq:
+                return False
+            self._preempt(self.running.pop())
+        seq.pages += pages
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to the queue, where its rank puts it in front of all who came later. Tokens still pending arrive at
+        commit; until then it cannot start again, for its tokens are then fed from the host."""
+        self._let_go(victim)
+        victim.computed, victim.status = 0, Status.WAITING
+        victim.preemptions += 1
+        self._preempted.append(victim)
+        self.preemptions += 1
+        insort(self.waiting, victim, key=_RANK)
+
+    def _admit(self, rows: list[Row], budget: int) -> tuple[int, bool]:
+        """Rows for waiting sequences in strict order; -> how many joined, and whether those who still wait (if any)
+        cannot start before somebody ends."""
+        admitted = 0
+        while self.waiting and self._free_slots:
+            seq = self.waiting[0]
+            if budget == 0 or seq.pending:
+                return admitted, False
+            cached = self._take_pages(seq, budget)
+            if cached is None:
+                break
+            insort(self.running, self.waiting.pop(0), key=_RANK)
+            seq.status, seq.slot = Status.RUNNING, heapq.heappop(self._free_slots)
+            known = len(seq.tokens)
+            end = min(known, cached + budget)
+            rows.append(Row(seq, cached, end - cached, end == known))
+            seq.computed, seq.pending = end, int(end == known)
+            self._register(seq, cached, end)
+            budget -= end - cached
+            admitted += 1
+        return admitted, True
+
+    def _take_pages(self, seq: Sequence, budget: int) -> int | None:
+        """Pages for a sequence's first chunk; -> how many of its tokens were found in the cache; None: no room."""
+        pool, size, known = self.pool, self.config.page_size, len(seq.tokens)
+        if self._blocked == (seq, pool.releases):
+            return None  # only a release makes room: a long prompt is not looked up at every step
+        hits = pool.find_cached(seq)
+        # All its tokens must fit, not just this chunk, and a page must be left for each who runs and will soon need
+        # one; else it would be preempted before it has given a token.
+        room = pool.num_free - pool.num_idle(hits) - len(self.running)
+        if -(-known // size) - len(hits) > room:
+            self._blocked = (seq, pool.releases)
+            return None
+        pool.acquire(hits)  # first: allocate might evict them
+        cached = len(hits) * size
+        pages = pool.allocate(-(-min(known, cached + budget) // size) - len(hits))
+        assert pages is not None, "a sequence alone fits the pool"
+        seq.pages = hits + pages
+        if seq.preemptions == 0:  # a victim finding its own pages again is no success of the cache
+            seq.cached_tokens = cached
+            pool.count_lookup(known, cached)
+        return cached
+
+    def _more_steps(self, rows: list[Row], more: int) -> int:
+        """How many device steps beyond the first this plan takes: `more` if everyone may go so far, pages last and
+        nobody starts later for it, else 0. Who ends on the way takes a few steps for nothing: better than to keep
+        everyone at single steps whenever somebody is near his end."""
+        size = self.config.page_size
+        # Those without a row are ending, and who waits can start right after this plan; or they wait for the host.
+        rowless = len(rows) < len(self.running)
+        if rowless and (self.waiting or any(seq.extra.get("single_step") for seq in self.running)):
+            return 0
+        for row in rows:
+            seq = row.seq
+            # A first token is not made to wait for others'; a grammar needs the host at each step.
+            if row.count > 1 or row.start < len(seq.request.prompt) or seq.extra.get("single_step"):
+                return 0
+            if seq.computed + more > min(self.config.max_model_len, self.config.num_pages * size):
+                return 0
+        free = self.pool.num_free
+        if len(rows) * -(-more // size) > free and free < sum(  # the first alone is cheap, and mostly enough
+            -(-(row.seq.computed + more) // size) - len(row.seq.pages) for row in rows
+        ):
+            return 0
+        for row in rows:
+            seq = row.seq
+            seq.computed += more
+            seq.pending += more
+            if seq.computed > len(seq.pages) * size:
+                self._grow(seq, seq.computed)  # cannot fail, nor preempt: the pages were counted
+        return more
+
+    # Taking in a step's tokens
+
+    def commit(self, plan: Plan, sampled: list[list[int]], check_stop: CheckStop | None = None) -> list[Gain]:
+        """-> the sequences that gained tokens, with the tokens kept; those that ended are FINISHED now.
+
+        `sampled[i]` are the tokens of the i-th row that samples, one for each of the plan's steps (fewer only if the
+        sequence stops within them). `check_stop` is asked after each; what comes after a stop is dropped."""
+        rows = [row for row in plan.rows if row.samples]
+        if len(rows) != len(sampled):
+            raise ValueError(f"the plan samples {len(rows)} rows, but tokens came for {len(sampled)}")
+        gains: list[Gain] = []
+        for row, tokens in zip(rows, sampled, strict=True):
+            seq = row.seq
+            if seq.status is Status.FINISHED:
+                continue  # ended, or aborted, after this step had been planned
+            seq.pending -= plan.steps
+            new, end = self._append(seq, tokens, check_stop)
+            gains.append((seq, new))
+            if end is not None:
+                self.finish(seq, *end)
+            elif len(new) != plan.steps:
+                raise ValueError(f"{seq.id} goes on after {len(new)} tokens of a plan of {plan.steps} steps")
+        return gains
+
+    def _append(self, seq: Sequence, tokens: list[int], check_stop: CheckStop | None):
+        """-> the tokens kept, and (finish_reason, stop_reason) if one of them ends the sequence."""
+        before, computed, end = len(seq.tokens), seq.computed, None
+        for token in tokens:
+            seq.tokens.append(token)
+            end = check_stop(seq) if check_stop is not None else None
+            if end is None and len(seq.tokens) >= seq.limit:
+                end = ("length", None)
+            if end is not None:
+                break
+        known = len(seq.tokens)
+        # Before the pages are let go: a conversation's next turn begins with them. Not the very last token: a device
+        # loop that ends when all have stopped does not compute it. (One preempted has computed 0.)
+        if computed > before:
+            self._register(seq, before, min(computed, known - (end is not None)))
+        return tokens[: known - before], end
+
+    # Metrics
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is found again: for new weights."""
+        self.pool.reset_prefix_cache()
+        self._blocked = None
+        for seq in self.waiting:
+            seq.block_hashes = []  # of the old epoch; made again when it is looked up
+
+    def stats(self) -> Stats:
+        pool, size = self.pool, self.config.page_size
+        unfilled = sum(len(seq.pages) * size - seq.computed for seq in self.running)
+        return Stats(
+            len(self.running), len(self.waiting), pool.num_used, pool.num_cached, pool.num_pages,
+            self.preemptions, pool.query_tokens, pool.hit_tokens, pool.waste(unfilled),
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""The engine's words: what was asked (Request), the scheduler's record of one answer (Sequence), and the answer."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.engine.params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # not begun, or preempted: holds no pages
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what is wanted of it; `params.n` sequences answer it."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: float = 0.0
+    priority: int = 0  # lower goes first
+    adapter: str | None = None
+    cache_salt: str | None = None
+    seed: int = 0  # params.seed, or one drawn when the request came
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making.
+
+    `tokens` are known to the host. `pending` more have been sampled on the device and are on their way; their number
+    is all that scheduling needs. `computed` tokens have their keys and values in pages, or will once the steps that
+    are under way have run.
+    """
+
+    request: Request
+    index: int = 0  # which of the request's n
+    tokens: list[int] = field(default_factory=list)
+    pending: int = 0
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None  # its row in the runner's tables while it runs
+    status: Status = Status.WAITING
+    finish_reason: str | None = None  # stop, length, abort
+    stop_reason: int | str | None = None  # the token id or string that stopped it
+    preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full pages, as far as they are known
+    logprobs: list[Any] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # what engine and runner keep with it: grammar, text
+    limit: int = 0  # the most tokens it may reach, prompt included; set when the scheduler takes it
+    rank: tuple = ()  # its place in the scheduler's order: its policy's reading of `order`, ties by who was added first
+
+    def __post_init__(self):
+        if not self.tokens:
+            self.tokens = list(self.request.prompt)
+
+    @property
+    def id(self) -> str:
+        return f"{self.request.id}/{self.index}"
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens there are, known or pending."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def order(self) -> tuple:
+        """Who goes first: priority, then arrival. The last in this order is the first to be preempted."""
+        return self.request.priority, self.request.arrival, self.request.id, self.index
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished answer."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: tuple[Any, ...] | None = None
+    weights_version: int = 0
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request with its n completions."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[Any, ...] | None = None
