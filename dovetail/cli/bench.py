@@ -5,11 +5,6 @@ import typer
 app = typer.Typer(help="Measure speed, beside a peer in the same run.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    pass  # a callback keeps `forward` a subcommand while it is the only one
-
-
 @app.command()
 def forward(
     model: str = typer.Option("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
@@ -21,3 +16,26 @@ def forward(
     from dovetail.cli.bench_forward import run
 
     run(model=model, peer=peer, tokens=tokens, seed=seed)
+
+
+@app.command()
+def throughput(
+    model: str = typer.Option("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
+    config: str = typer.Option("", help="A folder with a config.json, in place of --model, for --load-format dummy."),
+    load_format: str = typer.Option("auto", help="auto, or dummy: random weights."),
+    streams: str = typer.Option("1,8,16,64", help="How many ask at once, a row of the table each."),
+    prompt: int = typer.Option(128, "--input", min=1, help="Tokens of each prompt."),
+    output: int = typer.Option(64, min=1, help="Tokens of each answer."),
+    peer: str = typer.Option("none", help="What to compare with: transformers, or none."),
+    arrivals: float = typer.Option(0.0, min=0.0, help="Seconds over which the streams come, at random; 0: at once."),
+    multi_step: bool = typer.Option(True, help="Several decode steps a dispatch."),
+    max_num_batched_tokens: int = typer.Option(8192, min=1, help="Tokens of one step."),
+    dtype: str = typer.Option("", help="bf16, f32 or f16."),
+) -> None:
+    """Output tokens per second of the engine."""
+    from dovetail.cli.bench_throughput import run
+
+    run(
+        config or model, load_format, [int(n) for n in streams.split(",")], prompt, output, peer, arrivals,
+        multi_step=multi_step, max_num_batched_tokens=max_num_batched_tokens, dtype=dtype or None,
+    )  # fmt: skip

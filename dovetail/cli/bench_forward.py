@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROUNDS = 5
-ROW = 512  # tokens of a packed row
 
 
 def run(model: str, peer: str, tokens: int, seed: int) -> None:
@@ -59,7 +58,7 @@ def _packed_call(model, docs: list[list[int]]) -> Callable[[], None]:
     from dovetail.core.types import Packed
     from dovetail.models.decoder import forward, unembed
 
-    tokens, positions, segments = _pack(docs, ROW)
+    tokens, positions, segments = _pack(docs, max(map(len, docs)))
     cfg = model.config
 
     @jax.jit
@@ -71,7 +70,7 @@ def _packed_call(model, docs: list[list[int]]) -> Callable[[], None]:
 
 
 def _pack(docs: list[list[int]], width: int):
-    """First fit into rows of `width`; tokens, positions and segment ids [rows, the longest row]."""
+    """First fit into rows of `width`: tokens, positions and segment ids [rows, width]."""
     import numpy as np
 
     rows: list[list[list[int]]] = []
@@ -80,7 +79,7 @@ def _pack(docs: list[list[int]], width: int):
         if row is None:
             rows.append(row := [])
         row.append(doc)
-    shape = len(rows), max(sum(map(len, row)) for row in rows)
+    shape = len(rows), width
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     for i, row in enumerate(rows):
         end = 0
