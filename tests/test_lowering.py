@@ -11,6 +11,12 @@ import pytest
 from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed, Paged
+from dovetail.engine.batch import Shape
+from dovetail.engine.params import SamplingParams
+from dovetail.engine.plan import Plan, Row
+from dovetail.engine.runner import run_step
+from dovetail.engine.sampler import Sampler
+from dovetail.engine.sequence import Request, Sequence
 from dovetail.io.load import _logits
 from dovetail.models import greedy
 from dovetail.models.decoder import forward, init_cache, unembed
@@ -94,7 +100,7 @@ def test_paged(name, tokens, platform, axes):
 
     text = lower(run, platform, params, ints(tokens), ctx, cache)
     heads = jax.ShapeDtypeStruct((tokens, 4, 64), jnp.bfloat16)
-    takes_kernel = choose_paged(platform, heads) != "reference" and name != "latent"
+    takes_kernel = choose_paged(platform, heads, placement) != "reference" and name != "latent"
     assert ("custom_call" in text and "triton" in text) == takes_kernel
 
 
@@ -111,3 +117,23 @@ def test_greedy_step(name, tokens, platform):
 def test_logits(name, platform):
     cfg, params, _ = model(name)
     assert lower(_logits, platform, params, cfg, ints(1, 32), ints())
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [(S, 1), (S, 4), (64, 1)], ids=["decode", "four steps", "mixed"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_engine_step(platform, shape, sampled):
+    cfg, params, cache = model("dense")
+    tokens, steps = shape
+    step = Shape(tokens, S, PAGES, greedy=not sampled, steps=steps)
+    inputs, history = None, None
+    if sampled:
+        sampler = Sampler(cfg.vocab, S)
+        request = Request("r", (1, 2), SamplingParams(presence_penalty=1.0, top_p=0.9, top_k=5))
+        sequence = Sequence(request, slot=0)
+        inputs = sampler.inputs(Plan([Row(sequence, 0, 2, True)]), S)
+        history = sampler.history
+    args = params, cache, ints(S + 1), history, ints(step.size), inputs
+    traced = run_step.trace(*args, cfg=cfg, shape=step, platform=platform)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("paged_attention" in text) == (platform == "cuda")

@@ -6,6 +6,7 @@ So the device always has a step to go on with, and the host's work is hidden beh
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -169,7 +170,10 @@ class Engine:
 
     def _encode(self, prompt: str | Many[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            try:
+                return list(map(operator.index, prompt))
+            except TypeError:
+                raise ValueError(f"a prompt is text or a list of token ids; got {repr(prompt)[:80]}") from None
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer: give the prompt as token ids")
         return self.tokenizer.encode(prompt)
@@ -204,8 +208,8 @@ class Engine:
         if token in params.stop_token_ids and not early:
             return "stop", token
         if "text" in seq.extra:
-            stop = seq.extra["text"].push(token)
-            if stop is not None and not early:
+            stop = seq.extra["text"].push(token, may_stop=not early)
+            if stop is not None:
                 return "stop", stop
         if params.structured and self.sampler.is_done(seq):
             return "stop", None

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,8 +146,10 @@ class LLM:
         return f"{config.num_pages:,} KV pages of {config.page_size} tokens, room for {many}"
 
     def update_weights(self, params: Params) -> int:
-        """New weights between two steps, in the form `dt.load` gives them; their version."""
-        self.engine.drain()
+        """New weights, in the form `dt.load` gives them; their version."""
+        if self.engine.scheduler.has_work:
+            raise ValueError("a stream is open: finish or close it before the weights are changed")
+        self.engine.drain()  # a step may be under way whose sequences have all ended
         return self.engine.update_weights(fuse(params) if self.runner.placement is None else params)
 
     def _chat_tokens(self, messages, tools, template) -> list[int]:
@@ -162,7 +165,7 @@ class LLM:
                 self._count += 1
                 self.engine.add(str(self._count), prompt, each)
                 ids.append(str(self._count))
-        except ValueError:
+        except Exception:
             for id in ids:
                 self.engine.abort(id)
             raise
@@ -202,7 +205,7 @@ def _max_len(cfg: ModelConfig, asked: int | None) -> int:
 
 def _as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
     """One prompt (text, or ids) or many of them, as a list."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]
     return list(prompts)
 

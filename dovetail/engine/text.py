@@ -13,11 +13,11 @@ class Text:
         self._limit: int | None = None  # where a stop string ends the text
         self._longest = max(map(len, stops), default=0)
 
-    def push(self, token: int) -> str | None:
-        """Add a token; the stop string that it completed, if it did."""
+    def push(self, token: int, may_stop: bool = True) -> str | None:
+        """Add a token; the stop string that it completed, if it did. Where it may not stop, it is text like any."""
         before = len(self._text)
         self._text += self._detokenizer.push(token)
-        return self._find_stop(before)
+        return self._find_stop(before) if may_stop else None
 
     def flush(self) -> None:
         """The sequence has ended otherwise: what was held back is text after all."""

@@ -48,7 +48,7 @@ def name_table(cfg: ModelConfig) -> dict[str, list[Part]]:
 def match_names(source: Checkpoint, cfg: ModelConfig, where: str) -> dict[str, str]:
     """Our table's name -> the checkpoint's own. Every disagreement is listed in one error."""
     table, found = name_table(cfg), source.tensors()
-    unused = [p.replace("{past_last}", _past_last(len(cfg.layers))) for p in family_of(cfg).unused]
+    unused = [p.replace("{past_last}", _past_last(cfg)) for p in family_of(cfg).unused]
     names: dict[str, str] = {}
     unmapped, repeated = [], []
     for stored in found:
@@ -142,6 +142,7 @@ def _text_tower(name: str) -> str:
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
-def _past_last(layers: int) -> str:
-    """A pattern of the layer numbers from `layers` on, as far as any checkpoint goes."""
-    return "(" + "|".join(str(i) for i in range(layers, layers + 8)) + ")"
+def _past_last(cfg: ModelConfig) -> str:
+    """A pattern of the numbers of the layers that predict later tokens, stored after the last."""
+    last, count = len(cfg.layers), cfg.to_hf().get("num_nextn_predict_layers") or 0
+    return "(" + "|".join(str(i) for i in range(last, last + count)) + ")"

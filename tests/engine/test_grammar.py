@@ -1,0 +1,167 @@
+"""Whatever the model would like to say, what comes out under the mask is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from dovetail.engine import grammar
+from dovetail.engine.params import Structured
+from dovetail.io.gguf import GgufCheckpoint
+from dovetail.io.tokenizer import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+CHOICE = ("yes", "no", 'a "quoted" \\ / back', "naïve 你好\n👍")
+
+
+def fits_schema(text: str) -> bool:
+    found = json.loads(text)
+    good = {"name", "age", "kind"} <= found.keys() <= SCHEMA["properties"].keys() and len(found["name"]) <= 8
+    tags = found.get("tags", [])
+    return good and 0 <= found["age"] <= 120 and found["kind"] in ("cat", "dog") and len(tags) <= 3
+
+
+ASKED = {
+    "schema": (Structured(json=SCHEMA), fits_schema),
+    "schema as text": (Structured(json=json.dumps(SCHEMA)), fits_schema),
+    "object": (Structured(json="object"), lambda text: isinstance(json.loads(text), dict)),
+    "any object": (Structured(json={}), lambda text: isinstance(json.loads(text), dict)),
+    "regex": (Structured(regex=r"[0-9]{3}-[a-f]+(\.x)?"), re.compile(r"[0-9]{3}-[a-f]+(\.x)?").fullmatch),
+    "choice": (Structured(choice=CHOICE), lambda text: text in CHOICE),
+    "lark": (Structured(grammar='start: "a" (", " "b")*'), re.compile(r"a(, b)*").fullmatch),
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<end>", "<turn>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([json.dumps(SCHEMA), *CHOICE] * 3, trainer)
+    return Tokenizer(backend, eos="<end>", eos_ids=[1])
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_gguf) -> Tokenizer:
+    return GgufCheckpoint(smollm2_gguf).tokenizer()
+
+
+def allowed_by(matcher: grammar.Matcher, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids, with a mask as long as a padded vocabulary's and full of what was there before."""
+    bits = np.full(-(-tokenizer.vocab_size // 32) + 3, 0xFFFFFFFF, np.uint32)
+    matcher.fill(bits)
+    found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    assert found.size and found[-1] < tokenizer.vocab_size
+    return found
+
+
+def write(asked: Structured, tokenizer: Tokenizer, rng: np.random.Generator) -> str:
+    """A random text under the mask; it wants to end, as a model would after a while: closing tokens weigh more."""
+    matcher, output = grammar.compile(asked, tokenizer).start(), []
+    closing = {*tokenizer.eos_ids, *(tokenizer.encode(mark, add_special=False)[0] for mark in '"},:]')}
+    for _ in range(400):
+        allowed = allowed_by(matcher, tokenizer)
+        weights = np.array([0.3 * allowed.size if token in closing else 1.0 for token in allowed.tolist()])
+        token = int(rng.choice(allowed, p=weights / weights.sum()))
+        matcher.accept(token)
+        if token in tokenizer.eos_ids:
+            assert matcher.is_done
+            return tokenizer.decode(output)
+        output.append(token)
+    raise AssertionError(f"no end came: {tokenizer.decode(output)}")
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("kind", ["small", "real"])
+def test_what_comes_out_is_what_was_asked_for(name: str, kind: str, request):
+    tokenizer = request.getfixturevalue(kind)
+    asked, fits = ASKED[name]
+    rng = np.random.default_rng(0)
+    texts = [write(asked, tokenizer, rng) for _ in range(8)]
+    assert all(fits(text) for text in texts), texts
+    assert len({*texts}) > 1
+
+
+def test_done_when_only_the_end_can_follow(small):
+    matcher = grammar.compile(Structured(choice=("yes", "yesterday")), small).start()
+    for token in small.encode("yes"):
+        assert not matcher.is_done
+        matcher.accept(token)
+    assert not matcher.is_done and {*small.eos_ids} <= {*allowed_by(matcher, small)}
+    for token in small.encode("terday"):
+        matcher.accept(token)
+    assert matcher.is_done and {*allowed_by(matcher, small)} == {*small.eos_ids}
+
+
+def test_every_sequence_has_its_own_place(small):
+    made = grammar.compile(Structured(regex="ab"), small)
+    one, two = made.start(), made.start()
+    (a,), (b,) = small.encode("a"), small.encode("b")
+    one.accept(a)
+    assert b in allowed_by(one, small) and b not in allowed_by(two, small)
+
+
+def test_compiled_once_by_content(small):
+    assert grammar.compile(Structured(json=dict(SCHEMA)), small) is grammar.compile(Structured(json=SCHEMA), small)
+    assert grammar.compile(Structured(regex="a"), small) is not grammar.compile(Structured(regex="b"), small)
+
+
+def test_the_cache_is_bounded(small, monkeypatch):
+    monkeypatch.setattr(grammar, "KEPT", 2)
+    first, second = Structured(regex="x"), Structured(regex="y")
+    kept, gone = grammar.compile(first, small), grammar.compile(second, small)
+    assert grammar.compile(first, small) is kept  # used again, so it goes last
+    grammar.compile(Structured(regex="z"), small)
+    assert grammar.compile(first, small) is kept and grammar.compile(second, small) is not gone
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Structured(json={"type": "nonsense"}), "nonsense"),
+        (Structured(json={"not": {"type": "string"}}), "not"),
+        (Structured(json="{broken"), "not a JSON schema"),
+        (Structured(json="[1]"), "must be an object"),
+        (Structured(regex="(["), "unclosed"),
+        (Structured(grammar="start: missing"), "unknown name"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_grammar_is_refused_in_llguidances_words(small, asked: Structured, message: str):
+    with pytest.raises(ValueError, match=rf"structured output[\s\S]*{message}"):
+        grammar.compile(asked, small)
+
+
+def test_a_token_that_may_not_come_and_a_mask_too_short(small):
+    matcher = grammar.compile(Structured(regex="a"), small).start()
+    with pytest.raises(ValueError, match="smaller than its tokenizer"):
+        matcher.fill(np.zeros(2, np.uint32))
+    with pytest.raises(ValueError, match="cannot go on"):
+        matcher.accept(small.encode("b")[0])
+
+
+def test_tokenizers_that_cannot_be_guided_say_so(small):
+    no_end = Tokenizer(Backend.from_str(small.backend.to_str()))
+    with pytest.raises(ValueError, match="names no EOS token"):
+        grammar.compile(Structured(regex="a"), no_end)
+    odd = Backend(models.WordPiece({"[UNK]": 0, "[SEP]": 1}, unk_token="[UNK]"))
+    with pytest.raises(ValueError, match="cannot read this model's tokenizer"):
+        grammar.compile(Structured(regex="a"), Tokenizer(odd, eos="[SEP]"))

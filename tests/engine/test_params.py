@@ -1,0 +1,52 @@
+"""Each parameter is taken or refused, and a refusal says which one it was."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.engine.params import SamplingParams, Structured
+
+NAN = float("nan")
+REFUSED = [
+    ("n", 0), ("n", 1.5), ("n", True), ("n", None), ("max_tokens", 0), ("max_tokens", "5"), ("min_tokens", -1),
+    ("min_tokens", 17), ("temperature", -0.1), ("temperature", NAN), ("temperature", float("inf")),
+    ("temperature", "hot"), ("temperature", None), ("top_k", -1), ("top_k", 2.0), ("top_p", 0.0), ("top_p", 1.01),
+    ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3),
+    ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("seed", 1.0), ("seed", 2**64), ("logprobs", 21),
+    ("logprobs", -1), ("logprobs", True), ("prompt_logprobs", 21), ("logit_bias", {5: 101}), ("logit_bias", {5: NAN}),
+    ("logit_bias", {"5": 1.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", [5]), ("allowed_token_ids", ()),
+    ("allowed_token_ids", ("5",)), ("allowed_token_ids", 5), ("stop_token_ids", (-1,)), ("stop_token_ids", (1.5,)),
+    ("stop", ""), ("stop", ("a", "")), ("stop", (5,)), ("stop", None), ("bad_words", ("",)), ("bad_words", 3),
+    ("ignore_eos", 1), ("include_stop_str_in_output", "no"), ("structured", {"json": {}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value!r}" for name, value in REFUSED])
+def test_a_refusal_names_its_field(name: str, value):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(ValueError, match=r"structured.*allowed_token_ids"):
+        SamplingParams(structured=Structured(regex="a"), allowed_token_ids=(1,))
+    with pytest.raises(ValueError, match=r"min_tokens=9.*max_tokens=8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+
+
+def test_structured_takes_exactly_one():
+    for given in ({}, dict(regex="a", choice=("b",))):
+        with pytest.raises(ValueError, match="exactly one of json, regex, choice, grammar"):
+            Structured(**given)
+    for choice in ((), ("a", ""), (1,)):
+        with pytest.raises(ValueError, match="choice"):
+            Structured(choice=choice)
+    assert Structured(choice=["a", "b"]).choice == ("a", "b")  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_taken():
+    params = SamplingParams(
+        stop="end", bad_words=["x"], stop_token_ids=[1], logit_bias={5: 1}, max_tokens=None, seed=-1
+    )
+    assert params.stop == ("end",) and params.bad_words == ("x",) and params.stop_token_ids == (1,)
+    assert SamplingParams(temperature=0).greedy and not params.greedy

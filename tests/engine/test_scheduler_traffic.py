@@ -1,0 +1,131 @@
+"""The scheduler under whatever hypothesis thinks of, on a fake device that knows the truth."""
+
+import pytest
+from fake_device import EOS, Driver, check_invariants, expected, make, sequences
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dovetail.engine.scheduler import Scheduler
+from dovetail.engine.sequence import Status
+
+
+def check_plan(scheduler: Scheduler, plan, before: list, waited: set) -> None:
+    cfg = scheduler.config
+    assert 0 < plan.num_tokens <= cfg.max_num_batched_tokens and len(plan.rows) <= cfg.max_num_seqs
+    assert len({row.seq for row in plan.rows}) == len(plan.rows)
+    assert plan.steps == 1 or (plan.is_decode and plan.steps == cfg.multi_step), "each number of steps is compiled"
+    assert all(row.start + row.count < row.seq.limit for row in plan.rows), "who is at his end is planned no further"
+    assert all(row.seq.status is Status.RUNNING for row in plan.rows), "nobody with a row was preempted"
+    admitted = [row.seq for row in plan.rows if row.seq in waited]
+    assert all(a.rank < b.rank for a in admitted for b in scheduler.waiting), "nobody is overtaken in the queue"
+    # No starvation: whoever is first always moves on, unless it waits for the host.
+    if before and before[0].status is Status.RUNNING and before[0] not in [row.seq for row in plan.rows]:
+        assert before[0].length >= before[0].limit or before[0].extra.get("single_step")
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come and go, steps are planned up to two ahead of their commit."""
+
+    @initialize(
+        max_num_seqs=st.integers(1, 5), budget=st.integers(1, 24), pages=st.integers(3, 20), size=st.integers(1, 4),
+        max_model_len=st.integers(8, 40), caching=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]),
+        multi_step=st.sampled_from([1, 4]), ahead=st.integers(0, 2),
+    )  # fmt: skip
+    def start(self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, multi_step, ahead):
+        self.scheduler = make(
+            max_num_seqs, budget, pages, size, max_model_len,
+            prefix_caching=caching, policy=policy, multi_step=multi_step,
+        )  # fmt: skip
+        self.driver = Driver(self.scheduler, ahead)
+        self.seqs, self.count = [], 0
+
+    @rule(
+        base=st.integers(0, 1), shared=st.integers(0, 16), own=st.integers(0, 6), n=st.sampled_from([1, 1, 2, 4]),
+        max_tokens=st.sampled_from([1, 3, 10, None]), ignore_eos=st.booleans(), priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "s"]), adapter=st.sampled_from([None, None, "a"]), single=st.booleans(),
+    )  # fmt: skip
+    def arrive(self, base, shared, own, n, max_tokens, ignore_eos, priority, salt, adapter, single):
+        self.count += 1
+        prompt = [base] * shared + [2 + self.count % 20] * own or [1]
+        cfg = self.scheduler.config
+        seqs = sequences(
+            str(self.count), prompt, n, max_tokens, ignore_eos,
+            arrival=float(self.count), priority=priority, cache_salt=salt, adapter=adapter,
+        )  # fmt: skip
+        fits = len(prompt) < cfg.max_model_len and len(prompt) <= cfg.num_pages * cfg.page_size
+        for seq in seqs:
+            seq.extra["single_step"] = single and priority == 2
+            if fits:
+                self.scheduler.add(seq)
+                self.seqs.append(seq)
+            else:
+                with pytest.raises(ValueError, match="prompt of"):
+                    self.scheduler.add(seq)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times):
+        for _ in range(times):
+            self._launch()
+            if len(self.driver.flying) > self.driver.ahead:
+                self._land()
+
+    @precondition(lambda self: self.driver.flying)
+    @rule()
+    def commit(self):
+        self._land()
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def abort(self, data):
+        seq = data.draw(st.sampled_from(self.seqs))
+        ended = self.scheduler.abort(seq.request.id)
+        assert all(one.finish_reason == "abort" for one in ended)
+        assert seq.status is Status.FINISHED
+
+    @rule()
+    def forget_prefixes(self):
+        if self.count % 5 == 0:
+            self.scheduler.reset_prefix_cache()
+
+    def _launch(self):
+        before, waited = list(self.scheduler.running), set(self.scheduler.waiting)
+        plan = self.driver.launch()
+        if plan is not None:
+            check_plan(self.scheduler, plan, before, waited)
+            check_invariants(self.scheduler, self.driver.device)
+
+    def _land(self):
+        for seq, tokens in self.driver.land():
+            assert tokens == seq.tokens[len(seq.tokens) - len(tokens) :] and tokens
+            assert len(seq.tokens) <= seq.limit
+        check_invariants(self.scheduler, self.driver.device)
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "scheduler"):
+            check_invariants(self.scheduler, self.driver.device)
+            assert 0 <= self.scheduler.stats().waste < 1
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.driver.drain()
+        for seq in self.seqs:
+            whole = expected(seq)
+            assert seq.status is Status.FINISHED
+            if seq.finish_reason == "abort":
+                assert seq.tokens == whole[: len(seq.tokens)]
+            else:
+                assert seq.tokens == whole
+                stopped = whole[-1] == EOS and not seq.request.params.ignore_eos
+                assert seq.finish_reason == ("stop" if stopped else "length")
+        check_invariants(self.scheduler, self.driver.device)
+        assert self.scheduler.pool.num_used == 0 and not self.scheduler._by_request
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=400, stateful_step_count=40, derandomize=True, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)  # fmt: skip

@@ -1,0 +1,44 @@
+"""The NVIDIA paged kernel, interpreted, against the reference."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dovetail.core.types import Paged
+from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
+from dovetail.ops.paged import paged_attention as reference
+from dovetail.ops.paged import split_heads
+
+N, K, H, PAGE, PAGES = 6, 2, 32, 8, 12
+
+# (new tokens of each sequence, its length after them, room for tokens, room for sequences)
+BATCHES = {
+    "decode": ([1, 1, 1], [5, 90, 33], 4, 4),
+    "mixed": ([20, 1, 0, 40], [20, 90, 33, 60], 80, 6),
+    "chunks of long sequences": ([20, 1, 3], [50, 90, 33], 32, 4),
+}
+
+
+def arrays(name: str):
+    rng = np.random.default_rng(0)
+    counts, lengths, tokens, rows = BATCHES[name]
+    tables = rng.permutation(rows * PAGES + 2)[: rows * PAGES].reshape(rows, PAGES)
+    cu, lens = np.full(rows + 1, sum(counts)), np.zeros(rows)
+    cu[: len(counts) + 1], lens[: len(lengths)] = np.cumsum([0, *counts]), lengths
+    ctx = Paged(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, cu, [len(counts)])))
+    q = jnp.asarray(rng.standard_normal((tokens, N, H)), jnp.float32)
+    pages = jnp.asarray(rng.standard_normal((rows * PAGES + 2, PAGE, 2 * K, H)), jnp.float32)
+    return ctx, q, pages, jnp.asarray(rng.standard_normal(N), jnp.float32), sum(counts)
+
+
+@pytest.mark.slow  # the interpreter takes its time
+@pytest.mark.parametrize("extras, splits", [(False, 1), (True, 4)], ids=["plain", "window and sinks, in parts"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_equals_the_reference(name, extras, splits):
+    ctx, q, pages, sinks, count = arrays(name)
+    options = dict(scale=0.2, window=9 if extras else None, sinks=sinks if extras else None)
+    expected = reference(ctx, q, pages, split=split_heads, **options)
+    got = kernel(ctx, q, pages, splits=splits, block=16, interpret=True, **options)
+    np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)
