@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from dovetail.engine.sampler import Sampler
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.ops.paged import token_rows
-from dovetail.ops.sample import SampleInputs, adjust, argmax, choose, count_tokens, logprobs
+from dovetail.ops.sample import SampleInputs, adjust, advance, argmax, choose, count_tokens, logprobs
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _choose(logits: jax.Array, inputs: SampleInputs | None, i: jax.Array | int, 
     """(tokens [S], their log-probabilities where the whole sampler runs, the history with them)."""
     if inputs is None:
         return argmax(logits), None, history
-    inputs = replace(inputs, position=inputs.position + i)
+    inputs = advance(inputs, i)
     logits = adjust(logits, inputs, history)
     chosen = choose(logits, inputs)
     if history is not None and inputs.slot is not None:

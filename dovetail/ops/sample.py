@@ -43,9 +43,9 @@ class SampleInputs:
     mask_until: jax.Array | None = None  # [S] int32: the mask holds at positions below this; 0: no mask
 
 
-def advance(inputs: SampleInputs) -> SampleInputs:
-    """The inputs of the next step of a loop on the device: the seed stays, the position moves on."""
-    return replace(inputs, position=inputs.position + 1)
+def advance(inputs: SampleInputs, steps: jax.Array | int = 1) -> SampleInputs:
+    """The inputs of a later step of a loop on the device: the seed stays, the position moves on."""
+    return replace(inputs, position=inputs.position + steps)
 
 
 # --- what a row asks of its logits ------------------------------------------------------------------------------------
