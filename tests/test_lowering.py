@@ -22,7 +22,6 @@ from dovetail.models import greedy
 from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
-from dovetail.ops.attention import choose_paged
 
 BASE = dict(
     vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -30,6 +29,7 @@ BASE = dict(
 )  # fmt: skip
 MODELS = {
     "dense": BASE | dict(model_type="llama", head_dim=64),
+    "wide heads": BASE | dict(model_type="llama", head_dim=128),
     "windowed, soft cap": BASE | dict(model_type="gemma2", head_dim=64, sliding_window=100),
     "experts": BASE | dict(model_type="qwen3_moe", head_dim=64, num_experts=8, moe_intermediate_size=64),
     "experts, sinks": BASE | dict(model_type="gpt_oss", head_dim=64, num_local_experts=8, sliding_window=100),
@@ -99,9 +99,20 @@ def test_paged(name, tokens, platform, axes):
         return unembed(params, cfg, hidden), cache
 
     text = lower(run, platform, params, ints(tokens), ctx, cache)
-    heads = jax.ShapeDtypeStruct((tokens, 4, 64), jnp.bfloat16)
-    takes_kernel = choose_paged(platform, heads, placement) != "reference" and name != "latent"
-    assert ("custom_call" in text and "triton" in text) == takes_kernel
+    takes_ours = platform == "cuda" and name != "latent"
+    assert ("paged_attention_" in text and "triton" in text) == takes_ours
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
+def test_paged_for_a_kind_of_tpu(tokens, kind):
+    """Upstream's kernel is lowered for a chip, which a machine without one must be told of."""
+    cfg, params, cache = model("wide heads")
+    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), "tpu")
+    device = jax.sharding.AbstractDevice(kind, num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        text = lower(lambda p, t, c, cache: forward(p, cfg, t, t, c, cache), "tpu", params, ints(tokens), ctx, cache)
+    assert "ragged_paged_attention" in text and "tpu_custom_call" in text
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -125,7 +136,7 @@ def test_logits(name, platform):
 def test_engine_step(platform, shape, sampled):
     cfg, params, cache = model("dense")
     tokens, steps = shape
-    step = Shape(tokens, S, PAGES, greedy=not sampled, steps=steps)
+    step = Shape(tokens, S, PAGES, "full" if sampled else "greedy", steps)
     inputs, history = None, None
     if sampled:
         sampler = Sampler(cfg.vocab, S)

@@ -46,6 +46,11 @@ class Paged:
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
+def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
+    """Whether a call runs on a single NVIDIA GPU: our kernels there know one device."""
+    return (platform or jax.default_backend()) in ("cuda", "gpu") and (placement is None or placement.mesh.size == 1)
+
+
 @dataclass(frozen=True)
 class Weights:
     """Parameters and the version they are: a completion says which it was sampled from."""

@@ -8,23 +8,26 @@ Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D mode
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from dovetail.core.mesh import constrain
+from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Packed, Paged, Params
 from dovetail.models.config import Attention, Latent, Layer, Mlp, ModelConfig, Moe
 from dovetail.models.spec import cache_shapes
-from dovetail.ops.attention import attend, store
+from dovetail.ops.attention import attend, rotate_store, split_heads, store, takes_whole
 from dovetail.ops.latent import latent_attention
 from dovetail.ops.moe import experts, route
-from dovetail.ops.norm import rms_norm
+from dovetail.ops.norm import add_rms_norm, rms_norm
 from dovetail.ops.rope import Rope, rotate
 
 Context = Packed | Paged
-Tables = dict[Rope, tuple[jax.Array, jax.Array]]
+Table = tuple[jax.Array, jax.Array] | tuple[()]  # cos and sin of a Rope; nothing for a layer without
 
 
 def forward(
@@ -39,16 +42,16 @@ def forward(
     x = _on_tokens(ctx, embed(params, cfg, tokens))
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers if layer.attn.rope}
-    tables: Tables = {rope: rope.tables(positions) for rope in ropes}
-    stored: list[Any] = []
+    tables: dict[Rope, Table] = {rope: rope.tables(positions) for rope in ropes}
+    delta, stored = None, []  # delta: what a layer has yet to add to x, where the next norm does it on its way
     for i, layer in enumerate(cfg.layers):
         source = getattr(layer.attn, "kv_from", None)
         entry = stored[source] if source is not None else cache[i] if cache is not None else None
         extra_i = extra[..., i, :] if extra is not None else None
-        x, entry = block(params["layers"][i], cfg, layer, x, tables, ctx, entry, extra_i)
-        x = _on_tokens(ctx, x)
+        table = tables[layer.attn.rope] if layer.attn.rope else ()
+        x, delta, entry = block(params["layers"][i], x, delta, table, ctx, entry, extra_i, cfg=cfg, layer=layer)
         stored.append(entry)
-    hidden = _norm(params["norm"], cfg, x)
+    _, hidden = _add_norm(ctx, params["norm"], cfg, x, delta)
     if cache is None:
         return hidden, None
     return hidden, tuple(None if old is None else new for old, new in zip(cache, stored, strict=True))
@@ -66,48 +69,76 @@ def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     return jnp.tanh(logits / cfg.logit_softcap) * cfg.logit_softcap if cfg.logit_softcap else logits
 
 
-def init_cache(cfg: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> Cache:
+def init_cache(
+    cfg: ModelConfig, num_pages: int, page_size: int, dtype: Any, placement: Placement | None = None
+) -> Cache:
     shapes = cache_shapes(cfg, num_pages, page_size)
-    return tuple(None if shape is None else jnp.zeros(shape, dtype) for shape in shapes)
+    return tuple(
+        None if shape is None else jnp.zeros(shape, dtype, device=_pages_sharding(layer, shape, placement))
+        for layer, shape in zip(cfg.layers, shapes, strict=True)
+    )
 
 
+def _pages_sharding(layer: Layer, shape: tuple[int, ...], placement: Placement | None) -> NamedSharding | None:
+    if placement is None:
+        return None
+    pages = P() if isinstance(layer.attn, Latent) else split_heads(placement, shape[2] // 2)[1]
+    return NamedSharding(placement.mesh, pages)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "layer"))  # equal layers are traced and lowered once
 def block(
     p: Params,
-    cfg: ModelConfig,
-    layer: Layer,
     x: jax.Array,
-    tables: Tables,
+    delta: jax.Array | None,
+    table: Table,
     ctx: Context,
     entry: Any,
     extra: jax.Array | None,
-) -> tuple[jax.Array, Any]:
-    """One layer: attention, then its feed-forward half, each added to the residual stream."""
-    h = _norm(p.get("attn_norm"), cfg, x)
+    *,
+    cfg: ModelConfig,
+    layer: Layer,
+) -> tuple[jax.Array, jax.Array | None, Any]:
+    """One layer: attention, then its feed-forward half, each added to the residual stream. The second may be left to
+    whoever reads x next, as it was left to this layer: (x, what is to be added to it, the layer's cache)."""
+    x, h = _add_norm(ctx, p.get("attn_norm"), cfg, x, delta)
     if isinstance(layer.attn, Latent):
-        h, entry = _latent(p["attn"], layer.attn, h, tables, ctx, entry)
+        h, entry = _latent(p["attn"], layer.attn, h, table, ctx, entry)
     else:
-        h, entry = _attention(p["attn"], cfg, layer.attn, h, tables, ctx, entry)
-    x = x + _norm(p.get("attn_post_norm"), cfg, h)
-    h = _feed_forward(p, cfg, layer, x, ctx)
-    x = x + _norm(p.get("mlp_post_norm"), cfg, h)
+        h, entry = _attention(p["attn"], cfg, layer.attn, h, table, ctx, entry)
+    x, h = _add_norm(ctx, p.get("mlp_norm"), cfg, x, _norm(p.get("attn_post_norm"), cfg, h))
+    delta = _norm(p.get("mlp_post_norm"), cfg, _feed_forward(p, cfg, layer, x, h, ctx))
+    if isinstance(ctx, Paged) and extra is None and "scalar" not in p:
+        return x, delta, entry
+    x = x + delta  # training keeps one array a layer, not two
     if extra is not None and layer.mlp is not None:
         gate = layer.mlp.glu.activate(_linear(x, p["per_layer"]["gate"]))
         h = _linear(gate * extra, p["per_layer"]["proj"])
         x = x + _norm(p["per_layer"]["norm"], cfg, h)
-    return x * p["scalar"] if "scalar" in p else x, entry
+    return _on_tokens(ctx, x * p["scalar"] if "scalar" in p else x), None, entry
 
 
-def _attention(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, tables: Tables, ctx: Context, entry: Any):
-    q, k, v = _project(p, a, x)
-    q = _normed_heads(q, p.get("q_norm"), cfg, a.qk_norm)
-    q = rotate(q, a.rope, tables[a.rope]) if a.rope else q
-    if k is not None and v is not None:
-        k = _normed_heads(k, p.get("k_norm"), cfg, a.qk_norm)
-        k = rotate(k, a.rope, tables[a.rope]) if a.rope else k
-        v = rms_norm(v, None, cfg.norm_eps) if a.v_norm else v
-        entry = store(ctx, entry, k, v)
+def _attention(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, table: Table, ctx: Context, entry: Any):
+    if "qkv" in p and a.rope and a.qk_norm != "all" and not a.v_norm and takes_whole(ctx, a.rope, a.head_dim):
+        norms = (p["q_norm"], p["k_norm"]) if a.qk_norm else None
+        qkv = _heads(x, p["qkv"], p.get("qkv_bias"))
+        q, entry = rotate_store(ctx, entry, qkv, table, norms, cfg.norm_eps, cfg.norm_offset)
+    else:
+        q, entry = _heads_stored(p, cfg, a, x, table, ctx, entry)
     out = attend(ctx, q, entry, scale=a.scale, window=a.window, softcap=a.softcap, sinks=p.get("sinks"))
     return _merge_heads(out, p), entry
+
+
+def _heads_stored(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, table: Table, ctx: Context, entry: Any):
+    q, k, v = _project(p, a, x)
+    q = _normed_heads(q, p.get("q_norm"), cfg, a.qk_norm)
+    q = rotate(q, a.rope, table) if a.rope else q
+    if k is not None and v is not None:
+        k = _normed_heads(k, p.get("k_norm"), cfg, a.qk_norm)
+        k = rotate(k, a.rope, table) if a.rope else k
+        v = rms_norm(v, None, cfg.norm_eps) if a.v_norm else v
+        entry = store(ctx, entry, k, v)
+    return q, entry
 
 
 def _project(p: Params, a: Attention, x: jax.Array):
@@ -121,7 +152,7 @@ def _project(p: Params, a: Attention, x: jax.Array):
     return q, k, k if a.k_is_v else _heads(x, p["v"], p.get("v_bias"))
 
 
-def _latent(p: Params, a: Latent, x: jax.Array, tables: Tables, ctx: Context, entry: Any):
+def _latent(p: Params, a: Latent, x: jax.Array, table: Table, ctx: Context, entry: Any):
     if a.q_rank is None:
         q = _heads(x, p["q"], None)
     else:
@@ -129,14 +160,14 @@ def _latent(p: Params, a: Latent, x: jax.Array, tables: Tables, ctx: Context, en
     q_nope, q_rope = jnp.split(q, [a.nope_dim], axis=-1)
     latent, k_rope = jnp.split(_linear(x, p["kv_a"], p.get("kv_a_bias")), [a.kv_rank], axis=-1)
     latent = rms_norm(latent, p["kv_a_norm"], a.norm_eps)
-    q_rope = rotate(q_rope, a.rope, tables[a.rope])
-    k_rope = rotate(k_rope[..., None, :], a.rope, tables[a.rope])[..., 0, :]
+    q_rope = rotate(q_rope, a.rope, table)
+    k_rope = rotate(k_rope[..., None, :], a.rope, table)[..., 0, :]
     out, entry = latent_attention(ctx, entry, q_nope, q_rope, latent, k_rope, p["k_up"], p["v_up"], scale=a.scale)
     return _merge_heads(out, p), entry
 
 
-def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, ctx: Context) -> jax.Array:
-    h = _norm(p.get("mlp_norm"), cfg, x)
+def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context) -> jax.Array:
+    """Of h, the norm of x."""
     if layer.mlp is None:
         assert layer.moe is not None
         return _moe(p["moe"], cfg, layer.moe, h, h, ctx)
@@ -182,6 +213,13 @@ def _norm(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Array
     return x if weight is None else rms_norm(x, weight, cfg.norm_eps, cfg.norm_offset)
 
 
+def _add_norm(
+    ctx: Context, weight: jax.Array | None, cfg: ModelConfig, x: jax.Array, delta: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    x, h = add_rms_norm(ctx, x, delta, weight, cfg.norm_eps, cfg.norm_offset)
+    return _on_tokens(ctx, x), h
+
+
 def _normed_heads(x: jax.Array, weight: jax.Array | None, cfg: ModelConfig, kind: str) -> jax.Array:
     """x [..., N, H], normed a head at a time or all heads together."""
     if kind == "all":
@@ -195,12 +233,13 @@ def _linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Ar
 
 
 def _heads(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-    y = jnp.einsum("...d,nhd->...nh", x, w)
+    # as a matrix: XLA's CPU backend copies a weight of three dims, transposed, at every call
+    y = _linear(x, w.reshape(-1, w.shape[-1])).reshape(*x.shape[:-1], *w.shape[:-1])
     return y if bias is None else y + bias
 
 
 def _merge_heads(x: jax.Array, p: Params) -> jax.Array:
-    y = jnp.einsum("...nh,dnh->...d", x, p["o"])
+    y = _linear(x.reshape(*x.shape[:-2], -1), p["o"].reshape(p["o"].shape[0], -1))
     return y + p["o_bias"] if "o_bias" in p else y
 
 

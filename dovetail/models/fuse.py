@@ -20,7 +20,7 @@ def _fuse_layer(p: Params) -> Params:
     p = dict(p)
     if {"q", "k", "v"} <= set(p["attn"]):
         p["attn"] = _join(p["attn"], ("q", "k", "v"), "qkv")
-    if "mlp" in p:
+    if {"gate", "up"} <= set(p.get("mlp", ())):
         p["mlp"] = _join(p["mlp"], ("gate", "up"), "gate_up")
     return p
 

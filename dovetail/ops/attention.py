@@ -9,6 +9,7 @@ B rows, T queries, S keys, N query heads, K key heads, G = N / K, H head dim.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -16,17 +17,49 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dovetail.core.mesh import Placement
-from dovetail.core.types import Packed, Paged
-from dovetail.ops.paged import paged_attention, split_heads, write_heads
+from dovetail.core.types import Packed, Paged, is_one_gpu
+from dovetail.ops.paged import paged_attention, write_heads
+from dovetail.ops.rope import Rope
 from dovetail.ops.softmax import cap_and_mask, is_visible
 
 log = logging.getLogger(__name__)
 
 
 def store(ctx: Packed | Paged, entry: Any, k: jax.Array, v: jax.Array) -> Any:
-    return (k, v) if isinstance(ctx, Packed) else write_heads(ctx, entry, k, v)
+    if isinstance(ctx, Packed):
+        return k, v
+    if choose_paged(ctx.platform, k) == "triton":
+        from dovetail.ops.kernels.gpu.store import write_heads as write
+    else:
+        write = write_heads
+    heads, pages = split_heads(ctx.placement, k.shape[1])
+    return _per_device(write, ctx, (entry, k, v), (pages, heads, heads), pages)
+
+
+def takes_whole(ctx: Packed | Paged, rope: Rope, head_dim: int) -> bool:
+    """Whether `rotate_store` is there for these: one NVIDIA GPU, and whole heads that turn by halves."""
+    if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
+        return False
+    return rope.dim == head_dim and not rope.interleaved and head_dim >= 32 and head_dim & (head_dim - 1) == 0
+
+
+def rotate_store(
+    ctx: Packed | Paged,
+    entry: Any,
+    qkv: jax.Array,
+    tables: tuple,
+    norms: tuple[jax.Array, jax.Array] | None,
+    eps: float,
+    offset: float,
+) -> tuple[jax.Array, Any]:
+    """(q [T, N, H], what was stored) from qkv [T, N + 2K, H]: the norms of q and k, the rotation and `store` in one."""
+    from dovetail.ops.kernels.gpu.rotate_store import rotate_store as kernel
+
+    assert isinstance(ctx, Paged), "see takes_whole"
+    return kernel(ctx, entry, qkv, tables, norms, eps, offset)
 
 
 def attend(
@@ -42,19 +75,42 @@ def attend(
     """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing."""
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
-        name = choose_paged(ctx.platform, q, ctx.placement)
+        name = choose_paged(ctx.platform, q, sinks, ctx.placement)
         _log_once("paged", name)
-        if name == "triton":
-            from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
-
-            return kernel(ctx, q, stored, **options)
-        return paged_attention(ctx, q, stored, split=split_heads, **options)
+        run = _paged_implementation(name)
+        heads, pages = split_heads(ctx.placement, stored.shape[2] // 2)
+        del options["sinks"]
+        run = functools.partial(run, **options)
+        given, specs = (
+            ((q, stored), (heads, pages)) if sinks is None else ((q, stored, sinks), (heads, pages, P(heads[1])))
+        )
+        return _per_device(
+            lambda ctx, q, stored, sinks=None: run(ctx, q, stored, sinks=sinks), ctx, given, specs, heads
+        )
     k, v = stored
     name = choose_packed(ctx.platform, q, v, softcap, sinks)
     _log_once("packed", name)
     run = _packed_implementation(name)
     # XLA splits the others itself
     return on_mesh(run, q, k, v, ctx, **options) if name == "splash" else run(q, k, v, ctx, **options)
+
+
+def split_heads(placement: Placement | None, num_kv_heads: int) -> tuple[P, P]:
+    """How [T, heads, H] and pages [P, page, 2K, H] lie on a mesh: by head, where its key heads can be dealt out."""
+    fits = placement is not None and num_kv_heads % placement.size("kv_heads") == 0
+    axis = placement.rules.axes_of("kv_heads") if fits and placement else None
+    return P(None, axis, None), P(None, None, axis, None)
+
+
+def _per_device(run: Callable, ctx: Paged, arrays: tuple, specs: tuple[P, ...], out: P) -> jax.Array:
+    """Call what knows one device on each of a mesh, with its heads."""
+    placement = ctx.placement
+    if placement is None or placement.mesh.size == 1:
+        return run(ctx, *arrays)
+    alone = dataclasses.replace(ctx, placement=None)
+    whole = jax.tree.map(lambda _: P(), alone)
+    mapped = jax.shard_map(run, mesh=placement.mesh, in_specs=(whole, *specs), out_specs=out, check_vma=False)
+    return mapped(alone, *arrays)
 
 
 def on_mesh(run: Callable, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Packed, **options: Any) -> jax.Array:
@@ -92,14 +148,24 @@ def choose_packed(
     return "reference"
 
 
-def choose_paged(platform: str | None, q: Any, placement: Placement | None = None) -> str:
-    """The paged implementation for these shapes: 'triton' or 'reference'. The kernel knows one device; XLA splits the
-    reference over a mesh."""
-    H = q.shape[-1]
-    alone = placement is None or placement.mesh.size == 1
-    if (platform or jax.default_backend()) in ("cuda", "gpu") and alone and H >= 16 and H & (H - 1) == 0:
+def choose_paged(
+    platform: str | None, q: Any, sinks: jax.Array | None = None, placement: Placement | None = None
+) -> str:
+    """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs) or 'reference'."""
+    platform, H = platform or jax.default_backend(), q.shape[-1]
+    if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
+    if platform == "tpu" and H % 128 == 0 and sinks is None and _knows_tpu(placement):
+        return "ragged"
     return "reference"
+
+
+def _knows_tpu(placement: Placement | None) -> bool:
+    """Upstream's kernel is lowered for one kind of TPU: that of the mesh, of the context, or of this machine."""
+    if placement is not None:
+        return placement.mesh.devices.flat[0].platform == "tpu"
+    context = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() == "tpu" or "TPU" in getattr(context, "device_kind", "")
 
 
 def describe() -> list[tuple[str, str, str]]:
@@ -107,6 +173,16 @@ def describe() -> list[tuple[str, str, str]]:
     q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
     rows = [("Packed", platform, choose_packed(platform, q, q)) for platform in ("cpu", "cuda", "tpu")]
     return rows + [("Paged", platform, choose_paged(platform, q)) for platform in ("cpu", "cuda", "tpu")]
+
+
+def _paged_implementation(name: str):
+    if name == "triton":
+        from dovetail.ops.kernels.gpu.paged import paged_attention as implementation
+    elif name == "ragged":
+        from dovetail.ops.kernels.tpu.paged import paged_attention as implementation
+    else:
+        implementation = paged_attention
+    return implementation
 
 
 def _packed_implementation(name: str):

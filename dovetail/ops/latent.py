@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.attention import attend, store
-from dovetail.ops.paged import paged_attention, write_latents
+from dovetail.ops.paged import Gather, paged_attention, write_latents
 
 
 def latent_attention(
@@ -35,8 +35,8 @@ def latent_attention(
     if isinstance(ctx, Paged):
         pages = write_latents(ctx, entry, jnp.concatenate([latent, k_rope], axis=-1))
         q = jnp.concatenate([jnp.einsum("tnd,ndr->tnr", q_nope, k_up), q_rope], axis=-1)
-        split = functools.partial(_split_latents, rank=latent.shape[-1])
-        out = paged_attention(ctx, q, pages, split=split, scale=scale)
+        read = functools.partial(_read_latents, rank=latent.shape[-1])
+        out = paged_attention(ctx, q, pages, read=read, scale=scale)
         return jnp.einsum("tnr,nvr->tnv", out, v_up), pages
     k_nope = jnp.einsum("...r,ndr->...nd", latent, k_up)
     k_rope = jnp.broadcast_to(k_rope[..., None, :], q_rope.shape)
@@ -46,6 +46,7 @@ def latent_attention(
     return attend(ctx, q, stored, scale=scale), stored
 
 
-def _split_latents(block: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+def _read_latents(gather: Gather, _: int, rank: int) -> tuple[jax.Array, jax.Array]:
     """One shared head: its keys are latent and rotary part together, its values the latent."""
+    block = gather(jnp.arange(1))
     return block, block[..., :rank]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.types import Packed, Paged, is_one_gpu
+
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float = 0.0) -> jax.Array:
     """x / rms(x) * (offset + weight) over the last dim; Gemma 2 and 3 store weight - 1, so their offset is 1."""
@@ -13,3 +15,20 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float =
     if weight is not None:
         y = y * (offset + weight.astype(jnp.float32))
     return y.astype(x.dtype)
+
+
+def add_rms_norm(
+    ctx: Packed | Paged,
+    x: jax.Array,
+    delta: jax.Array | None,
+    weight: jax.Array | None,
+    eps: float,
+    offset: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """(x + delta, its norm) for x and delta [..., D]; a weight of None stands for no norm."""
+    if isinstance(ctx, Paged) and weight is not None and is_one_gpu(ctx.platform, ctx.placement):
+        from dovetail.ops.kernels.gpu.norm import add_rms_norm as kernel
+
+        return kernel(x, delta, weight, eps, offset)
+    x = x if delta is None else x + delta
+    return x, x if weight is None else rms_norm(x, weight, eps, offset)

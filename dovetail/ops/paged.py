@@ -27,20 +27,31 @@ def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.A
     real = t < total
     # past num_seqs anything may stand, also numbers that would break the search's order
     ends = jnp.where(jnp.arange(ctx.kv_lens.shape[0]) < ctx.num_seqs[0], ctx.cu_q_lens[1:], total)
-    seq = jnp.searchsorted(ends, t, side="right").astype(jnp.int32)
+    seq = _rank(ends, t)
     seq = jnp.minimum(seq, ctx.kv_lens.shape[0] - 1)
     # a sequence's last new token sits at kv_len - 1
     position = ctx.kv_lens[seq] - ctx.cu_q_lens[seq + 1] + t
     return seq, jnp.where(real, position, 0), real
 
 
+def _rank(ends: jax.Array, values: jax.Array) -> jax.Array:
+    """How many of the ascending `ends` are at or below each value. By comparing with all: a search by halves is a loop
+    of small kernels on a GPU, a hundred microseconds a step."""
+    return jnp.searchsorted(ends, values, side="right", method="compare_all").astype(jnp.int32)
+
+
+def token_places(ctx: Paged, pages: jax.Array, num_tokens: int) -> jax.Array:
+    """Where in pages [P, page size, ...] each of T tokens goes, as page * page size + offset; padding: past the end."""
+    seq, position, real = token_rows(ctx, num_tokens)
+    place = ctx.block_tables[seq, position // pages.shape[1]] * pages.shape[1] + position % pages.shape[1]
+    return jnp.where(real, place, pages.shape[0] * pages.shape[1])
+
+
 def _write(ctx: Paged, pages: jax.Array, values: jax.Array) -> jax.Array:
     """Put values [T, ...] of the new tokens into pages [P, page size, ...]; padding is dropped."""
-    page_size = pages.shape[1]
-    seq, position, real = token_rows(ctx, values.shape[0])
-    page = ctx.block_tables[seq, position // page_size]
-    page = jnp.where(real, page, pages.shape[0])  # out of the pool: dropped
-    return pages.at[page, position % page_size].set(values.astype(pages.dtype), mode="drop")
+    place = token_places(ctx, pages, values.shape[0])
+    page, offset = place // pages.shape[1], place % pages.shape[1]
+    return pages.at[page, offset].set(values.astype(pages.dtype), mode="drop")
 
 
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -54,8 +65,14 @@ def write_latents(ctx: Paged, pages: jax.Array, latents: jax.Array) -> jax.Array
     return _write(ctx, pages, latents[:, None])
 
 
-def split_heads(block: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return block[..., 0::2, :], block[..., 1::2, :]
+Gather = Callable[[jax.Array], jax.Array]  # heads of the pages [n] -> [I, n, block, H] of each tile's block of keys
+
+
+def read_heads(gather: Gather, num_heads: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [I, K, block, H] of pages [P, page, 2K, H]. Two gathers that give each as the products want it:
+    one for both, split and transposed afterwards, takes almost twice as long on a CPU."""
+    heads = 2 * jnp.arange(num_heads // 2)
+    return gather(heads), gather(heads + 1)
 
 
 def paged_attention(
@@ -63,7 +80,7 @@ def paged_attention(
     q: jax.Array,  # [T, N, H]
     pages: jax.Array,  # [P, page, ...]
     *,
-    split: Callable[[jax.Array], tuple[jax.Array, jax.Array]],  # gathered pages -> keys [.., K, H], values [.., K, Hv]
+    read: Callable[[Gather, int], tuple[jax.Array, jax.Array]] = read_heads,  # keys [I, K, block, H], values [.., Hv]
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -79,27 +96,31 @@ def paged_attention(
     block = pages_a_block * pages.shape[1]
     width = ctx.block_tables.shape[1]
     tables = jnp.pad(ctx.block_tables, ((0, 0), (0, -width % pages_a_block)))[tile_seq]  # [I, M']
-    one = jax.ShapeDtypeStruct((num_tiles, block, *pages.shape[2:]), pages.dtype)
-    K, Hv = (shape := jax.eval_shape(split, one)[1].shape)[-2], shape[-1]
+
+    def keys_values(j):
+        # past a tile's last query is what a page held before, NaN perhaps, and 0 * NaN is not 0: its first key again
+        k_pos = j * block + jnp.arange(block)
+        k_pos = jnp.where(k_pos <= q_pos.max(axis=1, keepdims=True), k_pos, 0)  # [I, block]
+        page = jnp.take_along_axis(tables, k_pos // pages.shape[1], axis=1)
+        place = page[:, None], (k_pos % pages.shape[1])[:, None]
+        return read(lambda heads: pages[*place, heads[:, None]], pages.shape[2])
+
+    _, K, _, Hv = jax.eval_shape(keys_values, 0)[1].shape
     N, H = q.shape[1:]
     q_tiles = q[token].reshape(num_tiles, rows, K, N // K, H).transpose(0, 2, 3, 1, 4)  # [I, K, G, R, H]
 
     def step(j, carry):
         top, total, out = carry
-        ids = jax.lax.dynamic_slice_in_dim(tables, j * pages_a_block, pages_a_block, axis=1)
-        k, v = split(pages[ids].reshape(one.shape))
+        k, v = keys_values(j)
         k_pos = j * block + jnp.arange(block)
         visible = is_visible(q_pos[:, :, None], k_pos, window)[:, None, None]  # [I, 1, 1, R, block]
-        scores = jnp.einsum("ikgrh,iskh->ikgrs", q_tiles, k, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("ikgrh,iksh->ikgrs", q_tiles, k, preferred_element_type=jnp.float32) * scale
         scores = cap_and_mask(scores, visible, softcap)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - new_top[..., None]), 0)
-        # what no row of the tile may see is whatever a page held before, NaN perhaps: 0 * NaN is not 0
-        seen = visible.any(axis=(1, 2, 3))[:, :, None, None]
-        v = jnp.where(seen, v, 0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + weights.sum(axis=-1)
-        new = jnp.einsum("ikgrs,iskh->ikgrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        new = jnp.einsum("ikgrs,iksh->ikgrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_top, total, out * shrink[..., None] + new
 
     carry = _start(sinks, (num_tiles, K, N // K, rows), Hv)
@@ -107,7 +128,7 @@ def paged_attention(
     first = jnp.maximum(0, earliest - window + 1) // block if window else 0
     last = q_pos.max() // block + 1
     _, total, out = jax.lax.fori_loop(first, last, step, carry)
-    out = (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    out = jnp.where((q_pos < 0)[:, None, None, :, None], 0, out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, N, Hv)
     return out[_tile_of_token(ctx, q.shape[0], rows)]
 
@@ -132,7 +153,7 @@ def tiles_of(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Arr
     q_lens = jnp.where(exists, jnp.diff(ctx.cu_q_lens), 0)
     ends = jnp.cumsum(-(-q_lens // rows))  # tiles up to and with each sequence
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_seqs - 1).astype(jnp.int32)
+    seq = jnp.minimum(_rank(ends, tile), num_seqs - 1)
     start = jnp.where(seq > 0, ends[seq - 1], 0)
     offset = (tile - start) * rows
     count = jnp.where(tile < ends[-1], jnp.clip(q_lens[seq] - offset, 0, rows), 0)

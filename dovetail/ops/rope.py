@@ -70,7 +70,7 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate(x: jax.Array, rope: Rope, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, rope: Rope, tables: tuple) -> jax.Array:
     """x [..., heads, dim]. Interleaved input comes out as halves: a dot product of two such vectors is the same."""
     cos, sin = (t[..., None, :] for t in tables)
     x32 = x.astype(jnp.float32)

@@ -27,12 +27,12 @@ class SampleInputs:
     """What each of S rows asks of the sampler. A field that may be None is then not in the compiled program."""
 
     temperature: jax.Array  # [S] f32; 0: the most probable token
-    top_k: jax.Array  # [S] int32; 0: off
-    top_p: jax.Array  # [S] f32; 1: off
-    min_p: jax.Array  # [S] f32; 0: off
     seed_hi: jax.Array  # [S] uint32
     seed_lo: jax.Array  # [S] uint32
     position: jax.Array  # [S] int32: where in its sequence the token that is sampled will stand
+    top_k: jax.Array | None = None  # [S] int32; 0: off. The three that truncate are there together or not at all
+    top_p: jax.Array | None = None  # [S] f32; 1: off
+    min_p: jax.Array | None = None  # [S] f32; 0: off
     slot: jax.Array | None = None  # [S] int32: the row's place in the history table; N: it keeps none
     presence: jax.Array | None = None  # [S] f32; 0: off
     frequency: jax.Array | None = None  # [S] f32; 0: off
@@ -90,6 +90,8 @@ def adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array | None = 
     These are the logits that `choose` and `logprobs` both want: then the greedy token is always the most probable one.
     """
     logits = logits.astype(jnp.float32)
+    if inputs.bias_ids is None and history is None and inputs.mask_until is None:
+        return logits
     used = jnp.zeros((), bool)
     if inputs.bias_ids is not None:
         used |= jnp.any(inputs.bias_ids >= 0)
@@ -238,11 +240,14 @@ def choose(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
     def draw(logits: jax.Array) -> jax.Array:
         is_greedy = inputs.temperature == 0
         # From the top down: however low the temperature, nothing overflows and the most probable stays at 0.
-        scaled = (logits - _top(logits)) / jnp.maximum(inputs.temperature, COLDEST)[:, None]
-        kept = truncate(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
+        kept = (logits - _top(logits)) / jnp.maximum(inputs.temperature, COLDEST)[:, None]
+        if inputs.top_k is not None and inputs.top_p is not None and inputs.min_p is not None:
+            kept = truncate(kept, inputs.top_k, inputs.top_p, inputs.min_p)
         drawn = gumbel_argmax(kept, inputs.seed_hi, inputs.seed_lo, inputs.position)
         return jnp.where(is_greedy, greedy, drawn)
 
+    if inputs.top_k is None:  # little to save, and a branch costs a GPU a word with the host
+        return draw(logits)
     return lax.cond(jnp.any(inputs.temperature > 0), draw, lambda _: greedy, logits)
 
 
@@ -258,5 +263,5 @@ def logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, j
     total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     rank = 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
-    values, ids = lax.top_k(logits, k)
+    values, ids = lax.top_k(logits, k) if k else (logits[:, :0], jnp.zeros((len(logits), 0), jnp.int32))
     return (chosen - total)[:, 0], rank, values - total, ids

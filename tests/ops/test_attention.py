@@ -13,7 +13,7 @@ from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.attention import choose_packed, on_mesh, packed_attention
 from dovetail.ops.kernels.tpu.packed import packed_attention as splash
-from dovetail.ops.paged import BLOCK, paged_attention, split_heads, write_heads
+from dovetail.ops.paged import BLOCK, paged_attention, read_heads, write_heads
 
 N, K, H, SCALE = 4, 2, 16, 0.3
 OPTIONS = {
@@ -165,10 +165,10 @@ class Case:
             jnp.asarray([n], jnp.int32),
         )
 
-    def run(self, split=split_heads, **options):
+    def run(self, read=read_heads, **options):
         @jax.jit
         def both(ctx, q, pages, k, v):
-            return paged_attention(ctx, q, write_heads(ctx, pages, k, v), split=split, scale=SCALE, **options)
+            return paged_attention(ctx, q, write_heads(ctx, pages, k, v), read=read, scale=SCALE, **options)
 
         return np.asarray(both(self.ctx, self.q, self.pages, *self.fresh))
 
@@ -205,11 +205,11 @@ def turns(case: Case, **options) -> int:
     """How many times the loop gathered pages: each turn looks at BLOCK keys of every sequence."""
     seen = []
 
-    def counting(block):
+    def counting(gather, heads):
         jax.debug.callback(lambda: seen.append(1))
-        return split_heads(block)
+        return read_heads(gather, heads)
 
-    case.run(split=counting, **options)
+    case.run(read=counting, **options)
     jax.effects_barrier()
     return len(seen)
 

@@ -9,7 +9,6 @@ import pytest
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
 from dovetail.ops.paged import paged_attention as reference
-from dovetail.ops.paged import split_heads
 
 N, K, H, PAGE, PAGES = 6, 2, 32, 8, 12
 
@@ -39,6 +38,6 @@ def arrays(name: str):
 def test_equals_the_reference(name, extras, splits):
     ctx, q, pages, sinks, count = arrays(name)
     options = dict(scale=0.2, window=9 if extras else None, sinks=sinks if extras else None)
-    expected = reference(ctx, q, pages, split=split_heads, **options)
+    expected = reference(ctx, q, pages, **options)
     got = kernel(ctx, q, pages, splits=splits, block=16, interpret=True, **options)
     np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)

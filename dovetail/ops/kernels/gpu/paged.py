@@ -51,7 +51,8 @@ def paged_attention(
     tile = 1 if decode else rows // group
     tile_seq, first, count, position = tiles_of(ctx, T, tile)
     splits = splits or _splits(tile_seq.shape[0] * K, ctx.block_tables.shape[1] * pages.shape[1], decode)
-    block = block or 64
+    few = decode and splits == 1 and tile_seq.shape[0] * K <= 512  # measured: 64 sequences of 8 key heads
+    block = block or (64 if decode and not few else 32)
     kernel = functools.partial(
         _kernel, N=N, K=K, page_size=pages.shape[1], rows=rows, group=group, block=block, splits=splits, scale=scale,
         window=window, softcap=softcap,
@@ -64,7 +65,7 @@ def paged_attention(
         kernel,
         grid=(tile_seq.shape[0], K, splits),
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps or 4, num_stages=num_stages or (3 if decode else 2)),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps or (2 if few else 4), num_stages=num_stages or 3),
         interpret=interpret,
         name=f"paged_attention_{'decode' if decode else 'mixed'}",
     )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H))
@@ -72,11 +73,11 @@ def paged_attention(
 
 
 def _splits(programs: int, max_keys: int, decode: bool) -> int:
-    """Enough programs to fill the chip twice over, each with some keys to look at."""
+    """Enough programs to fill the chip twice over, each with some keys to look at: joining costs two kernels more."""
     if not decode:
         return 1
-    wanted = -(-264 // programs)
-    return max(1, min(1 << (wanted - 1).bit_length(), max_keys // 64, 16))
+    wanted, room = -(-264 // programs), max(1, max_keys // 192)
+    return min(1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1), 32)
 
 
 def _kernel(

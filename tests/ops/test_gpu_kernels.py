@@ -1,0 +1,58 @@
+"""The small NVIDIA kernels around attention, interpreted, against what they stand for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dovetail.core.types import Paged
+from dovetail.ops.kernels.gpu.norm import add_rms_norm
+from dovetail.ops.kernels.gpu.rotate_store import rotate_store
+from dovetail.ops.kernels.gpu.store import write_heads as write_kernel
+from dovetail.ops.norm import rms_norm
+from dovetail.ops.paged import write_heads
+from dovetail.ops.rope import Rope, rotate
+
+TOKENS, PAGES, PAGE = 10, 6, 16
+# two sequences, the second at its first page; then padding
+CTX = Paged(*(jnp.asarray(x, jnp.int32) for x in ([[3, 1], [2, 5], [0, 0]], [20, 5, 0], [0, 6, 7, 7], [2])))
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["sum", "alone"])
+@pytest.mark.parametrize("dim", [64, 96])
+def test_norm(dim, delta):
+    x, weight = normal(0, 7, dim, dtype=jnp.bfloat16), normal(1, dim, dtype=jnp.bfloat16)
+    more = normal(2, 7, dim, dtype=jnp.bfloat16) if delta else None
+    total, normed = add_rms_norm(x, more, weight, 1e-5, 1.0, interpret=True)
+    expected = x if more is None else x + more
+    np.testing.assert_array_equal(total, expected)
+    got, want = (np.asarray(y, np.float32) for y in (normed, rms_norm(expected, weight, 1e-5, 1.0)))
+    np.testing.assert_allclose(got, want, rtol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_store(heads):
+    pages, k, v = normal(0, PAGES, PAGE, 2 * heads, 64), normal(1, TOKENS, heads, 64), normal(2, TOKENS, heads, 64)
+    np.testing.assert_array_equal(write_kernel(CTX, pages, k, v, interpret=True), write_heads(CTX, pages, k, v))
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3)], ids=str)
+def test_rotate_store(heads, normed):
+    N, K = heads
+    H, rope = 32, Rope(1e4, 32)
+    qkv, pages = normal(0, TOKENS, N + 2 * K, H), normal(1, PAGES, PAGE, 2 * K, H)
+    table = rope.tables(jnp.arange(TOKENS) * 3)
+    norms = (normal(2, H), normal(3, H)) if normed else None
+    q, k, v = jnp.split(qkv, [N, N + K], axis=1)
+    if norms:
+        q, k = (rms_norm(x, weight, 1e-6, 1.0) for x, weight in zip((q, k), norms, strict=True))
+    got_q, got_pages = rotate_store(CTX, pages, qkv, table, norms, 1e-6, 1.0, interpret=True)
+    np.testing.assert_allclose(got_q, rotate(q, rope, table), atol=1e-5)
+    np.testing.assert_allclose(got_pages, write_heads(CTX, pages, rotate(k, rope, table), v), atol=1e-5)

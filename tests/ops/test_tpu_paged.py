@@ -1,0 +1,24 @@
+"""Our pages and contexts mean to upstream's TPU kernel what they mean to us: its own reference says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from ops.test_paged_kernel import BATCHES, arrays
+
+from dovetail.ops.paged import paged_attention
+
+
+@pytest.mark.parametrize("extras", [{}, dict(window=9), dict(softcap=3.0)], ids=str)
+@pytest.mark.parametrize("name", BATCHES)
+def test_equals_upstreams_reference(name, extras):
+    ctx, q, pages, _, count = arrays(name)
+    if min(BATCHES[name][0]) == 0:
+        pytest.skip("upstream takes no sequence without a new token")
+    expected = ref_ragged_paged_attention(
+        q[:count], pages, ctx.kv_lens, ctx.block_tables, ctx.cu_q_lens, ctx.num_seqs, sm_scale=0.2,
+        sliding_window=extras.get("window"), soft_cap=extras.get("softcap"),
+    )  # fmt: skip
+    got = paged_attention(ctx, q, pages, scale=0.2, **extras)
+    np.testing.assert_allclose(got[:count], expected, atol=2e-5)
