@@ -29,7 +29,7 @@ def throughput(
     peer: str = typer.Option("none", help="What to compare with: transformers, or none."),
     arrivals: float = typer.Option(0.0, min=0.0, help="Seconds over which the streams come, at random; 0: at once."),
     multi_step: bool = typer.Option(True, help="Several decode steps a dispatch."),
-    max_num_batched_tokens: int = typer.Option(8192, min=1, help="Tokens of one step."),
+    max_num_batched_tokens: int = typer.Option(None, min=1, help="Tokens of one step."),
     dtype: str = typer.Option("", help="bf16, f32 or f16."),
 ) -> None:
     """Output tokens per second of the engine."""
@@ -39,3 +39,33 @@ def throughput(
         config or model, load_format, [int(n) for n in streams.split(",")], prompt, output, peer, arrivals,
         multi_step=multi_step, max_num_batched_tokens=max_num_batched_tokens, dtype=dtype or None,
     )  # fmt: skip
+
+
+@app.command()
+def serve(
+    url: str = typer.Option("http://127.0.0.1:8000", help="The server, which must be running."),
+    rate: float = typer.Option(
+        0.0, min=0.0, help="Requests a second, at random moments, however slow it is; inf: at once."
+    ),
+    concurrency: int = typer.Option(0, min=0, help="In place of --rate: so many at a time (8, if neither is given)."),
+    requests: int = typer.Option(64, min=1, help="How many in all."),
+    prompt: int = typer.Option(128, "--input", min=1, help="Tokens of each prompt."),
+    output: int = typer.Option(64, min=1, help="Tokens of each answer."),
+    model: str = typer.Option("", help="What the server calls the model; otherwise its first."),
+    vocab: int = typer.Option(0, min=0, help="Prompts are of ids below it; 0: what the server says, or 1,000."),
+    api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="The server's key."),
+    seed: int = typer.Option(0, help="Of the prompts and the moments."),
+    warm_up: int = typer.Option(1, min=0, help="Requests before the clock starts: one, then the others at once."),
+    timeout: float = typer.Option(600.0, min=0.1, help="Seconds of silence after which a request has failed."),
+    plot: str = typer.Option("", help="Draw TTFT, E2E and tok/s over time into this .svg file."),
+    json: str = typer.Option("", help="Write all figures, and each request's, into this file."),
+) -> None:
+    """Latency and throughput of a running server under load."""
+    from dovetail.cli.bench_load import Load
+    from dovetail.cli.bench_serve import run
+
+    load = Load(
+        requests=requests, rate=rate, concurrency=concurrency or (0 if rate else 8), input=prompt, output=output,
+        seed=seed,
+    )  # fmt: skip
+    run(url, api_key, model, load, vocab, warm_up, timeout, plot, json)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,10 @@ import numpy as np
 
 from dovetail.engine.plan import Plan
 from dovetail.engine.sequence import Sequence
+
+# What a step does with its logits: argmax alone; a draw at a temperature, with the log-probability of what was drawn;
+# or whatever a request may ask, with the log-probabilities of the most probable beside it.
+Kind = Literal["greedy", "plain", "full"]
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
 
@@ -25,12 +30,17 @@ class Shape:
     tokens: int  # T; equal to rows for a decode step
     rows: int  # S
     pages: int  # M
-    greedy: bool  # argmax alone, or the whole sampler
+    kind: Kind = "greedy"
     steps: int = 1  # of a decode step, in one dispatch
 
     @property
     def is_decode(self) -> bool:
         return self.tokens == self.rows
+
+    def holds(self, other: Shape) -> bool:
+        """Whether a step of the other's fits into one of this: it is padded further."""
+        same = self.is_decode == other.is_decode and self.kind == other.kind and self.steps == other.steps
+        return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     @property
     def size(self) -> int:

@@ -61,7 +61,8 @@ class BlockPool:
     def waste(self, unfilled_slots: int) -> float:
         """The share of the held slots that hold no token. Shared pages are full, so the caller can add up the
         unfilled slots sequence by sequence."""
-        return unfilled_slots / (self.num_used * self.page_size) if self.num_used else 0.0
+        used = self.num_used  # read once: another thread may ask for it
+        return min(1.0, unfilled_slots / (used * self.page_size)) if used else 0.0
 
     # Holding and letting go
 

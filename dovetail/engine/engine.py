@@ -6,39 +6,29 @@ So the device always has a step to go on with, and the host's work is hidden beh
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from dovetail.core.types import Params, Weights
 from dovetail.engine.buckets import STEPS
+from dovetail.engine.intake import Intake, Prompt
 from dovetail.engine.logprobs import keep_logprobs, keep_prompt_logprobs, prompt_logprobs, wants_prompt_logprobs
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import Plan
 from dovetail.engine.runner import Launched, Runner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.scheduler import Scheduler
-from dovetail.engine.sequence import Completion, Request, RequestOutput, Sequence, Status
+from dovetail.engine.sequence import Completion, Request, RequestOutput, Sequence, Status, Update
+from dovetail.engine.sleep import Asleep, drop_weights, put_to_sleep, wake_up
+from dovetail.engine.stats import Stats
 from dovetail.engine.text import Text
+from dovetail.engine.weights import fitted, form_of
 from dovetail.io.tokenizer import Tokenizer
 
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
-
-
-@dataclass(frozen=True)
-class Update:
-    """What a step brought one sequence."""
-
-    seq: Sequence
-    tokens: list[int]
-    text: str
-    finished: bool
 
 
 class Engine:
@@ -56,35 +46,48 @@ class Engine:
         self.cfg = runner.cfg
         self.eos_ids = tuple(dict.fromkeys((*self.cfg.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
         self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids)
-        self._rng = np.random.default_rng(seed)
+        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed)
         self._multi_step = multi_step
         self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
         self._last_fetch = 0.0
         self._inflight: deque[Launched] = deque()
         self._answers: dict[str, list[Sequence]] = {}
+        self._form = form_of(runner.weights.params)
+        self._asleep: Asleep | None = None
+        self._weightless = False  # a deep sleep has dropped them, and no others have come
+        self._generated = self._steps = self._computed = self._padding = 0
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, id: str, prompt: str | Many[int], params: SamplingParams, priority: int = 0, **more: Any) -> None:
-        """Queue a request; a bad one is refused here, before anything of it exists."""
-        tokens = self._encode(prompt)
-        self._check(tokens, params)
-        if params.prompt_logprobs is not None:
-            more["cache_salt"] = f"scored:{id}"  # every prompt token must be computed, so none is looked up
-        seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
-        request = Request(id, tuple(tokens), params, time.monotonic(), priority, seed=seed, **more)
-        if id in self._answers:
-            raise ValueError(f"a request {id!r} is under way already")
-        sequences = [Sequence(request, index) for index in range(params.n)]
-        for seq in sequences:
-            self._prepare(seq)
-            self.scheduler.add(seq)
-        self._answers[id] = sequences
+    def add(self, id: str, prompt: Prompt, params: SamplingParams, **more: Any) -> None:
+        """Queue a request (see Intake.request); a bad one is refused here, before anything of it exists."""
+        self.enqueue(self.intake.request(id, prompt, params, **more))
 
-    def abort(self, id: str) -> None:
-        """Forget a request, at any moment; an unknown id is nothing to forget."""
-        if self._answers.pop(id, None) is not None:
-            self.scheduler.abort(id)
+    def enqueue(self, request: Request) -> None:
+        if request.id in self._answers:
+            raise ValueError(f"a request {request.id!r} is under way already")
+        sequences = [Sequence(request, index) for index in range(request.params.n)]
+        try:
+            for seq in sequences:
+                self._prepare(seq)
+                self.scheduler.add(seq)
+        except Exception:  # all n or none
+            self.scheduler.abort(request.id)
+            raise
+        self._answers[request.id] = sequences
+
+    def abort(self, id: str, index: int | None = None) -> list[Update]:
+        """End a request, or that one of its n, at any moment: the last updates of those of its sequences that were not
+        done. A request is forgotten with the last of them; an unknown id is nothing to forget."""
+        wanted = [seq for seq in self._answers.get(id, ()) if index is None or seq.index == index]
+        ended = [seq for seq in wanted if seq.status is not Status.FINISHED]
+        for seq in ended:
+            self.scheduler.finish(seq, "abort")
+        now = time.monotonic()
+        updates = self.close([self._update(seq, [], now) for seq in ended])
+        if index is None:
+            self._answers.pop(id, None)
+        return updates
 
     @property
     def has_work(self) -> bool:
@@ -100,16 +103,80 @@ class Engine:
         first = sequences[0]
         return RequestOutput(id, first.request.prompt, completions, first.cached_tokens, prompt_logprobs(first))
 
-    # --- weights ------------------------------------------------------------------------------------------------------
+    def close(self, updates: list[Update]) -> list[Update]:
+        """The same updates, but where a request is done with them its last one brings the output, and it is
+        forgotten."""
+        last = {update.id: i for i, update in enumerate(updates) if update.finished and self.is_done(update.id)}
+        for id, i in last.items():
+            updates[i] = updates[i]._replace(output=self.output(id))
+        return updates
 
-    def update_weights(self, params: Params) -> int:
-        """Swap the weights between two steps; the new version. Old keys and values are of no more use."""
-        if self._inflight:
-            raise ValueError("weights are swapped between steps: call drain() first and take its updates")
+    def stats(self) -> Stats:
+        """A snapshot; any thread may ask for it."""
+        return replace(
+            self.scheduler.stats(),
+            generated_tokens=self._generated,
+            steps=self._steps,
+            computed_tokens=self._computed,
+            padding_tokens=self._padding,
+            weights_version=self.runner.weights.version,
+            sleeping=self.sleeping,
+        )
+
+    # --- weights and memory -------------------------------------------------------------------------------------------
+
+    def update_weights(self, params: Params, keep_cache: bool = False) -> int:
+        """Swap the weights between two steps, also asleep; the new version. Whoever begins later finds nothing that the
+        old ones computed. Those that run compute their tokens so far again, as if the new weights had been given them;
+        with `keep_cache` they go on at once with the keys and values they have, which are of the old weights."""
+        self._check_idle("weights are swapped")
         version = self.runner.weights.version + 1
-        self.runner.weights = Weights(params, version)
+        self.runner.weights = Weights(fitted(params, self._form, fused=self.runner.placement is None), version)
+        self._weightless = False
+        if not keep_cache:
+            self.scheduler.preempt_all()
         self.reset_prefix_cache()
         return version
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the device's memory between two steps: the KV pool, and the weights, which level 1 keeps on the
+        host and level 2 drops. Those that run wait, and are computed again after `wake`."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep takes level 1 (weights go to the host) or 2 (weights are dropped); got {level!r}")
+        self._check_idle("an engine goes to sleep")
+        if self._asleep is None:
+            self.scheduler.preempt_all()
+            self.reset_prefix_cache()
+            self.sampler.release()
+            self._asleep = put_to_sleep(self.runner, level)
+        if level == 2:  # from level 1 too
+            drop_weights(self.runner)
+            self._asleep, self._weightless = Asleep(2, None), True
+
+    def wake(self) -> None:
+        """Take the memory again. After level 2 new weights must come, before this or after it."""
+        if self._asleep is not None:
+            wake_up(self.runner, self._asleep)
+            self._asleep = None
+
+    @property
+    def sleeping(self) -> int:
+        """The level; 0: awake."""
+        asleep = self._asleep  # read once: another thread may ask while this one wakes
+        return asleep.level if asleep else 0
+
+    @property
+    def blocked(self) -> str | None:
+        """Why no step can be taken now, and what to do; None: one can."""
+        if self._asleep is not None:
+            return f"the engine sleeps (level {self.sleeping}): call wake() first"
+        if self._weightless:
+            return "sleep(level=2) dropped the weights: give new ones with update_weights(params) first"
+        return None
+
+    def _check_idle(self, what: str) -> None:
+        if self._inflight:
+            raise ValueError(f"{what} between steps: call drain() first and take its updates")
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -122,6 +189,8 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Plan and launch a step, then take in the one before it."""
+        if self.blocked:
+            raise ValueError(self.blocked)
         plan = self.scheduler.schedule(self._steps_wanted())
         if plan is not None:
             self._inflight.append(self._launch(plan))
@@ -137,9 +206,12 @@ class Engine:
     def _launch(self, plan: Plan) -> Launched:
         seqs = [row.seq for row in plan.rows]
         scoring = any(wants_prompt_logprobs(row) for row in plan.rows)
-        sampler = None if self.sampler.is_greedy(seqs) else self.sampler
-        launched = self.runner.launch(plan, sampler, keep_hidden=scoring)
+        launched = self.runner.launch(plan, self.sampler, self.sampler.kind(seqs), keep_hidden=scoring)
         launched.tokens.copy_to_host_async()
+        tokens, steps = plan.num_tokens, plan.steps
+        self._steps += steps
+        self._computed += tokens * steps
+        self._padding += (launched.padded - tokens) * steps
         return launched
 
     def _commit(self, launched: Launched) -> list[Update]:
@@ -147,16 +219,26 @@ class Engine:
         self._learn_pace(launched.plan)
         if launched.hidden is not None:
             keep_prompt_logprobs(launched, self.runner.weights.params, self.cfg)
-        updates = []
         gains = self.scheduler.commit(launched.plan, sampled, self._stop_of)
         if launched.logprobs is not None:
             keep_logprobs(launched, gains)
+        now = time.monotonic()
         for seq, tokens in gains:
-            done = seq.status is Status.FINISHED
-            seq.extra["version"] = launched.version
-            text = self._text_of(seq, done)
-            updates.append(Update(seq, tokens, text, done))
-        return updates
+            self._generated += len(tokens)
+            if not seq.versions or seq.versions[-1][1] != launched.version:
+                seq.versions.append((len(seq.tokens) - len(tokens) - seq.prompt_len, launched.version))
+        return [self._update(seq, tokens, now) for seq, tokens in gains]
+
+    def _update(self, seq: Sequence, tokens: list[int], now: float) -> Update:
+        done, times = seq.status is Status.FINISHED, seq.times
+        if times.first_token is None and tokens:
+            times.first_token = now
+        if done:
+            times.finished = now
+        logprobs = None
+        if seq.request.params.logprobs is not None:
+            logprobs = seq.logprobs[len(seq.logprobs) - len(tokens) :]
+        return Update(seq, tokens, self._text_of(seq, done), done, logprobs, now)
 
     def _learn_pace(self, plan: Plan) -> None:
         """The time between two fetches is the later step's own, once steps run back to back."""
@@ -164,36 +246,13 @@ class Engine:
         if plan.is_decode and self._last_fetch and self._inflight:
             seconds = (now - self._last_fetch) / plan.steps
             self._step_seconds += 0.3 * (seconds - self._step_seconds)
-        self._last_fetch = now
+        self._last_fetch = now if self._inflight else 0.0  # what follows a rest says nothing of the pace
 
     # --- one sequence -------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: str | Many[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return list(map(operator.index, prompt))
-            except TypeError:
-                raise ValueError(f"a prompt is text or a list of token ids; got {repr(prompt)[:80]}") from None
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give the prompt as token ids")
-        return self.tokenizer.encode(prompt)
-
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        limit = self.scheduler.config.max_model_len
-        if not tokens:
-            raise ValueError("the prompt is empty: give at least one token")
-        if len(tokens) >= limit:
-            raise ValueError(f"the prompt has {len(tokens)} tokens; with max_model_len={limit} at most {limit - 1} fit")
-        bad = next((t for t in tokens if not 0 <= t < self.cfg.vocab), None)
-        if bad is not None:
-            raise ValueError(f"token id {bad} is outside the vocabulary of {self.cfg.vocab}")
-        self.sampler.check(params)
-        if self.tokenizer is None and params.stop:
-            raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
-
     def _prepare(self, seq: Sequence) -> None:
         params = seq.request.params
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and seq.request.text:
             detokenizer = self.tokenizer.stream(context=seq.request.prompt[-8:])
             seq.extra["text"] = Text(detokenizer, params.stop, params.include_stop_str_in_output)
         self.sampler.start(seq)
@@ -232,7 +291,9 @@ class Engine:
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
             logprobs=tuple(seq.logprobs) if seq.request.params.logprobs is not None else None,
-            weights_version=seq.extra.get("version", 0),
+            weights_version=seq.versions[-1][1] if seq.versions else self.runner.weights.version,
+            weights_versions=tuple(seq.versions),
+            times=seq.times,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -80,12 +81,15 @@ class _Compiler:
             raise ValueError(f"llguidance cannot read this model's tokenizer: {error}") from error
         self._words = -(-self._tokenizer.vocab_size // 32)
         self._kept: dict[str, Grammar] = {}
+        self._lock = threading.Lock()  # requests are checked on other threads than the engine's
 
     def compile(self, source: str) -> Grammar:
-        found = self._kept.pop(source, None) or self._new(source)
-        self._kept[source] = found  # last: the first is the one unused for longest
-        while len(self._kept) > KEPT:
-            self._kept.pop(next(iter(self._kept)))
+        found = self._kept.get(source) or self._new(source)
+        with self._lock:
+            self._kept.pop(source, None)
+            self._kept[source] = found  # last: the first is the one unused for longest
+            while len(self._kept) > KEPT:
+                self._kept.pop(next(iter(self._kept)))
         return found
 
     def _new(self, source: str) -> Grammar:

@@ -6,8 +6,10 @@ outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from numbers import Integral
@@ -21,23 +23,23 @@ from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import init, num_bytes
 from dovetail.core.types import Params, Weights
 from dovetail.engine.buckets import Buckets
-from dovetail.engine.engine import Engine, Update
+from dovetail.engine.engine import Engine
+from dovetail.engine.intake import Prompt
 from dovetail.engine.memory import num_pages
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
-from dovetail.engine.sequence import RequestOutput
+from dovetail.engine.sequence import RequestOutput, Update
+from dovetail.engine.stats import Stats
 from dovetail.io.hub import Progress, home
 from dovetail.io.load import DTYPES, load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.fuse import fuse, fuse_taking
+from dovetail.models.fuse import fuse_taking
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Many[int]
 
 
 class LLM:
@@ -50,7 +52,7 @@ class LLM:
         dtype: Any = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int | None = None,
         memory_fraction: float = 0.9,
         kv_bytes: int | None = None,
         tensor_parallel: int = 1,
@@ -72,8 +74,9 @@ class LLM:
         cfg, params, self.tokenizer = _load(model, dtype, load_format, seed, placement, progress)
         self.config, self.load_seconds = cfg, time.perf_counter() - start
         max_model_len = _max_len(cfg, max_model_len)
+        max_num_batched_tokens = max_num_batched_tokens or (8192 if on_cpu else 16384)
         max_pages = -(-max_model_len // page_size)
-        buckets = Buckets(max_num_seqs, max_num_batched_tokens, max_pages, growth=8 if on_cpu else 2)
+        buckets = Buckets(max_num_seqs, max_num_batched_tokens, max_pages, page_size, growth=4 if on_cpu else 2)
         weights = Weights(params)
 
         def make_runner(pages: int) -> Runner:
@@ -91,9 +94,12 @@ class LLM:
         )
         self.engine = Engine(self.runner, Scheduler(config), self.tokenizer, seed, multi_step)
         self._count = 0
+        self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
         log.info(self.describe())
         if warm_up if warm_up is not None else not on_cpu:
-            self.runner.warm_up(buckets.common(-(-2048 // page_size)), progress)
+            self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), progress)
+        gc.collect()
+        gc.freeze()  # what stays is not looked through again: a full collection stopped the loop for a quarter second
         self.start_seconds = time.perf_counter() - start
 
     def generate(
@@ -109,14 +115,17 @@ class LLM:
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling params")
         ids = self._add(many, each)
         remaining, outputs = set(ids), {}
-        with _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
-            while remaining:
-                for update in self.engine.step():
-                    id = update.seq.request.id
-                    if update.finished and id in remaining and self.engine.is_done(id):
-                        outputs[id] = self.engine.output(id)
-                        remaining.discard(id)
-                        tick()
+        try:
+            with _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
+                while remaining:
+                    for id in {update.id for update in self._step() if update.finished} & remaining:
+                        if self.engine.is_done(id):
+                            outputs[id] = self.engine.output(id)
+                            remaining.discard(id)
+                            tick()
+        finally:  # who interrupts this leaves nothing behind
+            for id in remaining:
+                self.engine.abort(id)
         return [outputs[id] for id in ids]
 
     def chat(
@@ -132,10 +141,15 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
         (id,) = self._add(_as_many(prompt), [params or SamplingParams()])
+        updates = self._streams[id] = deque()
         try:
-            while not self.engine.is_done(id):
-                yield from (update for update in self.engine.step() if update.seq.request.id == id)
+            while updates or not self.engine.is_done(id):
+                if not updates:
+                    self._step()
+                while updates:
+                    yield updates.popleft()
         finally:
+            del self._streams[id]
             self.engine.abort(id)
 
     def describe(self) -> str:
@@ -145,12 +159,43 @@ class LLM:
         many = f"{tokens / config.max_model_len:,.1f} sequences of {config.max_model_len:,}"
         return f"{config.num_pages:,} KV pages of {config.page_size} tokens, room for {many}"
 
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    # --- weights and memory -------------------------------------------------------------------------------------------
+
     def update_weights(self, params: Params) -> int:
         """New weights, in the form `dt.load` gives them; their version."""
+        self._rest("the weights are changed")
+        return self.engine.update_weights(params)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is found again."""
+        self.engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back until `wake`: the KV pool, and the weights, which level 1 keeps on the host.
+        Level 2 drops them too: update_weights must bring new ones before the next generate."""
+        self._rest("the engine goes to sleep")
+        self.engine.sleep(level)
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def _rest(self, before: str) -> None:
         if self.engine.scheduler.has_work:
-            raise ValueError("a stream is open: finish or close it before the weights are changed")
+            raise ValueError(f"a stream is open: finish or close it before {before}")
         self.engine.drain()  # a step may be under way whose sequences have all ended
-        return self.engine.update_weights(fuse(params) if self.runner.placement is None else params)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> list[Update]:
+        """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
+        updates = self.engine.step()
+        for update in updates:
+            if update.id in self._streams:
+                self._streams[update.id].append(update)
+        return updates
 
     def _chat_tokens(self, messages, tools, template) -> list[int]:
         if self.tokenizer is None:
@@ -159,6 +204,8 @@ class LLM:
 
     def _add(self, prompts: Many[Prompt], params: Many[SamplingParams]) -> list[str]:
         """All or none: a bad prompt is refused and its neighbours are not left behind."""
+        if self.engine.blocked:
+            raise ValueError(self.engine.blocked)
         ids = []
         try:
             for prompt, each in zip(prompts, params, strict=True):

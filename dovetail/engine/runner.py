@@ -10,17 +10,18 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Cache, Paged, Params, Weights
-from dovetail.engine.batch import UNKNOWN, Batch, Packer, Shape, unpack
+from dovetail.engine.batch import UNKNOWN, Batch, Kind, Packer, Shape, unpack
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.params import MAX_LOGPROBS
 from dovetail.engine.plan import Plan
@@ -41,6 +42,7 @@ class Launched:
     logprobs: tuple[jax.Array, ...] | None = None
     hidden: jax.Array | None = None
     version: int = 0
+    padded: int = 0  # tokens a step computes, with those that fill its shape
 
     def fetch(self) -> list[list[int]]:
         """The new tokens of each sampling row, in order."""
@@ -62,35 +64,64 @@ class Runner:
         self.cfg, self.weights, self.buckets = cfg, weights, buckets
         self.page_size, self.platform, self.placement = page_size, platform, placement
         self.packer = Packer(buckets.max_rows, buckets.max_pages)
-        self.cache: Cache | None = init_cache(cfg, num_pages, page_size, weights.params["embed"].dtype)
-        self.last = jnp.zeros(buckets.max_rows + 1, jnp.int32)
+        self.cache: Cache | None = init_cache(cfg, num_pages, page_size, weights.params["embed"].dtype, placement)
+        everywhere = NamedSharding(placement.mesh, PartitionSpec()) if placement else None
+        self.last = jnp.zeros(buckets.max_rows + 1, jnp.int32, device=everywhere)
         self._compiled: dict[tuple, Future] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
 
-    def launch(self, plan: Plan, sampler: Sampler | None, keep_hidden: bool = False) -> Launched:
-        """Without a sampler every row takes the most probable token."""
-        shape = self.buckets.shape_for(plan, greedy=sampler is None)
+    def launch(self, plan: Plan, sampler: Sampler, kind: Kind, keep_hidden: bool = False) -> Launched:
+        keeps_history = kind == "full" and sampler.keeps_history(plan)
+        shape = self.buckets.shape_for(plan, kind)
+        if not keeps_history and not keep_hidden:
+            shape = self._ready(shape)
         flat = self.packer.pack(plan, shape, trash_slot=self.buckets.max_rows)
-        inputs = sampler.inputs(plan, shape.rows) if sampler else None
-        history = sampler.history if sampler and sampler.keeps_history(plan) else None
+        inputs = sampler.inputs(plan, shape.rows, kind)
+        history = sampler.history if keeps_history else None  # after `inputs`: it may have written a row of it
         step = self.compiled(shape, inputs, history, keep_hidden)
-        out, self.cache, self.last, history = step(self.weights.params, self.cache, self.last, history, flat, inputs)
-        if sampler and history is not None:
-            sampler.history = history
-        return Launched(plan, *out, version=self.weights.version)
+        out, self.cache, self.last, table = step(self.weights.params, self.cache, self.last, history, flat, inputs)
+        if history is not None:
+            sampler.history = table
+        return Launched(plan, *out, version=self.weights.version, padded=shape.tokens)
+
+    def _ready(self, shape: Shape) -> Shape:
+        """The shape, or while it is still being compiled in the background the least that is ready and holds it."""
+        if self._is_ready(shape):
+            return shape
+        holding = [key[0] for key in list(self._compiled) if key[0].holds(shape) and self._is_ready(key[0])]
+        return min(holding, key=lambda s: (s.tokens, s.rows, s.pages), default=shape)
+
+    def _is_ready(self, shape: Shape) -> bool:
+        future = self._compiled.get((shape, False, False))
+        return future is not None and future.done() and future.exception() is None
 
     def compiled(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Callable:
         """The step for a shape, compiled now if nobody did before; others may be compiling it already."""
         return self._compile_later(shape, inputs, history, keep_hidden).result()
 
-    def warm_up(self, shapes: list[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compile ahead, several at a time."""
-        futures = [self._compile_later(shape) for shape in shapes]
-        for done, future in enumerate(futures, 1):
+    def warm_up(
+        self,
+        sampler: Sampler,
+        needed: list[Shape],
+        later: list[Shape] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Compile ahead, several at a time: wait for those that are needed, leave the others to the background."""
+        futures = [self._compile_later(shape, sampler.blank(shape.rows, shape.kind)) for shape in dict.fromkeys(needed)]
+        for done, future in enumerate(as_completed(futures), 1):
             future.result()
             if progress:
                 progress("compiling steps", done, len(futures))
+        # a daemon, and few at a time: it holds up neither the end of the process nor a step that is wanted now
+        threading.Thread(target=self._compile_quietly, args=(sampler, later or []), daemon=True).start()
+
+    def _compile_quietly(self, sampler: Sampler, shapes: list[Shape]) -> None:
+        room = threading.Semaphore(max(1, self._pool._max_workers // 2))
+        for shape in shapes:
+            room.acquire()
+            future = self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
+            future.add_done_callback(lambda _: room.release())
 
     def _compile_later(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Future:
         # the sampler's arrays have one shape for a number of rows, so the shape and what is there say it all
@@ -102,18 +133,26 @@ class Runner:
 
     def _compile(self, shape: Shape, inputs, history, keep_hidden: bool) -> Callable:
         def abstract(x):
-            sharding = x.sharding if isinstance(x, jax.Array) and self.placement else None
+            sharding = getattr(x, "sharding", None) if self.placement else None  # asleep, x is a form and no array
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         flat = np.zeros(shape.size, np.int32)
         args = jax.tree.map(abstract, (self.weights.params, self.cache, self.last, history, flat, inputs))
         static: dict[str, Any] = dict(cfg=self.cfg, shape=shape, platform=self.platform, placement=self.placement)
-        return run_step.lower(*args, **static, keep_hidden=keep_hidden).compile()
+        lowered = run_step.lower(*args, **static, keep_hidden=keep_hidden)
+        return lowered.compile(compiler_options=_options(shape, self.platform))
 
     def step_memory(self) -> int:
         """Bytes the largest step needs beside weights and pages, as the compiler says."""
         analysis = self.compiled(self.buckets.largest()).memory_analysis()  # type: ignore[attr-defined]
         return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
+def _options(shape: Shape, platform: str | None) -> dict[str, Any] | None:
+    """XLA's own matrix products win for a few rows, and either for many; between, its choice is wrong and cuBLAS's are
+    better (64 rows of an 8B model: 10% of a step)."""
+    on_gpu = (platform or jax.default_backend()) in ("cuda", "gpu")
+    return {"xla_gpu_enable_triton_gemm": False} if on_gpu and 8 < shape.tokens <= 256 else None
 
 
 @functools.partial(
@@ -187,7 +226,7 @@ def _choose(logits: jax.Array, inputs: SampleInputs | None, i: jax.Array | int, 
     chosen = choose(logits, inputs)
     if history is not None and inputs.slot is not None:
         history = count_tokens(history, inputs.slot, chosen)
-    return chosen, logprobs(logits, chosen, MAX_LOGPROBS), history
+    return chosen, logprobs(logits, chosen, 0 if inputs.top_k is None else MAX_LOGPROBS), history
 
 
 @functools.partial(jax.jit, static_argnames="cfg")

@@ -14,6 +14,7 @@ S rows of a batch, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.engine.batch import Kind
 from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.params import SamplingParams
@@ -47,12 +49,24 @@ class State:
     early_until: int = 0  # the position at which `early` ends
     bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
     matcher: Matcher | None = None
+    top_logprobs: int | None = None
     fed: int = 0  # output tokens the matcher has seen
     history_of: tuple[int | None, int] | None = None  # (slot, preemptions) for which the history row was written
 
     @property
     def needs_host(self) -> bool:
         return self.matcher is not None or bool(self.bad) or (self.mask is not None and self.early is not None)
+
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether the model's own logits and a temperature are all there is to it, once min_tokens are there."""
+        truncates = self.floats[1:3] != (1.0, 0.0) or self.ints[0] > 0
+        changes = self.penalized or self.bias or self.mask is not None or self.bad or self.matcher
+        return not (truncates or changes or self.top_logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.floats[0] == 0 and self.top_logprobs is None
 
 
 class _Row(NamedTuple):
@@ -119,15 +133,16 @@ class Sampler:
         self._feed(seq, state)
         return state.matcher is not None and (state.matcher.is_done or "error" in seq.extra)
 
-    def is_greedy(self, seqs: list[Sequence]) -> bool:
-        """Whether an argmax of the model's own logits is all that these rows need."""
-        return all(self._is_plain(seq) for seq in seqs)
-
-    def _is_plain(self, seq: Sequence) -> bool:
-        state, params = self.start(seq), seq.request.params
-        masked = state.mask is not None or state.bad or state.matcher or len(seq.tokens) < state.early_until
-        asks = masked or state.penalized or state.bias or params.logprobs is not None
-        return params.greedy and not asks
+    def kind(self, seqs: list[Sequence]) -> Kind:
+        """The least that gives every one of these rows what it asks."""
+        kind: Kind = "greedy"
+        for seq in seqs:
+            state = self.start(seq)
+            if not state.is_simple or len(seq.tokens) < state.early_until:
+                return "full"
+            if not state.is_greedy:
+                kind = "plain"
+        return kind
 
     def _new_state(self, seq: Sequence) -> State:
         params = seq.request.params
@@ -146,6 +161,7 @@ class Sampler:
             early_until=seq.prompt_len + params.min_tokens if params.min_tokens else 0,
             bad=tuple(word for word in words if len(word) > 1),
             matcher=compile_grammar(params.structured, self.tokenizer).start() if params.structured else None,
+            top_logprobs=params.logprobs,
         )
 
     def _bad_words(self, params: SamplingParams) -> set[tuple[int, ...]]:
@@ -169,26 +185,34 @@ class Sampler:
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def inputs(self, plan: Plan, size: int) -> SampleInputs:
+    def inputs(self, plan: Plan, size: int, kind: Kind = "full") -> SampleInputs | None:
         """The arrays of a batch of `size` rows: the plan's, in their order, then padding. Rows that do not sample are
         as padding: greedy, masked by nothing, and kept out of `history`, which the step takes beside these.
 
         What was sampled since the last call is read from the sequences, so no one need tell the sampler.
         """
+        if kind == "greedy":
+            return None
         rows = [self._row(row, plan.steps) if row.samples else self._idle for row in plan.rows]
-        rows += [self._idle] * (size - len(rows))
-        assert len(rows) == size, f"{len(plan.rows)} rows do not fit {size}"
+        return self._arrays(rows + [self._idle] * (size - len(rows)), kind)
+
+    def blank(self, size: int, kind: Kind) -> SampleInputs | None:
+        """Inputs of `size` rows that ask for nothing: to compile with."""
+        return None if kind == "greedy" else self._arrays([self._idle] * size, kind)
+
+    def _arrays(self, rows: list[_Row], kind: Kind) -> SampleInputs:
         floats = np.array([row.state.floats for row in rows], np.float32).T.copy()
         ints = np.array([row.state.ints for row in rows], np.uint32).T.copy()
         positions, slots, until = np.array([(row.position, row.slot, row.until) for row in rows], np.int32).T.copy()
-        bias_ids, bias = self._bias([row.state for row in rows])
-        arrays: dict[str, Any] = dict(  # numpy's, which jax takes as they are
-            temperature=floats[0], top_p=floats[1], min_p=floats[2],
-            presence=floats[3], frequency=floats[4], repetition=floats[5],
-            top_k=ints[0].astype(np.int32), seed_hi=ints[1], seed_lo=ints[2],
-            position=positions, slot=slots, bias_ids=bias_ids, bias=bias,
-            mask=self._mask([row.mask for row in rows]), mask_until=until,
-        )  # fmt: skip
+        # numpy's arrays, which jax takes as they are
+        arrays: dict[str, Any] = dict(temperature=floats[0], seed_hi=ints[1], seed_lo=ints[2], position=positions)
+        if kind == "full":
+            bias_ids, bias = self._bias([row.state for row in rows])
+            arrays |= dict(
+                top_k=ints[0].astype(np.int32), top_p=floats[1], min_p=floats[2],
+                presence=floats[3], frequency=floats[4], repetition=floats[5], slot=slots,
+                bias_ids=bias_ids, bias=bias, mask=self._mask([row.mask for row in rows]), mask_until=until,
+            )  # fmt: skip
         return SampleInputs(**arrays)
 
     def _row(self, row: Row, steps: int) -> _Row:
@@ -213,6 +237,12 @@ class Sampler:
     @history.setter
     def history(self, table: jax.Array) -> None:
         self._history = table
+
+    def release(self) -> None:
+        """Forget what lies on the device. No sequence that was given a row of the history may sample before it has been
+        preempted: it is written again then."""
+        self._history, self._last_mask = None, ([], None)
+        self._resting.clear()
 
     def _history_slot(self, seq: Sequence, state: State, known: bool) -> int:
         """The sequence's slot. Its row is written when it first samples from there, also after a preemption."""

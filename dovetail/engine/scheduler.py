@@ -13,14 +13,16 @@ moves `computed` and `pending` itself; `commit` only turns pending tokens into k
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
 
 from dovetail.engine.blocks import BlockPool
 from dovetail.engine.plan import Plan, Row
-from dovetail.engine.scheduler_config import SchedulerConfig, Stats
+from dovetail.engine.scheduler_config import SchedulerConfig
 from dovetail.engine.sequence import Sequence, Status
+from dovetail.engine.stats import Stats
 
 _RANK = attrgetter("rank")
 # After each token: None to go on, or (finish_reason, stop_reason).
@@ -34,7 +36,7 @@ class Scheduler:
         self.pool = BlockPool(config.num_pages, config.page_size, config.prefix_caching, config.model)
         self.running: list[Sequence] = []  # both in the order of rank
         self.waiting: list[Sequence] = []
-        self.preemptions = 0
+        self.preemptions = self.prompt_tokens = 0
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first keep the runner's tables dense
         self._by_request: dict[str, dict[int, Sequence]] = {}
         self._added = 0
@@ -57,9 +59,9 @@ class Scheduler:
         seq.rank = (priority, seq.request.arrival, self._added)
         self._added += 1
         first = next((other for other in siblings.values() if other.status is Status.WAITING), None)
-        if first is not None:  # one prompt, hashed once
+        if first is not None:  # one prompt, hashed once; a prompt alone is hashed when its turn comes
+            self.pool.hash_known(first)
             seq.block_hashes = first.block_hashes[: seq.prompt_len // self.config.page_size]
-        self.pool.hash_known(seq)
         self._by_request.setdefault(seq.request.id, {})[seq.index] = seq
         insort(self.waiting, seq, key=_RANK)
 
@@ -173,6 +175,11 @@ class Scheduler:
         self.preemptions += 1
         insort(self.waiting, victim, key=_RANK)
 
+    def preempt_all(self) -> None:
+        """Everyone gives up his pages and computes them again: the weights have changed, or the pool is put away."""
+        while self.running:
+            self._preempt(self.running.pop())
+
     def _admit(self, rows: list[Row], budget: int) -> tuple[int, bool]:
         """Rows for waiting sequences in strict order; -> how many joined, and whether those who still wait (if any)
         cannot start before somebody ends."""
@@ -213,7 +220,8 @@ class Scheduler:
         assert pages is not None, "a sequence alone fits the pool"
         seq.pages = hits + pages
         if seq.preemptions == 0:  # a victim finding its own pages again is no success of the cache
-            seq.cached_tokens = cached
+            seq.cached_tokens, seq.times.scheduled = cached, time.monotonic()
+            self.prompt_tokens += known
             pool.count_lookup(known, cached)
         return cached
 
@@ -297,9 +305,10 @@ class Scheduler:
             seq.block_hashes = []  # of the old epoch; made again when it is looked up
 
     def stats(self) -> Stats:
-        pool, size = self.pool, self.config.page_size
-        unfilled = sum(len(seq.pages) * size - seq.computed for seq in self.running)
+        """What the scheduler knows of them. From another thread, a sequence may be seen halfway through a step."""
+        pool, size, running = self.pool, self.config.page_size, self.running.copy()
+        unfilled = sum(max(0, len(seq.pages) * size - seq.computed) for seq in running)
         return Stats(
-            len(self.running), len(self.waiting), pool.num_used, pool.num_cached, pool.num_pages,
-            self.preemptions, pool.query_tokens, pool.hit_tokens, pool.waste(unfilled),
+            len(running), len(self.waiting), pool.num_used, pool.num_cached, pool.num_pages, pool.waste(unfilled),
+            self.preemptions, self.prompt_tokens, pool.query_tokens, pool.hit_tokens,
         )  # fmt: skip

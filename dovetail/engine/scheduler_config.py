@@ -1,4 +1,4 @@
-"""SchedulerConfig: the limits the scheduler works within. Stats: how it stands."""
+"""SchedulerConfig: the limits the scheduler works within."""
 
 from __future__ import annotations
 
@@ -48,16 +48,3 @@ class SchedulerConfig:
             )
         limit = min(self.max_model_len, pool_len)
         return limit if asked is None else min(limit, seq.prompt_len + asked)
-
-
-@dataclass(frozen=True)
-class Stats:
-    running: int
-    waiting: int
-    pages_used: int
-    pages_cached: int
-    pages_total: int
-    preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    waste: float  # the share of the held slots that hold no token

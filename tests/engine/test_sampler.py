@@ -265,20 +265,36 @@ def test_any_seed_fits(sampler):
 @pytest.mark.parametrize(
     "ask",
     [
-        dict(temperature=0.1), dict(presence_penalty=0.1), dict(repetition_penalty=1.1), dict(logit_bias={1: 1.0}),
-        dict(allowed_token_ids=(1,)), dict(bad_words=("bad",)), dict(min_tokens=1), dict(logprobs=0),
+        dict(presence_penalty=0.1), dict(repetition_penalty=1.1), dict(logit_bias={1: 1.0}),
+        dict(allowed_token_ids=(1,)), dict(bad_words=("bad",)), dict(min_tokens=1), dict(logprobs=1),
+        dict(temperature=1.0, top_p=0.9),
+        dict(temperature=1.0, top_k=5), dict(temperature=1.0, min_p=0.1),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_needs_more_than_an_argmax(sampler, ask: dict):
-    assert sampler.is_greedy([make(), make(top_k=5, top_p=0.5, stop=("x",))])
-    assert not sampler.is_greedy([make(), make(**ask)])
+def test_what_needs_the_whole_sampler(sampler, ask: dict):
+    assert sampler.kind([make(), make(temperature=1.0), make(**ask)]) == "full"
+
+
+def test_what_needs_less(sampler):
+    assert sampler.kind([make(), make(top_k=5, top_p=0.5, stop=("x",))]) == "greedy"
+    assert sampler.kind([make(), make(temperature=0.1)]) == "plain"
+    assert sampler.kind([make(), make(logprobs=0)]) == "plain"
 
 
 def test_min_tokens_is_greedy_once_they_are_there(sampler):
     seq = make(min_tokens=1)
     seq.tokens.append(5)
-    assert sampler.is_greedy([seq])
+    assert sampler.kind([seq]) == "greedy"
+
+
+def test_a_draw_is_the_same_from_the_plain_sampler(sampler):
+    """Who shares the batch decides which sampler runs; the token must not depend on it."""
+    seqs = [make(temperature=0.7, seed=i) for i in range(8)] + [make()]
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((9, sampler.vocab)) * 3, jnp.float32)
+    plan = plan_for(*seqs)
+    one, other = (sampler.inputs(plan, 9, kind) for kind in ("plain", "full"))
+    assert ops.choose(ops.adjust(logits, one), one).tolist() == ops.choose(ops.adjust(logits, other), other).tolist()
 
 
 def test_what_the_host_must_see_may_not_run_ahead(sampler):

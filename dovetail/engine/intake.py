@@ -1,0 +1,82 @@
+"""Intake: from what a user asks to a checked Request, or a ValueError that says what is wrong with it.
+
+It shares nothing that steps change, so any thread may use it: tokenizing a long prompt or compiling a grammar need not
+hold up the engine's.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from dovetail.engine.params import SamplingParams
+from dovetail.engine.sampler import Sampler
+from dovetail.engine.scheduler_config import SchedulerConfig
+from dovetail.engine.sequence import Request
+from dovetail.io.tokenizer import Tokenizer
+
+Prompt = str | Many[int]
+
+
+class Intake:
+    def __init__(self, config: SchedulerConfig, sampler: Sampler, tokenizer: Tokenizer | None, seed: int):
+        self._config, self._sampler, self._tokenizer = config, sampler, tokenizer
+        self._rng = np.random.default_rng(seed)
+
+    def request(
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival: float | None = None,
+        text: bool = True,
+    ) -> Request:
+        """`priority`: the lowest goes first. `cache_salt`: its prefixes are shared with requests of the same salt only.
+        `arrival`: when it came, in seconds of time.monotonic, if that is not now. `text`: see Request."""
+        self._check_call(id, priority, cache_salt)
+        tokens = self._encode(prompt)
+        self.check_tokens(tokens)
+        self._sampler.check(params)
+        if self._tokenizer is None and params.stop and text:
+            raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
+        if params.prompt_logprobs is not None:
+            cache_salt = f"scored:{id}"  # every prompt token must be computed, so none is looked up
+        seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
+        arrival = time.monotonic() if arrival is None else arrival
+        return Request(id, tuple(tokens), params, arrival, priority, cache_salt=cache_salt, seed=seed, text=text)
+
+    def _check_call(self, id: str, priority: int, cache_salt: str | None) -> None:
+        if not isinstance(id, str):
+            raise ValueError(f"a request's id is a string; got {id!r}")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise ValueError(f"cache_salt is a string; got {cache_salt!r}")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority is an integer, the lowest goes first; got {priority!r}")
+        if priority and self._config.policy != "priority":
+            raise ValueError("this engine serves who comes first: start it with policy='priority' to use priorities")
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            try:
+                return list(map(operator.index, prompt))
+            except TypeError:
+                raise ValueError(f"a prompt is text or a list of token ids; got {repr(prompt)[:80]}") from None
+        if self._tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the prompt as token ids")
+        return self._tokenizer.encode(prompt)
+
+    def check_tokens(self, tokens: list[int]) -> None:
+        limit, vocab = self._config.max_model_len, self._sampler.vocab
+        if not tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        if len(tokens) >= limit:
+            raise ValueError(f"the prompt has {len(tokens)} tokens; with max_model_len={limit} at most {limit - 1} fit")
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            bad = next(token for token in tokens if not 0 <= token < vocab)
+            raise ValueError(f"token id {bad} is outside the vocabulary of {vocab}")

@@ -1,0 +1,45 @@
+"""Stats: how the engine stands and what it has done, in numbers. Read it as often as you like: nothing is counted by
+the token, and a snapshot costs one look at each running sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts are since the start. Tokens are tokens of sequences: a prompt sampled n times counts n times."""
+
+    # now
+    running: int  # sequences: n of a request
+    waiting: int
+    pages_used: int  # held by those who run
+    pages_cached: int  # held by nobody, but found again by who begins alike
+    pages_total: int
+    waste: float  # the share of the held slots that hold no token, because a sequence's last page is part-filled
+    # since the start
+    preemptions: int
+    prompt_tokens: int  # of those who have been scheduled
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    generated_tokens: int = 0
+    steps: int = 0  # of the device; one dispatch may take several
+    computed_tokens: int = 0  # what the steps were for
+    padding_tokens: int = 0  # what they computed beside that, to fill the shapes they are compiled for
+    weights_version: int = 0
+    sleeping: int = 0  # the level; 0: awake
+
+    @property
+    def pages_share(self) -> float:
+        """How full the KV pool is, of what is held: cached pages are there for the taking."""
+        return self.pages_used / self.pages_total
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+    @property
+    def padding(self) -> float:
+        """The share of computed rows that were padding."""
+        total = self.computed_tokens + self.padding_tokens
+        return self.padding_tokens / total if total else 0.0

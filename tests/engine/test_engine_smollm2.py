@@ -1,0 +1,153 @@
+"""The whole engine on the real SmolLM2-135M-Instruct: transformers' tokens, and everything that needs a tokenizer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from engine.engines import GREEDY, NEW, OPTIONS, tokens_of, variant
+
+from dovetail.engine.llm import LLM
+from dovetail.engine.params import SamplingParams, Structured
+from dovetail.io.load import convert
+
+pytestmark = pytest.mark.slow  # 135 M parameters, twice
+
+TEXT = (
+    "The lighthouse stood at the end of a long stone pier, and every evening the keeper climbed its stairs to light "
+    "the lamp. He had done so for thirty years, through storms and through calm, and he knew each of the ships by the "
+    "sound of its engine. One night, when the fog lay so thick that he could not see his own hands, he heard a sound "
+    "that he did not know. def fibonacci(n: int) -> int: return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2). "
+    "Photosynthesis is the process by which green plants turn light, water and carbon dioxide into sugar and oxygen. "
+    "In 1969 the first people walked on the moon; they stayed for less than a day and brought back 21 kg of rock. "
+)
+QUESTION = [{"role": "user", "content": "List ten animals and say one thing about each."}]
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf) -> LLM:
+    return LLM(smollm2_gguf, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def prompts(llm) -> list[list[int]]:
+    """Mixed lengths, 8 to 68 tokens, from here and there in the text."""
+    ids = llm.tokenizer.encode(TEXT * 4)
+    return [ids[7 * i : 7 * i + 8 + i * 43 % 61] for i in range(64)]
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2_gguf, tmp_path_factory, prompts) -> list[list[int]]:
+    folder = convert(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "hf", dtype="f32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # all at once, padded on the left: one by one they would take minutes
+    most = max(map(len, prompts))
+    ids = torch.tensor([[0] * (most - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (most - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    return out[:, most:].tolist()
+
+
+@pytest.fixture(scope="module")
+def question(llm) -> list[int]:
+    return llm.tokenizer.encode_chat(QUESTION, add_generation_prompt=True)
+
+
+@pytest.fixture(scope="module")
+def answer(llm, question) -> str:
+    return variant(llm).generate(question, replace(GREEDY, max_tokens=40))[0].completions[0].text
+
+
+def test_64_prompts_together(llm, prompts, expected):
+    assert min(map(len, prompts)) == 8 and max(map(len, prompts)) > 60
+    engine = variant(llm, caching=False, steps=1)
+    assert tokens_of(engine.generate(prompts, GREEDY, progress=False)) == expected
+
+
+def test_64_prompts_in_so_few_pages_that_some_are_preempted(llm, prompts, expected):
+    engine = variant(llm, pages=30, steps=4)
+    outputs = engine.generate(prompts, GREEDY, progress=False)
+    assert tokens_of(outputs) == expected
+    assert engine.engine.scheduler.stats().preemptions > 0 and 4 in engine.launched
+    (again,) = engine.generate(prompts[-1:], GREEDY)
+    assert tokens_of([again]) == expected[-1:] and again.cached_tokens > 0, "prefix caching is on"
+    for output in outputs:
+        tokenizer = llm.tokenizer
+        whole = tokenizer.decode([*output.prompt_token_ids, *output.completions[0].token_ids])
+        assert whole == tokenizer.decode(output.prompt_token_ids) + output.completions[0].text
+
+
+def test_chat_and_stream_give_one_text(llm, question, answer):
+    engine = variant(llm)
+    asked = replace(GREEDY, max_tokens=40)
+    assert engine.chat(QUESTION, asked, add_generation_prompt=True).completions[0].text == answer
+    updates = list(engine.stream(question, asked))
+    assert len(updates) > 20 and "".join(update.text for update in updates) == answer
+    assert answer == llm.tokenizer.decode([token for update in updates for token in update.tokens])
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_stop_strings(llm, question, answer, steps):
+    stop = answer[30:37]  # over several tokens
+    at = answer.index(stop)
+    engine = variant(llm, steps=steps)
+    asked = replace(GREEDY, max_tokens=40, stop=("never said", stop))
+    cut, kept = (
+        output.completions[0]
+        for output in engine.generate([question] * 2, [asked, replace(asked, include_stop_str_in_output=True)])
+    )
+    assert (cut.text, kept.text) == (answer[:at], answer[: at + len(stop)])
+    assert {(one.finish_reason, one.stop_reason) for one in (cut, kept)} == {("stop", stop)}
+    assert "".join(update.text for update in engine.stream(question, asked)) == answer[:at]
+
+
+def test_a_stop_string_before_min_tokens_is_text(llm, question, answer):
+    (done,) = variant(llm).generate(question, replace(GREEDY, max_tokens=40, min_tokens=40, stop=answer[30:37]))
+    assert (done.completions[0].text, done.completions[0].finish_reason) == (answer, "length")
+    streamed = variant(llm).stream(question, replace(GREEDY, max_tokens=40, min_tokens=39, stop=answer[30:37]))
+    assert "".join(update.text for update in streamed) == answer
+
+
+def test_the_end_token_is_no_text(llm):
+    asked = llm.tokenizer.encode_chat(
+        [{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Yes."}]
+    )
+    prompt = asked[: max(i for i, token in enumerate(asked) if token in llm.engine.eos_ids)]
+    (done,) = variant(llm).generate(prompt, SamplingParams(temperature=0, max_tokens=NEW))
+    completion = done.completions[0]
+    assert completion.finish_reason == "stop" and completion.token_ids[-1] in llm.engine.eos_ids
+    assert "<|" not in completion.text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_output(llm, question, temperature):
+    base = SamplingParams(temperature=temperature, max_tokens=40, seed=3)
+    colours = ("red", "green", "dark blue")
+    each = [
+        replace(base, structured=Structured(regex=r"[A-Z][a-z]{2,8}, \d{2}/\d{4}")),
+        replace(base, structured=Structured(choice=colours)),
+        replace(GREEDY, max_tokens=12),
+    ]
+    engine = variant(llm, steps=4)
+    dated, chosen, free = (output.completions[0] for output in engine.generate([question] * 3, each))
+    assert re.fullmatch(r"[A-Z][a-z]{2,8}, \d{2}/\d{4}", dated.text) and dated.finish_reason == "stop"
+    assert chosen.text in colours and chosen.finish_reason == "stop"
+    assert len(free.token_ids) == 12
+
+
+def test_bad_text_is_refused(llm, question, answer):
+    engine = variant(llm)
+    for bad, params, message in [
+        ("", GREEDY, "prompt is empty"),
+        ("word " * 300, GREEDY, "max_model_len=256"),
+        ("x", replace(GREEDY, structured=Structured(regex="(")), "llguidance does not take"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.generate(["hello", bad], [GREEDY, params])
+        assert not engine.engine.has_work
+    assert answer.startswith(engine.generate(question, GREEDY)[0].completions[0].text)

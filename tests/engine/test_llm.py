@@ -1,0 +1,259 @@
+"""LLM's own: sleep and wake, new weights, numbers, and what happens when calls cross."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+from engine.engines import GREEDY, NEW, PAGE, make_llm, mixed_prompts, tokens_of, variant
+
+from dovetail.engine.llm import LLM
+
+PROMPTS = mixed_prompts(6, most=60)
+
+
+@pytest.fixture(scope="module")
+def shared() -> LLM:
+    return make_llm("llama3.1")
+
+
+@pytest.fixture
+def llm(shared):
+    """An engine of its own on the shared compiled steps, which is awake and has its weights again afterwards."""
+    weights, llm = shared.runner.weights, variant(shared)
+    yield llm
+    llm.wake()
+    shared.runner.weights = weights
+
+
+@pytest.fixture(scope="module")
+def answers(shared) -> list[list[int]]:
+    return tokens_of(variant(shared).generate(PROMPTS, GREEDY))
+
+
+# --- sleep ------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(tree) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def _live() -> int:
+    return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
+
+
+def test_sleep_gives_the_memory_back_and_wake_the_same_tokens(answers):
+    llm = make_llm("llama3.1")  # nobody else has its weights
+    before = llm.generate(PROMPTS[:3], GREEDY)
+    assert llm.engine.sampler.history.nbytes  # as if somebody had asked for penalties
+    pages, weights = _bytes(llm.runner.cache), _bytes(llm.runner.weights.params)
+    awake = _live()
+    llm.sleep()
+    assert awake - _live() >= pages + weights
+    assert llm.stats().sleeping == 1 and llm.engine.sampler._history is None
+    llm.sleep(1)
+    with pytest.raises(ValueError, match=r"sleeps \(level 1\): call wake\(\) first"):
+        llm.generate(PROMPTS, GREEDY)
+    with pytest.raises(ValueError, match="sleeps"):
+        next(llm.stream(PROMPTS[0], GREEDY))
+    llm.wake()
+    after = llm.generate(PROMPTS[:3], GREEDY)
+    assert tokens_of(before) == tokens_of(after) == answers[:3]
+    assert [output.cached_tokens for output in after] == [0] * 3, "the pages are new and empty"
+    assert after[0].completions[0].weights_version == llm.stats().weights_version == 0
+    assert llm.stats().sleeping == 0
+
+
+@pytest.mark.parametrize("weights_first", [True, False])
+def test_after_the_deeper_sleep_new_weights_must_come(llm, answers, weights_first):
+    params = llm.runner.weights.params
+    llm.sleep(level=2)
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((llm.runner.weights.params, llm.runner.cache)))
+    if weights_first:
+        assert llm.update_weights(params) == 1
+    llm.wake()
+    if not weights_first:
+        with pytest.raises(ValueError, match="dropped the weights: give new ones with update_weights"):
+            llm.generate(PROMPTS[0], GREEDY)
+        llm.sleep(1)  # nothing to keep, and no harm
+        llm.wake()
+        with pytest.raises(ValueError, match="dropped the weights"):
+            llm.generate(PROMPTS[0], GREEDY)
+        assert llm.update_weights(params) == 1
+    assert tokens_of(llm.generate(PROMPTS[:2], GREEDY)) == answers[:2]
+
+
+def test_steps_may_be_compiled_while_the_engine_sleeps(llm, answers):
+    """As they are in the background after a start."""
+    shape, steps = llm.runner.buckets.largest(), llm.runner._compiled
+    for level in (1, 2):
+        params = llm.runner.weights.params
+        compiled = {key: steps.pop(key) for key in list(steps)}
+        llm.sleep(level)
+        llm.runner.compiled(shape)
+        assert steps
+        llm.wake()
+        if level == 2:
+            llm.update_weights(params)
+        assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == answers[:1]
+        steps.update(compiled)
+
+
+def test_sleep_on_several_devices(answers):
+    llm = make_llm("llama3.1", tensor_parallel=2)
+    runner = llm.runner
+    assert runner.placement is not None
+    assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == answers[:1]
+
+    def where():
+        return jax.tree.map(lambda x: x.sharding, (runner.weights.params, runner.cache))
+
+    before, shapes = where(), [shape for shape, *_ in runner._compiled]
+    runner._compiled.clear()
+    llm.sleep()
+    for shape in shapes:
+        runner.compiled(shape)
+    llm.wake()
+    assert where() == before
+    assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == answers[:1]
+
+
+def test_no_sleep_and_no_new_weights_while_a_stream_is_open(llm, answers):
+    params = llm.runner.weights.params
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    with pytest.raises(ValueError, match="a stream is open: finish or close it before the engine goes to sleep"):
+        llm.sleep()
+    with pytest.raises(ValueError, match="before the weights are changed"):
+        llm.update_weights(params)
+    tokens = first.tokens + [token for update in stream for token in update.tokens]
+    assert tokens == answers[0]
+    llm.sleep()
+    with pytest.raises(ValueError, match=r"sleep takes level 1 .*; got 0"):
+        llm.sleep(0)
+
+
+# --- calls that cross -------------------------------------------------------------------------------------------------
+
+
+def test_generate_amid_a_stream_takes_none_of_its_tokens(llm, answers):
+    tokens = []
+    for i, update in enumerate(llm.stream(PROMPTS[0], GREEDY)):
+        tokens += update.tokens
+        if i == 1:
+            assert tokens_of(llm.generate(PROMPTS[1:3], GREEDY)) == answers[1:3]
+    assert tokens == answers[0]
+
+
+def test_who_interrupts_generate_leaves_nothing_behind(llm, answers):
+    step, steps = llm.engine.step, iter(range(4))
+
+    def interrupted():
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    llm.engine.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    llm.engine.step = step
+    assert not llm.engine.scheduler.has_work and not llm.engine._answers
+    llm.sleep()
+    llm.wake()
+    assert tokens_of(llm.generate(PROMPTS[:2], GREEDY)) == answers[:2]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_stats_and_reset_prefix_cache(llm):
+    prompts = PROMPTS[:3]
+    size = sum(map(len, prompts))
+    assert llm.stats().padding == llm.stats().prefix_hit_rate == 0
+    llm.generate(prompts, GREEDY)
+    stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.pages_used, stats.waste, stats.preemptions) == (0, 0, 0, 0.0, 0)
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.prefix_hit_tokens) == (size, 3 * NEW, 0)
+    assert stats.pages_cached == sum((len(prompt) + NEW - 1) // PAGE for prompt in prompts)
+    assert stats.computed_tokens == size + 3 * (NEW - 1), "the last token is never fed"
+    assert stats.padding_tokens > 0 and 0 < stats.padding < 1
+    prefill = -(-size // 64)
+    assert NEW - 1 + prefill <= stats.steps <= NEW + prefill, "chunks of 64, and decoding beside them"
+
+    outputs = llm.generate(prompts, GREEDY)
+    found = [(len(prompt) - 1) // PAGE * PAGE for prompt in prompts]
+    assert [output.cached_tokens for output in outputs] == found
+    stats = llm.stats()
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (2 * size, sum(found))
+    assert stats.prefix_hit_rate == sum(found) / (2 * size)
+    assert stats.computed_tokens == 2 * (size + 3 * (NEW - 1)) - sum(found)
+
+    llm.reset_prefix_cache()
+    assert llm.stats().pages_cached == 0
+    assert [output.cached_tokens for output in llm.generate(prompts, GREEDY)] == [0] * 3
+
+
+def test_stats_in_the_middle(llm):
+    engine = llm.engine
+    engine.add("a", PROMPTS[0], replace(GREEDY, n=2))
+    assert (llm.stats().waiting, llm.stats().running) == (2, 0)
+    for _ in range(4):
+        engine.step()
+    stats, running = llm.stats(), engine.scheduler.running
+    pages = len({page for seq in running for page in seq.pages})
+    slots = pages * PAGE
+    shared = len(running[0].pages) * 2 - pages
+    tokens = sum(seq.computed for seq in running) - shared * PAGE
+    assert (stats.running, stats.waiting, stats.pages_used) == (2, 0, pages) and shared > 0
+    assert stats.waste == pytest.approx(1 - tokens / slots)
+    assert stats.pages_share == pages / stats.pages_total
+    engine.abort("a")
+    engine.drain()
+    assert llm.stats().pages_used == 0
+
+
+def test_times(llm):
+    outputs = llm.generate(PROMPTS, GREEDY)
+    for output in outputs:
+        times = output.completions[0].times
+        assert times.arrival <= times.scheduled <= times.first_token < times.finished
+    engine = llm.engine
+    engine.add("early", PROMPTS[0], GREEDY, arrival=1.0)
+    (update,) = engine.abort("early")
+    assert update.finished and update.output.completions[0].finish_reason == "abort"
+    times = update.output.completions[0].times
+    assert (times.arrival, times.scheduled, times.first_token, times.finished) == (1.0, None, None, update.time)
+
+
+def test_a_request_is_taken_whole_or_not_at_all(llm):
+    engine, add = llm.engine, llm.engine.scheduler.add
+
+    def fails_for_the_second(seq):
+        if seq.index == 1:
+            raise MemoryError
+        add(seq)
+
+    engine.scheduler.add = fails_for_the_second
+    with pytest.raises(MemoryError):
+        engine.add("a", PROMPTS[0], replace(GREEDY, n=2))
+    assert not engine.has_work and not engine._answers
+
+
+def test_a_rest_says_nothing_of_the_pace(llm, monkeypatch):
+    """How many steps go in a dispatch depends on how long one takes; a pause between two requests is no step."""
+    clock = SimpleNamespace(now=0.0, monotonic=time.monotonic)
+
+    def tick():
+        clock.now += 0.001
+        return clock.now
+
+    clock.perf_counter = tick
+    monkeypatch.setattr("dovetail.engine.engine.time", clock)
+    prompt = PROMPTS[0][: 2 * PAGE + 1]
+    for _ in range(4):
+        llm.generate(prompt, GREEDY)  # from the second time on one token is not cached: it looks like a decode step
+        clock.now += 1000
+    assert llm.engine._step_seconds < 0.1
