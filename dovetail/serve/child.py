@@ -1,0 +1,223 @@
+"""Child: one process with an engine in it, from its start to its end, as the HTTP process sees it. What was asked of it
+ends with it: a stream or a call that is open when it dies gets EngineDied at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dovetail.engine.died import EngineDied
+from dovetail.serve.messages import (
+    LENGTH,
+    Add,
+    Answer,
+    Call,
+    Deltas,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    ToEngine,
+    frame,
+    from_engine,
+)
+from dovetail.serve.stream import Stream
+
+log = logging.getLogger(__name__)
+ShowProgress = Callable[[str, int, int], None]
+EXIT_SECONDS = 2.0  # between the end of its socket and a SIGKILL
+READ_AHEAD = 2**20
+
+
+class Child:
+    """Made by `spawn`, in a running event loop. Its streams are those whose last delta has not come, also where nobody
+    reads them any more: so an id is free again when the engine has forgotten it."""
+
+    info: EngineInfo
+
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        progress: ShowProgress | None,
+    ):
+        self.process, self._reader, self._writer = process, reader, writer
+        self.ended, self.quiet = asyncio.Event(), asyncio.Event()
+        self.streams: dict[str, Stream] = {}
+        self.served = False  # a request has come to its end
+        self.why = "the engine's process ended"
+        self._calls: dict[int, asyncio.Future] = {}
+        self._numbers = itertools.count(1)
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._failed: Failed | None = None
+        self.quiet.set()
+        self._task = asyncio.create_task(self._read(progress))
+
+    @classmethod
+    async def spawn(cls, start: Start, progress: ShowProgress | None = None) -> Child:
+        """A child that is ready; ValueError with the engine's sentence where the model or an option is wrong."""
+        first = frame(start)  # before there is a process: a bad option is refused here
+        ours, theirs = socket.socketpair()
+        # From this thread, which runs the event loop: Linux ends the child with the thread that started it.
+        command = [sys.executable, "-m", "dovetail.serve.process", str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        child = cls(process, *await asyncio.open_unix_connection(sock=ours, limit=READ_AHEAD), progress)
+        child._writer.write(first)
+        try:
+            child.info = await asyncio.shield(child._ready)
+        except BaseException:
+            child.kill()
+            await child._task
+            child._ready.exception()  # looked at: asyncio complains of one that nobody has seen
+            raise
+        return child
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended.is_set()
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def open(self, add: Add) -> Stream:
+        if add.id in self.streams:
+            raise ValueError(f"a request {add.id!r} is under way already")
+        stream = Stream(add.params.n)
+        self._send(add)
+        self.streams[add.id] = stream
+        self.quiet.clear()
+        return stream
+
+    def leave(self, id: str, stream: Stream) -> None:
+        """Nobody reads it any more."""
+        if not stream.is_complete and self.is_alive:
+            self._send(Call(0, "abort", [id]))
+
+    async def call(self, name: str, *args: Any) -> Any:
+        """A command's answer. ValueError with the engine's sentence where it says what is wrong with what was asked."""
+        number = next(self._numbers)
+        self._send(Call(number, name, list(args)))
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await future
+        finally:
+            del self._calls[number]
+
+    def _send(self, message: ToEngine) -> None:
+        if self.ended.is_set():
+            raise EngineDied(self.why)
+        self._writer.write(frame(message))
+
+    # --- its end ------------------------------------------------------------------------------------------------------
+
+    async def stop(self, seconds: float) -> None:
+        """End it after the step it is in; by force if it takes longer."""
+        with contextlib.suppress(EngineDied):
+            self._send(Call(0, "stop"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), seconds)
+        self.kill()
+        await self._task
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+
+    async def _end(self) -> None:
+        if self._failed is not None:
+            self.why = self._failed.sentence
+        self.ended.set()
+        died = ValueError if self._failed is not None and self._failed.user else EngineDied
+        if not self._ready.done():
+            self._ready.set_exception(died(self.why))
+        for stream in self.streams.values():
+            stream.fail(EngineDied(self.why))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDied(self.why))
+        self.streams.clear()
+        self.quiet.set()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        await self._reap()
+
+    async def _reap(self) -> None:
+        try:
+            code = await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = await asyncio.to_thread(self.process.wait)
+        if code:
+            log.warning("the engine's process %d ended with %d: %s", self.process.pid, code, self.why)
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    async def _read(self, progress: ShowProgress | None) -> None:
+        try:
+            while True:
+                size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
+                self._take(from_engine.decode(await self._reader.readexactly(size)), progress)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except msgspec.MsgspecError:
+            log.exception("the engine's process said what cannot be read")
+            self.kill()
+        finally:
+            await self._end()
+
+    def _take(self, message: FromEngine, progress: ShowProgress | None) -> None:
+        match message:
+            case Deltas():
+                self._deliver(message)
+            case Refused():
+                error = ValueError(message.sentence) if message.user else RuntimeError(message.sentence)
+                self._close(message.id, error)
+            case Answer():
+                self._answer(message)
+            case Progress():
+                if progress is not None:
+                    progress(message.what, message.done, message.total)
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(message.info)
+            case Failed():
+                self._failed = message
+
+    def _deliver(self, message: Deltas) -> None:
+        for delta in message.deltas:
+            stream = self.streams.get(delta.id)
+            if stream is not None:
+                stream.put(delta)
+                if stream.is_complete:
+                    self.served = True
+                    self._close(delta.id)
+
+    def _close(self, id: str, error: Exception | None = None) -> None:
+        stream = self.streams.pop(id, None)
+        if stream is not None and error is not None:
+            stream.fail(error)
+        if not self.streams:
+            self.quiet.set()
+
+    def _answer(self, answer: Answer) -> None:
+        future = self._calls.get(answer.number)
+        if future is None or future.done():
+            return
+        if answer.error is None:
+            future.set_result(answer.result)
+        else:
+            future.set_exception(ValueError(answer.error) if answer.user else RuntimeError(answer.error))

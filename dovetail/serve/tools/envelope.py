@@ -1,0 +1,157 @@
+"""A call as one JSON object: {"name": ..., "arguments": {...}}."""
+
+from __future__ import annotations
+
+import json
+
+from dovetail.serve.tools.notation import JSON, Reader, State, as_json
+
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = {"name", *_ARGUMENTS, "type", "id"}  # before the arguments, any other key tells that this is no call
+
+
+class Envelope:
+    """Reads the object and lets the text of its arguments through.
+
+    `name` is None until it is certain that this is a call: its name is known and its arguments have begun. Models also
+    write the arguments as a string that holds the object, or as null. Where a marker came before it (`certain`), they
+    may be missing too, or come before the name, for which they then wait.
+    What goes wrong after the arguments (a brace too few) is no part of the call: it ends there.
+    """
+
+    def __init__(self, certain: bool):
+        self.state, self.complete = State.OPEN, False
+        self.name: str | None = None
+        self._certain = certain
+        self._name: str | None = None
+        self._arguments: str | None = None  # what is written and was not taken; None: they have not begun
+        self._step = self._brace
+        self._key = ""
+        self._reader: Reader | None = None  # of the string or value that is open
+
+    def push(self, text: str, at: int) -> int:
+        while self.state is State.OPEN:
+            while self._reader is None and at < len(text) and text[at] in " \t\r\n":
+                at += 1
+            if at == len(text):
+                break
+            read = self._step(text, at)
+            if read == at:  # undecided, or broken here
+                break
+            at = read
+        if self._arguments is not None:
+            self.name = self._name
+        return at
+
+    def take(self) -> str:
+        assert self._arguments is not None
+        written, self._arguments = self._arguments, ""
+        return written
+
+    # --- what may come next -------------------------------------------------------------------------------------------
+
+    def _brace(self, text: str, at: int) -> int:
+        self._step = self._key_or_end
+        return at + 1 if text[at] == "{" else self._fail(at)
+
+    def _key_or_end(self, text: str, at: int) -> int:
+        if text[at] == "}":
+            return self._close(at)
+        return self._read(self._read_key, text, at) if text[at] in "\"'" else self._fail(at)
+
+    def _colon(self, text: str, at: int) -> int:
+        self._step = self._value
+        return at + 1 if text[at] == ":" else self._fail(at)
+
+    def _value(self, text: str, at: int) -> int:
+        if self._key == "name" and self._name is None:
+            return self._read(self._read_name, text, at) if text[at] in "\"'" else self._fail(at)
+        if self._key not in _ARGUMENTS or self.complete:
+            return self._read(self._read_ignored, text, at)
+        if self._name is None and not self._certain:
+            return self._fail(at)
+        if text[at] == "{":
+            self._arguments = ""
+            return self._read(self._read_arguments, text, at)
+        return self._read(self._read_odd_arguments, text, at) if text[at] in "\"'nN" else self._fail(at)
+
+    def _comma_or_end(self, text: str, at: int) -> int:
+        self._step = self._key_or_end
+        return self._close(at) if text[at] == "}" else at + 1 if text[at] == "," else self._fail(at)
+
+    # --- strings and values, which may come in many pieces ------------------------------------------------------------
+
+    def _read(self, step, text: str, at: int) -> int:
+        self._reader, self._step = Reader(JSON), step
+        return step(text, at)
+
+    def _read_key(self, text: str, at: int) -> int:
+        at, key = self._whole(text, at, self._colon)
+        if key is not None:
+            self._key = json.loads(key)
+            if self._key not in _KEYS and not self.complete:
+                return self._fail(at)
+        return at
+
+    def _read_name(self, text: str, at: int) -> int:
+        at, name = self._whole(text, at, self._comma_or_end)
+        if name is not None:
+            self._name = json.loads(name)
+            return at if self._name else self._fail(at)
+        return at
+
+    def _read_ignored(self, text: str, at: int) -> int:
+        return self._whole(text, at, self._comma_or_end)[0]
+
+    def _read_arguments(self, text: str, at: int) -> int:
+        at, written = self._part(text, at, self._comma_or_end)
+        self._arguments = (self._arguments or "") + written
+        self.complete = self._reader is None
+        return at
+
+    def _read_odd_arguments(self, text: str, at: int) -> int:
+        """null, or a string that holds the object."""
+        at, value = self._whole(text, at, self._comma_or_end)
+        if value is not None:
+            inner = json.loads(value)
+            arguments = "{}" if inner is None else as_json(inner) if isinstance(inner, str) else None
+            if arguments is None or not arguments.startswith("{"):
+                return self._fail(at)
+            self._arguments, self.complete = arguments, True
+        return at
+
+    def _whole(self, text: str, at: int, then) -> tuple[int, str | None]:
+        """Where it is read to; the JSON of the value, once it is there."""
+        reader = self._reader
+        assert reader is not None
+        at = reader.push(text, at)
+        if reader.state is State.OPEN:
+            return at, None
+        return self._end_value(reader, at, then), reader.take() if reader.state is State.DONE else None
+
+    def _part(self, text: str, at: int, then) -> tuple[int, str]:
+        """Where it is read to; the JSON that was written on the way."""
+        reader = self._reader
+        assert reader is not None
+        at = reader.push(text, at)
+        return (at if reader.state is State.OPEN else self._end_value(reader, at, then)), reader.take()
+
+    def _end_value(self, reader: Reader, at: int, then) -> int:
+        if reader.state is State.BROKEN:
+            return self._fail(at)
+        self._reader, self._step = None, then
+        return at
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _close(self, at: int) -> int:
+        if self._name is None or not (self.complete or self._certain):
+            return self._fail(at)
+        if not self.complete:
+            self._arguments, self.complete = "{}", True
+        self.state = State.DONE
+        return at + 1
+
+    def _fail(self, at: int) -> int:
+        self.state = State.DONE if self.complete and self._name is not None else State.BROKEN
+        return at

@@ -1,0 +1,195 @@
+"""The formats in which models write tool calls and reasoning: one small table each, and how a model's is found.
+
+To add a format, add a table; where its arguments are written in a notation of their own, add that to `notation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.serve.tools.envelope import Envelope
+from dovetail.serve.tools.head import ARGUMENTS, KEY, NAME, SPACE, Head
+from dovetail.serve.tools.ids import call_id, short_id
+from dovetail.serve.tools.named import Arguments, Named
+from dovetail.serve.tools.notation import GEMMA, JSON, PYTHON, Notation, Reader
+from dovetail.serve.tools.parameters import Parameters
+from dovetail.serve.tools.schema import types_of
+
+if TYPE_CHECKING:
+    from dovetail.io.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    name: str
+    opens: tuple[str, ...] = ()  # markers before a call, or before a list of them
+    closes: tuple[str, ...] = ()  # markers after it
+    bare: tuple[str, ...] = ()  # how a call may also begin without a marker; then only a known function is a call
+    envelope: bool = False  # a call may be {"name": ..., "arguments": {...}}
+    heads: tuple[Head, ...] = ()  # a call may be a name and then its arguments ...
+    notation: Notation | None = JSON  # ... in this notation; None: as <parameter=...> tags
+    inner: tuple[str, ...] = ()  # other special texts of the format, which must reach the parser
+    new_id: Callable[[], str] = call_id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts the parser must see, though they may be special tokens: a detokenizer has to keep these."""
+        return tuple(marker for marker in self.opens + self.closes + self.inner if len(marker) > 1)
+
+    def call(self, first: str, certain: bool, parameters: Mapping[str, Mapping[str, Any]]) -> Envelope | Named | None:
+        """What reads a call that begins with this character; None if none can."""
+        if first == "{":
+            return Envelope(certain) if self.envelope else None
+        return Named(self.heads, lambda name: self._arguments(parameters.get(name))) if self.heads else None
+
+    def _arguments(self, schema: Mapping[str, Any] | None) -> Arguments:
+        return Parameters(lambda key: types_of(schema, key)) if self.notation is None else Reader(self.notation)
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    name: str
+    open: str
+    close: str
+    tokens: tuple[str, ...] = ()  # what of these are tokens, where it is not the two of them
+    starts_inside: bool = False  # whether the prompt has opened it, when nobody says otherwise
+    anywhere: bool = False  # whether it may open after the answer has begun; else the marker there is only text
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.tokens or (self.open, self.close)
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether this prompt's text ends by opening the reasoning, so that the output starts inside it."""
+        return prompt.rstrip().endswith(self.open)
+
+
+_BEGIN_CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN_CALL, _END_CALL, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_DEEPSEEK_HEADS = (
+    Head("function", _SEPARATOR, NAME, SPACE, "```json", SPACE, ARGUMENTS, "{"),
+    Head("function", _SEPARATOR, NAME, SPACE, ARGUMENTS, "{"),
+    Head(NAME, _SEPARATOR, SPACE, ARGUMENTS, "{"),
+)
+_MISTRAL_HEADS = (
+    Head(NAME, "[ARGS]", SPACE, ARGUMENTS, "{"),
+    Head(NAME, "[CALL_ID]", KEY, "[ARGS]", SPACE, ARGUMENTS, "{"),
+    Head(NAME, SPACE, ARGUMENTS, "{"),
+)
+
+
+def _deepseek(name: str) -> ToolFormat:
+    opens, closes = (_BEGIN_CALLS, _BEGIN_CALL), (_END_CALL, _END_CALLS)
+    return ToolFormat(name, opens, closes, heads=_DEEPSEEK_HEADS, inner=(_SEPARATOR,))
+
+
+def _mistral(name: str) -> ToolFormat:
+    inner = ("[ARGS]", "[CALL_ID]")
+    return ToolFormat(name, ("[TOOL_CALLS]",), envelope=True, heads=_MISTRAL_HEADS, inner=inner, new_id=short_id)
+
+
+# Formats of one family read alike; they differ in what `grammar_for` writes.
+TOOL_FORMATS = {
+    each.name: each
+    for each in (
+        # <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+        ToolFormat("hermes", ("<tool_call>",), ("</tool_call>",), envelope=True),
+        # <tool_call><function=f><parameter=a>1</parameter></function></tool_call>; the outer tag is at times left out
+        ToolFormat(
+            "qwen3_coder", ("<tool_call>",), ("</tool_call>",), bare=("<function=",), envelope=True,
+            heads=(Head("<function=", NAME, ">", ARGUMENTS),), notation=None,
+        ),
+        # {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
+        ToolFormat("llama3_json", ("<|python_tag|>",), bare=("{",), envelope=True),
+        # [f(a=1, b="x"), g()]; where a template asks for JSON, these models write Llama 3's
+        ToolFormat(
+            "llama4_pythonic", ("<|python_start|>",), ("<|python_end|>", "]"), bare=("[", "{"), envelope=True,
+            heads=(
+                Head(NAME, ARGUMENTS, "(", SPACE, ")"),
+                Head(NAME, ARGUMENTS, "(", SPACE, KEY, SPACE, "="),
+            ), notation=PYTHON,
+        ),
+        _mistral("mistral"),  # [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]
+        _mistral("mistral_v11"),  # [TOOL_CALLS]f[ARGS]{"a": 1}, from the eleventh version of their tokenizer on
+        _deepseek("deepseek_v3"),  # ...function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```...
+        _deepseek("deepseek_v31"),  # ...f<｜tool▁sep｜>{"a": 1}...
+        # <|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>
+        ToolFormat(
+            "gemma4", ("<|tool_call>",), ("<tool_call|>",), heads=(Head("call:", SPACE, NAME, SPACE, ARGUMENTS, "{"),),
+            notation=GEMMA, inner=('<|"|>',),
+        ),
+    )
+}  # fmt: skip
+
+REASONING_FORMATS = {
+    each.name: each
+    for each in (
+        ReasoningFormat("qwen3", "<think>", "</think>"),
+        ReasoningFormat("deepseek_r1", "<think>", "</think>", starts_inside=True),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), anywhere=True),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    )
+}
+
+
+def format_for(template: str = "", tokens: Collection[str] = (), *, name: str | None = None) -> ToolFormat | None:
+    """The format of tool calls: the one named ("none" for None), else by the model's chat template, else by its special
+    tokens (fine-tunes keep those of their base model, so the template comes first).
+
+    Where neither tells, it is Hermes's: it is what most models without a format of their own were shown.
+    """
+    if name is not None:
+        return _named("tool-call format", name, TOOL_FORMATS)
+    return TOOL_FORMATS[_tools_told_by(template) or _tools_told_by("\n".join(tokens)) or "hermes"]
+
+
+def reasoning_for(
+    template: str = "", tokens: Collection[str] = (), *, name: str | None = None
+) -> ReasoningFormat | None:
+    """The format of reasoning, found likewise; None where nothing tells of any.
+
+    What the prompt has opened already is asked of the prompt (`ReasoningFormat.opened_by`), not of the template.
+    """
+    if name is not None:
+        return _named("reasoning format", name, REASONING_FORMATS)
+    return REASONING_FORMATS.get(_reasoning_told_by(template) or _reasoning_told_by("\n".join(tokens)))
+
+
+def special_ids(tokenizer: Tokenizer, *formats: ToolFormat | ReasoningFormat | None) -> dict[str, int]:
+    """The formats' markers that are special tokens of this model: a detokenizer must keep them, a grammar name them."""
+    special = {tokenizer.token(token): token for token in tokenizer.special_ids}
+    return {marker: special[marker] for each in formats if each for marker in each.markers if marker in special}
+
+
+def _tools_told_by(text: str) -> str:
+    if "<|tool_call>" in text:
+        return "gemma4"
+    if _BEGIN_CALLS in text:
+        return "deepseek_v3" if "```json" in text else "deepseek_v31"
+    if "[TOOL_CALLS]" in text:
+        return "mistral_v11" if "[ARGS]" in text else "mistral"
+    if "<|python_start|>" in text:
+        return "llama4_pythonic"
+    if "<tool_call>" in text:
+        return "qwen3_coder" if "<function=" in text else "hermes"
+    # A part of the sentence that tells Llama 3 how to answer: the smaller models' templates have no python_tag.
+    return "llama3_json" if "<|python_tag|>" in text or '{"name": function name, "parameters"' in text else ""
+
+
+def _reasoning_told_by(text: str) -> str:
+    if "<|channel>" in text:
+        return "gemma4"
+    if "[THINK]" in text:
+        return "mistral"
+    if "<think>" in text:
+        return "qwen3"
+    # A template that only takes reasoning away is that of the first R1 models, which may leave out the opening.
+    return "deepseek_r1" if "</think>" in text else ""
+
+
+def _named(what: str, name: str, formats: Mapping[str, Any]) -> Any:
+    if name != "none" and name not in formats:
+        raise ValueError(f"expected a {what}, got {name!r}; it is one of {', '.join(sorted(formats))}, or none")
+    return formats.get(name)

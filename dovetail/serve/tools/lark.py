@@ -1,0 +1,56 @@
+"""A grammar in llguidance's Lark, as it is being written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# As templates write JSON. To leave it open would also leave the model the choice to write white space without end.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+
+
+class Lark:
+    """special: the ids of texts that are special tokens. Those are matched as tokens: spelled out, they would be
+    another text to the model."""
+
+    def __init__(self, special: Mapping[str, int]):
+        self._special = dict(special)
+        self._rules: list[str] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Adds a rule; returns its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """Exactly this text."""
+        if not self._special:
+            return _literal(text)
+        pieces = re.split(f"({'|'.join(map(re.escape, self._special))})", text)
+        return " ".join(
+            f"<[{self._special[piece]}]>" if piece in self._special else _literal(piece) for piece in pieces if piece
+        )
+
+    def until(self, end: str) -> str:
+        """Any text, and then this one, which it does not hold."""
+        if end in self._special:
+            return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
+        return self.rule("/(?s:.*)/", f"[suffix={_literal(end)}]")
+
+    def json(self, schema: Mapping[str, Any], compact: bool = False) -> str:
+        """JSON by a schema."""
+        return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT if compact else _SPACING})}"
+
+    def one_of(self, bodies: list[str]) -> str:
+        return self.rule(" | ".join(bodies))
+
+    def source(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)  # a JSON string is a Lark string

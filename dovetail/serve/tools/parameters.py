@@ -1,0 +1,114 @@
+"""Arguments as tags, `<parameter=key>value</parameter>`, whose values only the tool's schema can tell apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from dovetail.serve.tools.head import SPACE, Blank, beginning
+from dovetail.serve.tools.notation import State, as_json, literal
+
+_OPEN, _CLOSE, _END, _OUTER_END = "<parameter=", "</parameter>", "</function>", "</tool_call>"
+_KEY = re.compile(_OPEN + r"([^<>\n]{1,256})>")
+_HALF_KEY = re.compile(_OPEN + r"[^<>\n]{0,256}")
+# Values are not escaped, so one may itself hold </parameter>: the one that ends it is followed by what can follow.
+_FOLLOWING = (_OPEN, _END, _OUTER_END)
+_NEWLINE = Blank(r"\n?")
+_VALUE_END = re.compile(rf"{_NEWLINE}{_CLOSE}(?={SPACE}(?:{'|'.join(_FOLLOWING)}))")
+_HALF_END = re.compile(rf"(?:{'|'.join(beginning(_NEWLINE, _CLOSE, SPACE, tag) for tag in _FOLLOWING)})\Z")
+
+
+class Parameters:
+    """Reads the tags after `<function=name>`, up to `</function>`, and writes an object.
+
+    A string is written as it comes, without the newline at either end that the template puts there. A value of another
+    type is converted once it is whole; one that does not fit its type is a string after all, so that the arguments are
+    JSON whatever the model wrote. Where `</function>` is missing, `</tool_call>` ends the call too.
+    """
+
+    def __init__(self, types_of: Callable[[str], frozenset[str]]):
+        self.state = State.OPEN
+        self._types_of = types_of
+        self._out: list[str] = ["{"]
+        self._any = False
+        self._step = self._tag
+        self._types: frozenset[str] = frozenset()
+        self._value: list[str] = []  # of a type that is converted at its end
+
+    def push(self, text: str, at: int = 0) -> int:
+        while self.state is State.OPEN and at < len(text):
+            read = self._step(text, at)
+            if read == at:
+                break
+            at = read
+        return at
+
+    def take(self) -> str:
+        written = "".join(self._out)
+        self._out.clear()
+        return written
+
+    def _tag(self, text: str, at: int) -> int:
+        if text[at].isspace():
+            return at + 1
+        key = _KEY.match(text, at)
+        if key:
+            return self._begin(key[1], key.end())
+        for end, length in ((_END, len(_END)), (_OUTER_END, 0)):
+            if text.startswith(end, at):
+                self._out.append("}")
+                self.state = State.DONE
+                return at + length
+        rest = text[at : at + 300]
+        if not (_HALF_KEY.fullmatch(rest) or any(tag.startswith(rest) for tag in _FOLLOWING)):
+            self.state = State.BROKEN
+        return at
+
+    def _begin(self, key: str, at: int) -> int:
+        self._out.append((", " if self._any else "") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._any, self._types, self._step = True, self._types_of(key), self._newline
+        return at
+
+    def _newline(self, text: str, at: int) -> int:
+        self._step, self._value = self._read, []
+        if self._is_text:
+            self._out.append('"')
+        return at + 1 if text[at] == "\n" else self._read(text, at)
+
+    def _read(self, text: str, at: int) -> int:
+        end = _VALUE_END.search(text, at)
+        if end is None:
+            half = _HALF_END.search(text, at)
+            assert half is not None  # nothing, at the end, is a beginning too
+            self._write(text[at : half.start()])
+            return half.start()
+        self._write(text[at : end.start()])
+        self._out.append('"' if self._is_text else typed("".join(self._value), self._types))
+        self._step = self._tag
+        return end.end()
+
+    def _write(self, text: str) -> None:
+        if self._is_text:
+            self._out.append(json.dumps(text, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(text)
+
+    @property
+    def _is_text(self) -> bool:
+        return self._types == {"string"}
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value of one of these types; of a string if it can be nothing else."""
+    value = text.strip()
+    found = literal(value)
+    if found is not None:
+        kinds = {"null"} if found == "null" else {"boolean"} if found in ("true", "false") else {"number", "integer"}
+        if kinds & types:
+            return found
+    if value[:1] in ("{", "[") and {"{": "object", "[": "array"}[value[0]] in types:
+        found = as_json(value)
+        if found is not None:
+            return found
+    return json.dumps(text, ensure_ascii=False)

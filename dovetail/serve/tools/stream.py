@@ -1,0 +1,306 @@
+"""The one machine that takes a model's text apart, as it comes, into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dovetail.serve.tools import events as made
+from dovetail.serve.tools.envelope import Envelope
+from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Parsed, Reasoning
+from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat
+from dovetail.serve.tools.named import Named
+from dovetail.serve.tools.notation import State
+from dovetail.serve.tools.schema import parameters_by_name
+
+# What may stand between a marker and the first call, and between calls: a list's brackets, separators, the end of a
+# fenced block, a brace too many. Where no call follows, what closes is dropped and the rest is content after all.
+_BEFORE = re.compile(r"\s*(?:\[\s*)?")
+_BETWEEN = re.compile(r"[\s,;\]}`]*")
+_CLOSING = re.compile(r"(?:\s*[\]}`]+)*")
+
+
+class StreamParser:
+    """Feed it text in any pieces with `push`, then `finish`: however the text is cut, the events say the same.
+
+    Text: a marker cut in two is held back until it is decided; what only looked like one is content, untouched. White
+    space next to markers is dropped; content before, between and after calls is kept. Markers within arguments and
+    within reasoning are text there.
+
+    Calls: a call starts once its name is known and its arguments have begun; from there on the arguments stream. One
+    that is malformed before that is content. Arguments that are cut off (by max_tokens) or turn out malformed are left
+    as they are, the beginning of valid JSON, and the call ends with complete=False: closing them would hand the client
+    a shortened call that looks whole, and it might run it. OpenAI too sends them cut off, with finish_reason "length".
+    A function that is not among `tools` is passed on, for the client to answer that there is none; but where no marker
+    came before it (Llama's formats) it is content, since nothing else tells such a call from an answer in JSON.
+
+    in_reasoning: whether the prompt has opened the reasoning (`ReasoningFormat.opened_by`); None: as the format says.
+    The text must come with those special tokens that are among the formats' `markers`, and without the end token.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        in_reasoning: bool | None = None,
+        new_id: Callable[[], str] | None = None,
+    ):
+        self._format, self._reasoning = tool_format or ToolFormat("none"), reasoning_format
+        self._parameters = parameters_by_name(tools)
+        self._new_id = new_id or self._format.new_id
+        self._markers = self._format.opens + self._format.closes + self._format.bare
+        self._markers += (reasoning_format.open,) if reasoning_format else ()
+        self._marker = re.compile("|".join(re.escape(m) for m in sorted(self._markers, key=len, reverse=True)))
+        self._events: list[Event] = []
+        self._text = ""  # not read yet
+        self._space = ""  # read, and dropped if a marker follows
+        self._said = False  # whether there was content
+        self._marked = False  # whether there was reasoning, or a call
+        self._fresh = True  # whether nothing but space has come since the start, or since the last of those
+        self._thought = False  # whether this block of reasoning holds any text yet
+        self._forget_opening("")
+        self._index = -1  # of the last call
+        inside = reasoning_format.starts_inside if reasoning_format and in_reasoning is None else bool(in_reasoning)
+        self._step = self._read_opening if reasoning_format and inside else self._read_content
+
+    def push(self, text: str) -> list[Event]:
+        self._text += text
+        return self._run()
+
+    def finish(self, truncated: bool = False) -> list[Event]:
+        """The text has ended. `truncated`: it was cut off (finish_reason "length") and not ended by the model.
+
+        What was held back is decided now. A marker and the beginning of a call after it, or of the next call in a list,
+        are content if the model ended there, since it meant to write just that; if it was cut off, they are dropped."""
+        events = self._run()
+        while self._step in (self._read_gap, self._read_call) and not self._started:
+            if self._inside and not self._text and self._call is None:
+                break  # nothing but separators has come since the last call
+            if truncated and (self._goes_on() if self._inside else self._opening):
+                break
+            self._give_back()
+            events += self._run()
+        self._end()
+        return made.merge(events + self._take())
+
+    def _goes_on(self) -> bool:
+        """Whether what follows a call is the beginning of another rather than content."""
+        return re.search("[,;{]", self._held + self._gap + self._text) is not None
+
+    def _end(self) -> None:
+        if self._started:
+            assert self._call is not None
+            self._events.append(CallEnd(self._index, self._call.complete))
+        elif self._step in (self._read_opening, self._read_reasoning):
+            self._think(self._text)
+        elif self._step == self._read_content:
+            self._say(self._text)
+            if not (self._fresh and self._marked):
+                self._content(self._space)
+
+    def _run(self) -> list[Event]:
+        while self._step():
+            pass
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = made.merge(self._events), []
+        return events
+
+    # --- the steps: each reads some of the text, and is False when it needs more --------------------------------------
+
+    def _read_content(self) -> bool:
+        for found in self._marker.finditer(self._text) if self._markers else ():
+            if self._counts(found[0], found.start()):
+                self._say(self._text[: found.start()])
+                self._text = self._text[found.start() :]
+                self._enter(found[0])
+                return True
+        end = len(self._text) - _half_marker(self._text, self._markers)
+        self._say(self._text[:end])
+        self._text = self._text[end:]
+        return False
+
+    def _read_opening(self) -> bool:
+        """The opening of reasoning: where the prompt had it, there is none, though models at times write it again."""
+        assert self._reasoning is not None
+        self._text = self._text.lstrip()
+        if len(self._text) < len(self._reasoning.open) and self._reasoning.open.startswith(self._text):
+            return False
+        self._text = self._text.removeprefix(self._reasoning.open)
+        self._thought, self._step = False, self._read_reasoning
+        return True
+
+    def _read_reasoning(self) -> bool:
+        assert self._reasoning is not None
+        before, close, after = self._text.partition(self._reasoning.close)
+        if close:
+            self._think(before)
+            self._mark()
+            self._text, self._step = after, self._read_content
+            return True
+        end = len(self._text) - _half_marker(self._text, (self._reasoning.close,))
+        self._think(self._text[:end])
+        self._text = self._text[end:]
+        return False
+
+    def _read_gap(self) -> bool:
+        """Between the markers, where a call may begin."""
+        gap = self._gap + self._text
+        read = (_BETWEEN if self._inside else _BEFORE).match(gap)
+        assert read is not None
+        self._gap, self._text = read[0], gap[read.end() :]
+        markers = self._format.opens + self._format.closes
+        marker = next((marker for marker in markers if self._text.startswith(marker)), None)
+        if marker is not None:
+            self._read_marker(marker)
+            return True
+        if any(marker.startswith(self._text) for marker in markers):
+            return False
+        self._call = self._format.call(self._text[0], bool(self._opening), self._parameters)
+        if self._call is None:
+            self._give_back()
+        else:
+            self._held, self._gap, self._step = self._held + self._gap, "", self._read_call
+        return True
+
+    def _read_call(self) -> bool:
+        call = self._call
+        assert call is not None
+        read = call.push(self._text, 0)
+        self._held, self._text = self._held + self._text[:read], self._text[read:]
+        if not self._started and not self._may_be(call):
+            self._give_back()
+            return True
+        if call.name is not None:
+            self._pass_on(call.name, call.take())
+        if call.state is State.OPEN:
+            return False
+        self._events.append(CallEnd(self._index, call.complete))
+        self._step = self._read_gap if call.state is State.DONE else self._skip
+        self._call, self._started, self._inside = None, False, self._inside + 1
+        return True
+
+    def _skip(self) -> bool:
+        """The rest of a call that is broken: up to the next marker, it is nothing."""
+        markers = [marker for marker in self._format.opens + self._format.closes if len(marker) > 1]
+        found = [at for at in (self._text.find(marker) for marker in markers) if at >= 0]
+        at = min(found) if found else len(self._text) - _half_marker(self._text, markers)
+        self._text = self._text[at:]
+        self._step = self._read_content if found else self._skip
+        return bool(found)
+
+    # --- markers ------------------------------------------------------------------------------------------------------
+
+    def _counts(self, marker: str, at: int) -> bool:
+        """Whether a marker means something where it stands."""
+        fresh = self._fresh and not self._text[:at].strip()
+        if self._reasoning and marker == self._reasoning.open:
+            return fresh or self._reasoning.anywhere
+        return marker not in self._format.closes or (fresh and self._marked)
+
+    def _enter(self, marker: str) -> None:
+        if self._reasoning and marker == self._reasoning.open:
+            self._mark()
+            self._step = self._read_opening
+        elif marker in self._format.closes:
+            self._text = self._text[len(marker) :]
+        else:
+            self._forget_opening(marker if marker in self._format.opens else "")
+            self._text = self._text[len(self._opening) :]
+            self._step = self._read_gap
+
+    def _read_marker(self, marker: str) -> None:
+        """One that comes where a call may begin: the next in a row, or the end."""
+        if not self._inside and (marker in self._format.closes or marker in self._held):
+            self._give_back()  # it closes what held nothing, or opens it twice
+            return
+        if marker in self._format.opens and not self._inside:
+            self._held += self._gap + marker
+            self._gap, self._opening = "", self._opening or marker
+        elif marker in self._format.opens:
+            self._forget_opening(marker)
+        else:
+            self._step = self._read_content
+        self._text = self._text[len(marker) :]
+
+    def _forget_opening(self, marker: str) -> None:
+        self._opening = marker  # that the calls came after; "" for none
+        self._inside = 0  # calls since then
+        self._held, self._gap = marker, ""  # all of what may become a call, to be given back if it does not
+        self._call: Envelope | Named | None = None
+        self._started = False  # whether it is certain that it is a call
+
+    def _may_be(self, call: Envelope | Named) -> bool:
+        if call.name is None:
+            return call.state is not State.BROKEN
+        return bool(self._opening) or not self._parameters or call.name in self._parameters
+
+    def _pass_on(self, name: str, arguments: str) -> None:
+        if not self._started:
+            self._started, self._index = True, self._index + 1
+            self._events.append(CallStart(self._index, self._new_id(), name))
+            self._mark()
+        self._held = ""
+        self._events += [CallArguments(self._index, arguments)] if arguments else []
+
+    def _give_back(self) -> None:
+        """It is no call: what followed a call, or followed the opening, is read again; the opening is content."""
+        whole = self._held + self._gap + self._text
+        closing = _CLOSING.match(whole)
+        assert closing is not None
+        at = closing.end() if self._inside else len(self._opening) or 1
+        if not self._inside:
+            self._say(whole[:at])
+        self._forget_opening("")
+        self._text, self._step = whole[at:], self._read_content
+
+    # --- what is said -------------------------------------------------------------------------------------------------
+
+    def _mark(self) -> None:
+        self._space, self._marked, self._fresh = "", True, True
+
+    def _say(self, text: str) -> None:
+        """Content, but for the space at its end, which is kept back. After a marker, content begins without space."""
+        text = self._space + text
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        if body:
+            self._fresh = False
+            self._content(body.lstrip() if self._marked and not self._said else body)
+
+    def _content(self, text: str) -> None:
+        self._said |= bool(text)
+        self._events += [Content(text)] if text else []
+
+    def _think(self, text: str) -> None:
+        text = self._space + (text if self._thought else text.lstrip())
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        self._thought |= bool(body)
+        self._events += [Reasoning(body)] if body else []
+
+
+def parse(
+    text: str,
+    tool_format: ToolFormat | None = None,
+    reasoning_format: ReasoningFormat | None = None,
+    *,
+    truncated: bool = False,
+    **options: Any,
+) -> Parsed:
+    """The whole text at once, through the same machine. `options` are those of StreamParser."""
+    parser = StreamParser(tool_format, reasoning_format, **options)
+    return made.collect(parser.push(text) + parser.finish(truncated))
+
+
+def _half_marker(text: str, markers: Iterable[str]) -> int:
+    """How much of the text's end is the beginning of a marker."""
+    markers = tuple(markers)
+    for size in range(min(max(map(len, markers), default=0) - 1, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return size
+    return 0
