@@ -2,7 +2,7 @@
 
 import typer
 
-from dovetail.cli import bench, convert, errors, info, pull, tour
+from dovetail.cli import bench, chat, convert, errors, info, pull, serve, tour
 
 app = typer.Typer(
     name="dovetail",
@@ -33,6 +33,8 @@ app.command("tour")(tour.tour)
 app.command("pull")(pull.pull)
 app.command("convert")(convert.convert)
 app.command("info")(info.info)
+app.command("serve")(serve.serve)
+app.command("chat")(chat.chat)
 app.add_typer(bench.app, name="bench")
 
 

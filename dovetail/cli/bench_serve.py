@@ -1,0 +1,261 @@
+"""The body of `dovetail bench serve`: a load on a running server, and what its users would have felt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.cli.bench_load import Generator, Load, Record
+
+PERCENTILES = (50, 90, 99)
+SOME_VOCAB = 1000  # every model has as many, where the server does not say
+LATE = 0.02  # seconds by which the p99 arrival may be late before we say that this machine is too slow
+BUSY = 0.8  # the share of a core from which the generator's own work shows in the figures
+
+
+def run(
+    url: str, api_key: str, model: str, load: Load, vocab: int, warm_up: int, timeout: float, plot: str, json_file: str
+) -> None:
+    """Raises KeyboardInterrupt after the table of what there was, if interrupted."""
+    if plot and Path(plot).suffix != ".svg":
+        raise ValueError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
+    _more_files()
+    bench = Bench(url, api_key, load, timeout)
+    interrupted = False
+    try:
+        asyncio.run(bench.run(model, vocab, warm_up))
+    except KeyboardInterrupt:
+        interrupted = True
+        if not any(record.ok for record in bench.records):
+            raise
+    figures = bench.figures()
+    _show(figures, bench.records)
+    _write(figures, bench.records, plot, json_file)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+class Bench:
+    def __init__(self, url: str, api_key: str, load: Load, timeout: float):
+        from dovetail.cli.remote import client_options
+
+        self._url, self._load, self._options = url, load, client_options(url, api_key, timeout)
+        self._model = ""
+        self._seconds = self._cpu = 0.0
+        self.records: list[Record] = []
+
+    async def run(self, model: str, vocab: int, warm_up: int) -> None:
+        import httpx
+
+        async with httpx.AsyncClient(**self._options) as client:
+            self._model, vocab = await self._ask(client, model, vocab)
+            await self._warm_up(client, vocab, warm_up)
+            bodies = self._load.bodies(self._model, vocab, self._load.requests)
+            with _bar(len(bodies)) as tick:
+                generator = Generator(client, self._load, tick)
+                self.records = generator.records
+                cpu = time.process_time()
+                try:
+                    await generator.run(bodies)
+                finally:
+                    self._seconds, self._cpu = generator.now(), time.process_time() - cpu
+
+    async def _ask(self, client, model: str, vocab: int) -> tuple[str, int]:
+        """The model's name and the size of its vocabulary, as far as they were not given."""
+        from dovetail.cli.remote import ServerError, explained, read_models
+
+        try:
+            with explained(self._url):
+                models = read_models(await client.get("/v1/models"))
+        except ServerError as error:
+            raise ValueError(str(error)) from None
+        found = next((each for each in models if each["id"] == model), None) if model else models[0]
+        if found is None:
+            raise ValueError(f"{self._url} has no model {model}; it has {', '.join(each['id'] for each in models)}")
+        longest, asked = found.get("max_model_len"), self._load.input + self._load.output
+        if longest and asked > longest:
+            raise ValueError(f"--input and --output are {asked} tokens, and {found['id']} takes at most {longest}")
+        return found["id"], vocab or found.get("vocab_size") or SOME_VOCAB
+
+    async def _warm_up(self, client, vocab: int, count: int) -> None:
+        """The first request compiles, and shows whether any will be answered; the others, sent together, compile what
+        larger batches need."""
+        bodies, generator = self._load.bodies(self._model, vocab, count, "warm-up"), Generator(client, self._load)
+        for group in (bodies[:1], bodies[1:]):
+            for record in await asyncio.gather(*(generator.send(body, 0.0) for body in group)):
+                if record.error:
+                    raise ValueError(f"a first request failed: {record.said}")
+
+    def figures(self) -> dict[str, Any]:
+        ok = [record for record in self.records if record.ok]
+        tokens = sum(record.tokens for record in ok)
+        later = [r for r in ok if r.tokens > 1]
+        return {
+            "url": self._url,
+            "model": self._model,
+            "load": self._load.describe(),
+            "seconds": self._seconds,
+            "sent": len(self.records),
+            "answered": len(ok),
+            "errors": dict(Counter(record.error for record in self.records if record.error)),
+            "requests_per_second": len(ok) / self._seconds if self._seconds else 0.0,
+            "output_tokens": tokens,
+            "output_tokens_per_second": tokens / self._seconds if self._seconds else 0.0,
+            "tokens_per_event": tokens / max(1, sum(len(record.events) for record in ok)),
+            "shorter_than_asked": sum(record.tokens < self._load.output for record in ok),
+            "ttft_ms": summary([record.ttft for record in ok]),
+            "itl_ms": summary([gap for record in ok for gap in record.gaps()]),
+            "tpot_ms": summary([(r.events[-1] - r.events[0]) / (r.tokens - 1) for r in later]),
+            "e2e_ms": summary([record.e2e for record in ok]),
+            "late_ms": summary([record.sent - record.due for record in self.records]),
+            "generator_busy": self._cpu / self._seconds if self._seconds else 0.0,
+        }
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """In ms; empty for nothing."""
+    if not seconds:
+        return {}
+    found = {f"p{q}": percentile(seconds, q) * 1e3 for q in PERCENTILES}
+    return {"mean": sum(seconds) / len(seconds) * 1e3, **found, "max": max(seconds) * 1e3}
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Between two values it lies on the line through them, as numpy has it."""
+    ordered = sorted(values)
+    at = q / 100 * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def rates(records: Sequence[Record], seconds: float, bins: int = 60) -> list[float]:
+    """Output tok/s in each part of the run. Where an event holds several tokens, each holds as many as the others."""
+    each = seconds / bins or 1.0
+    counts = [0.0] * bins
+    for record in records:
+        for event in record.events:
+            counts[min(bins - 1, int(event / each))] += max(record.tokens, len(record.events)) / len(record.events)
+    return [count / each for count in counts]
+
+
+def _show(figures: dict[str, Any], records: list[Record]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{figures['model']} at {figures['url']}: {_describe(figures)}", markup=False, soft_wrap=True)
+    columns = ["mean", *(f"p{q}" for q in PERCENTILES), "max"]
+    table = Table()
+    table.add_column("ms", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    rows = {"TTFT": "to the first token", "ITL": "between events", "TPOT": "a later token", "E2E": "to the end"}
+    for key, meaning in rows.items():
+        values = figures[f"{key.lower()}_ms"]
+        table.add_row(f"{key:<5}[dim]{meaning}[/dim]", *(_number(values.get(c)) for c in columns))
+    console.print(table)
+    console.print(
+        f"{figures['answered']} of {figures['sent']} answered in {figures['seconds']:.1f} s: "
+        f"[bold]{figures['output_tokens_per_second']:,.1f}[/bold] output tok/s, "
+        f"[bold]{figures['requests_per_second']:,.2f}[/bold] requests/s",
+        soft_wrap=True,
+    )
+    for kind, count in figures["errors"].items():
+        said = next(record.said for record in records if record.error == kind)
+        console.print(f"{count} failed, {kind}: {said}", style="red", markup=False, soft_wrap=True)
+    for remark in _remarks(figures):
+        console.print(remark, style="yellow", soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _describe(figures: dict[str, Any]) -> str:
+    load = figures["load"]
+    how = f"{float(load['rate']):g} a second (Poisson)" if "rate" in load else f"{load['concurrency']} at a time"
+    how = how if load.get("rate") != "inf" else "all at once"
+    return f"{load['requests']} requests, {how}, {load['input']} + {load['output']} tokens, seed {load['seed']}"
+
+
+def _remarks(figures: dict[str, Any]) -> list[str]:
+    """What a reader must know before believing the figures."""
+    remarks = []
+    if figures["shorter_than_asked"]:
+        remarks.append(f"{figures['shorter_than_asked']} answers were shorter than --output: is ignore_eos honoured?")
+    if figures["tokens_per_event"] > 1.05:
+        remarks.append(f"an event brought {figures['tokens_per_event']:.1f} tokens on average: TPOT says more than ITL")
+    if figures["late_ms"] and figures["late_ms"]["p99"] > LATE * 1e3:
+        remarks.append(
+            f"requests were sent up to {figures['late_ms']['p99']:,.0f} ms late (p99): the sender was too slow"
+        )
+    if figures["generator_busy"] > BUSY:
+        remarks.append(
+            f"the sender was busy {figures['generator_busy']:.0%} of the time: the figures are partly its own"
+        )
+    return remarks
+
+
+def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file: str) -> None:
+    from dovetail.cli.save import save
+
+    ok = [record for record in records if record.ok]
+    if json_file:
+        each = ",\n  ".join(json.dumps(vars(record)) for record in records)  # a line each: they are long
+        save(json_file, f'{json.dumps(figures, indent=1)[:-2]},\n "each": [\n  {each}\n ]\n}}\n')
+    if plot:
+        from dovetail.cli.bench_plot import draw
+
+        waits = []
+        for name, values in (("TTFT", [r.ttft for r in ok]), ("E2E", [r.e2e for r in ok])):
+            marks = {key: figures[f"{name.lower()}_ms"][key] for key in ("p50", "p90", "p99")} if values else {}
+            waits.append((name, [value * 1e3 for value in values], marks))
+        title = f"{figures['model']}: {_describe(figures)}"
+        save(plot, draw(title, waits, rates(ok, figures["seconds"]), figures["seconds"]))
+
+
+class _bar:
+    """A bar of answered requests on stderr."""
+
+    def __init__(self, total: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("  requests"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
+        # Drawn rarely: what draws it is the clock's own thread, and shares a lock with it.
+        self._display = Progress(
+            *columns, TimeElapsedColumn(), console=console, refresh_per_second=4, transient=True,
+            disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task, self._failed = self._display.add_task("", total=total, failed=""), 0
+
+    def __enter__(self):
+        self._display.start()
+        return self._tick
+
+    def _tick(self, record: Record) -> None:
+        self._failed += record.error is not None
+        failed = f"[red]{self._failed} failed[/red]" if self._failed else ""
+        self._display.update(self._task, advance=1, failed=failed)
+
+    def __exit__(self, *_) -> None:
+        self._display.stop()
+
+
+def _more_files() -> None:
+    """Each open request is a socket, and the usual limit of 1,024 would look like a server that refuses."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,210 @@
+"""`dovetail chat`: a conversation in the terminal, with an engine in this process or with a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack, closing, suppress
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail.cli.chat_partner import Messages, Options, Partner
+
+MODEL = "smollm2-135m"
+COMMANDS = {
+    "/system TEXT": "set the system message; without a text, have none",
+    "/save FILE": "write the conversation as JSON",
+    "/clear": "forget the conversation; the system message stays",
+    "/help": "show this",
+    "/quit": "end; so does ctrl-D",
+}
+# What a model says goes to a terminal, which would obey the escape sequences in it. \n and \t may pass.
+_UNPRINTABLE = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
+
+def chat(
+    place: str = typer.Argument("", metavar="MODEL_OR_URL", help=f"What to load here ({MODEL}), or http://HOST:PORT."),
+    url: str = typer.Option("", help="A server's address: the same as giving it first."),
+    model: str = typer.Option("", help="What the server calls the model; otherwise its first."),
+    system: str = typer.Option("", help="The system message."),
+    temperature: float = typer.Option(0.7, min=0.0, help="0: the most probable token, always."),
+    max_tokens: int = typer.Option(1024, min=1, help="The longest answer."),
+    api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="The server's key."),
+) -> None:
+    """Talk with a model in the terminal."""
+    from dovetail.cli.chat_partner import Options
+
+    partner = _partner(place, url, model, api_key)
+    try:
+        ok = Chat(partner, Options(temperature, max_tokens), system).run()
+    finally:
+        partner.close()
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _partner(place: str, url: str, model: str, api_key: str) -> Partner:
+    from dovetail.cli.chat_partner import Local, Remote
+
+    if place.startswith(("http://", "https://")):
+        if url:
+            raise ValueError(f"two servers: {place} and --url {url}; give one")
+        place, url = "", place
+    if place and model:
+        raise ValueError(f"two models: {place} and --model {model}; give one")
+    return Remote(url, place or model, api_key) if url else Local(place or model or MODEL)
+
+
+class Chat:
+    """The conversation and its loop. Answers go to stdout; whatever else is said goes to stderr."""
+
+    def __init__(self, partner: Partner, options: Options, system: str = ""):
+        from rich.console import Console
+
+        self._partner, self._options = partner, options
+        self.system, self.turns = system, []
+        self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._out, self._err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+    @property
+    def messages(self) -> Messages:
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
+
+    def run(self) -> bool:
+        """Until the end of the input. False where a script (a pipe) must know that an answer failed."""
+        self._greet()
+        failed = False
+        while (line := self._read()) is not None:
+            if line.startswith("/"):
+                if self._command(line):
+                    break
+            elif line:
+                failed |= not self._answer(line)
+        return self._is_terminal or not failed
+
+    def _greet(self) -> None:
+        if not self._is_terminal:
+            return
+        with suppress(ImportError):  # not every build has it
+            import readline  # noqa: F401  input() then has line editing and a history
+        if (who := self._try_describe()) is not None:
+            self._note(who)
+        self._note("/help lists the commands; ctrl-C stops an answer, ctrl-D ends")
+
+    def _try_describe(self) -> str | None:
+        from dovetail.cli.remote import ServerError
+
+        try:
+            return self._partner.describe()
+        except ServerError as error:
+            self._fail(str(error))
+            return None
+
+    def _read(self) -> str | None:
+        """What the person says; None at the end."""
+        try:
+            line = input(_prompt(self._out.no_color) if self._is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            if self._is_terminal:
+                print()
+            return None
+        return line.encode("utf-8", "replace").decode().strip()  # half a character in the input is no text
+
+    # --- an answer ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, line: str) -> bool:
+        """What was said before an interruption stays, for the model said it; a question without an answer goes."""
+        from dovetail.cli.remote import ServerError
+
+        self.turns.append({"role": "user", "content": line})
+        said: list[str] = []
+        error = None
+        try:
+            self._stream(said)
+            if self._partner.finish_reason == "length":
+                self._note(f"(cut off at {self._options.max_tokens} tokens: --max-tokens sets it)")
+        except KeyboardInterrupt:
+            self._note("(stopped)")
+        except (ServerError, ValueError) as caught:
+            error = caught
+            self._fail(str(caught))
+        if said:
+            self.turns.append({"role": "assistant", "content": "".join(said)})
+        else:
+            self.turns.pop()
+        if self._is_terminal:
+            print()
+        return error is None
+
+    def _stream(self, said: list[str]) -> None:
+        from dovetail.cli.chat_partner import Thought
+
+        with ExitStack() as waiting, closing(self._partner.answer(self.messages, self._options)) as pieces:
+            if self._is_terminal:
+                waiting.enter_context(self._out.status("", spinner="dots"))
+            try:
+                for piece in pieces:
+                    waiting.close()
+                    if not isinstance(piece, Thought):
+                        said.append(piece)
+                    self._show(piece, dim=isinstance(piece, Thought))
+            finally:  # however it ended, what comes next begins a line
+                if said:
+                    print(flush=True)
+
+    def _show(self, piece: str, dim: bool) -> None:
+        text = piece.translate(_UNPRINTABLE)
+        if dim and self._is_terminal and not self._out.no_color:
+            text = f"\x1b[2m{text}\x1b[0m"
+        print(text, end="", flush=True)
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def _command(self, line: str) -> bool:
+        """Whether it was the last."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        match name:
+            case "/quit":
+                return True
+            case "/system":
+                self.system = rest
+                self._note("the system message is set" if rest else "there is no system message now")
+            case "/save":
+                self._save(rest)
+            case "/clear":
+                self.turns.clear()
+                self._note("the conversation is forgotten")
+            case "/help":
+                for command, what in COMMANDS.items():
+                    self._note(f"  {command:<13} {what}")
+            case _:
+                names = ", ".join(command.partition(" ")[0] for command in COMMANDS)
+                self._fail(f"there is no command {name}; there are {names}")
+        return False
+
+    def _save(self, path: str) -> None:
+        from dovetail.cli.save import save
+
+        if not path:
+            self._fail("/save needs a file's name: /save chat.json")
+            return
+        try:
+            saved = save(path, json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self._fail(str(error))
+        else:
+            self._note(f"{len(self.messages)} messages saved in {saved}")
+
+    def _note(self, text: str) -> None:
+        self._err.print(text.translate(_UNPRINTABLE), style="dim", markup=False, soft_wrap=True)
+
+    def _fail(self, text: str) -> None:
+        self._err.print(text.translate(_UNPRINTABLE), style="red", markup=False, soft_wrap=True)
+
+
+def _prompt(plain: bool) -> str:
+    """readline counts a line's width without what stands between \\1 and \\2."""
+    return "› " if plain else "\001\x1b[1;36m\002› \001\x1b[0m\002"

@@ -1,0 +1,138 @@
+"""Who answers in `dovetail chat`: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dovetail.cli.remote import DONE, ServerError, client_options, explained, read_event, read_models, refusal
+
+Messages = list[dict[str, str]]
+Pieces = Generator[str, None, None]
+SILENCE = 600.0  # seconds; a person waits as long as they like, and has ctrl-C
+
+
+class Thought(str):
+    """A piece of a model's reasoning: shown, and not part of the answer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    temperature: float
+    max_tokens: int
+
+
+class Partner(Protocol):
+    finish_reason: str | None  # of the last answer: length where max_tokens cut it off
+
+    def describe(self) -> str:
+        """Who it is, in a line."""
+        ...
+
+    def answer(self, messages: Messages, options: Options) -> Pieces:
+        """The next message in pieces. Closing the iterator aborts it. ServerError and ValueError are sentences."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    def __init__(self, model: str, **engine: Any):
+        from dovetail.cli.progress import bar
+        from dovetail.engine.llm import LLM
+
+        with bar() as progress:
+            self._llm = LLM(model, max_num_seqs=1, progress=progress, **engine)
+        self._model, self.finish_reason = model, None
+
+    def describe(self) -> str:
+        return f"{self._model}, in this process, started in {self._llm.start_seconds:.1f} s"
+
+    def answer(self, messages: Messages, options: Options) -> Pieces:
+        from dovetail.engine.params import SamplingParams
+
+        params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+        assert self._llm.tokenizer is not None  # only dummy weights have none
+        prompt = self._llm.tokenizer.encode_chat(messages)
+        self.finish_reason = None
+        with _between_steps() as interrupted, closing(self._llm.stream(prompt, params)) as updates:  # type: ignore[type-var]
+            for update in updates:
+                if update.text:
+                    yield update.text
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+                if update.finished:
+                    self.finish_reason = update.seq.finish_reason
+
+    def close(self) -> None:
+        pass
+
+
+class Remote:
+    def __init__(self, url: str, model: str, api_key: str):
+        import httpx
+
+        self._client = httpx.Client(**client_options(url, api_key, SILENCE))
+        self._url, self._model, self.finish_reason = url, model, None
+
+    def describe(self) -> str:
+        return f"{self._name()} at {self._url}"
+
+    def answer(self, messages: Messages, options: Options) -> Pieces:
+        body = {
+            "model": self._name(), "messages": messages, "stream": True,
+            "temperature": options.temperature, "max_tokens": options.max_tokens,
+        }  # fmt: skip
+        self.finish_reason = None
+        # Leaving in the middle closes the connection, by which the server knows to stop.
+        with explained(self._url), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+                raise refusal(response)
+            for line in response.iter_lines():
+                event = read_event(line)
+                if event is DONE:
+                    return
+                yield from self._pieces(event)
+        raise ServerError("cut off", "the server closed the connection before the answer's end")
+
+    def _pieces(self, event: Any) -> Iterator[str]:
+        for choice in (event or {}).get("choices", ()):
+            delta = choice.get("delta") or {}
+            if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                yield Thought(thought)
+            if delta.get("content"):
+                yield delta["content"]
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def _name(self) -> str:
+        """Unless it was given, the server's first. Asked for when needed: a chat may begin before its server."""
+        if not self._model:
+            with explained(self._url):
+                self._model = read_models(self._client.get("/v1/models"))[0]["id"]
+        return self._model
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@contextmanager
+def _between_steps() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of raising: an exception amid a step would leave the engine's books half written.
+    Whoever presses it again cannot wait for the step (it may be compiling) and ends the program."""
+    asked = threading.Event()
+
+    def handler(*_: Any) -> None:
+        if asked.is_set():
+            raise SystemExit(130)
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,116 @@
+"""An OpenAI-compatible server as a command sees it: its address, its events, and its errors as sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+
+DONE = object()  # what a stream's last event says
+
+
+class ServerError(Exception):
+    """One sentence for a person; `kind` is what many of them are counted by: a status, or a word."""
+
+    def __init__(self, kind: str, sentence: str):
+        super().__init__(sentence)
+        self.kind = kind
+
+
+def client_options(url: str, api_key: str, seconds: float) -> dict[str, Any]:
+    """For httpx.Client or AsyncClient. `url` may end in /v1, as other clients want it. `seconds` is the longest
+    silence: an engine that compiles its first step is silent for a while."""
+    import httpx
+
+    from dovetail.serve.config import is_loopback
+
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url} is not a URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"a server's URL looks like http://127.0.0.1:8000; got {url!r}")
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("a key is made of printable ASCII characters, for it travels in a header")
+    return dict(
+        base_url=url.rstrip("/").removesuffix("/v1"),
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        timeout=httpx.Timeout(seconds, connect=min(10.0, seconds), pool=None),
+        # Open loop: an arrival never waits for a free connection.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=not is_loopback(parsed.host),  # no proxy leads back to this machine
+    )
+
+
+@contextmanager
+def explained(url: Any) -> Iterator[None]:
+    """What goes wrong on the way to the server and back, as a ServerError."""
+    import httpx
+
+    try:
+        yield
+    except httpx.ConnectError as error:
+        raise ServerError(
+            "no connection", f"no server answers at {url} ({error}); `dovetail serve` starts one"
+        ) from None
+    except httpx.TimeoutException as error:
+        raise ServerError("timeout", f"{url} was silent for too long ({type(error).__name__})") from None
+    except httpx.HTTPError as error:
+        raise ServerError("connection lost", f"the connection to {url} broke: {_text(error)}") from None
+
+
+def refusal(response: httpx.Response) -> ServerError:
+    """A status of 4xx or 5xx, with what the server says of it. The body must have been read."""
+    status = str(response.status_code)
+    said = _message(response.text)
+    if not said:
+        where = f"{response.request.method} {response.url}"
+        said = f"{where} answered {status} {response.reason_phrase}: is this an OpenAI-compatible server?"
+    if response.status_code == 401:
+        said += "; give the key with --api-key or DOVETAIL_API_KEY"
+    return ServerError(status, f"the server refused ({status}): {said}")
+
+
+def read_event(line: str) -> Any:
+    """A stream's line: an event's object, DONE, or None for what is no data. An error event raises."""
+    if not line.startswith("data:"):
+        return None
+    text = line[5:].strip()
+    if text == "[DONE]":
+        return DONE
+    try:
+        event = json.loads(text)
+    except ValueError:
+        raise ServerError("bad event", f"the server sent an event that is not JSON: {text[:80]}") from None
+    if isinstance(event, dict) and event.get("error"):
+        raise ServerError("error event", f"the server ended the answer: {_message(text) or text[:200]}")
+    return event
+
+
+def read_models(response: httpx.Response) -> list[dict[str, Any]]:
+    """What /v1/models lists; at least one."""
+    if response.is_error:
+        raise refusal(response)
+    try:
+        models = response.json()["data"]
+        assert models and all(isinstance(model["id"], str) for model in models)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        raise ServerError("no model", f"{response.url} lists no model: is this an OpenAI-compatible server?") from None
+    return models
+
+
+def _message(body: str) -> str:
+    """OpenAI's error shape, on one line; '' where it is another."""
+    try:
+        error = json.loads(body)["error"]
+        return " ".join(str(error if isinstance(error, str) else error["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,31 @@
+"""A file written whole or not at all."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def save(path: str | Path, text: str) -> Path:
+    """Beside its place first and moved there when it is complete: whoever kills this keeps what was there before."""
+    path = Path(path).expanduser()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
+    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(part, path.stat().st_mode if path.exists() else 0o666 & ~_umask())  # mkstemp's is 0600
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+    return path
+
+
+def _umask() -> int:
+    """It can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

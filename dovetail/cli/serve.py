@@ -1,0 +1,119 @@
+"""`dovetail serve`: a model behind OpenAI's API."""
+
+import os
+from pathlib import Path
+
+import typer
+
+_ENGINE, _SAFETY, _NAMES = "Engine", "Safety", "Format"
+
+
+def serve(
+    model: str = typer.Argument("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
+    host: str = typer.Option("127.0.0.1", help="Where to listen; 0.0.0.0 is every interface."),
+    port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free."),
+    served_model_name: list[str] = typer.Option([], help="What requests call the model; may be repeated."),
+    api_key: str = typer.Option("", help="Requests must bring it. Seen by `ps`: prefer the file or the variable.",
+                                envvar="DOVETAIL_API_KEY", show_envvar=True, rich_help_panel=_SAFETY),
+    api_key_file: Path | None = typer.Option(None, help="Keys, one a line.", rich_help_panel=_SAFETY),
+    admin: bool = typer.Option(False, help="Routes that sleep, pause and change weights.", rich_help_panel=_SAFETY),
+    admin_key: str = typer.Option("", envvar="DOVETAIL_ADMIN_KEY", show_envvar=True, help="For those.",
+                                  rich_help_panel=_SAFETY),
+    admin_key_file: Path | None = typer.Option(None, help="Likewise, from a file.", rich_help_panel=_SAFETY),
+    allow_origin: list[str] = typer.Option([], help="Web pages that may ask; may be repeated.",
+                                           rich_help_panel=_SAFETY),
+    allow_request_template: bool = typer.Option(False, help="Run templates that requests bring.",
+                                                rich_help_panel=_SAFETY),
+    profile_dir: Path | None = typer.Option(None, help="Routes that write a trace here.", rich_help_panel=_SAFETY),
+    max_body_mb: float = typer.Option(16.0, min=0.001, help="The largest request.", rich_help_panel=_SAFETY),
+    max_prompt_tokens: int = typer.Option(0, min=0, help="0: what the model takes.", rich_help_panel=_SAFETY),
+    max_n: int = typer.Option(64, min=1, help="The most answers to one prompt.", rich_help_panel=_SAFETY),
+    max_queue: int = typer.Option(1024, min=1, help="Prompts that may wait; then 429.", rich_help_panel=_SAFETY),
+    request_timeout: float = typer.Option(600.0, min=0.1, help="Seconds a request may take.", rich_help_panel=_SAFETY),
+    drain_timeout: float = typer.Option(30.0, min=0.0, help="Seconds to end what is under way at SIGTERM.",
+                                        rich_help_panel=_SAFETY),
+    tool_format: str = typer.Option("", help="Of tool calls; otherwise by the template.", rich_help_panel=_NAMES),
+    reasoning_format: str = typer.Option("", help="Of reasoning, likewise.", rich_help_panel=_NAMES),
+    dtype: str = typer.Option("", help="bf16, f32 or f16.", rich_help_panel=_ENGINE),
+    max_model_len: int = typer.Option(0, min=0, help="0: the model's own.", rich_help_panel=_ENGINE),
+    max_num_seqs: int = typer.Option(256, min=1, help="Sequences in a batch.", rich_help_panel=_ENGINE),
+    max_num_batched_tokens: int = typer.Option(8192, min=1, help="Tokens of one step.", rich_help_panel=_ENGINE),
+    memory_fraction: float = typer.Option(0.9, min=0.01, max=1.0, help="Of the device.", rich_help_panel=_ENGINE),
+    tensor_parallel: int = typer.Option(1, min=1, help="Devices to split the model over.", rich_help_panel=_ENGINE),
+    prefix_caching: bool = typer.Option(True, help="Prompts that begin alike share pages.", rich_help_panel=_ENGINE),
+    policy: str = typer.Option("fcfs", help="fcfs, or priority.", rich_help_panel=_ENGINE),
+    seed: int = typer.Option(0, help="Of requests that bring none.", rich_help_panel=_ENGINE),
+) -> None:  # fmt: skip
+    """Serve a model to any OpenAI client."""
+    import asyncio
+    import logging
+
+    from dovetail.cli.progress import bar
+    from dovetail.io.hub import resolve
+    from dovetail.serve.config import Limits, ServerConfig
+    from dovetail.serve.server import serve as run
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    keys = _keys(api_key, api_key_file, "--api-key-file")
+    admin_keys = _keys(admin_key, admin_key_file, "--admin-key-file")
+    if admin and len(admin_keys) != 1:
+        raise ValueError("--admin needs a key of its own: set DOVETAIL_ADMIN_KEY, or --admin-key-file with one line")
+    if admin and admin_keys[0] in keys:
+        raise ValueError("the admin key must differ from the API keys: whoever may ask may not control")
+    limits = Limits(
+        body_bytes=int(max_body_mb * 2**20), prompt_tokens=max_prompt_tokens or None, n=max_n, queue=max_queue,
+        request_seconds=request_timeout, drain_seconds=drain_timeout,
+    )  # fmt: skip
+    config = ServerConfig(
+        names=tuple(served_model_name) or (model,), host=host, port=port, api_keys=keys,
+        admin_key=admin_keys[0] if admin else None, profile_dir=str(profile_dir) if profile_dir else None,
+        allow_origins=tuple(allow_origin), allow_request_template=allow_request_template,
+        tool_format=tool_format or None, reasoning_format=reasoning_format or None, limits=limits,
+    )  # fmt: skip
+    options = dict(
+        dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction,
+        tensor_parallel=tensor_parallel, prefix_caching=prefix_caching, policy=policy, seed=seed,
+    )  # fmt: skip
+    with bar() as progress:
+        path = resolve(model, progress)
+        asyncio.run(run(path, options, config, _show, progress))
+
+
+def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
+    lines = [given, *(file.read_text().splitlines() if file else ())]
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if file and not keys:
+        raise ValueError(f"{flag}: {file} holds no key")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ValueError("a key is made of printable ASCII characters, for it travels in a header")
+    return keys
+
+
+def _show(config, info) -> None:
+    """What a newcomer needs: where it is, and three lines to try it."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    url, key = f"http://{host}:{config.port}", "$DOVETAIL_API_KEY" if config.api_keys else "none"
+    header = '-H "Authorization: Bearer $DOVETAIL_API_KEY" ' if config.api_keys else ""
+    text = Text()
+    text.append(f"{url}/v1", style="bold cyan").append(f"  {config.names[0]}\n", style="bold")
+    text.append(f"started in {info.start_seconds:.1f} s; {info.description}", style="dim")
+    console = Console(highlight=False)
+    console.print(Panel(text, title="dovetail serve", title_align="left", expand=False))
+    # Outside the frame and unwrapped, so that it can be copied.
+    message = '[{"role": "user", "content": "Hello!"}]'
+    console.print(
+        f"curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' \\\n"
+        f"  -d '{{\"model\": \"{config.names[0]}\", \"messages\": {message}}}'\n\n"
+        f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="{key}")\n'
+        f'client.chat.completions.create(model="{config.names[0]}", messages={message})\n',
+        style="dim", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    if config.is_open:
+        console.print("Anybody who can reach this machine may ask: set DOVETAIL_API_KEY.", style="yellow")
+    if os.environ.get("DOVETAIL_ADMIN_KEY") and config.admin_key is None:
+        console.print("DOVETAIL_ADMIN_KEY is set, but without --admin there are no admin routes.", style="dim")

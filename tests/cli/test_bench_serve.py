@@ -1,0 +1,210 @@
+"""The load generator, against a server whose delays are known."""
+
+import asyncio
+import itertools
+import json
+import math
+import time
+from xml.etree import ElementTree
+
+import pytest
+from fake_openai import Reply, says, serving
+
+from dovetail.cli.bench_load import Load, Record
+from dovetail.cli.bench_serve import percentile, rates, run, summary
+
+
+def bench(fake, load, tmp_path, *, warm_up=0, vocab=0, model="", key="", timeout=30.0):
+    """The figures as --json has them."""
+    file = tmp_path / "figures.json"
+    run(fake.url, key, model, load, vocab, warm_up, timeout, str(tmp_path / "plot.svg"), str(file))
+    return json.loads(file.read_text())
+
+
+def timed(first, gap, count):
+    return Reply([(first, "t"), *[(gap, "t")] * (count - 1)])
+
+
+def test_what_is_sent(tmp_path):
+    with serving(lambda i: says(*"abcd")) as fake:
+        load = Load(requests=3, concurrency=1, input=7, output=4, seed=5)
+        figures = bench(fake, load, tmp_path, warm_up=2, key="k3y")
+        bench(fake, load, tmp_path, vocab=50)
+    assert len(fake.bodies) == 2 + 3 + 3 and fake.headers[0]["authorization"] == "Bearer k3y"
+    prompts = [body.pop("prompt") for body in fake.bodies]
+    for body in fake.bodies:
+        assert body == {
+            "model": "fake", "max_tokens": 4, "ignore_eos": True, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+    assert all(len(prompt) == 7 and all(100 <= id < 300 for id in prompt) for prompt in prompts[:5])
+    assert all(25 <= id < 50 for prompt in prompts[5:] for id in prompt)
+    assert len({tuple(prompt) for prompt in prompts[:5]}) == 5  # none finds another's prefix
+    assert (figures["sent"], figures["answered"], figures["output_tokens"], figures["errors"]) == (3, 3, 12, {})
+    assert figures["load"] == {"requests": 3, "concurrency": 1, "input": 7, "output": 4, "seed": 5}
+
+
+def test_the_same_seed_is_the_same_load():
+    one, same, other = (Load(requests=20, rate=5.0, seed=seed) for seed in (1, 1, 2))
+    assert one.moments() == same.moments() != other.moments()
+    assert one.bodies("m", 999, 3) == same.bodies("m", 999, 3) != other.bodies("m", 999, 3)
+    assert one.bodies("m", 999, 3) != one.bodies("m", 999, 3, "warm-up")
+
+
+def test_arrivals_are_poisson():
+    """The mean gap is 1/rate, and so is its deviation."""
+    moments = Load(requests=20_000, rate=4.0).moments()
+    gaps = [b - a for a, b in itertools.pairwise(moments)]
+    mean = sum(gaps) / len(gaps)
+    assert moments[0] == 0 and mean == pytest.approx(0.25, rel=0.03)
+    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(0.25, rel=0.05)
+    assert Load(requests=3, rate=math.inf).moments() == [0, 0, 0]
+
+
+def test_latencies_of_scripted_delays(tmp_path):
+    """A busy machine makes them longer, never shorter."""
+    with serving(lambda i: timed(0.1, 0.05, 4)) as fake:
+        figures = bench(fake, Load(requests=4, concurrency=2, output=4), tmp_path)
+    assert 100 <= figures["ttft_ms"]["p50"] < 250
+    assert 45 <= figures["itl_ms"]["p50"] < 95
+    assert 45 <= figures["tpot_ms"]["p50"] < 95
+    assert 250 <= figures["e2e_ms"]["p50"] < 800
+    assert 0.5 <= figures["seconds"] < 2.0
+    assert figures["output_tokens_per_second"] == pytest.approx(16 / figures["seconds"])
+    assert figures["requests_per_second"] == pytest.approx(4 / figures["seconds"])
+
+
+def test_open_loop_a_late_server_does_not_slow_the_arrivals(tmp_path):
+    """Each answer takes longer than all the arrivals together."""
+    load = Load(requests=12, rate=40.0, output=1)
+    planned = load.moments()
+    assert planned[-1] < 0.8
+    with serving(lambda i: timed(1.0, 0, 1)) as fake:
+        figures = bench(fake, load, tmp_path)
+    came = [at - fake.times[0] for at in fake.times]
+    assert max(abs(a - b) for a, b in zip(came, planned, strict=True)) < 0.5  # one after the other: a second apart
+    assert figures["late_ms"]["p50"] < 300 and figures["seconds"] < planned[-1] + 2.5
+
+
+def test_concurrency_is_kept(tmp_path):
+    with serving(lambda i: timed(0.1, 0, 1)) as fake:
+        figures = bench(fake, Load(requests=6, concurrency=2, output=1), tmp_path)
+    starts = sorted(fake.times)
+    assert all(later - earlier >= 0.09 for earlier, later in zip(starts, starts[2:], strict=False))
+    assert figures["seconds"] >= 0.3
+
+
+def test_errors_are_counted_by_kind(tmp_path, capsys):
+    replies = [
+        says("a", "b"), Reply(status=429, message="the queue is full"), Reply(status=429, message="again"),
+        says("a", ends=False), Reply([(0, b'data: {"error": {"message": "died"}}\n\n')]), says(),
+        Reply([(3.0, "late")]), says("a", "b"),
+    ]  # fmt: skip
+    replies[5].finish_reason, replies[5].pieces = "", [(0, b"data: [DONE]\n\n")]
+    with serving(lambda i: replies[i]) as fake:
+        figures = bench(fake, Load(requests=8, concurrency=1, output=2), tmp_path, timeout=1.0)
+    assert figures["errors"] == {"429": 2, "cut off": 1, "error event": 1, "no tokens": 1, "timeout": 1}
+    assert (figures["sent"], figures["answered"], figures["output_tokens"]) == (8, 2, 4)
+    out = capsys.readouterr().out
+    assert "2 of 8 answered" in out and "2 failed, 429: the server refused (429): the queue is full" in out
+    assert len(figures["each"]) == 8 and figures["each"][1]["error"] == "429"
+
+
+def test_all_fail_and_there_is_still_a_table(tmp_path, capsys):
+    with serving(lambda i: Reply(status=500, message="no")) as fake:
+        figures = bench(fake, Load(requests=2, rate=100.0), tmp_path)
+    assert figures["ttft_ms"] == {} and figures["errors"] == {"500": 2}
+    assert "–" in capsys.readouterr().out
+    ElementTree.parse(tmp_path / "plot.svg")
+
+
+def test_several_tokens_an_event(tmp_path, capsys):
+    with serving(lambda i: Reply([(0.0, "t"), (0.08, "t")], usage=9)) as fake:
+        figures = bench(fake, Load(requests=1, concurrency=1, output=16), tmp_path)
+    assert figures["output_tokens"] == 9 and figures["tokens_per_event"] == 4.5
+    assert 9 <= figures["tpot_ms"]["p50"] < 40 and figures["itl_ms"]["p50"] >= 75
+    out = capsys.readouterr().out
+    assert "TPOT says more than ITL" in out and "1 answers were shorter" in out
+
+
+REFUSED = {
+    "a key": ({"models": Reply(status=401, message="a key is needed")}, {}, "a key is needed; give the key"),
+    "another model": ({}, {"model": "other"}, "has no model other; it has fake"),
+    "too long": ({}, {"load": Load(requests=1, concurrency=1, input=500, output=64)}, "takes at most 512"),
+    "a bad first": (
+        {"reply": Reply(status=400, message="ignore_eos: unknown")},
+        {"warm_up": 1},
+        "first request failed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_fail_every_time_is_said_once(case, tmp_path):
+    server, given, message = REFUSED[case]
+    options = {"load": Load(requests=1, concurrency=1), **given}
+    started = serving(lambda i: server.get("reply", says("a")), server.get("models"))
+    with started as fake, pytest.raises(ValueError, match=message):
+        bench(fake, options.pop("load"), tmp_path, **options)
+    assert len(fake.bodies) == options.get("warm_up", 0)
+
+
+def test_a_server_that_is_not_there(tmp_path):
+    with serving(lambda i: says("a")) as fake:
+        pass
+    with pytest.raises(ValueError, match="no server answers"):
+        bench(fake, Load(requests=1, concurrency=1), tmp_path)
+
+
+def test_misuse_is_refused_before_the_load(tmp_path):
+    for options in ({}, {"rate": 1.0, "concurrency": 1}):
+        with pytest.raises(ValueError, match=r"--rate .* or --concurrency"):
+            Load(requests=1, **options)
+    with pytest.raises(ValueError, match=r"draws SVG.*name it a\.svg"):
+        run("http://x", "", "", Load(requests=1, rate=1.0), 0, 0, 1.0, "a.png", "")
+
+
+def test_interrupted_it_tells_what_there_was(tmp_path, monkeypatch, capsys):
+    real = asyncio.run
+
+    def interrupted(main):
+        real(main)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", interrupted)
+    with serving(lambda i: says("a")) as fake, pytest.raises(KeyboardInterrupt):
+        bench(fake, Load(requests=1, concurrency=1, output=1), tmp_path)
+    assert "1 of 1 answered" in capsys.readouterr().out and (tmp_path / "figures.json").exists()
+
+
+def test_percentiles():
+    import numpy as np
+
+    values = [5.0, 1.0, 4.0, 2.0, 10.0]
+    for q in (0, 50, 90, 99, 100):
+        assert percentile(values, q) == pytest.approx(np.percentile(values, q))
+    assert summary([]) == {} and summary([0.25]) == dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 250.0)
+
+
+def test_tokens_over_time():
+    records = [Record(0, 0, [0.1, 0.9, 3.9], end=4.0, tokens=6), Record(0, 0)]
+    assert rates(records, 4.0, bins=4) == [4.0, 0.0, 0.0, 2.0]
+
+
+def test_the_plot(tmp_path):
+    with serving(lambda i: timed(0.02 * i, 0.01, 3)) as fake:
+        bench(fake, Load(requests=5, concurrency=1, output=3), tmp_path, model="fake")
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    texts = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == "fake: 5 requests, 1 at a time, 128 + 3 tokens, seed 0"
+    assert any(t.startswith("TTFT") and "p99" in t for t in texts) and any(t.startswith("E2E") for t in texts)
+    bars = [float(e.get("height", 0)) for e in root.iter() if e.get("class") == "bar"]
+    assert len(bars) == 40 + 40 + 60 and max(bars) > 200 and min(bars) >= 0
+
+
+def test_many_at_once_are_all_counted(tmp_path):
+    start = time.perf_counter()
+    with serving(lambda i: timed(0.2, 0.01, 3)) as fake:
+        figures = bench(fake, Load(requests=60, rate=math.inf, output=3), tmp_path)
+    assert figures["answered"] == 60 and figures["output_tokens"] == 180 and figures["load"]["rate"] == "inf"
+    assert time.perf_counter() - start < 10  # one after the other they would take 13 s

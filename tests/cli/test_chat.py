@@ -1,0 +1,259 @@
+"""The terminal chat, against a server that answers as it is told to."""
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import closing
+
+import pytest
+import typer
+from fake_openai import Reply, says, serving
+
+from dovetail.cli import chat as module
+from dovetail.cli.chat import Chat
+from dovetail.cli.chat_partner import Options, Remote, Thought, _between_steps
+from dovetail.cli.save import save
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Say these lines to a server; what was printed, as (answers, remarks)."""
+
+    def talk(place, *lines, ok=True, **options):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        defaults = {"url": "", "model": "", "system": "", "temperature": 0.5, "max_tokens": 9, "api_key": ""}
+        try:
+            module.chat(place, **defaults | options)
+            assert ok
+        except typer.Exit as end:
+            assert end.exit_code == 1 and not ok
+        printed = capsys.readouterr()
+        return printed.out, printed.err
+
+    return talk
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def test_turns_stream_and_the_history_is_sent(talk):
+    with serving(lambda i: says("Hel", "lo ", str(i))) as fake:
+        out, err = talk(fake.url, "one", "", "two", "/quit", "never")
+    assert out == "Hello 0\nHello 1\n" and err == ""
+    assert [body["messages"] for body in fake.bodies] == [
+        [user("one")],
+        [user("one"), assistant("Hello 0"), user("two")],
+    ]
+    first = {name: value for name, value in fake.bodies[0].items() if name != "messages"}
+    assert first == {"model": "fake", "stream": True, "temperature": 0.5, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_url_may_be_written_as_other_clients_want_it(talk, suffix):
+    with serving(lambda i: says("yes")) as fake:
+        assert talk("", "one", url=fake.url + suffix, model="mine", api_key="k3y")[0] == "yes\n"
+    assert fake.bodies[0]["model"] == "mine" and fake.headers[0]["authorization"] == "Bearer k3y"
+
+
+def test_the_system_message_is_set_replaced_and_removed(talk):
+    with serving(lambda i: says("a")) as fake:
+        talk(fake.url, "one", "/system be  kind", "two", "/clear", "three", "/system", "four", system="be short")
+    sent = [body["messages"] for body in fake.bodies]
+    assert sent[0] == [system("be short"), user("one")]
+    assert sent[1] == [system("be  kind"), user("one"), assistant("a"), user("two")]
+    assert sent[2] == [system("be  kind"), user("three")]
+    assert sent[3] == [user("three"), assistant("a"), user("four")]
+
+
+def test_save(talk, tmp_path):
+    path = tmp_path / "a chat.json"
+    with serving(lambda i: says("é☃")) as fake:
+        _, err = talk(fake.url, "/system s", "one", f"/save {path}", "/save", f"/save {tmp_path}", "/save /no/such/f")
+    assert json.loads(path.read_text()) == {"messages": [system("s"), user("one"), assistant("é☃")]}
+    assert "é☃" in path.read_text() and os.listdir(tmp_path) == ["a chat.json"]
+    lines = err.splitlines()
+    assert lines[1] == f"3 messages saved in {path}"
+    assert "needs a file's name" in lines[2] and "is a folder" in lines[3] and "no folder /no/such" in lines[4]
+
+
+def test_what_was_saved_before_stays_when_a_write_fails(tmp_path, monkeypatch):
+    path = save(tmp_path / "f", "old")
+    path.chmod(0o640)
+    with pytest.raises(UnicodeEncodeError):
+        save(path, "half \ud800")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["f"]
+    save(path, "new")
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_help_and_unknown_commands(talk):
+    with serving(lambda i: says("a")) as fake:
+        _, err = talk(fake.url, "/nope x", "/help")
+    first, *rest = err.splitlines()
+    assert first == "there is no command /nope; there are /system, /save, /clear, /help, /quit"
+    assert [line.split()[0] for line in rest] == ["/system", "/save", "/clear", "/help", "/quit"] and not fake.bodies
+
+
+ERRORS = {
+    "no key": (
+        Reply(status=401, message="a valid key is needed"),
+        "a valid key is needed; give the key with --api-key",
+    ),
+    "no model": (Reply(status=404, message="the model 'x' is not served"), "(404): the model 'x' is not served"),
+    "bad": (Reply(status=400, message="two\nlines"), "the server refused (400): two lines"),
+    "not OpenAI's": (Reply(status=404, body=b"<html>"), "404 Not Found: is this an OpenAI-compatible server?"),
+    "in the stream": (
+        Reply([(0, b'data: {"error": {"message": "the engine has stopped"}}\n\n')]),
+        "the server ended the answer: the engine has stopped",
+    ),
+    "cut off": (Reply(ends=False), "closed the connection before the answer's end"),
+    "not JSON": (Reply([(0, b"data: {oops\n\n")]), "not JSON: {oops"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_is_one_sentence_and_the_chat_goes_on(talk, case):
+    reply, sentence = ERRORS[case]
+    with serving(lambda i: reply if i == 0 else says("fine")) as fake:
+        out, err = talk(fake.url, "one", "two", ok=False)
+    assert out == "fine\n" and sentence in err and err.count("\n") == 1
+    assert fake.bodies[1]["messages"] == [user("two")]  # the question without an answer is gone
+
+
+def test_a_server_that_is_not_there(talk):
+    with serving(lambda i: says("a")) as fake:
+        pass
+    out, err = talk(fake.url, "one", "/clear", ok=False)
+    assert out == "" and f"no server answers at {fake.url}" in err and "dovetail serve" in err
+    assert err.count("\n") == 2  # and the command was still obeyed
+
+
+def test_a_server_that_lists_no_model(talk):
+    with serving(lambda i: says("a"), models=[]) as fake:
+        _, err = talk(fake.url, "one", ok=False)
+    assert "lists no model" in err and not fake.bodies
+
+
+def test_the_partial_answer_before_an_error_stays(talk):
+    with serving(lambda i: says("so f", "ar", ends=False) if i == 0 else says("b")) as fake:
+        talk(fake.url, "one", "two", ok=False)
+    assert fake.bodies[1]["messages"] == [user("one"), assistant("so far"), user("two")]
+
+
+def test_ctrl_c_stops_the_answer_and_the_server_sees_the_client_leave(talk):
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def reply(i):
+        if i:
+            return says("again")
+        more = [(0.01, "never") for _ in range(500)]
+        return Reply([(0, "begun"), (0.4, lambda: signal.pthread_kill(main, signal.SIGINT)), (0.5, b""), *more])
+
+    with serving(reply) as fake:
+        out, err = talk(fake.url, "one", "two")
+        assert fake.left.wait(5)
+    assert out == "begun\nagain\n" and err == "(stopped)\n"
+    assert fake.bodies[1]["messages"] == [user("one"), assistant("begun"), user("two")]
+
+
+def test_an_answer_that_is_cut_off_says_so(talk):
+    with serving(lambda i: says("a", finish_reason="length")) as fake:
+        _, err = talk(fake.url, "one")
+    assert err == "(cut off at 9 tokens: --max-tokens sets it)\n"
+
+
+def test_reasoning_is_shown_and_not_sent_back(talk):
+    thought = Reply([(0, {"reasoning_content": "hmm. "}), (0, "42")])
+    with serving(lambda i: thought) as fake:
+        out, _ = talk(fake.url, "one", "two")
+        with closing(Remote(fake.url, "", "")) as partner:
+            pieces = list(partner.answer([user("x")], Options(0, 5)))
+    assert out == "hmm. 42\n" * 2 and fake.bodies[1]["messages"][1] == assistant("42")
+    assert [type(piece) for piece in pieces] == [Thought, str]
+
+
+def test_escape_sequences_do_not_reach_the_terminal(talk):
+    with serving(lambda i: says("\x1b]0;title\x07a\tb\nc\x9b2J")) as fake:
+        out, _ = talk(fake.url, "one", "two")
+    assert out == "]0;titlea\tb\nc2J\n" * 2
+    assert fake.bodies[1]["messages"][1] == assistant("\x1b]0;title\x07a\tb\nc\x9b2J")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"place": "http://a", "url": "http://b"}, "two servers"),
+        ({"place": "a-model", "model": "b-model"}, "two models"),
+        ({"url": "ftp://x"}, "looks like http://"),
+        ({"url": "http://"}, "looks like http://"),
+        ({"url": "http://x", "api_key": "k\n"}, "printable ASCII"),
+    ],
+)
+def test_contradictions_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        module._partner(**{"place": "", "url": "", "model": "", "api_key": ""} | given)
+
+
+class Steps:
+    """A partner like the local one: asked to stop, it does so between two steps."""
+
+    finish_reason = None
+
+    def answer(self, messages, options):
+        with _between_steps() as interrupted:
+            yield "one step"
+            signal.raise_signal(signal.SIGINT)
+            yield ", to its end"
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+            yield "never"
+
+
+def test_a_local_engine_is_stopped_between_steps(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    chat = Chat(Steps(), Options(0, 5))  # type: ignore[arg-type]
+    assert chat.run() and chat.turns == [user("hi"), assistant("one step, to its end")]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capsys.readouterr().err == "(stopped)\n"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit), _between_steps():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def pipe(*args, lines):
+    env = {**os.environ, "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "dovetail", "chat", *args]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_through_a_pipe():
+    with serving(lambda i: says("Hi", "!")) as fake:
+        out = pipe(fake.url, "--temperature", "0", lines="Hello\n/quit\n")
+    assert (out.returncode, out.stdout, out.stderr) == (0, "Hi!\n", "")
+
+
+@pytest.mark.slow
+def test_with_a_real_engine(smollm2_gguf):
+    out = pipe(str(smollm2_gguf), "--temperature", "0", "--max-tokens", "12", lines="What is the capital of France?\n")
+    assert out.returncode == 0 and "Paris" in out.stdout, out.stderr
