@@ -208,6 +208,22 @@ class _Whole:
         return [self.clean(text) if self.clean else text]
 
 
+def token_bytes(backend: Backend, token: str, special: bool) -> bytes:
+    """What a token writes amid a text, as bytes: unlike text, a token may hold a part of a character."""
+    outer: dict = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    rules = {rule["type"]: rule for rule in outer.get("decoders", [outer])}
+    if special:
+        return token.encode()
+    if "ByteLevel" in rules and all(c in _BYTE_OF for c in token):
+        return bytes([_BYTE_OF[c] for c in token])
+    if "ByteFallback" in rules and (match := _BYTE_TOKEN.fullmatch(token)):
+        return bytes([int(match[1], 16)])
+    if "WordPiece" in rules:
+        prefix = rules["WordPiece"]["prefix"]
+        return (token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
+    return token.replace("▁", " ").encode() if {"Metaspace", "Replace"} & rules.keys() else token.encode()
+
+
 def _stages(backend: Backend) -> list[_Stage] | None:
     """The stages of this tokenizer's decoder, or None where one of its rules cannot be streamed."""
     if backend.decoder is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dovetail.io import tokenizer_files
 from dovetail.io.chat import ChatTemplate
-from dovetail.io.detokenize import Detokenizer
+from dovetail.io.detokenize import Detokenizer, token_bytes
 
 # Joins punctuation back to its word after WordPiece; order matters.
 _CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
@@ -87,10 +87,16 @@ class Tokenizer:
         text = self.backend.decode(self._known(ids), skip_special_tokens=skip_special)
         return _clean_up(text) if self._cleans_up else text
 
-    def stream(self, skip_special: bool = True, context: Iterable[int] = ()) -> Detokenizer:
-        """Decodes ids one at a time. `context`: ids before the first, such as the prompt's last few."""
+    def stream(self, skip_special: bool = True, context: Iterable[int] = (), keep: Collection[int] = ()) -> Detokenizer:
+        """Decodes ids one at a time. `context`: ids before the first, such as the prompt's last few. `keep`: special
+        tokens that are written even so, for a parser of tool calls needs its markers."""
         clean = _clean_up if self._cleans_up else None
-        return Detokenizer(self.backend, self.special_ids, skip_special=skip_special, context=context, clean=clean)
+        special = self.special_ids.difference(keep) if keep else self.special_ids
+        return Detokenizer(self.backend, special, skip_special=skip_special, context=context, clean=clean)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token writes amid a text; it may be a part of a character."""
+        return token_bytes(self.backend, self.token(token_id), token_id in self.special_ids)
 
     def token(self, token_id: int) -> str:
         """The token with this id, as the vocabulary spells it (not decoded)."""

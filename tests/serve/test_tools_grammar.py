@@ -217,7 +217,7 @@ def test_what_is_written_at_random_is_read(name: str, marked: Tokenizer):
     ("tools", "choice", "message"),
     [
         ([], "required", "there are none"),
-        (TOOLS, "auto", r"name one of the tools \['free', 'look', 'look_up'\], got 'auto'"),
+        (TOOLS, "nope", r"name one of the tools \['free', 'look', 'look_up'\], got 'nope'"),
         (TOOLS, {"type": "function", "function": {"name": "nope"}}, "nope"),
         ([{"type": "function"}], "required", r"tools\[0\]: expected a 'function' with a 'name'"),
     ],

@@ -65,7 +65,8 @@ def grammar_for(
     """The Lark grammar, for `Structured(grammar=...)`, of an output that is calls of these tools and nothing else.
 
     choice: "required" for one or, if `parallel`, several calls of any tools; a function's name, or OpenAI's
-    {"type": "function", "function": {"name": ...}}, for one call of that function.
+    {"type": "function", "function": {"name": ...}}, for one call of that function; "auto" for any text, or text and
+    then calls: whatever opens as a call must be one (ValueError for a format whose calls have no opening marker).
     special: the ids of those of the formats' markers that are special tokens (`special_ids` finds them).
     reasoning: lets a block of reasoning come first; with `in_reasoning`, its end must come, since the prompt opened it.
 
@@ -75,7 +76,10 @@ def grammar_for(
     """
     lark = Lark(special or {})
     allowed = _allowed(parameters_by_name(tools), choice)
-    several = parallel and choice == "required"
+    several = parallel and choice in ("required", "auto")
+    if choice == "auto":
+        thinking = _thinking(lark, reasoning, True) if in_reasoning else ""  # else it is text like any
+        return lark.source(thinking + _text_or_calls(lark, tool_format, allowed, several))
     calls = _calls(lark, tool_format.name, allowed, several)
     return lark.source(_thinking(lark, reasoning, in_reasoning) + calls)
 
@@ -83,7 +87,7 @@ def grammar_for(
 def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if not parameters:
         raise ValueError(f"tool_choice {choice!r} needs tools to choose from, and there are none; send 'tools'")
-    if choice == "required":
+    if choice in ("required", "auto"):
         return parameters
     function = choice.get("function", choice) if isinstance(choice, Mapping) else {"name": choice}
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -94,21 +98,36 @@ def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str
     return {name: parameters[name]}
 
 
-def _calls(lark: Lark, name: str, allowed: dict[str, Mapping[str, Any]], several: bool) -> str:
+def _text_or_calls(lark: Lark, form: ToolFormat, allowed: dict[str, Mapping[str, Any]], several: bool) -> str:
+    """One lexer reads both, so text ends with the opening, not before it: what follows is the call without it."""
+    written = _WRITTEN[form.name]
+    opening = next((m for m in form.opens if (written.first or written.before).startswith(m)), None)
+    if opening is None:
+        raise ValueError(f"strict is not supported with tool_choice auto: a call in {form.name} has no opening marker")
+    calls = _calls(lark, form.name, allowed, several, opening)
+    return lark.rule(f"{lark.without((*form.opens, *form.bare))} | {lark.until(opening)} {calls}")
+
+
+def _calls(lark: Lark, name: str, allowed: dict[str, Mapping[str, Any]], several: bool, opened: str = "") -> str:
+    """`opened`: what of the first call is there already."""
     written = _WRITTEN[name]
     call = lark.one_of([_call(lark, name, function, schema) for function, schema in allowed.items()])
+    first = call
+    if opened and not written.first:
+        first = lark.one_of([_call(lark, name, function, schema, opened) for function, schema in allowed.items()])
     more = f"({_text(lark, written.between)}{call})*" if several else ""
-    return f"{_text(lark, written.first)}{call} {more} {_text(lark, written.last)}".rstrip()
+    head = _text(lark, written.first.removeprefix(opened))
+    return f"{head}{first} {more} {_text(lark, written.last)}".rstrip()
 
 
-def _call(lark: Lark, name: str, function: str, schema: Mapping[str, Any]) -> str:
+def _call(lark: Lark, name: str, function: str, schema: Mapping[str, Any], opened: str = "") -> str:
     written = _WRITTEN[name]
     if written.fields is None or not grammar_fields.are_declared(schema):
         written = _AS_JSON.get(name, written)
         arguments = lark.json(grammar_fields.closed(schema))
     else:
         arguments = grammar_fields.write(lark, written.fields, schema)
-    before = _text(lark, written.before.replace("{name}", function))
+    before = _text(lark, written.before.removeprefix(opened).replace("{name}", function))
     return f"{before}{arguments} {_text(lark, written.after)}".rstrip()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # As templates write JSON. To leave it open would also leave the model the choice to write white space without end.
@@ -40,6 +40,15 @@ class Lark:
         if end in self._special:
             return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
         return self.rule("/(?s:.*)/", f"[suffix={_literal(end)}]")
+
+    def without(self, texts: Sequence[str]) -> str:
+        """Any text that holds none of these; special tokens are never text."""
+        written = [re.escape(text).replace("/", r"\/") for text in texts if text not in self._special]
+        if not written:
+            return self.rule("/(?s:.*)/")
+        name = f"T{len(self._rules)}"  # only a terminal, which is in capitals, can be an intersection
+        self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*)({'|'.join(written)})(?s:.*)/")
+        return name
 
     def json(self, schema: Mapping[str, Any], compact: bool = False) -> str:
         """JSON by a schema."""

@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_BEFORE = "You may call functions to assist with the user's query. Their signatures are within <tools></tools>:\n<tools>\n"
+_BEFORE = (
+    "You may call functions to assist with the user's query. Their signatures are within <tools></tools>:\n<tools>\n"
+)
 _AFTER = (
     "\n</tools>\n\nFor each function call, return a JSON object with the function's name and arguments within "
     '<tool_call></tool_call>:\n<tool_call>\n{"name": <function name>, "arguments": <JSON object>}\n</tool_call>'

@@ -1,0 +1,44 @@
+"""ServerConfig: what a server was started with: where it listens, who may ask, and how much."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    body_bytes: int = 16 * 2**20
+    body_seconds: float = 30.0  # for a client to send it
+    prompt_tokens: int | None = None  # None: as many as the model takes
+    n: int = 64
+    queue: int = 1024  # prompts that wait for their first token
+    request_seconds: float = 600.0
+    drain_seconds: float = 30.0  # after SIGTERM, for what is under way
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    names: tuple[str, ...]  # what the model is called in requests; the first is what answers say
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None  # None: there are no admin routes
+    profile_dir: str | None = None  # where /start_profile writes; None: there is no such route
+    allow_origins: tuple[str, ...] = ()
+    allow_request_template: bool = False
+    tool_format: str | None = None  # None: by the model's template
+    reasoning_format: str | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody who can reach it may ask it: no key, and not on the loopback interface alone."""
+        return not self.api_keys and not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

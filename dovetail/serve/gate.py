@@ -1,0 +1,151 @@
+"""Gate: what every request passes before a route sees it: the key, the body's size and time, and after it the last
+catch, so that no traceback leaves the server."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dovetail.serve.config import ServerConfig, is_loopback
+from dovetail.serve.errors import ApiError, as_api_error, bad, from_validation
+
+OPEN = {"/health", "/ping"}  # a load balancer has no key
+ADMIN = {"/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/update_weights"}
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB-F]")
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self._app, self._config = app, config
+        # Where there is no key, a web page could name this machine by a name of its own (DNS rebinding) and ask.
+        self._any_host = bool(config.api_keys) or not is_loopback(config.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, await self._with_body(scope, receive), watched)
+        except Exception as error:
+            told = as_api_error(error)
+            if not started:
+                await told.response(scope["path"])(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers, path = Headers(scope=scope), scope["path"]
+        if not self._any_host and not _is_local(headers.get("host", "")):
+            raise ApiError(403, "this server has no key, so it answers to localhost and IP addresses only")
+        if path in OPEN or scope["method"] == "OPTIONS":
+            return
+        if path in ADMIN:
+            keys: Iterable[str] = (self._config.admin_key,) if self._config.admin_key else ()
+        else:
+            keys = self._config.api_keys
+        if keys and not _is_one_of(_key(headers), keys):
+            raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
+        """The whole body first, so that its size and the time it takes are bounded in one place; then what follows."""
+        limits, length = self._config.limits, Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        try:
+            body = await asyncio.wait_for(_read(receive, limits.body_bytes), limits.body_seconds)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
+        _check_text(body)
+        rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return rest.pop() if rest else await receive()
+
+        return replay
+
+
+async def _read(receive: Receive, most: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise bad("the client left while it sent the body")
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise _too_large(most)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _check_text(body: bytes) -> None:
+    """JSON can spell half a surrogate pair, which is no text: it could neither be tokenized nor sent back."""
+    if _HALF_PAIR.search(body):
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise bad("the body holds half of a surrogate pair, which is not valid Unicode") from None
+        except (ValueError, RecursionError):
+            pass  # not JSON: the route says so
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes, the most that this server takes", code="too_large")
+
+
+def _key(headers: Headers) -> str:
+    """OpenAI's clients send a bearer token, Anthropic's x-api-key."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _is_one_of(key: str, keys: Iterable[str]) -> bool:
+    """In constant time: every key is compared, and each takes the same time wherever it differs."""
+    given = key.encode()
+    return sum([hmac.compare_digest(given, each.encode()) for each in keys]) > 0
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    name = name.strip("[]").lower()
+    return (
+        name in ("", "localhost")
+        or name.endswith(".localhost")
+        or re.fullmatch(r"[0-9.]+|[0-9a-f:]+", name) is not None
+    )
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Errors that a route raises, as answers."""
+
+    async def api_error(request: Request, error: Any):
+        return error.response(request.url.path)
+
+    async def invalid(request: Request, error: Any):
+        return from_validation(error.errors()).response(request.url.path)
+
+    async def http_error(request: Request, error: Any):
+        path = request.url.path
+        what = {404: f"there is no route {path[:200]}", 405: f"{path[:200]} does not take {request.method}"}
+        answer = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response(path)
+        answer.headers.update(error.headers or {})  # Allow
+        return answer
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http_error)

@@ -1,0 +1,53 @@
+"""/v1/completions: what is asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from dovetail.engine.params import SamplingParams
+from dovetail.serve.errors import bad
+from dovetail.serve.fields import Flag, Int, Refused
+from dovetail.serve.protocol_chat import ResponseFormat
+from dovetail.serve.protocol_sampling import Sampling, Tokens
+
+Batch = Annotated[list[str], Field(min_length=1, max_length=2048)]
+TokenBatch = Annotated[list[Tokens], Field(min_length=1, max_length=2048)]
+
+
+class CompletionRequest(Sampling):
+    prompt: str | Batch | Tokens | TokenBatch
+    max_tokens: Int | None = None
+    logprobs: Int | None = None
+    echo: Flag = False
+    response_format: ResponseFormat | None = None
+    add_special_tokens: Flag = True
+
+    refused: ClassVar = {
+        **Sampling.refused,
+        "suffix": Refused("the model writes on, it does not fill in", ("",)),
+        "prompt_embeds": Refused("send text or token ids"),
+        "max_completion_tokens": Refused("it is called max_tokens on this route"),
+    }
+
+    def params(self) -> SamplingParams:
+        """With `echo` and max_tokens 0, which only scores the prompt, one token is asked for and not shown."""
+        self.check_stream()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad("max_tokens must be at least 1; 0 is for echo", "max_tokens")
+        most = 16 if self.max_tokens is None else self.max_tokens or 1
+        scored = self.logprobs if self.echo and self.prompt_logprobs is None else None
+        structured = self.response_format.structured() if self.response_format else None
+        return self.sampling(most, logprobs=self.logprobs, structured=structured, prompt_logprobs=scored)
+
+    def prompts(self) -> list[Any]:
+        return as_many(self.prompt, "prompt")
+
+
+def as_many(value: Any, name: str) -> list[Any]:
+    """One or many, each of them text or token ids, as many."""
+    many = [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
+    if not all(many) or not many:
+        raise bad(f"{name} is empty: give at least one token", name)
+    return many

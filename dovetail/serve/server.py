@@ -1,0 +1,88 @@
+"""The server's process: an engine is started, a socket listens, and both end together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.serve.app import make_app
+from dovetail.serve.child import ShowProgress
+from dovetail.serve.client import EngineClient
+from dovetail.serve.config import ServerConfig
+from dovetail.serve.messages import EngineInfo
+
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    path: Path,
+    options: Mapping[str, Any],
+    config: ServerConfig,
+    on_ready: Callable[[ServerConfig, EngineInfo], None],
+    progress: ShowProgress | None = None,
+) -> None:
+    """Serve the model at `path` until SIGINT or SIGTERM. `options` are LLM's."""
+    sock = listening_socket(config.host, config.port)  # first: a port that is taken should not cost a model's loading
+    config = replace(config, port=sock.getsockname()[1])
+    try:
+        tokenizer = read_tokenizer(path)
+        engine = await EngineClient.start(path, options, progress)
+        try:
+            server = Server(make_app(engine, tokenizer, config), config)
+            on_ready(config, engine.info)
+            await server.serve([sock])
+        finally:
+            await engine.close()
+    finally:
+        sock.close()
+
+
+class Server(uvicorn.Server):
+    """At SIGTERM it takes no more requests, lets those under way end within the limit, and then ends them: each is told
+    so in its own stream before uvicorn, a moment later, cancels what is left."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig):
+        self._inflight = app.state.service.inflight
+        patience = config.limits.drain_seconds + 3
+        # uvicorn's loggers stay with the root's handlers; an access log would write a line for each request.
+        options: dict[str, Any] = dict(log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=math.ceil(patience), **options))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._inflight.drain()
+        await super().shutdown(sockets)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Bound, and not listening yet: clients are turned away, not left to wait, until there is somebody to answer."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host.strip("[]"), port))
+    except OSError as error:
+        sock.close()
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+        ) from None
+    return sock
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer alone: the weights are the engine's."""
+    if path.suffix == ".gguf":
+        from dovetail.io.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path).tokenizer()
+    if not (path / "tokenizer.json").exists():
+        raise ValueError(f"{path} has no tokenizer.json, and a server needs one to read and write text")
+    return Tokenizer.from_folder(path)

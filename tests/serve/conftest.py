@@ -1,0 +1,45 @@
+"""Servers: one with the real SmolLM2 in a process of its own, and scripted ones that need no engine."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_gguf):
+    from dovetail.serve.server import read_tokenizer
+
+    return read_tokenizer(smollm2_gguf)
+
+
+@pytest.fixture(scope="session")
+def real(smollm2_gguf, tokenizer):
+    """The real model, over the real engine process."""
+    from serve.servers import running
+
+    from dovetail.serve.client import EngineClient
+
+    async def engine():
+        options = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, policy="priority")
+        return await EngineClient.start(smollm2_gguf, options)
+
+    with running(engine, tokenizer) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def openai_client(real):
+    import openai
+
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def scripted(tokenizer):
+    """A server whose engine says what `scripted.engine.texts` holds."""
+    from serve.servers import Script, running
+
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer) as server:
+        yield server

@@ -1,0 +1,130 @@
+"""What the API's tests share: a server on a free port in a thread, and an engine that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from dovetail.engine.died import EngineDied
+from dovetail.engine.stats import Stats
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.serve.app import make_app
+from dovetail.serve.config import ServerConfig
+from dovetail.serve.messages import Delta, Logprob, Times
+from dovetail.serve.server import Server, listening_socket
+
+MODEL = "smollm2"
+
+
+@contextmanager
+def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenizer, **config: Any):
+    """A real server: its url, its app, its backend, and `stop` to end it as SIGTERM would."""
+    found, ready = SimpleNamespace(), threading.Event()
+
+    async def main() -> None:
+        sock = listening_socket("127.0.0.1", 0)
+        engine = await backend()
+        app = make_app(engine, tokenizer, ServerConfig(**{"names": (MODEL,)} | config))
+        server = Server(app, app.state.service.config)
+        found.url, found.app, found.engine = f"http://127.0.0.1:{sock.getsockname()[1]}", app, engine
+        found.stop = lambda: setattr(server, "should_exit", True)
+        threading.Thread(target=_signal_when, args=(lambda: server.started, ready), daemon=True).start()
+        await server.serve([sock])
+        sock.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(120), "the server did not start"
+        yield found
+    finally:
+        if ready.is_set():
+            found.stop()
+        thread.join(30)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def _signal_when(condition: Callable[[], bool], event: threading.Event) -> None:
+    while not condition():
+        time.sleep(0.01)
+    event.set()
+
+
+class Script:
+    """An engine of scripted answers: each request is given the next text, a token at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, pause: float = 0.0):
+        self.tokenizer, self.pause = tokenizer, pause
+        self.info = SimpleNamespace(max_model_len=512)
+        self.is_alive = True
+        self.texts: list[str | list[int]] = []
+        self.asked: list[Any] = []  # (prompt's text, params)
+        self.ended: list[str] = []  # how each request ended: "whole", or "left"
+        self.called: list[Any] = []
+        self.aborted: set[str] = set()
+        self.dies = False
+
+    async def generate(self, id, prompt, params, *, priority=0, cache_salt=None):
+        self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params))
+        if params.max_tokens == 13:
+            raise ValueError("max_tokens must not be 13: that is unlucky")
+        text = self.texts.pop(0) if self.texts else "Fine."
+        tokens = self.tokenizer.encode(text, add_special=False) if isinstance(text, str) else list(text)
+        tokens = (tokens + [self.tokenizer.eos_id])[: params.max_tokens]
+        ended = "left"
+        try:
+            for i, token in enumerate(tokens):
+                await asyncio.sleep(self.pause)
+                if self.dies and i == 2:
+                    raise EngineDied("the engine died: somewhere/secret.py")
+                if id in self.aborted:
+                    for index in range(params.n):
+                        yield Delta(id, index, [], Times(0.0), finished=True, finish_reason="abort")
+                    return
+                last = i == len(tokens) - 1
+                reason = ("stop" if token == self.tokenizer.eos_id else "length") if last else None
+                for index in range(params.n):
+                    logprobs = None if params.logprobs is None else [Logprob(token, -0.5, 1, ((token, -0.5),))]
+                    yield Delta(id, index, [token], Times(0.0), logprobs, last, reason, cached_tokens=3)
+            ended = "whole"
+        finally:
+            self.ended.append(ended)
+
+    async def abort(self, id, index=None):
+        if index is None:
+            self.aborted.add(id)
+
+    async def stats(self):
+        return Stats(1, 2, 3, 4, 10, 0.0, 0, 5, 6, 7)
+
+    async def embed(self, prompts, pooling):
+        return [[float(len(prompt)), 1.0] for prompt in prompts]
+
+    async def start_profile(self, folder):
+        self.called.append(("start_profile", folder))
+
+    async def close(self):
+        self.is_alive = False
+
+    def __getattr__(self, name):
+        if name not in (
+            "sleep",
+            "wake",
+            "pause_steps",
+            "resume",
+            "reset_prefix_cache",
+            "update_weights",
+            "stop_profile",
+        ):
+            raise AttributeError(name)
+
+        async def call(*args):
+            self.called.append((name, *args))
+            return 7
+
+        return call
