@@ -14,7 +14,7 @@ from dovetail.cli.info import info
 from dovetail.cli.progress import bar
 from dovetail.cli.tour import tour
 
-COMMANDS = ("tour", "pull", "convert", "info", "bench")
+COMMANDS = ("tour", "pull", "convert", "info", "bench", "serve", "chat")
 
 
 def dovetail(*args: str, **env: str) -> subprocess.CompletedProcess:
