@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
@@ -98,8 +99,6 @@ class LLM:
         log.info(self.describe())
         if warm_up if warm_up is not None else not on_cpu:
             self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), progress)
-        gc.collect()
-        gc.freeze()  # what stays is not looked through again: a full collection stopped the loop for a quarter second
         self.start_seconds = time.perf_counter() - start
 
     def generate(
@@ -116,7 +115,7 @@ class LLM:
         ids = self._add(many, each)
         remaining, outputs = set(ids), {}
         try:
-            with _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
+            with _no_collection(), _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
                 while remaining:
                     for id in {update.id for update in self._step() if update.finished} & remaining:
                         if self.engine.is_done(id):
@@ -255,6 +254,18 @@ def _as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]
     return list(prompts)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python looks for garbage afterwards: going through all of jax, it would stop the loop for a quarter second."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _bar:

@@ -7,6 +7,7 @@ It makes no text and no JSON. It ends when it is told to, when its engine dies, 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -122,6 +123,8 @@ class Service:
         from dovetail.serve.commands import NAMES, SLOW, Commands
 
         llm = LLM(start.model, **start.options, progress=self._progress)
+        gc.collect()
+        gc.freeze()  # it stays as long as the process: a search for garbage through all of it would hold up a step
         self._loop = EngineLoop(llm.engine, self._outbox.put, self._on_end)
         self._commands, self._names, self._slow = Commands(self._loop), NAMES, SLOW
         self._outbox.put(Ready(_info(start.model, llm)))
