@@ -258,7 +258,7 @@ def _as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python looks for garbage afterwards: going through all of jax, it would stop the loop for a quarter second."""
+    """Python looks for garbage afterwards: a search through all that jax has made would hold up a step."""
     was_on = gc.isenabled()
     gc.disable()
     try:

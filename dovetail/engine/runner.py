@@ -69,7 +69,8 @@ class Runner:
         self.last = jnp.zeros(buckets.max_rows + 1, jnp.int32, device=everywhere)
         self._compiled: dict[tuple, Future] = {}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
+        self._workers = max(2, (os.cpu_count() or 2) // 2)
+        self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="compile")
 
     def launch(self, plan: Plan, sampler: Sampler, kind: Kind, keep_hidden: bool = False) -> Launched:
         keeps_history = kind == "full" and sampler.keeps_history(plan)
@@ -117,7 +118,7 @@ class Runner:
         threading.Thread(target=self._compile_quietly, args=(sampler, later or []), daemon=True).start()
 
     def _compile_quietly(self, sampler: Sampler, shapes: list[Shape]) -> None:
-        room = threading.Semaphore(max(1, self._pool._max_workers // 2))
+        room = threading.Semaphore(self._workers // 2)
         for shape in shapes:
             room.acquire()
             future = self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
