@@ -57,3 +57,16 @@ class Weights:
 
     params: Params
     version: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rows of packed documents to train on. Targets are given, not shifted here: a row's last token has one too, and
+    rows cut over a mesh need no neighbour."""
+
+    tokens: jax.Array  # [B, T] int32
+    targets: jax.Array  # [B, T] int32: the token that follows; anything where loss_mask is 0
+    positions: jax.Array  # [B, T] int32, from 0 in each document
+    segment_ids: jax.Array  # [B, T] int32: 1, 2, .. the documents of a row; 0 is padding
+    loss_mask: jax.Array  # [B, T] f32: 1 where the target counts (the same document, not padding)
