@@ -29,6 +29,7 @@ from dovetail.engine.weights import fitted, form_of
 from dovetail.io.tokenizer import Tokenizer
 
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
+QUIET_SECONDS = 0.5  # without a newcomer amid the work: only then several steps, so that those who come in a row start soon
 
 
 class Engine:
@@ -50,6 +51,7 @@ class Engine:
         self._multi_step = multi_step
         self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
         self._last_fetch = 0.0
+        self._newcomer = float("-inf")  # when the last one came while others ran
         self._inflight: deque[Launched] = deque()
         self._answers: dict[str, list[Sequence]] = {}
         self._form = form_of(runner.weights.params)
@@ -75,6 +77,8 @@ class Engine:
             self.scheduler.abort(request.id)
             raise
         self._answers[request.id] = sequences
+        if self._inflight:
+            self._newcomer = time.monotonic()
 
     def abort(self, id: str, index: int | None = None) -> list[Update]:
         """End a request, or that one of its n, at any moment: the last updates of those of its sequences that were not
@@ -199,7 +203,7 @@ class Engine:
         return self._commit(self._inflight.popleft()) if self._inflight else []
 
     def _steps_wanted(self) -> int:
-        if not self._multi_step:
+        if not self._multi_step or time.monotonic() - self._newcomer < QUIET_SECONDS:
             return 1
         return max(steps for steps in STEPS if steps == 1 or steps * self._step_seconds < 1.2 * DISPATCH_SECONDS)
 

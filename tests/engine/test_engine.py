@@ -77,6 +77,28 @@ def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
     with pytest.raises(ValueError, match="no room for the KV cache"):
         make_llm("llama3.1", kv_bytes=page_bytes)
 
+def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeypatch):
+    own = variant(llm)
+    del own.engine._steps_wanted  # the engine's own choice again
+    engine, many = own.engine, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+    def launched(steps: int) -> list[int]:
+        own.launched.clear()
+        for _ in range(steps):
+            engine.step()
+            engine._step_seconds = 1e-3  # whatever the machine's pace
+        return own.launched[:]
+
+    monkeypatch.setattr("dovetail.engine.engine.QUIET_SECONDS", 1e9)
+    engine.add("first", [5, 6, 7], many)
+    assert max(launched(4)) > 1  # nobody came: alone it takes several steps a dispatch
+    engine.add("second", [7, 8, 9], many)
+    assert launched(4) == [1, 1, 1, 1]
+    monkeypatch.setattr("dovetail.engine.engine.QUIET_SECONDS", 0)
+    assert max(launched(4)) > 1
+    engine.abort("first"), engine.abort("second")
+    engine.drain()
+
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek-v3", "gpt-oss", "gemma4-per-layer"])
 def test_other_kinds_of_attention(name):
