@@ -58,7 +58,7 @@ def _shapes(llm: LLM, lines: list[str]) -> list[Shape]:
         shapes += [Shape(tokens, rows, pages) for tokens, rows in ((128, 8), (1024, 8), (8192, 64))]
     if "W1" in lines:
         shapes += [Shape(n, n, pages) for n in (16, 32, 64, 128, 256, 512)]
-        shapes += [Shape(buckets.max_tokens, rows, pages) for rows in (64, 512)]
+        shapes += [Shape(tokens, rows, pages) for tokens in (6144, 8192, buckets.max_tokens) for rows in (64, 512)]
     if "TTFT" in lines:
         shapes += [Shape(n, n, pages, "greedy", steps) for n in (1, 8, 16, 32, 64) for steps in (1, 4, 16)]
         shapes += [Shape(tokens, rows, pages) for tokens in (128, 256, 512, 1024) for rows in (8, 64)]

@@ -9,6 +9,7 @@ from dovetail.engine.plan import Plan
 
 STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XLA runs a loop it knows the length of
 # without asking the host after every turn
+LONG = 4096  # tokens of a step that takes the device so long that its padding counts
 USUAL_TOKENS = 2048  # shapes for longer sequences are compiled when one comes
 
 
@@ -56,7 +57,10 @@ class Buckets:
         return [1, *_sizes(8, 2, self.max_rows)] if self.max_rows > 1 else [1]
 
     def _tokens(self) -> list[int]:
-        return _sizes(16, self.growth, self.max_tokens)
+        """Where a step is long, half a doubling too: what is left of many prompts would be padded by up to as much."""
+        sizes = _sizes(16, self.growth, self.max_tokens)
+        between = [n * 3 // 2 for n in sizes if n >= LONG and self.growth == 2 and n * 3 // 2 < self.max_tokens]
+        return sorted(sizes + between)
 
     def _pages(self) -> list[int]:
         return _sizes(64, 4, self.max_pages)

@@ -29,7 +29,7 @@ from dovetail.engine.weights import fitted, form_of
 from dovetail.io.tokenizer import Tokenizer
 
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
-QUIET_SECONDS = 0.5  # without a newcomer amid the work: only then several steps, so that those who come in a row start soon
+QUIET_SECONDS = 0.5  # without a newcomer amid the work, before several steps are dispatched: those in a row start soon
 
 
 class Engine:

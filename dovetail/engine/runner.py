@@ -187,8 +187,10 @@ def run_step(
         ctx = context(batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0))
         row, positions, _ = token_rows(ctx, shape.tokens)
         tokens = jnp.where(tokens == UNKNOWN, last[batch.slots[row]], tokens)
-        hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache)
-        logits = unembed(params, cfg, hidden[jnp.maximum(batch.cu_q_lens[1:] - 1, 0)])
+        ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+        wanted = ends if shape.tokens > shape.rows and not keep_hidden else None  # of a prompt only its last token
+        hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
+        logits = unembed(params, cfg, hidden if wanted is not None else hidden[ends])
         chosen, scores, history = _choose(logits, inputs, i, history)
         slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
         return (chosen, scores), hidden, (new_cache, last.at[slots].set(chosen), history)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +23,7 @@ from dovetail.models.config import Attention, Latent, Layer, Mlp, ModelConfig, M
 from dovetail.models.spec import cache_shapes
 from dovetail.ops.attention import attend, rotate_store, split_heads, store, takes_whole
 from dovetail.ops.latent import latent_attention
-from dovetail.ops.moe import experts, route
+from dovetail.ops.moe import RouterStats, experts, route, router_stats
 from dovetail.ops.norm import add_rms_norm, rms_norm
 from dovetail.ops.rope import Rope, rotate
 
@@ -37,24 +38,41 @@ def forward(
     positions: jax.Array,
     ctx: Context,
     cache: Cache | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache | None]:
-    """tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens)."""
-    x = _on_tokens(ctx, embed(params, cfg, tokens))
-    extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
-    ropes = {layer.attn.rope for layer in cfg.layers if layer.attn.rope}
-    tables: dict[Rope, Table] = {rope: rope.tables(positions) for rope in ropes}
+    """tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens).
+
+    With `rows` [S] only those tokens' states are given, [S, D]: past its attention the last layer computes no others.
+    """
+    x, extra, tables = enter(params, cfg, tokens, positions, ctx)
     delta, stored = None, []  # delta: what a layer has yet to add to x, where the next norm does it on its way
     for i, layer in enumerate(cfg.layers):
         source = getattr(layer.attn, "kv_from", None)
         entry = stored[source] if source is not None else cache[i] if cache is not None else None
         extra_i = extra[..., i, :] if extra is not None else None
-        table = tables[layer.attn.rope] if layer.attn.rope else ()
-        x, delta, entry = block(params["layers"][i], x, delta, table, ctx, entry, extra_i, cfg=cfg, layer=layer)
+        last = rows if i == len(cfg.layers) - 1 else None
+        x, delta, entry, _ = block(
+            params["layers"][i], x, delta, tables[layer.attn.rope], ctx, entry, extra_i, last, cfg=cfg, layer=layer
+        )
         stored.append(entry)
-    _, hidden = _add_norm(ctx, params["norm"], cfg, x, delta)
+    hidden = leave(params, cfg, x, delta, ctx)
     if cache is None:
         return hidden, None
     return hidden, tuple(None if old is None else new for old, new in zip(cache, stored, strict=True))
+
+
+def enter(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, ctx: Context):
+    """What the first layer is given: (x, every layer's own embeddings or None, the tables of each Rope)."""
+    x = _on_tokens(ctx, embed(params, cfg, tokens))
+    extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
+    ropes = {layer.attn.rope for layer in cfg.layers}
+    tables: dict[Rope | None, Table] = {rope: rope.tables(positions) if rope else () for rope in ropes}
+    return x, extra, tables
+
+
+def leave(params: Params, cfg: ModelConfig, x: jax.Array, delta: jax.Array | None, ctx: Context) -> jax.Array:
+    """The hidden states that are unembedded."""
+    return _add_norm(ctx, params["norm"], cfg, x, delta)[1]
 
 
 def embed(params: Params, cfg: ModelConfig, tokens: jax.Array) -> jax.Array:
@@ -95,27 +113,32 @@ def block(
     ctx: Context,
     entry: Any,
     extra: jax.Array | None,
+    rows: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     layer: Layer,
-) -> tuple[jax.Array, jax.Array | None, Any]:
+) -> tuple[jax.Array, jax.Array | None, Any, RouterStats | None]:
     """One layer: attention, then its feed-forward half, each added to the residual stream. The second may be left to
-    whoever reads x next, as it was left to this layer: (x, what is to be added to it, the layer's cache)."""
+    whoever reads x next, as it was left to this layer: (x, what is to be added to it, the layer's cache, how its router
+    dealt the tokens out)."""
     x, h = _add_norm(ctx, p.get("attn_norm"), cfg, x, delta)
     if isinstance(layer.attn, Latent):
         h, entry = _latent(p["attn"], layer.attn, h, table, ctx, entry)
     else:
         h, entry = _attention(p["attn"], cfg, layer.attn, h, table, ctx, entry)
-    x, h = _add_norm(ctx, p.get("mlp_norm"), cfg, x, _norm(p.get("attn_post_norm"), cfg, h))
-    delta = _norm(p.get("mlp_post_norm"), cfg, _feed_forward(p, cfg, layer, x, h, ctx))
+    if rows is not None:
+        x, h, extra = x[rows], h[rows], None if extra is None else extra[rows]
+    x, h = _add_norm(ctx, p.get("mlp_norm"), cfg, x, _norm(p.get("attn_post_norm"), cfg, _merge_heads(h, p["attn"])))
+    h, stats = _feed_forward(p, cfg, layer, x, h, ctx)
+    delta = _norm(p.get("mlp_post_norm"), cfg, h)
     if isinstance(ctx, Paged) and extra is None and "scalar" not in p:
-        return x, delta, entry
+        return x, delta, entry, stats
     x = x + delta  # training keeps one array a layer, not two
     if extra is not None and layer.mlp is not None:
         gate = layer.mlp.glu.activate(_linear(x, p["per_layer"]["gate"]))
         h = _linear(gate * extra, p["per_layer"]["proj"])
         x = x + _norm(p["per_layer"]["norm"], cfg, h)
-    return _on_tokens(ctx, x * p["scalar"] if "scalar" in p else x), None, entry
+    return _on_tokens(ctx, x * p["scalar"] if "scalar" in p else x), None, entry, stats
 
 
 def _attention(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, table: Table, ctx: Context, entry: Any):
@@ -126,7 +149,7 @@ def _attention(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, table: T
     else:
         q, entry = _heads_stored(p, cfg, a, x, table, ctx, entry)
     out = attend(ctx, q, entry, scale=a.scale, window=a.window, softcap=a.softcap, sinks=p.get("sinks"))
-    return _merge_heads(out, p), entry
+    return checkpoint_name(out, "attention"), entry
 
 
 def _heads_stored(p: Params, cfg: ModelConfig, a: Attention, x: jax.Array, table: Table, ctx: Context, entry: Any):
@@ -163,19 +186,19 @@ def _latent(p: Params, a: Latent, x: jax.Array, table: Table, ctx: Context, entr
     q_rope = rotate(q_rope, a.rope, table)
     k_rope = rotate(k_rope[..., None, :], a.rope, table)[..., 0, :]
     out, entry = latent_attention(ctx, entry, q_nope, q_rope, latent, k_rope, p["k_up"], p["v_up"], scale=a.scale)
-    return _merge_heads(out, p), entry
+    return checkpoint_name(out, "attention"), entry
 
 
-def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context) -> jax.Array:
+def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context):
     """Of h, the norm of x."""
     if layer.mlp is None:
         assert layer.moe is not None
         return _moe(p["moe"], cfg, layer.moe, h, h, ctx)
     if layer.moe is None:
-        return _mlp(p["mlp"], layer.mlp, h)
+        return _mlp(p["mlp"], layer.mlp, h), None
     dense = _norm(p["mlp_out_norm"], cfg, _mlp(p["mlp"], layer.mlp, h))
-    sparse = _moe(p["moe"], cfg, layer.moe, _norm(p["moe_norm"], cfg, x), x, ctx)
-    return dense + _norm(p["moe_post_norm"], cfg, sparse)
+    sparse, stats = _moe(p["moe"], cfg, layer.moe, _norm(p["moe_norm"], cfg, x), x, ctx)
+    return dense + _norm(p["moe_post_norm"], cfg, sparse), stats
 
 
 def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
@@ -186,7 +209,7 @@ def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
     return _linear(mlp.glu(gate, up), p["down"], p.get("down_bias"))
 
 
-def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context) -> jax.Array:
+def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context):
     """Experts see x, the router sees router_x (the same, except in Gemma 4)."""
     flat = x.reshape(-1, x.shape[-1])
     router_x = router_x.reshape(flat.shape)
@@ -195,10 +218,11 @@ def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Arra
     # f32: two experts' scores may differ by less than bf16 can tell
     logits = _linear(router_x.astype(jnp.float32), p["router"].astype(jnp.float32), p.get("router_bias"))
     weights, chosen = route(moe.router, logits, p.get("choice_bias"))
+    stats = router_stats(moe.router, logits, chosen, ctx.segment_ids > 0) if isinstance(ctx, Packed) else None
     if moe.scaled_router:
         weights = weights * p["expert_scale"][chosen]
     out = experts(flat, weights, chosen, p["experts"], moe.glu, ctx.placement).reshape(x.shape)
-    return out + _mlp(p["shared"], moe.shared, x) if moe.shared else out
+    return (out + _mlp(p["shared"], moe.shared, x) if moe.shared else out), stats
 
 
 def _per_layer_inputs(params: Params, cfg: ModelConfig, tokens: jax.Array, x: jax.Array) -> jax.Array:
@@ -245,4 +269,5 @@ def _merge_heads(x: jax.Array, p: Params) -> jax.Array:
 
 def _on_tokens(ctx: Context, x: jax.Array) -> jax.Array:
     """Activations are split by token alone."""
-    return constrain(x, ctx.placement, "batch", *(None,) * (x.ndim - 1))
+    dims = ("batch", "length") if isinstance(ctx, Packed) else ("batch",)
+    return constrain(x, ctx.placement, *dims, *(None,) * (x.ndim - len(dims)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,29 @@ def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
     _, kept = lax.top_k(best.sum(axis=-1), router.top_groups)
     keep = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(len(kept))[:, None], kept].set(True)
     return jnp.repeat(keep, grouped.shape[-1], axis=-1)
+
+
+class RouterStats(NamedTuple):
+    """How a batch's tokens were dealt out, as sums: a batch in parts adds up."""
+
+    load: jax.Array  # [E] f32: (token, expert) pairs that went to each expert
+    prob: jax.Array  # [E] f32: each expert's share of the scores, summed over tokens
+    tokens: jax.Array  # [] f32
+
+    def balance(self) -> jax.Array:
+        """1 when all experts are used alike, E / k when k of them get everything: E sum_e f_e P_e, f the share of the
+        pairs and P of the scores (Switch Transformer, eq. 4). It is the score that carries the gradient."""
+        pairs, tokens = jnp.maximum(self.load.sum(), 1), jnp.maximum(self.tokens, 1)
+        return self.load.shape[0] * jnp.sum(lax.stop_gradient(self.load / pairs) * (self.prob / tokens))
+
+
+def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax.Array) -> RouterStats:
+    """Of logits [T, E] and chosen [T, k], over the tokens that are no padding."""
+    real = real.reshape(-1, 1).astype(jnp.float32)
+    scores = jax.nn.sigmoid(logits) if router.score == "sigmoid" else jax.nn.softmax(logits)
+    share = scores / scores.sum(axis=-1, keepdims=True)
+    load = (jax.nn.one_hot(chosen, router.experts, dtype=jnp.float32).sum(axis=1) * real).sum(axis=0)
+    return RouterStats(load, (share * real).sum(axis=0), real.sum())
 
 
 def experts_reference(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: ExpertWeights, glu: Glu):
