@@ -54,8 +54,8 @@ def paged_attention(
     few = decode and splits == 1 and tile_seq.shape[0] * K <= 512  # measured: 64 sequences of 8 key heads
     block = block or (64 if decode and not few else 32)
     kernel = functools.partial(
-        _kernel, N=N, K=K, page_size=pages.shape[1], rows=rows, group=group, block=block, splits=splits, scale=scale,
-        window=window, softcap=softcap,
+        _kernel, N=N, K=K, page_size=pages.shape[1], rows=rows, group=group, block=block, splits=splits,
+        decode=decode, scale=scale, window=window, softcap=softcap,
     )  # fmt: skip
     out_shape = [
         jax.ShapeDtypeStruct((splits * T * N, H), jnp.float32 if splits > 1 else q.dtype),
@@ -82,7 +82,7 @@ def _splits(programs: int, max_keys: int, decode: bool) -> int:
 
 def _kernel(
     seq_ref, first_ref, count_ref, position_ref, tables_ref, q_ref, pages_ref, out_ref, lse_ref,
-    *, N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, scale: float,
+    *, N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, decode: bool, scale: float,
     window: int | None, softcap: float | None,
 ):  # fmt: skip
     """q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H]: rows are reckoned here, all in one way."""
@@ -103,22 +103,24 @@ def _kernel(
     begin = begin + split * share
     end = jnp.minimum(begin + share, end)
 
-    def step(j, carry):
+    def step(j, carry, all_visible=False):
         top, total, out = carry
         k_pos = j * block + jnp.arange(block)
         in_use = k_pos < position + count
         page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), jnp.where(in_use, k_pos, 0) // page_size])
         k_row = ((page * page_size + k_pos % page_size) * (2 * K) + 2 * head)[:, None]
-        k = plgpu.load(pages_ref.at[k_row, lanes], mask=in_use[:, None], other=0.0)
-        v = plgpu.load(pages_ref.at[k_row + 1, lanes], mask=in_use[:, None], other=0.0)
+        masks = {} if all_visible else dict(mask=in_use[:, None], other=0.0)
+        k = plgpu.load(pages_ref.at[k_row, lanes], **masks)
+        v = plgpu.load(pages_ref.at[k_row + 1, lanes], **masks)
         scores = plgpu.dot(q, k.T) * (scale * LOG2E if softcap is None else scale)
         if softcap is not None:
             scores = plgpu.approx_tanh(scores / softcap) * (softcap * LOG2E)
         distance = q_pos[:, None] - k_pos[None, :]
         visible = (distance >= 0) & (distance < window) if window else distance >= 0
-        scores = jnp.where(visible, scores, MASKED)
+        scores = scores if all_visible else jnp.where(visible, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(axis=1))
-        weights = jnp.where(visible, jnp.exp2(scores - new_top[:, None]), 0.0)
+        weights = jnp.exp2(scores - new_top[:, None])
+        weights = weights if all_visible else jnp.where(visible, weights, 0.0)
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + weights.sum(axis=1)
         out = out * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v)
@@ -126,6 +128,10 @@ def _kernel(
 
     top = jnp.full((rows,), MASKED, jnp.float32)
     carry = top, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, H), jnp.float32)
+    if not decode and window is None:  # a prompt's earlier keys, most of them, need no masks
+        seen_by_all = jnp.minimum((position + 1) // block, end)
+        carry = lax.fori_loop(begin, seen_by_all, functools.partial(step, all_visible=True), carry)
+        begin = jnp.maximum(begin, seen_by_all)
     top, total, out = lax.fori_loop(begin, end, step, carry)
     seen = total > 0
     out = out / jnp.where(seen, total, 1.0)[:, None]
