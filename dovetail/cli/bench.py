@@ -69,3 +69,19 @@ def serve(
         seed=seed,
     )  # fmt: skip
     run(url, api_key, model, load, vocab, warm_up, timeout, plot, json)
+
+
+@app.command()
+def train(
+    model: str = typer.Option("tiny", help="A shipped model's name, or a folder with a config.json."),
+    batch: int = typer.Option(8, min=1, help="Rows of a step."),
+    length: int = typer.Option(256, min=2, help="Tokens of a row."),
+    steps: int = typer.Option(10, min=1, help="Steps that are timed."),
+    documents: int = typer.Option(4, min=1, help="Documents packed into each row."),
+    trace: str = typer.Option("", help="Write a profiler trace of the timed steps into this folder."),
+    overrides: list[str] = typer.Argument(None, help="Recipe keys, such as remat=dots optimizer.name=muon."),
+) -> None:
+    """Tokens a second of the training step, and its share of the chip's peak."""
+    from dovetail.cli.bench_train import run
+
+    run(model, batch, length, steps, documents, overrides or [], trace)

@@ -2,7 +2,7 @@
 
 import typer
 
-from dovetail.cli import bench, chat, convert, errors, info, pull, serve, tour
+from dovetail.cli import bench, chat, convert, data, errors, evaluate, info, pull, recipes, report, serve, tour
 
 app = typer.Typer(
     name="dovetail",
@@ -35,6 +35,10 @@ app.command("convert")(convert.convert)
 app.command("info")(info.info)
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
+app.command("recipes")(recipes.recipes)
+app.command("report")(report.report)
+app.command("eval")(evaluate.evaluate)
+app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 
 

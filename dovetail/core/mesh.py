@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dovetail.core.spec import ParamSpec, tree_map
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+# From what talks least to what talks most: the last axes get the nearest devices, data alone crosses slices.
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,12 @@ class Rules:
         return dict(self.table).get(logical or "", ())
 
 
-# Tokens are split over every axis but tensor; weights over fsdp by their model dim, over tensor by heads or width.
+# Rows are split over every axis but context, which cuts along them, and tensor. Weights are split by their model dim
+# over fsdp and context together (a device of either holds other tokens, so none needs to keep a weight whole), and by
+# heads or width over tensor.
 TRAIN = Rules((
-    ("batch", ("data", "fsdp", "expert")),
-    ("embed", ("fsdp",)),
+    ("batch", ("data", "fsdp", "expert")), ("length", ("context",)),
+    ("embed", ("fsdp", "context")),
     ("heads", ("tensor",)), ("kv_heads", ("tensor",)), ("mlp", ("tensor",)), ("vocab", ("tensor",)),
     ("experts", ("expert",)),
 ))  # fmt: skip
@@ -41,7 +45,11 @@ SERVE = Rules((
 
 
 def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with all of MESH_AXES, those not named being 1: rules need not ask which axes there are."""
+    """A mesh with all of MESH_AXES, those not named being 1: rules need not ask which axes there are.
+
+    On TPUs the axes follow the links between chips, and where the devices come from several slices the data axis is
+    laid over them first: slices are joined by a network far slower than the links within.
+    """
     unknown = set(axes) - set(MESH_AXES)
     if unknown:
         raise ValueError(f"mesh axes are {', '.join(MESH_AXES)}; got {', '.join(sorted(unknown))}")
@@ -49,7 +57,37 @@ def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mes
     sizes = [axes.get(name, 1) for name in MESH_AXES]
     if math.prod(sizes) != len(devices):
         raise ValueError(f"a mesh of {dict(axes)} needs {math.prod(sizes)} devices; there are {len(devices)}")
-    return Mesh(np.asarray(devices).reshape(sizes), MESH_AXES)
+    return Mesh(lay_out(sizes, devices), MESH_AXES)
+
+
+def lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in an array of `sizes`. Other machines than TPUs are taken in their order, which is host by host."""
+    if devices[0].platform != "tpu" or not _is_box(devices):
+        return np.asarray(devices).reshape(sizes)
+    slices = num_slices(devices)
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if sizes[0] % slices:
+        raise ValueError(
+            f"the data axis must be a multiple of the {slices} slices, for it alone crosses from one to another; "
+            f"got data={sizes[0]}"
+        )
+    within, across = [sizes[0] // slices, *sizes[1:]], [slices] + [1] * (len(sizes) - 1)
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+
+
+def num_slices(devices: Sequence[Any]) -> int:
+    """How many TPU slices these devices come from; 1 for everything else."""
+    return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
+
+
+def _is_box(devices: Sequence[Any]) -> bool:
+    """Whether the devices of each slice fill a box of chips; some devices of a slice need not."""
+    slices: dict[int, set[tuple[int, ...]]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", 0), set()).add(tuple(device.coords))
+    extents = [[max(side) - min(side) + 1 for side in zip(*chips, strict=True)] for chips in slices.values()]
+    return all(math.prod(e) == len(c) for e, c in zip(extents, slices.values(), strict=True))
 
 
 @dataclass(frozen=True)

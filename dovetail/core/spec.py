@@ -98,19 +98,25 @@ def matmul_flops(specs: Any) -> float:
     return sum(2.0 * spec.size * spec.active for _, spec in leaves(specs))
 
 
-def init(specs: Any, key: jax.Array, dtype: Any, std: float = 0.02) -> Any:
-    """Random weights. Each leaf's randomness depends on its place in the tree alone, not on its siblings' shapes."""
+def init(specs: Any, key: jax.Array, dtype: Any, std: float = 0.02, shardings: Any = None) -> Any:
+    """Random weights, laid out as `shardings` says. Each leaf's randomness depends on its place in the tree alone, not
+    on its siblings' shapes, nor on the layout."""
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    places = [None] * len(flat) if shardings is None else treedef.flatten_up_to(shardings)
     arrays = [
-        _init_leaf(jax.random.fold_in(key, i), spec.shape, leaf_dtype(spec, dtype), spec.init, std)
-        for i, spec in enumerate(flat)
+        _init_leaf(jax.random.fold_in(key, i), spec.shape, leaf_dtype(spec, dtype), spec.init, std, place)
+        for i, (spec, place) in enumerate(zip(flat, places, strict=True))
     ]
     return jax.tree.unflatten(treedef, arrays)
 
 
 # Compiled once a shape: one program for the whole tree took a minute to compile for 32 layers.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _init_leaf(key: jax.Array, shape: tuple[int, ...], dtype: np.dtype, kind: str, std: float) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _init_leaf(
+    key: jax.Array, shape: tuple[int, ...], dtype: np.dtype, kind: str, std: float, sharding: Any = None
+) -> jax.Array:
     if kind == "normal":
-        return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
-    return {"zeros": jnp.zeros, "ones": jnp.ones}[kind](shape, dtype)
+        leaf = (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+    else:
+        leaf = {"zeros": jnp.zeros, "ones": jnp.ones}[kind](shape, dtype)
+    return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)

@@ -22,11 +22,13 @@ class Packed:
     """Training and scoring: rows of whole documents, no cache. A token attends to earlier ones of its own segment.
 
     `platform` is where the call will run (None: where jax runs by default); it chooses the attention kernel.
+    `documents` is a number that no row's documents exceed, where it is known: some kernels are faster for it.
     """
 
-    segment_ids: jax.Array  # [B, T] int32
+    segment_ids: jax.Array  # [B, T] int32; padding, of id 0, at a row's end
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
+    documents: int | None = field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

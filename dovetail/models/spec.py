@@ -116,8 +116,8 @@ def _latent(declare: _Declare, norm, a: Latent, D: int) -> dict[str, ParamSpec]:
     tree = {
         "kv_a": declare("attn.kv_a", (R + a.rope_dim, D), (None, "embed")),
         "kv_a_norm": norm("attn.kv_a_norm", R),
-        "k_up": declare("attn.kv_b", (N, a.nope_dim, R), ("heads", None, None), (N * up, R), cut=k_cut),
-        "v_up": declare("attn.kv_b", (N, a.v_dim, R), ("heads", None, None), (N * up, R), cut=v_cut),
+        "k_up": declare("attn.kv_b", (N, a.nope_dim, R), ("heads", None, "embed"), (N * up, R), cut=k_cut),
+        "v_up": declare("attn.kv_b", (N, a.v_dim, R), ("heads", None, "embed"), (N * up, R), cut=v_cut),
         "o": declare("attn.o", (D, N, a.v_dim), ("embed", "heads", None), (D, N * a.v_dim)),
     }
     if a.q_rank is None:
@@ -125,7 +125,7 @@ def _latent(declare: _Declare, norm, a: Latent, D: int) -> dict[str, ParamSpec]:
     else:
         tree["q_a"] = declare("attn.q_a", (a.q_rank, D), (None, "embed"))
         tree["q_a_norm"] = norm("attn.q_a_norm", a.q_rank)
-        tree["q_b"] = declare("attn.q_b", (N, H, a.q_rank), ("heads", None, None), (N * H, a.q_rank))
+        tree["q_b"] = declare("attn.q_b", (N, H, a.q_rank), ("heads", None, "embed"), (N * H, a.q_rank))
     if a.bias:
         tree["kv_a_bias"] = declare("attn.kv_a_bias", (R + a.rope_dim,), (None,), **_BIAS)
         tree["o_bias"] = declare("attn.o_bias", (D,), (None,), **_BIAS)

@@ -76,7 +76,7 @@ def attend(
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
         name = choose_paged(ctx.platform, q, sinks, ctx.placement)
-        _log_once("paged", name)
+        log_once("paged", name)
         run = _paged_implementation(name)
         heads, pages = split_heads(ctx.placement, stored.shape[2] // 2)
         del options["sinks"]
@@ -88,11 +88,20 @@ def attend(
             lambda ctx, q, stored, sinks=None: run(ctx, q, stored, sinks=sinks), ctx, given, specs, heads
         )
     k, v = stored
+    if is_cut(ctx.placement, q.shape[1]):
+        from dovetail.ops.context import context_attention
+
+        return context_attention(q, k, v, ctx, **options)
     name = choose_packed(ctx.platform, q, v, softcap, sinks)
-    _log_once("packed", name)
+    log_once("packed", name)
     run = _packed_implementation(name)
     # XLA splits the others itself
     return on_mesh(run, q, k, v, ctx, **options) if name == "splash" else run(q, k, v, ctx, **options)
+
+
+def is_cut(placement: Placement | None, length: int) -> bool:
+    """Whether rows of this length lie in slices over the mesh's context axis."""
+    return placement is not None and placement.partition(("length",), (length,))[0] is not None
 
 
 def split_heads(placement: Placement | None, num_kv_heads: int) -> tuple[P, P]:
@@ -119,10 +128,7 @@ def on_mesh(run: Callable, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Packed
     if placement is None or placement.mesh.size == 1:
         return run(q, k, v, ctx, **options)
     axes = ("batch", None, "heads", None)
-    if q.shape[2] % placement.size("heads") == 0 and k.shape[2] % placement.size("kv_heads") != 0:
-        k, v = (
-            jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v)
-        )  # so that a device has its queries' keys
+    k, v = keys_of_heads(placement, q, k, v)
     specs = [placement.partition(axes, x.shape) for x in (q, k, v)]
 
     def local(q, k, v, segment_ids):
@@ -131,6 +137,13 @@ def on_mesh(run: Callable, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Packed
     rows = placement.partition(("batch", None), ctx.segment_ids.shape)
     mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(*specs, rows), out_specs=specs[0], check_vma=False)
     return mapped(q, k, v, ctx.segment_ids)
+
+
+def keys_of_heads(placement: Placement, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """k and v, their heads repeated where a device that gets a part of the queries' heads would not get their keys'."""
+    if q.shape[2] % placement.size("heads") or k.shape[2] % placement.size("kv_heads") == 0:
+        return k, v
+    return jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
 
 
 def choose_packed(
@@ -202,37 +215,49 @@ def _has_cudnn() -> bool:
 
 
 @functools.cache
-def _log_once(context: str, name: str) -> None:
+def log_once(context: str, name: str) -> None:
     log.info("%s attention: %s", context, name)
 
 
 def packed_attention(
     q: jax.Array,  # [B, T, N, H]
-    k: jax.Array,  # [B, T, K, H]
-    v: jax.Array,  # [B, T, K, Hv]
+    k: jax.Array,  # [B, S, K, H]; S is T without `key_segments`
+    v: jax.Array,  # [B, S, K, Hv]
     ctx: Packed,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    key_segments: jax.Array | None = None,  # [B, S]
 ) -> jax.Array:
-    """The exact reference. Queries go in chunks that see only the keys they may reach, so scores are never [T, T]."""
+    """The exact reference. Queries go in chunks that see only the keys they may reach, so scores are never [T, T].
+
+    With `key_segments` there are S >= T keys and the queries are the last T of them (ops.context)."""
     T = q.shape[1]
+    key_segments = ctx.segment_ids if key_segments is None else key_segments
+    before = key_segments.shape[1] - T
     chunk = max(128, -(-T // 16))  # small enough for a core's cache, few enough to compile
     # A chunk's probabilities are computed again in the backward pass, not kept: memory stays linear in T.
     one = jax.checkpoint(functools.partial(_attend_chunk, scale=scale, window=window, softcap=softcap))
     outputs = []
     for start in range(0, T, chunk):
         rows = slice(start, min(start + chunk, T))
-        keys = slice(max(0, start - window + 1) if window else 0, rows.stop)
-        positions = jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
-        segments = ctx.segment_ids[:, rows], ctx.segment_ids[:, keys]
+        keys = slice(max(0, before + start - window + 1) if window else 0, before + rows.stop)
+        positions = before + jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
+        segments = ctx.segment_ids[:, rows], key_segments[:, keys]
         outputs.append(one(q[:, rows], k[:, keys], v[:, keys], segments, positions, sinks))
     return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
 
 
-def _attend_chunk(q, k, v, segments, positions, sinks, *, scale, window, softcap):
+def _attend_chunk(q, k, v, segments, positions, sinks, **options):
+    return attend_block(q, k, v, segments, positions, sinks, **options)[0].astype(v.dtype)
+
+
+def attend_block(q, k, v, segments, positions, sinks=None, *, scale, window, softcap) -> tuple[jax.Array, jax.Array]:
+    """Some queries over some keys: (out [B, T, N, H], log of the softmax's denominator [B, T, N]), both f32.
+
+    `segments` ([B, T], [B, S]) and `positions` ([T], [S]) are the queries' and the keys'."""
     B, T, N, H = q.shape
     K, G = k.shape[2], N // k.shape[2]
     # a key head's queries are rows of one product, [T * G, H] @ [H, S]: many small products would be far slower
@@ -252,5 +277,5 @@ def _attend_chunk(q, k, v, segments, positions, sinks, *, scale, window, softcap
     rows = weights.reshape(B, K, T * G, -1).astype(v.dtype)
     out = jnp.einsum("bkrs,bskh->bkrh", rows, v, preferred_element_type=jnp.float32)
     # divided last: the output is smaller than the scores
-    out = (out.reshape(B, K, T, G, -1) / total).astype(v.dtype)
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
+    out = (out.reshape(B, K, T, G, -1) / total).transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
+    return out, (top + jnp.log(total))[..., 0].transpose(0, 2, 1, 3).reshape(B, T, N)

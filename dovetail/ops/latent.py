@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are one small latent a token.
 
-Packed: the latent is expanded to heads and attention is the usual one. Paged: the cache holds latents, and the
+Packed: the latent is expanded to heads and attention is the usual one (of rows cut along their length it is the small
+latents that are gathered, and each device expands them for its heads). Paged: the cache holds latents, and the
 expansion is folded into the query and the output, so that decoding reads C numbers a token, not 2 N H.
 
 N heads, D the part of a head without position, E the rotary part, R the latent's rank, V the values' dim.
@@ -14,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.attention import attend, store
+from dovetail.ops.attention import attend, is_cut, store
+from dovetail.ops.context import choose_way, gather_and_run, per_slice, slices_of
 from dovetail.ops.paged import Gather, paged_attention, write_latents
 
 
@@ -38,12 +41,35 @@ def latent_attention(
         read = functools.partial(_read_latents, rank=latent.shape[-1])
         out = paged_attention(ctx, q, pages, read=read, scale=scale)
         return jnp.einsum("tnr,nvr->tnv", out, v_up), pages
-    k_nope = jnp.einsum("...r,ndr->...nd", latent, k_up)
-    k_rope = jnp.broadcast_to(k_rope[..., None, :], q_rope.shape)
-    k = jnp.concatenate([k_nope, k_rope], axis=-1)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
-    stored = store(ctx, entry, k, jnp.einsum("...r,nvr->...nv", latent, v_up))
+    placement = ctx.placement
+    if placement is not None and is_cut(placement, q.shape[1]):
+        heads = jax.eval_shape(_expand, latent, k_rope, k_up, v_up)
+        if choose_way(placement, *heads) == "gather":
+            return _over_context(ctx, placement, q, latent, k_rope, k_up, v_up, scale), (latent, k_rope)
+    stored = store(ctx, entry, *_expand(latent, k_rope, k_up, v_up))
     return attend(ctx, q, stored, scale=scale), stored
+
+
+def _expand(latent: jax.Array, k_rope: jax.Array, k_up: jax.Array, v_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Every head's keys [..., N, D + E] and values [..., N, V]; the rotary part is common to all heads."""
+    k_nope = jnp.einsum("...r,ndr->...nd", latent, k_up)
+    shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("...r,nvr->...nv", latent, v_up)
+
+
+def _over_context(ctx: Packed, placement: Placement, q, latent, k_rope, k_up, v_up, scale: float) -> jax.Array:
+    def local(q, latent, k_rope, k_up, v_up, segments):
+        def expand(latent, k_rope):
+            return _expand(latent, k_rope, k_up, v_up)
+
+        return gather_and_run(slices, ctx.platform, options, q, (latent, k_rope), segments, expand=expand)
+
+    slices = slices_of(placement, q.shape[1])
+    options = dict(scale=scale, window=None, softcap=None)
+    tokens, up = ("batch", "length", None), ("heads", None, None)
+    axes = ("batch", "length", "heads", None), tokens, tokens, up, up, ("batch", "length")
+    return per_slice(local, placement, (q, latent, k_rope, k_up, v_up, ctx.segment_ids), axes)
 
 
 def _read_latents(gather: Gather, _: int, rank: int) -> tuple[jax.Array, jax.Array]:

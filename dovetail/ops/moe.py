@@ -67,26 +67,30 @@ def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
 
 
 class RouterStats(NamedTuple):
-    """How a batch's tokens were dealt out, as sums: a batch in parts adds up."""
+    """How the tokens of each row were dealt out. A row at a time, so that a batch in parts, or on several devices, has
+    the very same balance."""
 
-    load: jax.Array  # [E] f32: (token, expert) pairs that went to each expert
-    prob: jax.Array  # [E] f32: each expert's share of the scores, summed over tokens
-    tokens: jax.Array  # [] f32
+    load: jax.Array  # [B, E] f32: (token, expert) pairs that went to each expert
+    prob: jax.Array  # [B, E] f32: each expert's share of the scores, summed over tokens
+    tokens: jax.Array  # [B] f32: that are no padding
 
-    def balance(self) -> jax.Array:
-        """1 when all experts are used alike, E / k when k of them get everything: E sum_e f_e P_e, f the share of the
-        pairs and P of the scores (Switch Transformer, eq. 4). It is the score that carries the gradient."""
-        pairs, tokens = jnp.maximum(self.load.sum(), 1), jnp.maximum(self.tokens, 1)
-        return self.load.shape[0] * jnp.sum(lax.stop_gradient(self.load / pairs) * (self.prob / tokens))
+    def imbalance(self) -> jax.Array:
+        """Summed over tokens: 1 for each where all experts are used alike, E / k where k of them get all. A row's is
+        E sum_e f_e P_e, f the share of its pairs and P of its scores (Switch Transformer, eq. 4; a row at a time as
+        in DeepSeek-V3). It is the scores that carry the gradient."""
+        pairs = jnp.maximum(self.load.sum(axis=-1, keepdims=True), 1)
+        share = self.prob / jnp.maximum(self.tokens, 1)[:, None]
+        of_row = self.load.shape[-1] * jnp.sum(lax.stop_gradient(self.load / pairs) * share, axis=-1)
+        return jnp.sum(of_row * self.tokens)
 
 
 def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax.Array) -> RouterStats:
-    """Of logits [T, E] and chosen [T, k], over the tokens that are no padding."""
-    real = real.reshape(-1, 1).astype(jnp.float32)
+    """Of logits [B T, E] and chosen [B T, k], over the tokens that are `real` [B, T]."""
+    weight = real.astype(jnp.float32)[..., None]
     scores = jax.nn.sigmoid(logits) if router.score == "sigmoid" else jax.nn.softmax(logits)
-    share = scores / scores.sum(axis=-1, keepdims=True)
-    load = (jax.nn.one_hot(chosen, router.experts, dtype=jnp.float32).sum(axis=1) * real).sum(axis=0)
-    return RouterStats(load, (share * real).sum(axis=0), real.sum())
+    share = (scores / scores.sum(axis=-1, keepdims=True)).reshape(*real.shape, -1)
+    pairs = jax.nn.one_hot(chosen, router.experts, dtype=jnp.float32).sum(axis=1).reshape(*real.shape, -1)
+    return RouterStats((pairs * weight).sum(axis=1), (share * weight).sum(axis=1), weight.sum(axis=(1, 2)))
 
 
 def experts_reference(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: ExpertWeights, glu: Glu):

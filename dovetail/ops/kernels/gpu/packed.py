@@ -1,6 +1,14 @@
-"""Packed attention through cuDNN's flash attention, by way of jax.nn."""
+"""Packed attention through cuDNN's flash attention.
+
+Where it is known how many documents a row may hold, cuDNN is told where each begins and ends: nothing is computed
+between two of them and no mask is in memory. Each one that might be there costs a little (8 x 4096 tokens of 32 heads,
+forward and backward on an H200: 5.5 ms for one document, 6.6 ms for up to 16, 9.2 ms for up to 64), so a caller who
+knows should say so; where it is not known, a mask says who belongs together.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +19,35 @@ from dovetail.core.types import Packed
 def packed_attention(q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None):
     """As ops.attention.packed_attention; soft caps and sinks are not cuDNN's (choose_packed sees to that)."""
     assert softcap is None and sinks is None
-    same = ctx.segment_ids[:, :, None] == ctx.segment_ids[:, None, :]
-    window_size = (window - 1, 0) if window else None
+    if ctx.documents is not None and ctx.documents > 1:
+        return _told(q, k, v, ctx.segment_ids, ctx.documents + 1, scale, window)  # padding is one more
+    mask = None  # one document: the padding behind it sees it, and nobody looks at the padding
+    if ctx.documents is None:
+        mask = (ctx.segment_ids[:, :, None] == ctx.segment_ids[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
-        q, k, v, mask=same[:, None], scale=scale, is_causal=True, local_window_size=window_size, implementation="cudnn"
-    ).astype(jnp.result_type(q))
+        q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=(window - 1, 0) if window else None,
+        implementation="cudnn",
+    ).astype(jnp.result_type(q))  # fmt: skip
+
+
+def _told(q, k, v, segment_ids: jax.Array, most: int, scale: float, window: int | None) -> jax.Array:
+    # jax.nn.dot_product_attention has no argument for documents yet; the function below it has
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    lengths, offsets = documents(segment_ids, most)
+    out: Any = dot_product_attention(
+        q, k, v, None, None, lengths, lengths, offsets, offsets, scale=scale, mask_type=MaskType.PADDING_CAUSAL,
+        sliding_window_length=window,
+    )  # fmt: skip
+    return out.astype(q.dtype)
+
+
+def documents(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """(lengths [B, most], offsets [B, most + 1]) of each row's runs of equal ids; -1 past the last."""
+    B = segment_ids.shape[0]
+    new = jnp.concatenate([jnp.ones((B, 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    rank = jnp.cumsum(new, axis=1) - 1
+    lengths = jnp.zeros((B, most), jnp.int32).at[jnp.arange(B)[:, None], rank].add(1, mode="drop")
+    offsets = jnp.concatenate([jnp.zeros((B, 1), jnp.int32), jnp.cumsum(lengths, axis=1)], axis=1)
+    place, count = jnp.arange(most + 1), rank[:, -1:] + 1
+    return jnp.where(place[:most] < count, lengths, -1), jnp.where(place < count, offsets, -1)

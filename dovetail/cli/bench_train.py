@@ -1,0 +1,101 @@
+"""`dovetail bench train`: tokens a second of the training step, and its share of the chip's peak."""
+
+import time
+
+
+def run(
+    model: str,
+    batch: int,
+    length: int,
+    steps: int,
+    documents: int,
+    overrides: list[str],
+    trace: str,
+) -> None:
+    import jax
+    from rich.console import Console
+
+    from dovetail.core.chips import chip_of, usable_bytes
+    from dovetail.train.flops import train_flops_per_token
+    from dovetail.train.prepare import prepare
+
+    settings = _settings(model, batch, length, overrides)
+    device, count = jax.devices()[0], jax.device_count()
+    devices = f"{count} device{'s' if count > 1 else ''}"
+    ready = prepare(settings)
+    console = Console(highlight=False)
+    console.print("\n".join(ready.derived.explain()))
+    start = time.perf_counter()
+    step = ready.compile(ready.bucket(documents))
+    compiled = time.perf_counter() - start
+    state = ready.init()
+    data = [ready.put(_batch(settings, ready.cfg.vocab, documents, seed)) for seed in range(2)]
+    losses = []
+    for i in range(2):  # the first runs hold the allocator's growth
+        state, metrics = step(state, data[i % 2])
+        losses.append(float(metrics["loss"]))
+    if trace:
+        jax.profiler.start_trace(trace)
+    start = time.perf_counter()
+    for i in range(steps):
+        state, metrics = step(state, data[i % 2])
+    losses.append(float(metrics["loss"]))
+    seconds = (time.perf_counter() - start) / steps
+    if trace:
+        jax.profiler.stop_trace()
+    chip, memory = chip_of(device), device.memory_stats() or {}
+    rate = settings.tokens_per_step / seconds
+    peak = chip.device_bf16 * count if chip and chip.device_bf16 else None
+    rows = {
+        "tokens a second": f"{rate:,.0f}",
+        "step": f"{seconds * 1e3:,.1f} ms",
+        "compile": f"{compiled:.1f} s",
+        "loss": ", ".join(f"{loss:.3f}" for loss in losses),
+    }
+    for name, causal in (("causal", True), ("full", False)):
+        flops = train_flops_per_token(ready.cfg, settings.length, causal)
+        share = f", {rate * flops / peak:.1%} of {chip.name}'s peak" if peak and chip else ""
+        rows[f"FLOP/s, {name} attention"] = f"{rate * flops / 1e12:,.1f} TFLOP/s{share}"
+    if "peak_bytes_in_use" in memory:
+        limit = usable_bytes(device) or 0
+        rows["memory"] = f"{memory['peak_bytes_in_use'] / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+    name = model.rstrip("/").rpartition("/")[2]
+    console.print(_table(f"{name}, {batch} x {length}, documents a row: {documents}, {devices}", rows))
+
+
+def _settings(model: str, batch: int, length: int, overrides: list[str]):
+    from dovetail.core.overrides import place, split
+    from dovetail.core.recipe import read
+    from dovetail.train.settings import Pretrain
+
+    base = {"model": model, "batch": batch, "length": length, "steps": 1000, "data": {"sources": [{"path": "random"}]}}
+    return read(Pretrain, place(base, [split(text) for text in overrides]))
+
+
+def _batch(settings, vocab: int, documents: int, seed: int):
+    """Random tokens in rows of `documents` documents each, of random lengths."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from dovetail.core.types import Batch
+
+    rng = np.random.default_rng(seed)
+    B, T = settings.batch, settings.length
+    tokens = rng.integers(0, vocab, (B, T + 1), np.int32)
+    cuts = np.sort(np.stack([rng.choice(np.arange(1, T), documents - 1, replace=False) for _ in range(B)]), axis=1)
+    place = np.arange(T)
+    segment = (place[None, :, None] >= cuts[:, None, :]).sum(axis=2).astype(np.int32)
+    starts = np.concatenate([np.zeros((B, 1), np.int64), cuts], axis=1)
+    positions = place - np.take_along_axis(starts, segment, axis=1)
+    same = np.concatenate([segment[:, 1:] == segment[:, :-1], np.ones((B, 1), bool)], axis=1)
+    arrays = (tokens[:, :-1], tokens[:, 1:], positions.astype(np.int32), segment + 1, same.astype(np.float32))
+    return Batch(*map(jnp.asarray, arrays))
+
+
+def _table(title: str, rows: dict[str, str]):
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,247 @@
+"""`dovetail eval`: how good a model is. Held-out loss needs nothing more; lm-eval's tasks need the `eval` extra."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+LOSS = "loss"
+
+
+class Row(NamedTuple):
+    task: str
+    metric: str
+    value: float | None
+    error: float | None = None  # standard error
+    count: int | None = None  # documents
+
+
+def evaluate(
+    model: str = typer.Argument(help="A folder, run folder, .gguf file, hub id or catalogue name."),
+    tasks: str = typer.Option(..., help="With commas between: loss, an lm-eval task, or a task's .yaml file."),
+    data: str = typer.Option("", help="For the task loss: a .jsonl file, or a text."),
+    text_key: str = typer.Option("text", help="Where a line of --data has its text."),
+    limit: int = typer.Option(None, min=1, help="Documents of each task; otherwise all."),
+    num_fewshot: int = typer.Option(None, min=0, help="Examples before each question; otherwise as the task says."),
+    chat: bool = typer.Option(False, help="Ask through the model's chat template."),
+    tokenizer: str = typer.Option("", help="bytes: the model reads raw bytes. Otherwise its own."),
+    max_model_len: int = typer.Option(None, min=2, help="The longest text; otherwise the model's own limit."),
+    tensor_parallel: int = typer.Option(1, min=1, help="Devices over which the model is split."),
+    dtype: str = typer.Option("", help="bf16, f32 or f16."),
+    json: str = typer.Option("", help="Write the results into this file too."),
+) -> None:
+    """Measure a model: held-out loss, or tasks of lm-eval."""
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    _check(names, data, tokenizer)
+    judge = _judge(model, tokenizer, max_model_len=max_model_len, tensor_parallel=tensor_parallel, dtype=dtype or None)
+    rows: list[Row] = []
+    if LOSS in names:
+        rows += held_out(judge, documents(data, text_key, limit))
+    if others := [name for name in names if name != LOSS]:
+        rows += run_tasks(judge, others, model, limit=limit, num_fewshot=num_fewshot, chat=chat)
+    _show(model, rows)
+    if json:
+        from dovetail.cli.save import save
+
+        save(json, json_module.dumps({"model": model, "results": [row._asdict() for row in rows]}, indent=1) + "\n")
+
+
+def _check(names: list[str], data: str, tokenizer: str) -> None:
+    """Before a model is loaded, which takes its time."""
+    if not names:
+        raise ValueError("--tasks is empty: give loss, an lm-eval task, or a task's .yaml file")
+    if (LOSS in names) != bool(data):
+        raise ValueError("the task loss and --data belong together: the one is measured on the other")
+    if tokenizer not in ("", "bytes"):
+        raise ValueError(f"--tokenizer is bytes, or not given for the model's own; got {tokenizer!r}")
+    for name in names:
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            raise FileNotFoundError(f"there is no task file {name}")
+    if names != [LOSS]:
+        _lm_eval()
+
+
+def _judge(model: str, tokenizer: str, **options: Any):
+    from dovetail.cli.eval_model import Bytes, Judge
+    from dovetail.cli.progress import bar
+    from dovetail.engine.llm import LLM
+
+    with bar() as progress:
+        llm = LLM(newest_export(model), progress=progress, **options)
+    return Judge(llm, Bytes() if tokenizer else None)
+
+
+def newest_export(model: str) -> str:
+    """Of a run's folder, the last export; anything else is what it is."""
+    folder = Path(model)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return model
+    steps = {}
+    for path in folder.glob("export/step_*"):
+        if path.name.removeprefix("step_").isdigit() and (path / "config.json").exists():
+            steps[int(path.name.removeprefix("step_"))] = path
+    if steps:
+        return str(steps[max(steps)])
+    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
+        raise ValueError(f"the run {folder} has no export to judge: set checkpoint.export_hf to the steps between two")
+    return model
+
+
+# --- held-out loss ----------------------------------------------------------------------------------------------------
+
+
+def documents(path: str, text_key: str, limit: int | None) -> list[str]:
+    found = list(islice((text for text in _documents(Path(path), text_key) if text), limit))
+    if not found:
+        raise ValueError(f"{path} holds no text to measure on")
+    return found
+
+
+def _documents(path: Path, text_key: str) -> Iterator[str]:
+    if path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8")
+        return
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json_module.loads(line)[text_key]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'line {number} of {path} is not {{"{text_key}": ...}}: name the key with --text-key'
+                ) from None
+            if not isinstance(text, str):
+                raise ValueError(f"line {number} of {path}: {text_key} is not text")
+            yield text
+
+
+def held_out(judge, texts: list[str]) -> list[Row]:
+    """Loss as training measures it, the end token among what is predicted. A document's first token has nothing before
+    it unless the tokenizer puts BOS there, and is not scored then. Bits per byte are of the text's own tokens."""
+    pairs, size, special = [], 0, {judge.tokenizer.bos_id, judge.tokenizer.eos_id}
+    for text in texts:
+        ids = judge.document(text)
+        pairs += judge.windows(ids)
+        size += len(text.encode()) - (0 if ids[0] in special else len(judge.tokenizer.token_bytes(ids[0])))
+    entries = [entry for each in judge.entries(pairs) for entry in each]
+    if not entries:
+        raise ValueError("the texts are of one token each: there is nothing to predict")
+    loss = -math.fsum(entry.logprob for entry in entries) / len(entries)
+    nats = -math.fsum(entry.logprob for entry in entries if entry.token not in special)
+    values = [("loss", loss), ("perplexity", math.exp(min(loss, 700.0)))]
+    values += [("bits_per_byte", nats / size / math.log(2))] if size else []
+    return [Row(LOSS, name, value, None, len(texts)) for name, value in [*values, ("tokens", float(len(entries)))]]
+
+
+# --- lm-eval ----------------------------------------------------------------------------------------------------------
+
+
+def _lm_eval(module: str = "lm_eval") -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"tasks other than {LOSS} are lm-eval's, which is not installed ({error}): pip install 'dovetail[eval]'"
+        ) from None
+
+
+def run_tasks(
+    judge, names: list[str], model: str, *, limit: int | None = None, num_fewshot: int | None = None, chat: bool = False
+) -> list[Row]:
+    """The metrics of lm-eval's tasks, by name or from files."""
+    from dovetail.cli.eval_model import lm_eval_model
+
+    lm_eval = _lm_eval()
+    loaded = load_tasks(names)
+    for task in loaded["tasks"].values():
+        _settle(task, num_fewshot)
+    # Not its simple_evaluate, which imports torch to describe the machine.
+    found = lm_eval.evaluate(
+        lm_eval_model(judge, Path(model).name), loaded, limit=limit, bootstrap_iters=1000, log_samples=False,
+        apply_chat_template=chat, fewshot_as_multiturn=chat,
+    )  # fmt: skip
+    assert found is not None  # that is what processes other than the first get
+    counts = found.get("n-samples", {})
+    return [
+        row
+        for task, values in {**found["results"], **found.get("groups", {})}.items()
+        for row in _rows(task, values, counts.get(task, {}).get("effective"))
+    ]
+
+
+def _settle(task, num_fewshot: int | None) -> None:
+    """The number of examples (a task that says 0 means it) and which ones."""
+    own = task.get_config("num_fewshot")
+    if own is None or (num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    task.set_fewshot_seed(seed=1234)  # lm-eval's own, so that figures can be compared
+
+
+def _rows(task: str, values: dict[str, Any], count: int | None) -> list[Row]:
+    """lm-eval names a metric `acc,none` or `exact_match,flexible-extract`: the second part is its filter."""
+    rows = []
+    for key, value in values.items():
+        metric, _, kind = key.partition(",")
+        if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
+            error = values.get(f"{metric}_stderr,{kind}")
+            named = metric if kind == "none" else f"{metric} ({kind})"
+            rows.append(Row(task, named, float(value), error if isinstance(error, float) else None, count))
+    return rows
+
+
+def load_tasks(names: list[str]) -> Any:
+    """What lm-eval evaluates. A file's own data are looked for beside it, then where we are."""
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    # Only names need lm-eval's own tasks, and reading their thousands of files takes its time.
+    manager = _lm_eval("lm_eval.tasks").TaskManager(include_defaults=len(files) < len(names))
+    found: list[Any] = []
+    for name in names:
+        if name in files:
+            found += _from_file(manager, Path(name).resolve())
+        elif name in manager.all_tasks:
+            found.append(name)
+        else:
+            raise ValueError(f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them, or give a .yaml file")
+    return manager.load(found)
+
+
+def _from_file(manager, path: Path) -> list[Any]:
+    from contextlib import chdir
+
+    def load() -> list[Any]:
+        made = manager.load([str(path)])
+        return list(made["groups"].values()) or list(made["tasks"].values())
+
+    try:
+        with chdir(path.parent):
+            return load()
+    except FileNotFoundError:
+        return load()
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _show(model: str, rows: list[Row]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=model, title_justify="left", title_style="bold", box=box.ROUNDED)
+    table.add_column("task", style="cyan")
+    table.add_column("metric")
+    for name in ("value", "±", "documents"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        value = "–" if row.value is None else f"{row.value:,.0f}" if row.metric == "tokens" else f"{row.value:,.4f}"
+        error = "" if row.error is None else f"{row.error:.4f}"
+        table.add_row(row.task, row.metric, value, error, "" if row.count is None else f"{row.count:,}")
+    Console(highlight=False).print(table)

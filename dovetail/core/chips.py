@@ -1,0 +1,104 @@
+"""Accelerators: peak rates, memory, links and prices, each a chip's (a device is what jax calls one).
+
+Peaks are dense. Sources, as of August 2026: Google Cloud's pages of each TPU (docs.cloud.google.com/tpu/docs) for
+peaks, HBM in GiB, links and pod sizes; NVIDIA's data sheets of the SXM modules for theirs; Google Cloud's price
+lists (on demand and spot, a chip and hour) for dollars. Prices move: they rank machines, they are no offer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.core.choice import did_you_mean
+
+GIB = 2**30
+TERA = 1e12
+GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Chip:
+    name: str
+    kinds: tuple[str, ...]  # what jax's device_kind says
+    bf16: float  # FLOP/s
+    eight_bit: float | None  # int8 or fp8 operations a second, whichever the chip has; None: no faster than bf16
+    hbm: int  # bytes
+    bandwidth: float  # of HBM, bytes/s
+    network: float | None  # to other chips of the pod or node, over all its links, one way, bytes/s
+    pod: int | None = None  # chips that those links join; None: what one host holds
+    dollars: float | None = None  # an hour, on demand
+    spot: float | None = None
+    dcn: float | None = None  # across slices or hosts, bytes/s
+    devices: int = 1  # jax devices of one chip: two where its cores are not joined
+
+    @property
+    def device_hbm(self) -> int:
+        return self.hbm // self.devices
+
+    @property
+    def device_bf16(self) -> float:
+        """The peak that an MFU is a share of, for each jax device."""
+        return self.bf16 / self.devices
+
+
+def _tpu(name, kinds, bf16, int8, hbm, bandwidth, links, pod, dollars, spot, dcn=6.25, devices=1) -> Chip:
+    """`links` is (how many, GB/s of one in one direction)."""
+    network = links[0] * links[1] * GIGA if links else None
+    return Chip(
+        name, kinds, bf16 * TERA, int8 * TERA if int8 else None, hbm * GIB, bandwidth * TERA, network, pod,
+        dollars, spot, dcn * GIGA, devices,
+    )  # fmt: skip
+
+
+def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot) -> Chip:
+    """`nvlink` is NVIDIA's figure, which adds both directions. Memory sold as GB is, within 1%, GiB as CUDA counts it;
+    B200 is the exception (sold as 192, CUDA shows about 179 GiB) and stays within the share that plans leave free."""
+    return Chip(
+        name, kinds, bf16 * TERA, fp8 * TERA, hbm * GIB, bandwidth * TERA, nvlink / 2 * GIGA, None, dollars, spot,
+    )  # fmt: skip
+
+
+# TF/s bf16, int8 or fp8; GiB; TB/s; links; pod; $/h on demand and spot (August 2026)
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        _tpu("v2", ("TPU v2",), 46, None, 16, 0.7, None, 256, 1.13, 0.34, devices=2),
+        _tpu("v3", ("TPU v3",), 123, None, 32, 0.9, (4, 50), 1024, 2.00, 0.51, devices=2),
+        _tpu("v4", ("TPU v4",), 275, 275, 32, 1.2, (6, 45), 4096, 3.22, 0.92),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 394, 16, 0.82, (4, 45), 256, 1.20, 0.34, dcn=3.1),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 918, 95, 2.77, (6, 90), 8960, 4.20, 0.81),
+        # spot between 0.28 and 1.54 by region: the dearer one
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 1836, 32, 1.64, (4, 90), 256, 2.70, 1.54, dcn=12.5),
+        # 1,200 GB/s a chip, both directions together, over six links; priced by contract
+        _tpu("TPU7x", ("TPU7x",), 2307, 4614, 192, 7.4, (6, 100), 9216, None, None, devices=2),
+        _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 624, 40, 1.6, 600, 3.93, 2.27),
+        _gpu("A100", ("NVIDIA A100-SXM4-80GB",), 312, 624, 80, 2.0, 600, 3.93, 2.27),
+        _gpu("H100", ("NVIDIA H100 80GB HBM3",), 989, 1979, 80, 3.35, 900, 9.80, 4.85),
+        _gpu("H200", ("NVIDIA H200",), 989, 1979, 141, 4.8, 900, 9.31, 5.38),
+        _gpu("B200", ("NVIDIA B200",), 2250, 4500, 192, 8.0, 1800, 11.28, 4.08),
+    )
+}
+_BY_KIND = {kind.lower(): chip for chip in CHIPS.values() for kind in chip.kinds}
+
+
+def chip_of(device: Any) -> Chip | None:
+    """The chip of a jax device, by its device_kind; None for a CPU and for what the table does not know (an H100 on a
+    PCIe card, say, has another peak than the one listed): then no share of a peak can honestly be shown."""
+    return _BY_KIND.get(str(getattr(device, "device_kind", device)).strip().lower())
+
+
+def chip_named(name: str) -> Chip:
+    """`h200`, `v5e`, `TPU7x`: as people type them."""
+    by_name = {known.lower(): chip for known, chip in CHIPS.items()}
+    chip = by_name.get(name.strip().lower()) or _BY_KIND.get(name.strip().lower())
+    if chip is None:
+        raise ValueError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}")
+    return chip
+
+
+def usable_bytes(device: Any) -> int | None:
+    """The memory that this process may take of a live device, where its driver says so (on a GPU, jax's own
+    XLA_PYTHON_CLIENT_MEM_FRACTION is already taken off); None on a CPU."""
+    stats = device.memory_stats() if getattr(device, "platform", "cpu") != "cpu" else None
+    return (stats or {}).get("bytes_limit")

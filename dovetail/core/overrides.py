@@ -1,0 +1,90 @@
+"""`optimizer.lr=1e-3`, `data.sources.0.path=texts`: values typed at a terminal, put in their places in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.core import yaml_text
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A value as it was typed: what it means depends on the field it is for (007 may be a folder)."""
+
+    text: str
+
+
+def split(text: str) -> tuple[list[str], Typed]:
+    """`a.0.b=value` -> (["a", "0", "b"], the value)."""
+    key, equals, value = text.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise ValueError(f"an override is key=value with a dotted key, such as optimizer.lr=1e-3; got {text!r}")
+    return path, Typed(value)
+
+
+def place(mapping: Mapping[str, Any], pairs: Iterable[tuple[list[str], Typed]]) -> dict[str, Any]:
+    """A copy of the mapping with each value at its path."""
+    tree = _copied(dict(mapping))
+    for path, value in pairs:
+        _put(tree, path, value)
+    return tree
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _copied(v) for k, v in tree.items()}
+    return [_copied(v) for v in tree] if isinstance(tree, list) else tree
+
+
+def _put(tree: dict, path: list[str], value: Typed) -> None:
+    node: Any = tree
+    for depth, part in enumerate(path[:-1]):
+        key = _key(node, part, path[:depth])
+        below = node[key] if isinstance(node, list) else node.get(key)
+        below = parsed(below) if isinstance(below, Typed) else below
+        if below is None:
+            below = [] if path[depth + 1].isdecimal() else {}
+        if not isinstance(below, dict | list):
+            here = ".".join(path[: depth + 1])
+            raise ValueError(f"{'.'.join(path)} has no place: {here} is {kind_of(below)}, which has no keys")
+        node[key] = below
+        node = below
+    node[_key(node, path[-1], path[:-1])] = value
+
+
+def _key(node: dict | list, part: str, path: list[str]) -> Any:
+    """A key, or a place in a list; one past the list's end adds an element."""
+    if isinstance(node, dict):
+        return part
+    at = ".".join(path)
+    if not part.isdecimal():
+        raise ValueError(f"{at} is a list: give a place in it, such as {at}.0; got {at}.{part}")
+    if int(part) > len(node):
+        raise ValueError(f"{at}.{part} is past the end: {at} has {len(node)}, and {at}.{len(node)} would add one")
+    if int(part) == len(node):
+        node.append(None)
+    return int(part)
+
+
+def parsed(value: Typed) -> Any:
+    """As YAML; nothing after the = is an empty text."""
+    return yaml_text.parse(value.text) if value.text else ""
+
+
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def kind_of(value: Any) -> str:
+    """A value and what it is, for a message."""
+    if isinstance(value, Typed):
+        value = value.text
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, dict):
+        return "a mapping (" + ", ".join(map(str, value)) + ")"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"

@@ -1,0 +1,148 @@
+"""Text to the ids that a cache keeps: by a model's tokenizer, or as the UTF-8 bytes themselves.
+
+An encoder can be told to a worker process, and has an identity: a cache made with another is never taken for its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dovetail.io.tokenizer import Tokenizer
+
+LONGEST_TEXT = 1 << 20  # characters given to a tokenizer at once: it needs some thirty times that in memory
+
+
+class ByteEncoder:
+    """The ids of a text are its UTF-8 bytes; 256 ends a document."""
+
+    eos_id = 256
+    vocab_size = 257
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.append(np.frombuffer(text.encode(), np.uint8).astype(np.uint32), np.uint32(256)) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+class TokenEncoder:
+    """A `tokenizers` backend, with BOS where it adds one and always one EOS at the end.
+
+    Special tokens spelled out in a document become their ids, as in Tokenizer.encode.
+    """
+
+    def __init__(self, backend: Any, eos_id: int, vocab_size: int, split_special: bool):
+        backend.encode_special_tokens = split_special
+        self._backend, self._split_special = backend, split_special
+        self.eos_id, self.vocab_size = eos_id, vocab_size
+        self._prefix = self._before_text()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TokenEncoder:
+        if tokenizer.eos_id is None:
+            raise ValueError(
+                "expected a tokenizer with an end-of-text token, and this one has none; name eos_token in its "
+                "tokenizer_config.json, or set data.tokenizer to another"
+            )
+        backend = tokenizer.backend
+        return cls(backend, tokenizer.eos_id, tokenizer.vocab_size, bool(backend.encode_special_tokens))
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        parts = [_cut(text) for text in texts]
+        flat = self._backend.encode_batch_fast([part for cut in parts for part in cut], add_special_tokens=False)
+        ids = iter(encoding.ids for encoding in flat)
+        return [self._document([next(ids) for _ in cut]) for cut in parts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "kind": "tokenizer", "backend": self._backend.to_str(), "eos_id": self.eos_id,
+            "vocab_size": self.vocab_size, "split_special": self._split_special,
+        }  # fmt: skip
+
+    def _document(self, parts: list[list[int]]) -> np.ndarray:
+        ended = bool(parts[-1]) and parts[-1][-1] == self.eos_id  # the text itself ends with the token, spelled out
+        frame = [self._prefix, *parts, [] if ended else [self.eos_id]]
+        return np.concatenate([np.asarray(ids, np.uint32) for ids in frame])
+
+    def _before_text(self) -> list[int]:
+        """What the post-processor puts first, such as BOS. Seen on a text, for BOS and EOS may be one token."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        framed = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(framed) - len(bare) + 1):
+            if framed[start : start + len(bare)] == bare:
+                return framed[:start]
+        return []
+
+
+Encoder = ByteEncoder | TokenEncoder
+
+
+def make(name: str, tokenizer: Tokenizer | None = None) -> Encoder:
+    """`name` as in Data.tokenizer: "" is the model's own, which is given; "bytes"; or where to find another."""
+    if name == "bytes":
+        return ByteEncoder()
+    if name:
+        tokenizer = _load(name)
+    if tokenizer is None:
+        where = f"{name!r} has no tokenizer" if name else "the model brings no tokenizer"
+        raise ValueError(f"{where}: set data.tokenizer to 'bytes', a folder with a tokenizer.json, or a model's name")
+    return TokenEncoder.of(tokenizer)
+
+
+def beside_model(*places: str) -> Tokenizer | None:
+    """The tokenizer in the first of these folders that has one: a recipe's model and init may be folders or names."""
+    from dovetail.io.tokenizer import Tokenizer
+
+    folders = [Path(place).expanduser() for place in places if place]
+    folders = [folder if folder.is_dir() else folder.parent for folder in folders if folder.exists()]
+    found = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    return Tokenizer.from_folder(found) if found else None
+
+
+def from_spec(spec: dict[str, Any]) -> Encoder:
+    if spec["kind"] == "bytes":
+        return ByteEncoder()
+    from tokenizers import Tokenizer as Backend
+
+    return TokenEncoder(Backend.from_str(spec["backend"]), spec["eos_id"], spec["vocab_size"], spec["split_special"])
+
+
+def identity(encoder: Encoder) -> str:
+    return hashlib.sha256(json.dumps(encoder.spec(), sort_keys=True).encode()).hexdigest()
+
+
+def _load(name: str) -> Tokenizer | None:
+    from dovetail.io.hub import resolve
+    from dovetail.io.tokenizer import Tokenizer
+
+    path = resolve(name)
+    if path.suffix == ".gguf":
+        from dovetail.io.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path).tokenizer()
+    return Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+
+
+def _cut(text: str) -> list[str]:
+    """A very long text in parts that end with a line or a word, so that the ids are hardly other than the whole's."""
+    parts, start = [], 0
+    while len(text) - start > LONGEST_TEXT:
+        limit = start + LONGEST_TEXT
+        end = text.rfind("\n", start + LONGEST_TEXT // 2, limit) + 1 or text.rfind(" ", start + 1, limit)
+        end = end if end > start else limit
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]

@@ -1,0 +1,146 @@
+"""Batches by their number: `batch(step)` is a function of the data, the seed and the step, on any number of hosts.
+
+Nothing is counted or carried along, so a run that resumes at step k asks for batch k; there is no position to save.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from dovetail.core.types import Batch
+from dovetail.data.cache import Store
+from dovetail.data.mixture import Mixture
+from dovetail.data.pack import PACKINGS
+from dovetail.data.settings import Data
+from dovetail.data.shuffle import key, ranks
+from dovetail.data.tokenise import prepare
+from dovetail.io.hub import Progress
+
+if TYPE_CHECKING:
+    from dovetail.io.tokenizer import Tokenizer
+
+AHEAD = 8  # batches prepared before they are asked for
+_HELD_OUT = 0x6865_6C64  # names the shuffle that sets documents apart; not the seed's, so that runs can be compared
+
+
+class Loader:
+    """Batches of `batch` rows over all hosts, of which this host gets its contiguous share."""
+
+    def __init__(self, rows: Mixture, batch: int, host_index: int = 0, host_count: int = 1, *, vocab_size: int = 0):
+        if batch < 1 or host_count < 1 or batch % host_count:
+            raise ValueError(f"expected a batch that {host_count} hosts share evenly, got {batch} rows; change batch")
+        if not 0 <= host_index < host_count:
+            raise ValueError(f"expected a host_index from 0 to {host_count - 1}, got {host_index}")
+        self.rows, self.length, self.vocab_size = rows, rows.length, vocab_size
+        self._batch, self._share = batch, batch // host_count
+        self._first = host_index * self._share
+
+    def batch(self, step: int) -> Batch:
+        """numpy arrays [batch / hosts, T]."""
+        if step < 0:
+            raise ValueError(f"expected a step from 0 on, got {step}")
+        start = step * self._batch + self._first
+        columns = zip(*(self.rows.row(i) for i in range(start, start + self._share)), strict=True)
+        return Batch(*(cast(Any, np.stack(column)) for column in columns))
+
+    def iterate(self, start_step: int = 0, threads: int = 0) -> Iterator[Batch]:
+        """Batches from start_step on, without end, made ahead of time by Grain's threads; close() ends them."""
+        import grain
+
+        threads = threads or min(4, os.cpu_count() or 1)
+        steps = grain.MapDataset.range(start_step, sys.maxsize).map(self.batch)
+        found = iter(steps.to_iter_dataset(grain.ReadOptions(threads, max(AHEAD, threads))))
+        try:
+            yield from found
+        finally:
+            found.close()
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Of all sources, each once."""
+        return self.rows.tokens
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Of all sources, each once."""
+        return sum(source.count for source in self.rows.sources)
+
+    @property
+    def padding(self) -> tuple[float, ...]:
+        """The share of places without a token, for each source."""
+        return tuple(source.padding for source in self.rows.sources)
+
+    def epochs(self, step: int) -> tuple[float, ...]:
+        """How often each source has been gone through before `step`."""
+        taken = self.rows.taken(step * self._batch)
+        return tuple(int(n) / source.count for n, source in zip(taken, self.rows.sources, strict=True))
+
+
+def open_data(
+    data: Data,
+    length: int,
+    batch: int,
+    tokenizer: Tokenizer | None = None,
+    *,
+    host_index: int = 0,
+    host_count: int = 1,
+    directory: str | Path = "",
+    progress: Progress | None = None,
+) -> tuple[Loader, Loader | None]:
+    """The training loader, and that of the held-out documents where data.held_out sets some apart.
+
+    tokenizer: the model's own, for data.tokenizer "". The cache is made first where it is missing or out of date.
+    """
+    if length < 2:
+        raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
+    stores = prepare(data, tokenizer, directory, progress)
+    apart = [held_out(store, wanted, length) for store, wanted in zip(stores, _wanted(data), strict=True)]
+
+    def loader(chosen: list[np.ndarray]) -> Loader:
+        pack = PACKINGS[data.packing]
+        each = enumerate(zip(stores, chosen, strict=True))
+        packed = [pack(store, which, length, key(data.seed, i)) for i, (store, which) in each]
+        rows = Mixture(packed, [source.weight for source in data.sources], data.seed)
+        return Loader(rows, batch, host_index, host_count, vocab_size=stores[0].meta.vocab_size)
+
+    train = loader([np.flatnonzero(~mask) for mask in apart])
+    return train, loader([np.flatnonzero(mask) for mask in apart]) if data.held_out else None
+
+
+def held_out(store: Store, wanted: float, length: int) -> np.ndarray:
+    """[documents] whether each is set apart. Below 1 `wanted` is a share of the documents, else a number of rows.
+
+    By a hash of the document's number: what is appended to a corpus does not move what was there before. (When a small
+    share would set none apart, one document is; a number of rows takes the lowest hashes, as many as fill them.)
+    """
+    if not wanted:
+        return np.zeros(len(store), bool)
+    rank = ranks(len(store), _HELD_OUT)
+    if wanted < 1:
+        mask = rank < np.uint64(int(wanted * 2**64))
+        mask[np.argmin(rank)] = True
+    else:
+        order = np.argsort(rank)
+        filled = np.cumsum(store.lengths[order])
+        mask = np.zeros(len(store), bool)
+        mask[order[: int(np.searchsorted(filled, wanted * length)) + 1]] = True
+    if mask.all():
+        raise ValueError(
+            f"held_out={wanted:g} takes all {len(store)} documents of {store.meta.name} and leaves none to train on; "
+            "set it lower, or give the text as more documents"
+        )
+    return mask
+
+
+def _wanted(data: Data) -> list[float]:
+    """held_out for each source: a share is the same for all, rows are divided by weight."""
+    if data.held_out < 1:
+        return [data.held_out for _ in data.sources]
+    total = sum(source.weight for source in data.sources)
+    return [float(np.ceil(data.held_out * source.weight / total)) for source in data.sources]

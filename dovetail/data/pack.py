@@ -1,0 +1,153 @@
+"""Documents into rows of T tokens. Any row can be asked for by its number, at once, in any order.
+
+A row is a list of pieces (document, start, stop); a piece is a segment of the row, with positions from 0. The target
+of a token is the next token of its document, also where that one lies in another row: so over an epoch every token is
+read once, and every token but a document's first is a target once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from dovetail.data.best_fit import best_fit
+from dovetail.data.shuffle import permutation, place
+
+WINDOW = 1 << 20  # documents that are packed together: bounds the memory that planning takes
+_ORDER, _ROWS = 1, 2  # which shuffle of a (seed, epoch): of documents, of rows
+
+
+class Documents(Protocol):
+    """What packing needs of a Store."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
+
+
+class Piece(NamedTuple):
+    document: int
+    start: int
+    stop: int
+
+
+class Row(NamedTuple):
+    """[T] each; see core.types.Batch."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    segment_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+def _empty(length: int) -> Row:
+    tokens, targets, positions, segment_ids = np.zeros((4, length), np.int32)
+    return Row(tokens, targets, positions, segment_ids, np.zeros(length, np.float32))
+
+
+class Packing:
+    """Rows of some of a store's documents. `count` rows are an epoch; row i of the run is in epoch i // count."""
+
+    count: int
+
+    def __init__(self, store: Documents, documents: np.ndarray, length: int, seed: int):
+        self._store, self._documents, self.length, self._seed = store, documents, length, seed
+        self._lengths = store.lengths[documents]
+        self.tokens = int(self._lengths.sum())
+
+    @property
+    def padding(self) -> float:
+        """The share of an epoch's places that hold no token."""
+        return 1 - self.tokens / (self.count * self.length)
+
+    def pieces(self, i: int) -> Iterator[Piece]:
+        raise NotImplementedError
+
+    def row(self, i: int) -> Row:
+        row = _empty(self.length)
+        at = 0
+        for segment, (document, start, stop) in enumerate(self.pieces(i), 1):
+            end = at + stop - start
+            found = self._store.read(document, start, stop + 1)  # one more, where there is one: the last one's target
+            row.tokens[at:end] = found[: stop - start]
+            row.targets[at : at + len(found) - 1] = found[1:]
+            row.loss_mask[at : at + len(found) - 1] = 1
+            row.positions[at:end] = np.arange(stop - start)
+            row.segment_ids[at:end] = segment
+            at = end
+        return row
+
+    def _row_of_epoch(self, i: int) -> tuple[int, int]:
+        """(epoch, row of the plan): the rows of an epoch come in an order of their own, so that the rows of one long
+        document do not meet in one batch."""
+        epoch, index = divmod(i, self.count)
+        return epoch, place(index, self.count, self._seed, epoch, _ROWS)
+
+
+class Concat(Packing):
+    """All documents end to end, in another order each epoch, cut every T tokens. Only an epoch's last row is padded."""
+
+    def __init__(self, store: Documents, documents: np.ndarray, length: int, seed: int):
+        super().__init__(store, documents, length, seed)
+        self.count = -(-self.tokens // length)
+        self._plans: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def pieces(self, i: int) -> Iterator[Piece]:
+        epoch, cut = self._row_of_epoch(i)
+        order, starts = self._plan(epoch)
+        begin, end = cut * self.length, min((cut + 1) * self.length, self.tokens)
+        at = int(np.searchsorted(starts, begin, "right")) - 1
+        while begin < end:
+            first, stop = int(starts[at]), min(end, int(starts[at + 1]))
+            yield Piece(int(order[at]), begin - first, stop - first)
+            begin, at = stop, at + 1
+
+    def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of documents, and where each starts: 16 bytes a document. Two are kept, for where epochs meet."""
+        with self._lock:  # the loader's threads all ask at once when an epoch begins
+            if epoch not in self._plans:
+                order = permutation(len(self._documents), self._seed, epoch, _ORDER)
+                starts = np.concatenate([[0], np.cumsum(self._lengths[order])])
+                kept = sorted(self._plans, key=lambda e: abs(e - epoch))[:1]
+                self._plans = {e: self._plans[e] for e in kept} | {epoch: (self._documents[order], starts)}
+            return self._plans[epoch]
+
+
+class BestFit(Packing):
+    """Documents whole, as many to a row as fit; only what is longer than T is cut. Which documents share a row is
+    settled once, by the seed; each epoch takes the rows in another order."""
+
+    def __init__(self, store: Documents, documents: np.ndarray, length: int, seed: int):
+        super().__init__(store, documents, length, seed)
+        order = permutation(len(documents), seed, _ORDER)
+        windows = [self._window(order[at : at + WINDOW]) for at in range(0, len(order), WINDOW)]
+        self._document, self._start, self._stop, sizes = (np.concatenate(parts) for parts in zip(*windows, strict=True))
+        self._first = np.concatenate([[0], np.cumsum(sizes)])  # of each row, among the pieces
+        self.count = len(sizes)
+
+    def _window(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The document, start and stop of each piece in order of rows, and the number of pieces of each row."""
+        lengths = self._lengths[chosen]
+        cuts = -(-lengths // self.length)
+        which = np.repeat(np.arange(len(chosen)), cuts)
+        number = np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+        start = number * self.length
+        stop = np.minimum(lengths[which], start + self.length)
+        rows, count = best_fit(stop - start, self.length)
+        by_row = np.argsort(rows, kind="stable")
+        sizes = np.bincount(rows, minlength=count)
+        return self._documents[chosen[which[by_row]]], start[by_row], stop[by_row], sizes
+
+    def pieces(self, i: int) -> Iterator[Piece]:
+        _, row = self._row_of_epoch(i)
+        for at in range(self._first[row], self._first[row + 1]):
+            yield Piece(int(self._document[at]), int(self._start[at]), int(self._stop[at]))
+
+
+PACKINGS: dict[str, type[Packing]] = {"concat": Concat, "best_fit": BestFit}

@@ -1,0 +1,182 @@
+"""Where documents are: what a source's path means, which files it has, and spans of them small enough to share out.
+
+A text file is one document. A line of a JSONL file, a row of a Parquet file or of a Hugging Face dataset, and a record
+of an ArrayRecord file are one document each. Files are read in the order of their names.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.data import corpus
+from dovetail.data.settings import Source
+
+ENDINGS = {
+    "text": (".txt", ".text", ".md"),
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    "parquet": (".parquet",),
+    "arrayrecord": (".array_record", ".arrayrecord"),
+    "hf": (".arrow",),
+}
+SPLITS = "dataset_dict.json"  # at the top of a Hugging Face dataset that was saved with several splits
+STATE = "state.json"  # in a Hugging Face dataset that was saved
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one file. What start and stop count depends on the kind: bytes of a plain JSONL file, row groups of a
+    Parquet file, records of an ArrayRecord file, documents of a corpus; nothing for what is only read whole."""
+
+    kind: str
+    path: str
+    start: int
+    stop: int
+    size: int  # bytes of the file, for the progress bar
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a source was found to be."""
+
+    kind: str
+    name: str  # for people, and for the cache's folder
+    paths: tuple[Path, ...]
+
+
+def find(source: Source) -> Files:
+    """The files of a source, in order. A ValueError says what there is when there is nothing to read."""
+    if source.format == "corpus" or (source.format == "auto" and _is_corpus(source.path)):
+        corpus.size(source.path)
+        return Files("corpus", source.path.replace(":", "-"), ())
+    if "://" in source.path:
+        raise ValueError(
+            f"expected a path on this machine, got {source.path!r}; mount the bucket or copy the files here"
+        )
+    path = Path(source.path).expanduser()
+    found = _hf_files(path) if source.format in ("auto", "hf") else None
+    if found is None:
+        found = _by_ending(source, _candidates(path))
+    kind, paths = found
+    return Files(kind, _name(path), tuple(paths))
+
+
+def split(files: Files, source: Source, largest: int) -> list[Span]:
+    """The spans of all files in order, each of about `largest` bytes where its kind can be cut."""
+    if files.kind == "corpus":
+        count = corpus.size(source.path)
+        return _even("corpus", source.path, count, count * corpus.BYTES, largest)
+    return [span for path in files.paths for span in _split_file(files.kind, path, largest)]
+
+
+def _is_corpus(path: str) -> bool:
+    """A built-in name, unless there is a file or folder of that name."""
+    return path.partition(":")[0] in corpus.CORPORA and not Path(path).exists()
+
+
+def _name(path: Path) -> str:
+    stem = path.name if not glob.has_magic(path.name) else path.parent.name
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in stem).strip("._") or "data"
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Every visible file that the path means: itself, those below a folder, or those a pattern matches."""
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        below = sorted(p for p in path.rglob("*") if p.is_file())
+        return [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    if glob.has_magic(str(path)):
+        return sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    raise ValueError(
+        f"expected a file, a folder, a pattern such as data/*.jsonl, or a built-in corpus "
+        f"({', '.join(corpus.CORPORA)}); there is no {str(path)!r}"
+    )
+
+
+def _by_ending(source: Source, paths: list[Path]) -> tuple[str, list[Path]]:
+    """The kind and the files that have it. A format that was given also takes files of other names, if there are no
+    files with its endings."""
+    kinds: dict[str, list[Path]] = {}
+    for path in paths:
+        if kind := _kind(path):
+            kinds.setdefault(kind, []).append(path)
+    if source.format != "auto":
+        chosen = kinds.get(source.format, paths)
+        if not chosen:
+            raise ValueError(f"expected {source.format} files in {source.path!r}, and it holds no files")
+        return source.format, chosen
+    if len(kinds) == 1:
+        return next(iter(kinds.items()))
+    endings = " ".join(end for ends in ENDINGS.values() for end in ends)
+    if not kinds:
+        raise ValueError(
+            f"expected files ending in {endings} at {source.path!r}, found none; set format to say what it is"
+        )
+    raise ValueError(
+        f"{source.path!r} holds files of several kinds ({', '.join(sorted(kinds))}); set format to one of them, or "
+        "name the files by a pattern such as data/*.jsonl"
+    )
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.lower()
+    for kind, ends in ENDINGS.items():
+        # Shards are often numbered after the ending: part.array_record-00000-of-00010.
+        if name.endswith(ends) or (kind == "arrayrecord" and any(f"{end}-" in name for end in ends)):
+            return kind
+    return None
+
+
+def _hf_files(path: Path) -> tuple[str, list[Path]] | None:
+    """The Arrow files of a folder that `Dataset.save_to_disk` wrote, in the order its state.json gives."""
+    if (path / SPLITS).is_file():
+        splits = _json(path / SPLITS).get("splits", [])
+        raise ValueError(
+            f"{str(path)!r} holds a dataset of several splits ({', '.join(splits)}); name one, as {path}/train"
+        )
+    if not (path / STATE).is_file():
+        return None
+    listed = [path / str(entry["filename"]) for entry in _json(path / STATE).get("_data_files", [])]
+    for file in listed:
+        if not file.is_file():
+            raise ValueError(f"{path / STATE} lists {file.name}, which is not there; copy the whole dataset folder")
+    if not listed:
+        raise ValueError(f"{path / STATE} lists no data files; save the dataset again with save_to_disk")
+    return "hf", listed
+
+
+def _json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); save the dataset again with save_to_disk") from None
+    return found if isinstance(found, dict) else {}
+
+
+# --- spans ------------------------------------------------------------------------------------------------------------
+
+
+def _split_file(kind: str, path: Path, largest: int) -> list[Span]:
+    size = path.stat().st_size
+    if kind == "jsonl" and path.suffix != ".gz":
+        return _even(kind, str(path), size, size, largest)
+    if kind == "parquet":
+        from dovetail.data.readers import parquet_groups
+
+        return _even(kind, str(path), parquet_groups(path), size, largest)
+    if kind == "arrayrecord":
+        from dovetail.data.readers import array_records
+
+        return _even(kind, str(path), array_records(path), size, largest)
+    return [Span(kind, str(path), 0, 0, size)]
+
+
+def _even(kind: str, path: str, units: int, size: int, largest: int) -> list[Span]:
+    """`units` in equal spans, as many as keep each of them near `largest` bytes."""
+    count = max(1, min(units, round(size / largest)))
+    marks = [units * i // count for i in range(count + 1)]
+    return [Span(kind, path, a, b, size // count) for a, b in itertools.pairwise(marks)]

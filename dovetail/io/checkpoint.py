@@ -1,0 +1,176 @@
+"""The checkpoints of a run, in two tiers: a fast folder at every save, a durable one (a bucket) now and then.
+
+    with Checkpoints(run / "checkpoints", durable="gs://bucket/run", durable_every=5000) as checkpoints:
+        checkpoints.save(step, state, {"cursor": 123})          # returns at once; writes in the background
+        state, meta, step = checkpoints.restore(target)         # the newest that is whole and undamaged, of both tiers
+
+Crash, full disk and damaged file are handled in `checkpoint_tier`. The state is any tree of jax arrays; it is stored by
+the names of its leaves, so that Orbax sees a flat dict and neither tree types nor their order matter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from dovetail.io.checkpoint_tier import Report, Tier, everyone
+from dovetail.io.manifest import NotOurs
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """All processes of a run make one and call the same methods in the same order; process 0 alone cleans up."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        durable: str = "",
+        keep: int = 3,
+        keep_every: int = 0,
+        durable_every: int = 0,
+        on_problem: Report | None = None,
+    ) -> None:
+        """`on_problem` is given one sentence when a save failed or a checkpoint is damaged; else that is logged."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {keep}")
+        if bool(durable) != bool(durable_every):
+            raise ValueError(f"durable and durable_every belong together; got {durable!r} and {durable_every}")
+        self._report = on_problem or log.warning
+        self._durable_every = durable_every
+        self._tiers = [Tier("local", os.fspath(directory), keep, keep_every, self._report)]
+        if durable:
+            self._tiers.append(Tier("durable", durable, keep, keep_every, self._report))
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], durable: bool | None = None) -> None:
+        """Start a save. When this returns the arrays are on the host, and the caller may donate them.
+
+        `durable` None: at multiples of `durable_every`. A save that fails is reported (here or at the next call that
+        waits) and does not raise. Waits for the save before, when that is still under way.
+        """
+        if durable and len(self._tiers) == 1:
+            raise ValueError("there is no durable folder to save to: give Checkpoints durable= and durable_every=")
+        meta = _plain(meta)
+        arrays = _named(state)
+        for name, leaf in arrays.items():
+            if not isinstance(leaf, jax.Array):
+                raise ValueError(
+                    f"a checkpoint holds jax arrays; {name} is {type(leaf).__name__}: wrap it in jnp.asarray"
+                )
+        wanted = durable if durable is not None else bool(self._durable_every) and step % self._durable_every == 0
+        self.wait()
+        for tier in self._tiers if wanted else self._tiers[:1]:
+            tier.save(step, arrays, meta)
+
+    def wait(self) -> None:
+        """Until what was saved is on disk, or was reported as failed."""
+        done = [step for tier in self._tiers if (step := tier.settle()) is not None]
+        for tier in self._tiers if done else []:  # a step past the newest save is of a history that was given up
+            tier.drop_after(max(done))
+
+    @property
+    def failures(self) -> int:
+        """Saves that failed in a row, in the tier where it is worst; 0 when all is well."""
+        return max(tier.failures for tier in self._tiers)
+
+    def close(self) -> None:
+        self.wait()
+        for tier in self._tiers:
+            tier.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Those with a whole checkpoint in either tier, oldest first, as this process sees them."""
+        return sorted({step for tier in self._tiers for step in tier.steps()})
+
+    def latest(self) -> int | None:
+        """The newest step, the same for every process; whether it is damaged shows when it is read."""
+        found = self._candidates(None)
+        return found[0][0] if found else None
+
+    def restore(self, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any], int]:
+        """(state, meta, step) of the newest good checkpoint, or of `step`.
+
+        `target` is a tree of jax.ShapeDtypeStruct with shardings: any mesh and any number of processes will do. A
+        damaged checkpoint is reported and the next older one taken. Raises ValueError when the checkpoint is another
+        model's, OSError when none is good.
+        """
+        self.wait()
+        names = {name: _placed(name, leaf) for name, leaf in _named(target).items()}
+        faults: list[str] = []
+        for at, tier in self._candidates(step):
+            found, fault = _attempt(tier, at, names)
+            if everyone(found is not None):
+                assert found is not None, "this process is one of everyone"
+                arrays, meta = found
+                return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in names]), meta, at
+            del found  # its memory is needed for the next one
+            tier.damaged.add(at)
+            faults.append(f"step {at} in {tier.folder} ({fault or 'damaged for another process'})")
+            self._report(f"the checkpoint of {faults[-1]} is damaged; trying the next older one")
+        where = " and ".join(str(tier.folder) for tier in self._tiers)
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        damaged = f": damaged are {'; '.join(faults)}" if faults else ""
+        raise OSError(f"there is no good {wanted} in {where}{damaged}")
+
+    def _candidates(self, step: int | None) -> list[tuple[int, Tier]]:
+        """Newest first, and the faster tier before the other. Process 0 decides for all what there is."""
+        found = [(s, i) for i, tier in enumerate(self._tiers) for s in tier.steps() if step in (None, s)]
+        ordered = sorted(found, key=lambda pair: (-pair[0], pair[1]))
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            count = int(multihost_utils.broadcast_one_to_all(np.int32(len(ordered))))
+            table = np.zeros((count, 2), np.int32)
+            if jax.process_index() == 0:
+                table[:] = ordered
+            ordered = [(int(s), int(i)) for s, i in multihost_utils.broadcast_one_to_all(table)]
+        return [(s, self._tiers[i]) for s, i in ordered]
+
+
+def _attempt(tier: Tier, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> tuple[tuple | None, str]:
+    """(arrays and meta, "") or (None, why not)."""
+    try:
+        return tier.read(step, target), ""
+    except NotOurs:
+        raise
+    except Exception as error:  # Orbax and tensorstore meet a damaged file with errors of many types
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by their path: params.layers.0.q."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
+    assert len(named) == len(pairs), "two leaves of a state have the same path"
+    return named
+
+
+def _placed(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        raise ValueError(f"restore needs to know where each array goes; {name} has no sharding")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _plain(meta: dict[str, Any]) -> dict[str, Any]:
+    """A copy, as JSON gives it back: the caller may change his own while it is being written."""
+    try:
+        return json.loads(json.dumps(meta))
+    except TypeError as error:
+        raise ValueError(f"a checkpoint's meta must be JSON (numbers, strings, lists, dicts): {error}") from error

@@ -1,0 +1,224 @@
+"""The checkpoints in one folder (or bucket): written whole or not at all, read only when they are what was written.
+
+FOLDER/step_500 is a checkpoint when it has a manifest. Orbax writes under a temporary name and renames; what a crash
+leaves is swept away before the next save. When a step is saved a second time, the first is step_500.old until then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from dovetail.io import manifest
+from dovetail.io.digest import digest
+from dovetail.io.manifest import Leaf, Manifest
+from dovetail.io.orbax_writer import TIMEOUT_S, Arrays, Writer
+
+# How storage fails: tensorstore raises ValueError for a full disk, jax RuntimeError for a barrier. The rest are bugs.
+FAILURES = (OSError, ValueError, RuntimeError)
+FOLDER = re.compile(r"step_(\d+)(\.old)?")
+PROBE = ".writable"  # written before each save
+Report = Callable[[str], None]
+
+
+def kept(steps: Iterable[int], keep: int, keep_every: int) -> set[int]:
+    """The newest `keep` steps, and every multiple of `keep_every`."""
+    ordered = sorted(steps)
+    return set(ordered[-keep:]) | {s for s in ordered if keep_every and s % keep_every == 0}
+
+
+class Tier:
+    """One save at a time: the next waits for it. All processes call the same methods in the same order."""
+
+    def __init__(self, name: str, folder: str, keep: int, keep_every: int, report: Report) -> None:
+        self.name, self.folder = name, _path(folder)
+        self.failures = 0  # in a row
+        self.damaged: set[int] = set()  # found so by a restore: not to be counted among those kept, nor kept
+        self._keep, self._keep_every, self._report = keep, keep_every, report
+        self._pending: int | None = None
+        self._good: tuple[int, dict] | None = None  # the newest that this process knows to be whole, with its meta
+        self._handler = Writer()
+        self._saver = ocp.AsyncCheckpointer(
+            self._handler,
+            async_options=ocp.options.AsyncOptions(timeout_secs=TIMEOUT_S),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=name),
+        )
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        return sorted({int(match[1]) for match in self._matches() if self._is_whole(self.folder / match[0])})
+
+    def _matches(self) -> list[re.Match[str]]:
+        return [match for path in self._entries() if (match := FOLDER.fullmatch(path.name))]
+
+    def _entries(self) -> list[Any]:
+        return list(self.folder.iterdir()) if self.folder.is_dir() else []
+
+    @staticmethod
+    def _is_whole(path: Any) -> bool:
+        return (path / manifest.NAME).exists()
+
+    def _at(self, step: int) -> Any:
+        """The folder of a step: the one set aside when the second save of that step never ended."""
+        path = self.folder / f"step_{step}"
+        return path if self._is_whole(path) else self.folder / f"step_{step}.old"
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, arrays: dict[str, jax.Array], meta: dict[str, Any]) -> None:
+        """Returns when the arrays are on the host; they may be donated or deleted then. `settle` comes first."""
+        if self._good == (step, meta):
+            return
+        try:
+            self._prepare(step)
+            leaves = {name: (x.shape, str(x.dtype), digest(x)) for name, x in arrays.items()}
+            self._handler.problem = None
+            self._handler.seal = lambda folder: _seal(folder, step, meta, leaves)
+            self._saver.save(self.folder / f"step_{step}", args=Arrays(arrays))
+        except OSError as error:
+            self._failed(step, error)
+        else:
+            self._pending, self._good = step, (step, meta)
+
+    def settle(self) -> int | None:
+        """Wait for the save under way, and give its step when it is whole; then remove what is not to be kept."""
+        if self._pending is None:
+            return None
+        step, self._pending = self._pending, None
+        try:
+            self._saver.wait_until_finished()
+            problem = self._handler.problem
+        except Exception as error:  # what Orbax does around the writer: making the folder, renaming it, barriers
+            problem = error
+        if problem is not None:
+            if not isinstance(problem, FAILURES):
+                raise problem
+            self._failed(step, problem)
+            return None
+        self.failures = 0
+        self.drop_after(step)
+        self.damaged.discard(step)
+        steps = set(self.steps())
+        self._drop(steps - kept(steps - self.damaged, self._keep, self._keep_every))
+        self._tidy(self._sweep)
+        return step
+
+    def drop_after(self, newest: int) -> None:
+        """Remove later steps, once `newest` is whole: the run went back to before them, by rollback or for damage."""
+        self._drop({step for step in self.steps() if step > newest})
+
+    def _drop(self, steps: set[int]) -> None:
+        for step in steps:
+            self._tidy(lambda step=step: _remove(self._at(step)))
+
+    def _tidy(self, work: Callable[[], None]) -> None:
+        """Process 0 removes for all. What cannot be removed is said and left: the next save comes by again."""
+        try:
+            if jax.process_index() == 0:
+                work()
+        except OSError as error:
+            self._report(f"old checkpoints in {self.folder} could not be removed: {_reason(error)}")
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._good = None
+        self.failures += 1
+        self._tidy(self._sweep)
+        left = self.steps()
+        last = f"the last good one there is step {left[-1]}" if left else "there is no good one there yet"
+        self._report(
+            f"the checkpoint of step {step} was not written to {self.folder}: {_reason(error)}; "
+            f"{last}; training goes on and the next save will try again"
+        )
+
+    def _prepare(self, step: int) -> None:
+        """Process 0 makes the folder ready; when it cannot, no process goes on to wait for it in Orbax."""
+        problem = None
+        try:
+            if jax.process_index() == 0:
+                self._make_ready(step)
+        except OSError as error:
+            problem = error
+        if not everyone(problem is None):
+            raise problem or OSError("process 0 could not make the folder ready")
+        # Every process writes into it. Find out at the first save, and not when a restore misses half.
+        if not everyone((self.folder / PROBE).exists()):
+            raise ValueError(
+                f"checkpoints need a folder that every process sees, and {self.folder} is not one; "
+                "put the run directory on a shared file system or in a bucket"
+            )
+
+    def _make_ready(self, step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / PROBE).write_text("")
+        self._sweep()
+        again = self.folder / f"step_{step}"
+        if again.exists():
+            again.rename(self.folder / f"step_{step}.old")
+
+    def _sweep(self) -> None:
+        """Remove what a crash or a failure left: temporary folders, and those without a manifest."""
+        for path in self._entries():
+            match = FOLDER.fullmatch(path.name)
+            half = path.name.startswith("step_") and ".orbax-checkpoint-tmp" in path.name
+            replaced = match and match[2] and self._is_whole(self.folder / f"step_{match[1]}")
+            if half or replaced or (match and not self._is_whole(path)):
+                _remove(path)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """The arrays, laid out as `target` says, and the meta. Raises ValueError when they are not the target's."""
+        folder = self._at(step)
+        found = manifest.read(folder)
+        found.check_target(target)
+        found.check_files(folder)
+        wanted = {n: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
+                  for n, x in target.items()}  # fmt: skip
+        # Not through the checkpointer: it ends with a barrier, at which a process that met a damaged file is missing.
+        arrays = self._handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=wanted))
+        found.check_arrays(arrays)
+        self._good = (step, found.meta)
+        return arrays, found.meta
+
+    def close(self) -> None:
+        self._saver.close()
+
+
+def _seal(folder: Any, step: int, meta: dict[str, Any], leaves: dict[str, tuple]) -> None:
+    table = {name: Leaf(shape, dtype, int(value)) for name, (shape, dtype, value) in leaves.items()}
+    Manifest(step, meta, table, manifest.sizes(folder)).write(folder)
+
+
+def _path(folder: str) -> Any:
+    from etils import epath  # a dependency of Orbax's: local paths, and buckets by their URL
+
+    return epath.Path(folder if "://" in folder else os.path.abspath(os.path.expanduser(folder)))
+
+
+def _remove(path: Any) -> None:
+    """The manifest first: what a crash leaves of the rest is no checkpoint."""
+    (path / manifest.NAME).unlink(missing_ok=True)
+    path.rmtree(missing_ok=True)
+
+
+def everyone(ok: bool) -> bool:
+    """Whether every process says so. All call it, in the same order."""
+    if jax.process_count() == 1:
+        return ok
+    from jax.experimental import multihost_utils
+
+    return bool(np.asarray(multihost_utils.process_allgather(np.asarray(ok))).all())
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "RESOURCE_EXHAUSTED" in text
+    return "no space is left there" if full else f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

@@ -1,0 +1,111 @@
+"""What a checkpoint holds: the file written into it last, whose presence says that it is whole.
+
+It has the caller's `meta`, the shape, dtype and digest of each array, and the size of each file, under a seal (a hash
+of all that) which shows damage to the manifest itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from dovetail.io.digest import digest
+
+NAME = "manifest.json"
+VERSION = 1
+UNSIZED = ("_CHECKPOINT_METADATA", "commit_success.txt", NAME)  # Orbax writes the first two once more after us
+
+
+class Damaged(OSError):
+    """A checkpoint that is not what was written."""
+
+
+class NotOurs(ValueError):
+    """A checkpoint of another model, or of another format: a mistake to report, and no damage to step over."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    meta: dict[str, Any]
+    leaves: dict[str, Leaf]
+    files: dict[str, int]  # the path within the folder -> bytes
+
+    def write(self, folder: Any) -> None:
+        body = asdict(self) | {"version": VERSION}
+        text = json.dumps(body | {"seal": _seal(body)})
+        (folder / NAME).write_text(text)
+
+    def check_files(self, folder: Any) -> None:
+        """A cut or missing file is found here, before gigabytes of the others are read."""
+        there = sizes(folder)
+        for name, size in self.files.items():
+            if there.get(name) != size:
+                raise Damaged(f"{name} has {there.get(name, 'no')} bytes, and {size} were written")
+
+    def check_target(self, target: dict[str, Any]) -> None:
+        """That the caller's arrays are the ones in here."""
+        for name in sorted(self.leaves.keys() ^ target.keys()):
+            where, other = ("the checkpoint", "this run") if name in self.leaves else ("this run", "the checkpoint")
+            raise NotOurs(_not_ours(self.step, f"{where} has {name} and {other} does not"))
+        for name, leaf in self.leaves.items():
+            wanted = Leaf(tuple(target[name].shape), str(target[name].dtype), 0)
+            if str(leaf) != str(wanted):
+                raise NotOurs(_not_ours(self.step, f"{name} is {leaf} in the checkpoint and {wanted} in this run"))
+
+    def check_arrays(self, arrays: dict[str, jax.Array]) -> None:
+        found = {name: digest(array) for name, array in arrays.items()}  # all are dispatched before one is waited for
+        wrong = [name for name, value in found.items() if int(value) != self.leaves[name].digest]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise Damaged(f"the bits of {wrong[0]}{more} are not those that were saved")
+
+
+def read(folder: Any) -> Manifest:
+    try:
+        body = json.loads((folder / NAME).read_text())
+        seal, version = body.pop("seal"), body["version"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{NAME} cannot be read ({error})") from error
+    if seal != _seal(body):
+        raise Damaged(f"{NAME} is not as it was written")
+    if version != VERSION:
+        raise NotOurs(f"{folder} is a checkpoint of format {version}; this dovetail reads format {VERSION}")
+    leaves = {name: Leaf(tuple(x["shape"]), x["dtype"], x["digest"]) for name, x in body["leaves"].items()}
+    return Manifest(body["step"], body["meta"], leaves, body["files"])
+
+
+def sizes(folder: Any, within: str = "") -> dict[str, int]:
+    """The bytes of every file below `folder`, but for those that change after the manifest is written."""
+    found: dict[str, int] = {}
+    for path in folder.iterdir():  # by hand: for a bucket's sake, this kind of path has no recursive glob
+        if path.is_dir():
+            found |= sizes(path, f"{within}{path.name}/")
+        elif within + path.name not in UNSIZED:
+            found[within + path.name] = path.stat().length
+    return dict(sorted(found.items()))
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _not_ours(step: int, what: str) -> str:
+    return (
+        f"the checkpoint of step {step} belongs to another model or optimizer: {what}; go back to the recipe it was "
+        "made with, or start in a new run directory"
+    )

@@ -1,0 +1,89 @@
+"""Orbax writes the arrays; this adds the manifest as the last file, and keeps a failed write from stopping the run.
+
+Orbax's order of one save: each process writes its shards (a future), all meet at a barrier, process 0 calls `finalize`
+and renames the folder from its temporary name, all meet again. A process that raised in between would leave the others
+at the barrier until it times out. So nothing is raised here: a problem is noted, the manifest is not written, and a
+folder without a manifest is no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+TIMEOUT_S = 1200  # for one save, all processes together
+
+Seal = Callable[[Any], None]  # writes the manifest into a folder whose arrays are all there
+
+
+class Writer(ocp.PyTreeCheckpointHandler):
+    def __init__(self) -> None:
+        # Measured on 256 MiB of f32 weights: compression saves 8% of the bytes and costs 7 times the processor time.
+        super().__init__(use_compression=False)
+        self.seal: Seal | None = None
+        self.problem: Exception | None = None
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        futures = await super().async_save(directory, *args, **kwargs) or []
+        return [_Noted(self, future.result) for future in futures] + [_Noted(self, lambda _: self._mark(directory))]
+
+    def _mark(self, directory: Any) -> None:
+        """Tells process 0 that this process's shards are written."""
+        if self.problem is None:
+            _marker(directory, jax.process_index()).write_text("")
+
+    def finalize(self, directory: Any) -> None:
+        try:
+            if self.problem is None:
+                self._finish(directory)
+        except Exception as error:  # whatever Orbax or the file system says: this save failed, and the run goes on
+            self.problem = error
+        if self.problem is not None:
+            _empty(directory)  # makes room on a full disk for what Orbax still has to write
+
+    def _finish(self, directory: Any) -> None:
+        silent = [i for i in range(jax.process_count()) if not _marker(directory, i).exists()]
+        if silent:
+            raise OSError(f"processes {silent} could not write their part")
+        super().finalize(directory)
+        assert self.seal is not None, "a save sets the seal first"
+        self.seal(directory)
+
+
+@ocp.args.register_with_handler(Writer, for_save=True, for_restore=True)
+@dataclass
+class Arrays(ocp.args.PyTreeSave):
+    """What to save. Orbax finds the handler of a save by the type of its argument."""
+
+
+@dataclass
+class _Noted:
+    """A future of Orbax's protocol whose failure is noted in the writer."""
+
+    writer: Writer
+    work: Callable[[float | None], Any]
+
+    def result(self, timeout: float | None = None) -> None:
+        try:
+            self.work(timeout)
+        except Exception as error:  # tensorstore reports a full disk as ValueError, others as OSError
+            self.writer.problem = self.writer.problem or error
+
+    def cancel(self) -> None:
+        """Writes under way are not stopped: the folder without a manifest is removed later."""
+
+
+def _marker(directory: Any, process: int) -> Any:
+    return directory / f"written.process_{process}"
+
+
+def _empty(directory: Any) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            path.rmtree(missing_ok=True)
+        elif path.name != "_CHECKPOINT_METADATA":
+            path.unlink(missing_ok=True)

@@ -1,0 +1,122 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a block for each token further ahead.
+
+At depth k, with h^0 the trunk's hidden states and t the tokens of a document,
+
+    h^k_i = norm(block_k(proj_k [norm(embed(t_{i+k})); norm(h^{k-1}_i)]))
+
+is unembedded by the trunk's own head and held against t_{i+k+1}. Embedding and head are the trunk's, so their gradient
+comes from here too. Any model may have such layers: their block is that of its last layer.
+
+Published checkpoints keep them as layers after the last, each with a copy of the embedding and of the head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.spec import ParamSpec, Stored
+from dovetail.core.types import Batch, Packed, Params
+from dovetail.models.config import Attention, Layer, ModelConfig
+from dovetail.models.decoder import block, embed
+from dovetail.models.names import COMMON
+from dovetail.models.registry import family_of
+from dovetail.models.spec import _layer as layer_spec
+from dovetail.ops.moe import RouterStats
+from dovetail.ops.norm import rms_norm
+
+
+def mtp_depth(cfg: ModelConfig) -> int:
+    """How many tokens further ahead: as many as config.json says there are layers for, else one."""
+    return int(cfg.to_hf().get("num_nextn_predict_layers") or 1)
+
+
+def mtp_layer(cfg: ModelConfig) -> Layer:
+    """The last layer's description, less what ties it to the trunk: another layer's keys, its own token embeddings."""
+    layer = dataclasses.replace(cfg.layers[-1], per_layer_dim=0)
+    if isinstance(layer.attn, Attention):
+        layer = dataclasses.replace(layer, attn=dataclasses.replace(layer.attn, kv_from=None))
+    return layer
+
+
+def mtp_spec(cfg: ModelConfig) -> tuple[dict[str, Any], ...]:
+    return tuple(_depth_spec(cfg, len(cfg.layers) + i) for i in range(mtp_depth(cfg)))
+
+
+def with_mtp(specs: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+    """A model's specs with those of its multi-token prediction under `mtp`."""
+    return {**specs, "mtp": mtp_spec(cfg)}
+
+
+def _depth_spec(cfg: ModelConfig, i: int) -> dict[str, Any]:
+    D, prefix = cfg.dim, f"model.layers.{i}."
+
+    def norm(name: str) -> ParamSpec:
+        init = "zeros" if cfg.norm_offset else "ones"
+        return ParamSpec((D,), (None,), Stored((f"{prefix}{name}.weight",), (D,)), init, active=0.0)
+
+    proj = Stored((f"{prefix}eh_proj.weight",), (D, 2 * D))
+    return {
+        "embed_norm": norm("enorm"),
+        "hidden_norm": norm("hnorm"),
+        "proj": ParamSpec((D, 2 * D), (None, "embed"), proj),
+        "block": layer_spec(cfg, family_of(cfg), mtp_layer(cfg), i),
+        "norm": norm("shared_head.norm"),
+    }
+
+
+def mtp_copies(cfg: ModelConfig) -> dict[str, str]:
+    """Tensors that a published checkpoint has besides: its name -> that of the tensor it is a copy of."""
+    names = COMMON | dict(family_of(cfg).names)
+    embedding, head = names["embed"], names["embed" if cfg.tied else "head"]
+    copies: dict[str, str] = {}
+    for i in range(len(cfg.layers), len(cfg.layers) + mtp_depth(cfg)):
+        copies[f"model.layers.{i}.embed_tokens.weight"] = embedding
+        copies[f"model.layers.{i}.shared_head.head.weight"] = head
+    return copies
+
+
+def ahead(batch: Batch, k: int) -> Batch:
+    """The batch of depth k: in place i stand the token k later and its target, which counts where it did and where the
+    document of i is not yet over. Positions and segments stay."""
+
+    def later(x: jax.Array) -> jax.Array:
+        return jnp.pad(x[:, k:], ((0, 0), (0, k)))
+
+    goes_on = (later(batch.segment_ids) == batch.segment_ids) & (batch.segment_ids > 0)
+    return dataclasses.replace(
+        batch,
+        tokens=later(batch.tokens),
+        targets=later(batch.targets),
+        loss_mask=later(batch.loss_mask) * goes_on,
+    )
+
+
+def mtp_hidden(
+    params: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: Packed, run: Callable = block
+) -> list[tuple[jax.Array, Batch, RouterStats | None]]:
+    """For each depth (states to unembed [B, T, D], the batch with their targets, how its router dealt the tokens out).
+
+    `hidden` is what decoder.forward returned for the batch; `run` is decoder.block, or that with rematerialisation.
+    """
+    layer = mtp_layer(cfg)
+    table = layer.attn.rope.tables(batch.positions) if layer.attn.rope else ()
+    found = []
+    for k, p in enumerate(params["mtp"], start=1):
+        later = ahead(batch, k)
+        token = _norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens))
+        # checkpoints have the token's half first, where the paper's equation has it second
+        both = jnp.concatenate([token, _norm(p["hidden_norm"], cfg, hidden)], axis=-1)
+        x = jnp.einsum("...c,dc->...d", both, p["proj"])
+        x, _, _, stats = run(p["block"], x, None, table, ctx, None, None, cfg=cfg, layer=layer)
+        hidden = _norm(p["norm"], cfg, x)
+        found.append((hidden, later, stats))
+    return found
+
+
+def _norm(weight: jax.Array, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    return rms_norm(x, weight, cfg.norm_eps, cfg.norm_offset)

@@ -1,0 +1,146 @@
+"""Packed attention over rows cut along their length: each device of the mesh's context axis has a slice of every row.
+
+Queries stay, keys and values come to them, and of a sliding window no more slices than it reaches. Two exact ways:
+
+- gather: the slices a query may see are laid end to end and a packed kernel runs over them.
+- ring: slices pass from neighbour to neighbour while the softmax is carried along (arXiv 2310.01889), so that a device
+  never holds more than two of them. Taken where the gathered keys and values would be more than GATHER_BYTES.
+
+Slices are contiguous and attention is causal, so the last device has the most to see and the others wait for it: of
+n devices' time in attention, n / (2n - 1) is of use. That is the price of rows in their own order.
+
+B rows, T tokens of a slice, S keys, N query heads, K key heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dovetail.core.mesh import Placement
+from dovetail.core.types import Packed
+from dovetail.ops.attention import choose_packed, keys_of_heads, log_once, packed_attention
+from dovetail.ops.ring import Ring, ring_attention
+
+GATHER_BYTES = 512 << 20  # of keys and values a device; their gradients are as much again
+NOWHERE = -1  # the segment of keys that no query is in
+HEADS = ("batch", "length", "heads", None)
+KEYS = ("batch", "length", "kv_heads", None)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A row in `count` slices of `length` tokens; a query sees its own slice and `reach` before it."""
+
+    axis: tuple[str, ...]
+    count: int
+    length: int
+    reach: int
+
+
+def slices_of(placement: Placement, length: int, window: int | None = None) -> Slices:
+    axis, count = placement.rules.axes_of("length"), placement.size("length")
+    each = length // count
+    return Slices(axis, count, each, min(count - 1, -(-(window - 1) // each)) if window else count - 1)
+
+
+def context_attention(
+    q: jax.Array,  # [B, whole row, N, H]
+    k: jax.Array,
+    v: jax.Array,
+    ctx: Packed,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """As ops.attention.packed_attention, for rows that lie in slices (ops.attention.is_cut)."""
+    placement = ctx.placement
+    assert placement is not None
+    k, v = keys_of_heads(placement, q, k, v)
+    slices = slices_of(placement, q.shape[1], window)
+    options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
+    if choose_way(placement, k, v, window) == "ring":
+        log_once("packed", "ring over context")
+        ring = Ring(slices.axis, slices.count, slices.reach, **options)
+        run = functools.partial(ring_attention, ring)
+    else:
+        run = lambda q, k, v, *more: gather_and_run(slices, ctx.platform, options, q, (k, v), *more)  # noqa: E731
+    arrays, axes = (q, k, v, ctx.segment_ids), (HEADS, KEYS, KEYS, HEADS[:2])
+    if sinks is None:
+        return per_slice(lambda *given: run(*given, None), placement, arrays, axes)
+    return per_slice(run, placement, (*arrays, sinks), (*axes, HEADS[2:3]))
+
+
+def choose_way(placement: Placement, k: Any, v: Any, window: int | None = None) -> str:
+    """'gather' while what a device then holds of k and v [B, row, K, H] is small, or 'ring'."""
+    slices = slices_of(placement, k.shape[1], window)
+    rows, heads = (
+        n // placement.size(axis) if n % placement.size(axis) == 0 else n
+        for n, axis in ((k.shape[0], "batch"), (k.shape[2], "kv_heads"))
+    )
+    tokens = rows * (slices.reach + 1) * slices.length
+    size = tokens * heads * (k.shape[3] + v.shape[3]) * jnp.dtype(k.dtype).itemsize
+    return "gather" if size <= GATHER_BYTES else "ring"
+
+
+def per_slice(run: Callable, placement: Placement, arrays: Sequence[jax.Array], axes: Sequence[tuple]) -> jax.Array:
+    """Call `run` on each device with its parts; what comes out lies as the first array."""
+    specs = tuple(placement.partition(a, x.shape) for a, x in zip(axes, arrays, strict=True))
+    return jax.shard_map(run, mesh=placement.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+
+def gather_and_run(
+    slices: Slices,
+    platform: str | None,
+    options: dict[str, Any],
+    q: jax.Array,
+    stored: tuple[jax.Array, ...],
+    segments: jax.Array,
+    sinks: jax.Array | None = None,
+    expand: Callable[..., tuple[jax.Array, jax.Array]] = lambda k, v: (k, v),
+) -> jax.Array:
+    """On one device: bring together what its queries may see of `stored`, `expand` it to k and v, and attend."""
+
+    # The backward pass gathers again: kept, a layer's gathered keys would take the memory that the cut has saved.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention"))
+    def run(q, stored, segments, sinks):
+        k, v = expand(*(seen(slices, x) for x in stored))
+        first = lax.axis_index(slices.axis) - slices.reach
+        is_there = first + jnp.arange(k.shape[1]) // slices.length >= 0
+        key_segments = jnp.where(is_there, seen(slices, segments), NOWHERE)
+        kernel = _implementation(platform, q, v, options["softcap"], sinks)
+        return kernel(q, k, v, Packed(segments), **options, sinks=sinks, key_segments=key_segments)
+
+    return run(q, stored, segments, sinks)
+
+
+def seen(slices: Slices, x: jax.Array) -> jax.Array:
+    """x [B, T, ...], a device's slice -> [B, (reach + 1) T, ...], the slices before it and its own, in order. What lies
+    before the row's start is rubbish."""
+    if slices.reach == slices.count - 1:
+        whole = lax.all_gather(x, slices.axis, axis=1, tiled=True)
+        return jnp.roll(whole, -(lax.axis_index(slices.axis) + 1) * slices.length, axis=1)
+    steps = range(slices.reach, 0, -1)
+    before = [lax.ppermute(x, slices.axis, [(i, i + s) for i in range(slices.count - s)]) for s in steps]
+    return jnp.concatenate([*before, x], axis=1)
+
+
+def _implementation(platform: str | None, q, v, softcap: float | None, sinks: jax.Array | None) -> Callable:
+    """The packed kernel for queries that are the last of their keys."""
+    name = choose_packed(platform, q, v, softcap, sinks)
+    log_once("packed", f"{name}, gathered over context")
+    if name == "cudnn":
+        from dovetail.ops.kernels.gpu.context import packed_attention as implementation
+    elif name == "splash":
+        from dovetail.ops.kernels.tpu.context import packed_attention as implementation
+    else:
+        implementation = packed_attention
+    return implementation

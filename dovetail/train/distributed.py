@@ -1,0 +1,211 @@
+"""Several processes as one run: who they are is read from the environment, so the same command works everywhere.
+
+In this order: our own variables, Slurm, TPUs on GKE, a Kubernetes JobSet, torchrun, Open MPI. On a Cloud TPU VM jax
+asks the machine's metadata itself. A set of variables that is partial or contradicts itself is refused: a process that
+guessed would wait for the others for ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PORT = 8476  # of the coordinator, where the environment names only its host
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One process's place among all. Without a coordinator, jax finds the others itself."""
+
+    kind: str
+    coordinator: str | None = None  # host:port of process 0
+    processes: int | None = None
+    index: int | None = None
+    local: int | None = None  # its place on its host, where each process there drives one device
+
+
+def detect(environ: Mapping[str, str]) -> Cluster | None:
+    """The cluster that the variables describe; None for a single process."""
+    for read in (_explicit, _slurm, _gke_tpu, _jobset, _torchrun, _open_mpi):
+        cluster = read(environ)
+        if cluster is not None:
+            return _checked(cluster) if cluster.processes != 1 else None
+    return None
+
+
+def start(environ: Mapping[str, str] | None = None) -> Cluster | None:
+    """Join the others, once; None where this process is alone. Before anything asks jax for its devices."""
+    import jax
+
+    cluster = detect(os.environ if environ is None else environ)
+    if cluster is None and environ is None and _on_tpu_vm():
+        cluster = Cluster("cloud tpu")
+    if cluster is None or jax.distributed.is_initialized():
+        return cluster
+    if cluster.coordinator is None:
+        jax.distributed.initialize()
+        return Cluster(cluster.kind, None, jax.process_count(), jax.process_index())
+    jax.distributed.initialize(
+        coordinator_address=cluster.coordinator,
+        num_processes=cluster.processes,
+        process_id=cluster.index,
+        local_device_ids=None if cluster.local is None else [cluster.local],
+    )
+    return cluster
+
+
+def _on_tpu_vm() -> bool:
+    has_chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    return has_chips and importlib.util.find_spec("libtpu") is not None
+
+
+def _checked(cluster: Cluster) -> Cluster:
+    processes, index = cluster.processes, cluster.index
+    if processes is not None and (processes < 1 or index is None or not 0 <= index < processes):
+        raise ValueError(
+            f"{cluster.kind}: a process's index must be from 0 to {max(processes - 1, 0)}, for there are {processes} "
+            f"processes; got {index}. See that each process is given its own"
+        )
+    return cluster
+
+
+# --- one function a launcher ------------------------------------------------------------------------------------------
+
+
+def _explicit(env: Mapping[str, str]) -> Cluster | None:
+    names = ("DOVETAIL_COORDINATOR", "DOVETAIL_NUM_PROCESSES", "DOVETAIL_PROCESS_ID")
+    if not any(env.get(name) for name in names):
+        return None
+    if _number(env, names[1], 0) == 1:  # says that this process is alone, whatever the launcher's variables say
+        return Cluster("environment", None, 1, 0)
+    _all_of(env, names, "DOVETAIL_COORDINATOR is the host:port of process 0")
+    return Cluster("environment", _address(env[names[0]]), _number(env, names[1]), _number(env, names[2]))
+
+
+def _slurm(env: Mapping[str, str]) -> Cluster | None:
+    if "SLURM_PROCID" not in env:  # an allocation without a task: a shell of salloc
+        return None
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+    if tasks == 1:
+        return Cluster("slurm", None, 1, 0)
+    if not any(name.startswith("SLURM_STEP") for name in env):
+        raise ValueError(
+            f"slurm: this is the batch script itself, and the job has {tasks} tasks: start it as `srun dovetail ...`, "
+            "so that each task is a process (or set DOVETAIL_NUM_PROCESSES=1 to run alone)"
+        )
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    if not nodes:
+        raise ValueError(f"slurm: SLURM_STEP_NODELIST is missing, and {tasks} tasks must find each other by it")
+    # two jobs may share a node; above the ports that systems hand out by themselves
+    port = 61_000 + _number(env, "SLURM_JOB_ID", 0) % 4_000
+    return Cluster("slurm", f"{first_host(nodes)}:{port}", tasks, _number(env, "SLURM_PROCID"), _one_device_each(env))
+
+
+def _one_device_each(env: Mapping[str, str]) -> int | None:
+    """Slurm may show a task all GPUs of its node; then tasks that share the node take one each, in order."""
+    shown = [x for x in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+    on_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1")
+    if len(shown) > 1 and on_node and int(on_node[0]) == len(shown):
+        return _number(env, "SLURM_LOCALID")
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """`gpu[003-005,9],login` -> `gpu003`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
+    if not first:
+        raise ValueError(f"slurm: the list of nodes is not understood: {nodes!r}")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _gke_tpu(env: Mapping[str, str]) -> Cluster | None:
+    hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    slices = _number(env, "MEGASCALE_NUM_SLICES", 1)
+    if not hosts or len(hosts) * slices == 1:
+        return None
+    needed = ["TPU_WORKER_ID"] + ["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"] * (slices > 1)
+    _all_of(env, needed, f"TPU_WORKER_HOSTNAMES lists {len(hosts)} hosts, in {slices} slices")
+    first = env["MEGASCALE_COORDINATOR_ADDRESS"].partition(":")[0] if slices > 1 else hosts[0]
+    index = _number(env, "TPU_WORKER_ID") + len(hosts) * _number(env, "MEGASCALE_SLICE_ID", 0)
+    return Cluster("gke", f"{first}:{PORT}", len(hosts) * slices, index)
+
+
+def _jobset(env: Mapping[str, str]) -> Cluster | None:
+    """An indexed Job of Kubernetes says which pod this is, not how many there are nor where: the manifest must."""
+    if "JOB_COMPLETION_INDEX" not in env or ("JAX_COORDINATOR_ADDRESS" not in env and "JOBSET_NAME" not in env):
+        return None
+    where = "set JAX_COORDINATOR_ADDRESS (the first pod's address) and JAX_NUM_PROCESSES in the pod's manifest"
+    _all_of(env, ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES"), where)
+    processes = _number(env, "JAX_NUM_PROCESSES")
+    index = _number(env, "JAX_PROCESS_ID", _number(env, "JOB_COMPLETION_INDEX"))
+    return Cluster("kubernetes", _address(env["JAX_COORDINATOR_ADDRESS"]), processes, index)
+
+
+def _torchrun(env: Mapping[str, str]) -> Cluster | None:
+    names = ("MASTER_ADDR", "WORLD_SIZE", "RANK")
+    if "WORLD_SIZE" not in env or ("RANK" not in env and "MASTER_ADDR" not in env):
+        return None
+    _all_of(env, names, "torchrun sets them all")
+    # the port itself is torchrun's own; its neighbour is as free as any
+    port = _number(env, "MASTER_PORT", PORT - 1) + 1
+    local = _number(env, "LOCAL_RANK") if _number(env, "LOCAL_WORLD_SIZE", 1) > 1 else None
+    return Cluster("torchrun", f"{env['MASTER_ADDR']}:{port}", _number(env, "WORLD_SIZE"), _number(env, "RANK"), local)
+
+
+def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
+    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    if not any(name in env for name in names):
+        return None
+    _all_of(env, names, "mpirun sets both")
+    processes = _number(env, names[0])
+    if processes == 1:
+        return Cluster("open mpi", None, 1, 0)
+    host = env.get("MASTER_ADDR") or _mpirun_host(env.get("OMPI_MCA_orte_hnp_uri", ""))
+    if not host:
+        raise ValueError(
+            f"open mpi: {processes} processes, and nothing says where the first one runs: "
+            "give mpirun `-x MASTER_ADDR=host`, the host of rank 0"
+        )
+    return Cluster("open mpi", f"{host}:{PORT}", processes, _number(env, names[1]))
+
+
+def _mpirun_host(uri: str) -> str | None:
+    """`1531576320.0;tcp://10.96.0.1,10.148.0.1:34911` -> `10.96.0.1`."""
+    found = re.search(r"tcp://([^,:;]+)", uri)
+    return found[1] if found else None
+
+
+# --- reading variables ------------------------------------------------------------------------------------------------
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.strip().isdecimal():
+        raise ValueError(f"{name} must be a whole number; got {text!r}")
+    return int(text)
+
+
+def _all_of(env: Mapping[str, str], names, why: str) -> None:
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing beside {_present(env, names)}: {why}")
+
+
+def _present(env: Mapping[str, str], names) -> str:
+    return ", ".join(f"{name}={env[name]}" for name in names if env.get(name)) or "the others"
+
+
+def _address(text: str) -> str:
+    """host:port, with our port where only a host is given."""
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return f"{text}:{PORT}"
+    if not host or not port.isdecimal():
+        raise ValueError(f"a coordinator is host:port, such as node0:{PORT}; got {text!r}")
+    return text

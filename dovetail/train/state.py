@@ -1,0 +1,97 @@
+"""What a run carries from step to step, and where it lies on a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dovetail.core.mesh import Placement
+from dovetail.core.spec import abstract, init
+from dovetail.core.types import Batch, Params
+from dovetail.models.config import ModelConfig
+from dovetail.models.mtp import with_mtp
+from dovetail.models.spec import spec
+from dovetail.train import health
+from dovetail.train.optim import state_shardings
+from dovetail.train.settings import Pretrain
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    params: Params  # the masters, in the tree of models.spec
+    opt: Any
+    step: jax.Array  # [] int32: updates applied
+    health: health.HealthState
+    ema: Params | None = None  # f32
+
+
+def train_specs(cfg: ModelConfig, settings: Pretrain) -> Any:
+    return with_mtp(spec(cfg), cfg) if settings.loss.mtp else spec(cfg)
+
+
+def state_form(
+    cfg: ModelConfig, settings: Pretrain, optimizer: optax.GradientTransformation, placement: Placement
+) -> TrainState:
+    """The state as shapes with shardings: what a checkpoint is restored into, and a step compiled for."""
+    specs = train_specs(cfg, settings)
+    params = abstract(specs, DTYPES[settings.precision.params])
+    shardings = placement.shardings(specs)
+    everywhere = NamedSharding(placement.mesh, PartitionSpec())
+    opt = jax.eval_shape(optimizer.init, params)
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    checks = jax.eval_shape(health.init)
+    return TrainState(
+        params=_placed(params, shardings),
+        opt=_placed(opt, state_shardings(optimizer, params, shardings)),
+        step=step,
+        health=_placed(checks, jax.tree.map(lambda _: everywhere, checks)),
+        ema=_placed(abstract(specs, jnp.float32), shardings) if settings.ema else None,
+    )
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+
+
+def init_state(
+    cfg: ModelConfig,
+    settings: Pretrain,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    params: Params | None = None,
+) -> TrainState:
+    """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place)."""
+    form = state_form(cfg, settings, optimizer, placement)
+    places = jax.tree.map(lambda leaf: leaf.sharding, form)
+    if params is None:
+        std = float(cfg.to_hf().get("initializer_range") or 0.02)
+        key, dtype = jax.random.key(settings.seed), DTYPES[settings.precision.params]
+        params = init(train_specs(cfg, settings), key, dtype, std, places.params)
+    # compiled, so that every process makes its own part, and no two fields share a buffer (they are donated)
+    opt = jax.jit(optimizer.init, out_shardings=places.opt)(params)
+    rest = jax.jit(lambda: (jnp.zeros((), jnp.int32), health.init()), out_shardings=(places.step, places.health))
+    step, checks = rest()
+    ema = jax.jit(_as_f32, out_shardings=places.ema)(params) if settings.ema else None
+    return TrainState(params, opt, step, checks, ema)
+
+
+def _as_f32(params: Params) -> Params:
+    # an addition: a copy of an f32 leaf, where a cast would hand back the same buffer
+    return jax.tree.map(lambda x: x.astype(jnp.float32) + 0.0, params)
+
+
+def batch_form(settings: Pretrain, placement: Placement) -> Batch:
+    """A step's batch as shapes with shardings."""
+    shape = (settings.batch, settings.length)
+    at = placement.sharding(("batch", "length"), shape)
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at)
+    mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
+    return Batch(ids, ids, ids, ids, mask)

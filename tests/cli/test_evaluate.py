@@ -1,0 +1,303 @@
+"""`dovetail eval`: the engine's log-probabilities are transformers' own, and lm-eval's tasks run on local files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import typer
+from reference_models import reference
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from dovetail.cli import evaluate
+from dovetail.cli.eval_model import Bytes, Judge, sampling
+from dovetail.engine.llm import LLM
+from dovetail.io.tokenizer import Tokenizer
+
+LETTERS = [chr(c) for c in range(33, 127)]
+VOCAB = 160  # of the reference models
+SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, page_size=16)
+
+
+def model():
+    return reference("llama3.2", num_hidden_layers=1)
+
+
+def letters(add_bos: bool, size: int = VOCAB) -> Tokenizer:
+    """Ids: <s> 1, </s> 2, then a letter each (ByteLevel writes a space as Ġ, a line's end as Ċ), a pair, and others."""
+    words = ["<unk>", "<s>", "</s>", *LETTERS, "Ġ", "Ċ", "is"]
+    vocab = {word: i for i, word in enumerate(words + [f"filler{i}" for i in range(size - len(words))])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[("i", "s")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, bos="<s>", eos="</s>", add_bos=add_bos, add_eos=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama with a tokenizer."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(model()[1], path)
+    letters(add_bos=True).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judge(folder) -> Judge:
+    return Judge(LLM(folder, **SMALL))
+
+
+def their_logprobs(ids: list[int]) -> np.ndarray:
+    """Of each id after the first, by transformers."""
+    with torch.no_grad():
+        logits = model()[0](torch.tensor([ids])).logits[0].double()
+    every = torch.log_softmax(logits, -1)[:-1]
+    return every[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+
+
+@pytest.mark.parametrize("context, continuation", [("the cat ", "sat"), ("this", " is it"), ("a", "b"), ("", "abc")])
+def test_a_continuation_scores_as_in_transformers(judge, context, continuation):
+    before, after = judge.pair(context, continuation)
+    assert judge.tokenizer.decode(before + after).strip() == (context + continuation).strip()
+    ((logprob, _),) = judge.score([(before, after)])
+    assert logprob == pytest.approx(their_logprobs(before + after)[-len(after) :].sum(), abs=1e-4)
+
+
+def test_spaces_before_a_continuation_belong_to_it(judge):
+    before, after = judge.pair("the cat ", "sat")
+    assert (judge.tokenizer.decode(before), judge.tokenizer.decode(after)) == ("the cat", " sat")
+    assert before[0] == judge.tokenizer.bos_id
+    assert judge.pair("", "abc")[0] == [judge.tokenizer.bos_id]
+
+
+def test_greedy_is_what_generation_would_write(judge):
+    text = judge.complete([("the cat", {"until": [], "max_gen_toks": 1})])
+    prompt = judge.encode("the cat")
+    best = int(model()[0](torch.tensor([prompt])).logits[0, -1].argmax())
+    assert judge.score([(prompt, [best])])[0].greedy and not judge.score([(prompt, [(best + 1) % VOCAB])])[0].greedy
+    assert text == [judge.tokenizer.decode([best])]
+
+
+def test_a_long_text_is_scored_in_windows_each_token_once(judge):
+    text = "the cat is on the mat and the dog is not " * 4
+    ids = [judge.tokenizer.bos_id, *judge.tokenizer.encode(text, add_special=False)]
+    assert len(ids) > 2 * judge.longest
+    windows = list(judge.windows(ids))
+    assert [token for _, after in windows for token in after] == ids[1:]
+    assert all(len(before) + len(after) <= judge.longest and before for before, after in windows)
+    assert len(windows[-1][0]) + len(windows[-1][1]) == judge.longest  # it reaches back as far as it can
+    expected = sum(their_logprobs([*before, *after])[len(before) - 1 :].sum() for before, after in windows)
+    assert judge.rolling([text, "a"])[0] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_long_context_loses_its_beginning_and_a_long_continuation_is_refused(judge):
+    context, after = list(range(3, 90)), [5, 6]
+    ((logprob, _),) = judge.score([(context, after)])
+    assert logprob == pytest.approx(their_logprobs([*context, *after][-judge.longest :])[-2:].sum(), abs=1e-4)
+    with pytest.raises(ValueError, match="a continuation of 63 tokens cannot be scored"):
+        judge.score([([1], [5] * 63)])
+
+
+def test_generation_arguments_are_honoured_or_refused():
+    params, until = sampling({"until": "\n", "max_gen_toks": 7, "do_sample": False, "temperature": 0.7, "top_k": 3})
+    assert (params.max_tokens, params.temperature, params.top_k, params.stop, until) == (7, 0.0, 3, ("\n",), ["\n"])
+    assert sampling({"do_sample": True})[0].temperature == 1.0
+    assert sampling({"temperature": 0.5}, engine_stops=False)[0].temperature == 0.5
+    with pytest.raises(ValueError, match="num_beams=4"):
+        sampling({"num_beams": 4})
+    with pytest.raises(ValueError, match="asks for penalty_alpha"):
+        sampling({"penalty_alpha": 0.6})
+
+
+@pytest.mark.slow
+def test_stop_strings_end_an_answer(judge):
+    whole = judge.complete([("the cat", {"until": [], "max_gen_toks": 12})])[0]
+    stop = whole[2:4]
+    assert judge.complete([("the cat", {"until": [stop], "max_gen_toks": 12})]) == [whole[: whole.find(stop)]]
+    assert len(judge.complete([("the cat " * 20, {"max_gen_toks": 20})])) == 1  # cut to leave room for the answer
+
+
+@pytest.mark.slow
+def test_a_padded_vocabulary_does_no_harm(folder, tmp_path):
+    """This model's most probable tokens are often beyond the tokenizer's."""
+    path = tmp_path / "padded"
+    shutil.copytree(folder, path)
+    letters(add_bos=True, size=101).save(path)
+    judge = Judge(LLM(path, **SMALL))
+    (score,) = judge.score([judge.pair("the cat", " sat")])
+    before, after = judge.pair("the cat", " sat")
+    assert score.logprob == pytest.approx(their_logprobs(before + after)[-len(after) :].sum(), abs=1e-4)
+    assert all(isinstance(text, str) for text in judge.complete([("a", {}), ("the cat", {"max_gen_toks": 20})]))
+
+
+# --- the loss task ----------------------------------------------------------------------------------------------------
+
+
+def test_held_out_loss_is_the_mean_over_all_tokens(judge):
+    texts = ["the cat sat", "a dog is here"]
+    nats, tokens, ends = 0.0, 0, 0.0
+    for text in texts:
+        logprobs = their_logprobs([1, *judge.tokenizer.encode(text, add_special=False), 2])
+        nats, tokens, ends = nats - logprobs.sum(), tokens + len(logprobs), ends - logprobs[-1]
+    rows = {row.metric: row.value for row in evaluate.held_out(judge, texts)}
+    assert rows["tokens"] == tokens and rows["loss"] == pytest.approx(nats / tokens, abs=1e-5)
+    assert rows["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    size = sum(len(text) for text in texts)
+    assert rows["bits_per_byte"] == pytest.approx((nats - ends) / size / math.log(2), abs=1e-4)
+
+
+def test_without_bos_the_first_token_is_not_scored(judge):
+    bare = Judge(judge.llm, letters(add_bos=False))
+    rows = {row.metric: row.value for row in evaluate.held_out(bare, ["abcd"])}
+    logprobs = their_logprobs([*bare.tokenizer.encode("abcd", add_special=False), 2])
+    assert rows["tokens"] == 4 and rows["loss"] == pytest.approx(-logprobs.mean(), abs=1e-5)
+    assert rows["bits_per_byte"] == pytest.approx(-logprobs[:-1].sum() / 3 / math.log(2), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_jsonl_file(folder, tmp_path):
+    data, out = tmp_path / "held_out.jsonl", tmp_path / "out.json"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "a dog", "")))
+    options = ["--tasks", "loss", "--data", str(data), "--json", str(out), "--max-model-len", "64"]
+    shown = run(str(folder), *options)
+    assert "bits_per_byte" in shown and "perplexity" in shown
+    results = json.loads(out.read_text())["results"]
+    assert results[0]["metric"] == "loss" and results[0]["count"] == 2 and 0 < results[0]["value"] < 20
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(evaluate.evaluate)
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.slow
+def test_a_model_of_bytes_needs_no_tokenizer_file():
+    judge = Judge(LLM(reference("llama3.2", num_hidden_layers=1, vocab_size=257)[1], **SMALL), Bytes())
+    rows = {row.metric: row.value for row in evaluate.held_out(judge, ["héllo"])}
+    assert rows["tokens"] == 6  # seven ids with the end, the first not scored
+    (answer,) = judge.complete([("ab", {"until": ["\n"], "max_gen_toks": 4})])
+    assert isinstance(answer, str) and "\n" not in answer
+    with pytest.raises(ValueError, match="--tokenizer bytes"):
+        Judge(judge.llm)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("", "holds no text"), ('{"words": "a"}\n', "line 1 of .* name the key"), ('{"text": 3}\n', "text is not text")],
+)
+def test_data_that_cannot_be_read_says_why(tmp_path, content, message):
+    (tmp_path / "data.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        evaluate.documents(str(tmp_path / "data.jsonl"), "text", None)
+
+
+def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path):
+    for arguments, message in (
+        (dict(names=[], data="", tokenizer=""), "--tasks is empty"),
+        (dict(names=["loss"], data="", tokenizer=""), "belong together"),
+        (dict(names=["loss"], data="x", tokenizer="words"), "--tokenizer is bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate._check(**arguments)
+    with pytest.raises(FileNotFoundError, match="no task file"):
+        evaluate._check([str(tmp_path / "none.yaml")], "", "")
+
+
+def test_of_a_run_the_last_export_is_judged(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no export to judge"):
+        evaluate.newest_export(str(tmp_path))
+    for step in (9, 100):
+        (tmp_path / "export" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "export" / f"step_{step}" / "config.json").write_text("{}")
+    assert evaluate.newest_export(str(tmp_path)).endswith("step_100")
+    assert evaluate.newest_export("smollm2-135m") == "smollm2-135m"
+
+
+# --- lm-eval ----------------------------------------------------------------------------------------------------------
+
+CHOICES = """
+task: two_questions
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: questions.jsonl
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+QUESTIONS = [
+    dict(question="the cat", choices=["sat", "is"], answer=0),
+    dict(question="a dog", choices=["is here", "no"], answer=1),
+]
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """A task of local files; what lm-eval's packages keep goes to the test's own folder."""
+    pytest.importorskip("lm_eval")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
+    (tmp_path / "two.yaml").write_text(CHOICES)
+    return tmp_path / "two.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # lm-eval's packages have their own
+def test_a_local_task_runs_end_to_end(judge, task):
+    (row,) = evaluate.run_tasks(judge, [str(task)], "tiny")
+    right = 0
+    for question in QUESTIONS:
+        scores = []
+        for choice in question["choices"]:
+            before, after = judge.pair(question["question"], f" {choice}")
+            scores.append(their_logprobs(before + after)[-len(after) :].sum())
+        right += int(np.argmax(scores)) == question["answer"]
+    assert (row.task, row.metric, row.count) == ("two_questions", "acc", 2)
+    assert row.value == right / 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_lm_eval_adapter_answers_every_kind_of_request(judge, task):
+    from lm_eval.api.instance import Instance
+
+    from dovetail.cli.eval_model import lm_eval_model
+
+    model = lm_eval_model(judge, "tiny")
+
+    def ask(kind: str, *arguments) -> Instance:
+        return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+    (scored,) = model.loglikelihood([ask("loglikelihood", "the cat", " sat")])
+    before, after = judge.pair("the cat", " sat")
+    assert scored[0] == pytest.approx(their_logprobs(before + after)[-len(after) :].sum(), abs=1e-4)
+    (rolled,) = model.loglikelihood_rolling([ask("loglikelihood_rolling", "the cat")])
+    assert rolled == pytest.approx(their_logprobs(judge.encode("the cat")).sum(), abs=1e-4)
+    (answer,) = model.generate_until([ask("generate_until", "the cat", {"until": ["\n"], "max_gen_toks": 3})])
+    assert isinstance(answer, str)
+
+
+def test_without_lm_eval_its_tasks_say_how_to_get_it(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"pip install 'dovetail\[eval\]'"):
+        evaluate._check(["hellaswag"], "", "")

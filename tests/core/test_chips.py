@@ -1,0 +1,63 @@
+"""The chip table: found by jax's names, and honest where it does not know."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from dovetail.core.chips import CHIPS, GIB, chip_named, chip_of, usable_bytes
+
+KINDS = {
+    "TPU v2": "v2", "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p",
+    "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU7x": "TPU7x", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200",
+    "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-SXM4-40GB": "A100-40GB", "NVIDIA B200": "B200",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_is_found_by_its_kind(kind):
+    chip = chip_of(SimpleNamespace(device_kind=kind))
+    assert chip is not None and chip.name == KINDS[kind]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090", "TPU v9", ""])
+def test_what_is_not_in_the_table_is_unknown(kind):
+    assert chip_of(SimpleNamespace(device_kind=kind)) is None
+
+
+def test_this_machine_is_a_cpu():
+    assert chip_of(jax.devices()[0]) is None
+    assert usable_bytes(jax.devices()[0]) is None
+
+
+def test_the_driver_says_what_may_be_used():
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 100})
+    assert usable_bytes(device) == 100
+    assert usable_bytes(SimpleNamespace(platform="gpu", memory_stats=lambda: None)) is None
+
+
+def test_figures():
+    assert CHIPS["H200"].bf16 == 989e12 and CHIPS["H200"].hbm == 141 * GIB
+    assert CHIPS["v5p"].network == 540e9 and CHIPS["H100"].network == 450e9
+    # tokens a device at which gathering weights hides behind products, as the scaling book has it: 2550 over 3 axes
+    assert CHIPS["v5p"].bf16 / CHIPS["v5p"].network == pytest.approx(850)
+    assert CHIPS["H100"].bf16 / CHIPS["H100"].network == pytest.approx(2198, rel=1e-3)
+
+
+def test_two_devices_on_one_chip_halve_its_figures():
+    chip = CHIPS["TPU7x"]
+    assert (chip.device_hbm, chip.device_bf16) == (96 * GIB, 2307e12 / 2)
+    assert CHIPS["v5p"].device_hbm == CHIPS["v5p"].hbm
+
+
+def test_every_figure_is_plausible():
+    for chip in CHIPS.values():
+        assert 40e12 < chip.bf16 < 3e15 and 15 * GIB < chip.hbm < 300 * GIB and 0.5e12 < chip.bandwidth < 10e12
+        assert chip.eight_bit is None or chip.bf16 <= chip.eight_bit <= 2.1 * chip.bf16
+        assert chip.dollars is None or (chip.spot is not None and 0 < chip.spot < chip.dollars)
+
+
+def test_by_name_as_people_type_it():
+    assert chip_named("h200") is CHIPS["H200"] and chip_named("tpu7x") is CHIPS["TPU7x"]
+    with pytest.raises(ValueError, match=r"no chip 'H20O'. Did you mean 'H200'\?"):
+        chip_named("H20O")

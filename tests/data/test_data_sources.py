@@ -1,0 +1,208 @@
+"""Every format gives back the documents that were put into it, and what cannot be read is said in a sentence."""
+
+import gzip
+import json
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from dovetail.data import corpus
+from dovetail.data.readers import read
+from dovetail.data.settings import Source
+from dovetail.data.sources import find, split
+
+TEXTS = ["One.", "Zwei: schöne Grüße\nauf zwei Zeilen", "三 🦊", '{"not": json', "", "last " * 50]
+
+
+def documents(path, largest=1 << 20, **settings):
+    source = Source(str(path), **settings)
+    spans = split(find(source), source, largest)
+    return [text for span in spans for text, _ in read(span, source.text_key)]
+
+
+def write_jsonl(path, texts, key="text"):
+    lines = "".join(json.dumps({"id": i, key: text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(texts))
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+
+
+def write_parquet(path, texts, key="text"):
+    pq.write_table(pa.table({"id": list(range(len(texts))), key: texts}), path, row_group_size=2)
+
+
+def write_array_record(path, records):
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def write_hf(folder, texts, key="text"):
+    """As `datasets.Dataset.save_to_disk` lays it out, in two shards."""
+    folder.mkdir()
+    names = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
+    for name, part in zip(names, (texts[:3], texts[3:]), strict=True):
+        table = pa.table({key: part})
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_text_files_are_one_document_each_in_the_order_of_their_names(tmp_path):
+    for i, text in reversed(list(enumerate(TEXTS))):
+        (tmp_path / f"{i}.txt").write_text(text)
+    (tmp_path / ".hidden.txt").write_text("not this")
+    assert documents(tmp_path) == TEXTS
+    assert documents(tmp_path / "1.txt") == TEXTS[1:2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.ndjson"])
+def test_jsonl(tmp_path, name):
+    write_jsonl(tmp_path / name, TEXTS)
+    assert documents(tmp_path / name) == documents(tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize("largest", [1, 7, 64, 100, 1000])
+def test_a_large_jsonl_file_is_cut_between_lines(tmp_path, largest):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS * 3)
+    assert documents(tmp_path / "a.jsonl", largest) == TEXTS * 3
+
+
+def test_jsonl_with_another_key_blank_lines_and_no_last_newline(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n\n{"body": null}\n{"body": "y"}')
+    assert documents(tmp_path / "a.jsonl", text_key="body") == ["x", "", "y"]
+
+
+@pytest.mark.parametrize("largest", [1, 1 << 20])
+def test_parquet_by_row_groups(tmp_path, largest):
+    write_parquet(tmp_path / "a.parquet", [*TEXTS, None])
+    assert documents(tmp_path, largest) == [*TEXTS, ""]
+
+
+@pytest.mark.parametrize("largest", [1, 1 << 20])
+def test_array_record_of_text_and_of_json(tmp_path, largest):
+    as_json = [json.dumps({"text": text}).encode() for text in TEXTS]
+    write_array_record(tmp_path / "a.array_record-00000-of-00002", [text.encode() for text in TEXTS])
+    write_array_record(tmp_path / "a.array_record-00001-of-00002", as_json)
+    assert documents(tmp_path, largest) == TEXTS * 2
+
+
+def test_hugging_face_dataset_on_disk(tmp_path):
+    write_hf(tmp_path / "train", TEXTS)
+    assert documents(tmp_path / "train") == documents(tmp_path / "train", format="hf") == TEXTS
+
+
+def test_arrow_file_format(tmp_path):
+    table = pa.table({"text": TEXTS})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    assert documents(tmp_path / "a.arrow") == TEXTS
+
+
+def test_a_pattern_and_a_given_format_choose_among_files(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "code.py").write_text("x = 1")
+    assert documents(tmp_path / "*.jsonl") == ["a"]
+    assert documents(tmp_path, format="jsonl") == ["a"]
+    assert documents(tmp_path / "*.py", format="text") == ["x = 1"]
+
+
+def test_the_corpus_is_the_same_everywhere_and_varied():
+    texts = documents("fables:300")
+    assert texts == documents("fables", format="corpus")[:300]
+    assert len(set(texts)) > 290
+    assert texts[0].startswith("Clara carried a map to the town. She passed the gate, then the quarry, then the tower.")
+    assert all(text.isascii() and "  " not in text and "None" not in text for text in texts)
+    whole = "".join(corpus.documents("fables", 0, corpus.DOCUMENTS))
+    assert 2e6 < len(whole) < 4e6
+    for have, gone, left in re.findall(r"(\d+) - (\d+) = (\d+)", whole):
+        assert int(have) - int(gone) == int(left) > 0
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def lines(*lines):
+    return ("a.jsonl", b"".join(line + b"\n" for line in lines))
+
+
+BROKEN = {
+    "not JSON": (lines(b'{"text": "x"}', b"", b"{oops"), {}, r"a\.jsonl line 3: expected one JSON object a line, got"),
+    "no object": (lines(b"[1]"), {}, "line 1: expected a JSON object with the key 'text', got list"),
+    "no such key": (
+        lines(b'{"body": "x"}'),
+        {},
+        "line 1: expected text under the key 'text', got 'body'",
+    ),
+    "no text": (lines(b'{"text": 5}'), {}, "line 1: expected text under the key 'text', got int"),
+    "half a pair": (lines(b'{"text": "a\\ud800b"}'), {}, "line 1: expected valid Unicode"),
+    "not UTF-8 lines": (lines(b'{"text": "a"}', b'{"text": "\xff"}'), {}, "line 2: expected UTF-8, got byte 0xff"),
+    "not UTF-8 text": (("a.txt", b"one\ntwo \xe9"), {}, r"a\.txt line 2: expected UTF-8, got byte 0xe9"),
+    "torn gzip": (("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9]), {}, "not a whole gzip file"),
+    "torn parquet": (("a.parquet", b"PAR1 torn"), {}, "not a whole Parquet file"),
+    "torn arrow": (("a.arrow", b"ARROW torn"), {}, "not a whole Arrow file"),
+    "torn array record": (("a.array_record", b"torn" * 99), {}, "not a whole ArrayRecord file"),
+    "unknown ending": (("a.bin", b"x"), {}, "expected files ending in .txt"),
+    "wrong format": (("a.txt", b"Hello"), {"format": "jsonl"}, "set format to what the file is"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_cannot_be_read_says_where_and_what_to_do(case, tmp_path):
+    (name, content), settings, message = BROKEN[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        documents(tmp_path / name, **settings)
+
+
+def test_the_line_is_right_in_a_file_that_was_cut(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 50 + b"oops\n" + b'{"text": "x"}\n' * 9)
+    with pytest.raises(ValueError, match="line 51"):
+        documents(tmp_path / "a.jsonl", 100)
+
+
+def test_columns_that_are_not_there_or_hold_no_text(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS, key="body")
+    with pytest.raises(ValueError, match="expected a column 'text', got 'id', 'body'"):
+        documents(tmp_path)
+    with pytest.raises(ValueError, match="expected text in the column 'id', got int64"):
+        documents(tmp_path, text_key="id")
+    write_hf(tmp_path / "hf", TEXTS, key="body")
+    with pytest.raises(ValueError, match="expected a column 'text', got 'body'"):
+        documents(tmp_path / "hf")
+
+
+def test_hugging_face_folders_that_are_not_whole(tmp_path):
+    write_hf(tmp_path / "train", TEXTS)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=r"several splits \(train, test\); name one"):
+        documents(tmp_path)
+    (tmp_path / "train" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ValueError, match=r"lists data-00001-of-00002\.arrow, which is not there"):
+        documents(tmp_path / "train")
+
+
+def test_several_kinds_in_a_folder(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "README.md").write_text("about")
+    with pytest.raises(ValueError, match=r"several kinds \(jsonl, text\); set format to one of them"):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "message"),
+    [
+        ("nowhere", {}, "there is no 'nowhere'"),
+        ("gs://bucket/x", {}, "mount the bucket"),
+        ("fable", {"format": "corpus"}, "did you mean 'fables'"),
+        ("fables:some", {}, "a number of documents after the colon"),
+        ("fables:0", {}, "a number of documents after the colon"),
+    ],
+)
+def test_paths_that_mean_nothing(path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        documents(path, **settings)

@@ -1,0 +1,145 @@
+"""The recipes that ship: each parses, is short, names a model of the published size, and can be laid over hardware."""
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.core import recipe
+from dovetail.core.chips import CHIPS
+from dovetail.core.spec import matmul_flops, num_params
+from dovetail.models.spec import spec
+from dovetail.train.derive import derive, smallest
+from dovetail.train.model import read_model, shipped_models
+from dovetail.train.settings import Pretrain
+
+# published parameters, and for a mixture of experts those one token multiplies (its embedding is a look-up)
+SIZES = {
+    "tiny": (1.03e6, None),
+    "smollm2-135m": (134.5e6, None),
+    "llama3-1b": (1.236e9, None),
+    "llama3-8b": (8.03e9, None),
+    "qwen3-0.6b": (0.596e9, None),
+    "qwen3-30b-a3b": (30.53e9, 3.04e9),
+    "gemma3-4b": (3.88e9, None),
+    "mistral-7b": (7.248e9, None),
+    "mixtral-8x7b": (46.7e9, 12.75e9),
+    "deepseek-v3": (671.0e9, 36.6e9),
+}
+
+
+def test_all_are_there():
+    assert set(recipe.shipped()) == set(SIZES) == set(shipped_models())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_shipped_recipe(name):
+    settings = recipe.load(name, (), Pretrain)
+    specs = spec(read_model(settings.model))
+    total, active = SIZES[name]
+    assert num_params(specs) == pytest.approx(total, rel=0.01)
+    assert active is None or matmul_flops(specs) / 2 == pytest.approx(active, rel=0.01)
+    assert 10 <= len(recipe.find(name).read_text().splitlines()) <= 25
+    assert recipe.read(Pretrain, recipe.dump(settings)) == settings
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_it_fits_some_number_of_h200(name):
+    settings = recipe.load(name, (), Pretrain)
+    cfg = read_model(settings.model)
+    count = smallest(cfg, settings, CHIPS["H200"])
+    assert count is not None
+    derived = derive(cfg, settings, CHIPS["H200"], count)
+    assert derived.memory.total <= (derived.limit or 0)
+
+
+def test_deepseek_trains_its_extra_layer_and_its_bias():
+    settings = recipe.load("deepseek-v3", (), Pretrain)
+    assert settings.loss.mtp > 0 and settings.loss.router_bias_rate > 0 and settings.loss.router_aux == 0
+
+
+def test_a_quick_trial_of_a_large_recipe_is_one_override_away():
+    with pytest.raises(ValueError, match=r"schedule\.warmup=1,"):
+        recipe.load("llama3-8b", ["steps=10"], Pretrain)
+    settings = recipe.load("llama3-8b", ["steps=10", "schedule.warmup=1", "batch=8"], Pretrain)
+    assert (settings.total_steps, settings.tokens) == (10, 0)
+
+
+def test_a_model_that_is_not_there_gets_a_suggestion(tmp_path):
+    with pytest.raises(ValueError, match=r"Did you mean 'llama3-8b'\?"):
+        read_model("llama3-8")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        read_model(str(tmp_path))
+
+
+BASE = ["steps=40", "schedule.warmup=0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tokens=1M"], "steps or tokens must say how long to train, and not both"),
+        (["steps=0"], "steps or tokens must say how long to train"),
+        (["batch=0"], "batch must be at least 1 row; got 0"),
+        (["length=1"], "length must be at least 2"),
+        (["optimizer.name=adam"], "optimizer.name must be one of .* got 'adam'. Did you mean 'adamw'"),
+        (["optimizer.lr=0"], "optimizer.lr must be above 0"),
+        (["optimizer.beta2=1"], "optimizer.beta2 must be at least 0 and below 1"),
+        (["schedule.name=wsd", "schedule.decay=1"], "schedule.decay must be a share of the run between 0 and 1"),
+        (["schedule.warmup=41"], "schedule.warmup must end within the run"),
+        (["precision.compute=fp8"], "precision.compute must be one of 'bf16', 'f32'"),
+        (["profile=13:10"], "profile must be two steps, first:end"),
+        (["profile=10"], "profile must be two steps"),
+        (["remat=some"], "remat must be one of"),
+        (["accumulate=3"], "accumulate must divide batch"),
+        (["ema=1"], "ema must be a decay below 1"),
+        (["data.held_out=0"], "eval.every measures the held-out loss, and nothing is held out"),
+        (["data.held_out=1.5"], "data.held_out must be a share of the documents"),
+        (["data.sources=[]"], "data.sources must list at least one source"),
+        (["data.sources.0.weight=0"], "data.sources.0.weight must be above 0"),
+        (["data.sources.0.format=csv"], "data.sources.0.format must be one of"),
+        (["data.packing=bestfit"], "Did you mean 'best_fit'"),
+        (["checkpoint.keep=0"], "checkpoint.keep must be at least 1"),
+        (["checkpoint.durable_every=5"], "checkpoint.durable_every and durable belong together"),
+        (["eval.command=x"], "eval.command_every and command belong together"),
+        (["mesh.tensor=0"], "mesh.tensor must be at least 1"),
+        (["mesh.slices=2", "mesh.data=3"], "mesh.data must be a multiple of the 2 slices"),
+        (["health.spike=1"], "health.spike must be a multiple above 1"),
+        (["loss.z=-1"], "loss.z must be 0 or more"),
+        (["seed=-1"], "seed must be 0 or more"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.load("tiny", [*BASE, *overrides], Pretrain)
+
+
+def test_tokens_round_up_to_a_step():
+    settings = recipe.load("tiny", ["tokens=5k", "schedule.warmup=0", "profile=1:3"], Pretrain)
+    assert settings.tokens_per_step == 2048 and settings.total_steps == 3
+    assert settings.profile_window == (1, 3)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    import typer
+
+    from dovetail.cli import recipes
+
+    monkeypatch.setenv("COLUMNS", "100")
+    app = typer.Typer()
+    app.command()(recipes.recipes)
+    return lambda *args: CliRunner().invoke(app, list(args), catch_exceptions=False).output
+
+
+def test_the_command_lists_every_recipe_on_a_hundred_columns(run):
+    output = run()
+    for name in SIZES:
+        assert name in output
+    assert "30.5B (3.04B active)" in output and "14.8T" in output
+    assert max(map(len, output.splitlines())) <= 100
+
+
+def test_the_command_shows_one_and_what_it_becomes(run):
+    output = run("llama3-8b", "mesh.tensor=2", "--chip", "h100", "--devices", "16")
+    assert "model: llama3-8b" in output and "with mesh.tensor=2" in output
+    assert "derived for 16 x H100" in output and "tensor 2" in output and "total" in output
+    assert "CPU device" in run("tiny", "--chip", "cpu", "--devices", "2")
