@@ -2,7 +2,21 @@
 
 import typer
 
-from dovetail.cli import bench, chat, convert, data, errors, evaluate, info, pull, recipes, report, serve, tour
+from dovetail.cli import (
+    bench,
+    chat,
+    convert,
+    data,
+    errors,
+    evaluate,
+    info,
+    pretrain,
+    pull,
+    recipes,
+    report,
+    serve,
+    tour,
+)
 
 app = typer.Typer(
     name="dovetail",
@@ -35,6 +49,7 @@ app.command("convert")(convert.convert)
 app.command("info")(info.info)
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
+app.command("pretrain")(pretrain.pretrain)
 app.command("recipes")(recipes.recipes)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)

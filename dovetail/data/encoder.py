@@ -95,7 +95,7 @@ def make(name: str, tokenizer: Tokenizer | None = None) -> Encoder:
     if name == "bytes":
         return ByteEncoder()
     if name:
-        tokenizer = _load(name)
+        tokenizer = find_tokenizer(name)
     if tokenizer is None:
         where = f"{name!r} has no tokenizer" if name else "the model brings no tokenizer"
         raise ValueError(f"{where}: set data.tokenizer to 'bytes', a folder with a tokenizer.json, or a model's name")
@@ -124,7 +124,8 @@ def identity(encoder: Encoder) -> str:
     return hashlib.sha256(json.dumps(encoder.spec(), sort_keys=True).encode()).hexdigest()
 
 
-def _load(name: str) -> Tokenizer | None:
+def find_tokenizer(name: str) -> Tokenizer | None:
+    """That of a folder, a .gguf file, a hub id or a catalogue name."""
     from dovetail.io.hub import resolve
     from dovetail.io.tokenizer import Tokenizer
 

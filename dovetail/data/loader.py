@@ -61,6 +61,11 @@ class Loader:
         finally:
             found.close()
 
+    def documents(self, step: int) -> int:
+        """The most that any row of the step's batch holds, over all hosts."""
+        rows = range(step * self._batch, (step + 1) * self._batch)
+        return max(sum(1 for _ in self.rows.sources[source].pieces(row)) for source, row in map(self.rows.locate, rows))
+
     @property
     def tokens_per_epoch(self) -> int:
         """Of all sources, each once."""

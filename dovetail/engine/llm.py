@@ -32,7 +32,8 @@ from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.sequence import RequestOutput, Update
 from dovetail.engine.stats import Stats
-from dovetail.io.hub import Progress, home
+from dovetail.io.compiled import keep_compiled
+from dovetail.io.hub import Progress
 from dovetail.io.load import DTYPES, load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -67,7 +68,7 @@ class LLM:
         progress: Progress | None = None,
     ):
         start = time.perf_counter()
-        _keep_compiled()
+        keep_compiled()
         on_cpu = jax.default_backend() == "cpu"
         placement = None
         if tensor_parallel > 1:
@@ -232,13 +233,6 @@ def _load(
     kind = DTYPES[name] if isinstance(name, str) else jnp.dtype(name)
     params = init(spec(cfg), jax.random.key(seed), kind)
     return cfg, fuse_taking(params), None
-
-
-def _keep_compiled() -> None:
-    """Compiled steps outlive the process, unless the user has said where, or that they shall not."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:

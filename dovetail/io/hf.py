@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -15,9 +15,11 @@ from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
 from dovetail.core.types import Params
 from dovetail.io.hub import Progress
 from dovetail.models.config import ModelConfig
+from dovetail.models.mtp import mtp_copies, with_mtp
 from dovetail.models.registry import family_of
 from dovetail.models.spec import spec
 
+MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")  # the one tensor that no other kind of layer has
 FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
@@ -36,19 +38,20 @@ class Part:
         self.path, self.spec, self.index = path, spec, index
 
 
-def name_table(cfg: ModelConfig) -> dict[str, list[Part]]:
-    """Stored tensor name -> the parts of our weights that it holds."""
+def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[Part]]:
+    """Stored tensor name -> the parts of our weights that it holds; with `mtp`, those of models.mtp too."""
     table: dict[str, list[Part]] = {}
-    for path, leaf in leaves(spec(cfg)):
+    for path, leaf in leaves(_specs(cfg, mtp)):
         for i, name in enumerate(leaf.stored.names):
             table.setdefault(name, []).append(Part(path, leaf, i if len(leaf.stored.names) > 1 else None))
     return table
 
 
-def match_names(source: Checkpoint, cfg: ModelConfig, where: str) -> dict[str, str]:
+def match_names(source: Checkpoint, cfg: ModelConfig, where: str, mtp: bool = False) -> dict[str, str]:
     """Our table's name -> the checkpoint's own. Every disagreement is listed in one error."""
-    table, found = name_table(cfg), source.tensors()
-    unused = [p.replace("{past_last}", _past_last(cfg)) for p in family_of(cfg).unused]
+    table, found = name_table(cfg, mtp), source.tensors()
+    later = "|".join(str(i) for i in _mtp_layers(found, cfg))
+    unused = [*family_of(cfg).unused, rf"model\.layers\.({later})\..*"]
     names: dict[str, str] = {}
     unmapped, repeated = [], []
     for stored in found:
@@ -81,11 +84,15 @@ def read_params(
     where: str,
     placement: Placement | None = None,
     progress: Progress | None = None,
+    mtp: bool = False,
 ) -> Params:
-    """The checkpoint's weights as (sharded) device arrays. At most one weight is held on the host at a time."""
-    names = match_names(source, cfg, where)
-    flat, treedef = jax.tree.flatten(spec(cfg), is_leaf=is_spec)
-    total, done, arrays = num_bytes(spec(cfg), dtype), 0, []
+    """The checkpoint's weights as (sharded) device arrays. At most one weight is held on the host at a time.
+
+    With `mtp` those of multi-token prediction too, under `mtp`; see `has_mtp`.
+    """
+    names, specs = match_names(source, cfg, where, mtp), _specs(cfg, mtp)
+    flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    total, done, arrays = num_bytes(specs, dtype), 0, []
     for leaf in flat:
         arrays.append(_read_leaf(source, leaf, names, leaf_dtype(leaf, dtype), placement))
         done += arrays[-1].nbytes
@@ -122,9 +129,11 @@ def _read_leaf(source: Checkpoint, leaf: ParamSpec, names: dict[str, str], dtype
 
 def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, np.ndarray]]:
     """(name, bytes, array) of every tensor of the checkpoint that holds these weights."""
-    flat = {path: array for (path, _), array in zip(leaves(spec(cfg)), jax.tree.leaves(params), strict=True)}
+    mtp = "mtp" in params
+    flat = {path: array for (path, _), array in zip(leaves(_specs(cfg, mtp)), jax.tree.leaves(params), strict=True)}
+    table = name_table(cfg, mtp)
     host: dict[str, np.ndarray] = {}
-    for name, parts in name_table(cfg).items():
+    for name, parts in [*table.items(), *((copy, table[name]) for copy, name in _copies(cfg, mtp).items())]:
         stored = parts[0].spec.stored
         # experts' tensors come weight after weight: keep the few weights that the current names share
         host = {p.path: host[p.path] if p.path in host else np.asarray(flat[p.path]) for p in parts}
@@ -136,13 +145,36 @@ def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, 
         yield name, tensor.nbytes, tensor
 
 
+def stored_bytes(cfg: ModelConfig, params: Params) -> int:
+    """What write_tensors will give for these weights, in all."""
+    mtp, dtype = "mtp" in params, params["embed"].dtype
+    table = name_table(cfg, mtp)
+    copied = (table[name][0].spec.size for name in _copies(cfg, mtp).values())
+    return num_bytes(_specs(cfg, mtp), dtype) + sum(copied) * dtype.itemsize
+
+
+def has_mtp(source: Checkpoint) -> bool:
+    """Whether the checkpoint has weights of multi-token prediction."""
+    return any(MTP.fullmatch(_text_tower(name)) for name in source.tensors())
+
+
+def _specs(cfg: ModelConfig, mtp: bool) -> dict[str, Any]:
+    return with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
+
+
+def _copies(cfg: ModelConfig, mtp: bool) -> dict[str, str]:
+    return mtp_copies(cfg) if mtp else {}
+
+
 def _text_tower(name: str) -> str:
     """The name a tensor of a model that also sees would have in its text model alone."""
     name = re.sub(r"^language_model\.model\.|^model\.language_model\.(model\.)?", "model.", name)
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
-def _past_last(cfg: ModelConfig) -> str:
-    """A pattern of the numbers of the layers that predict later tokens, stored after the last."""
+def _mtp_layers(found: Iterable[str], cfg: ModelConfig) -> set[int]:
+    """The numbers of the layers that predict later tokens, stored after the last: as many as the config says, and any
+    that has such a layer's projection."""
     last, count = len(cfg.layers), cfg.to_hf().get("num_nextn_predict_layers") or 0
-    return "(" + "|".join(str(i) for i in range(last, last + count)) + ")"
+    marked = {int(match[1]) for name in found if (match := MTP.fullmatch(_text_tower(name)))}
+    return {*range(last, last + count), *(i for i in marked if i >= last)}

@@ -19,7 +19,7 @@ import numpy as np
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
-from dovetail.io.hf import Checkpoint, match_names, read_params, write_tensors
+from dovetail.io.hf import Checkpoint, match_names, read_params, stored_bytes, write_tensors
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
@@ -139,8 +139,10 @@ def save(
         dtype = params["embed"].dtype
         hf = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
+        if "mtp" in params:  # so that whoever reads the folder expects layers after the last
+            hf["num_nextn_predict_layers"] = len(params["mtp"])
         (beside / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
-        total = num_bytes(spec(cfg), dtype)
+        total = stored_bytes(cfg, params)
         for _ in write_shards(beside, write_tensors(cfg, params), total, max_shard_bytes):
             pass
         if tokenizer:

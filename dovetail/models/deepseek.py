@@ -27,7 +27,6 @@ def parse_v2(f: Fields) -> ModelConfig:
 def parse_v3(f: Fields) -> ModelConfig:
     f.only("scoring_func", "sigmoid")
     f.only("topk_method", "noaux_tc")
-    f.skip("num_nextn_predict_layers")  # extra heads that predict later tokens; the trainer will use them
     router = Router(
         f.get("n_routed_experts", 256), f.get("num_experts_per_tok", 8), score="sigmoid",
         normalize=f.get("norm_topk_prob", True), scale=f.get("routed_scaling_factor", 2.5),
@@ -64,6 +63,5 @@ def _latent(f: Fields, interleaved: bool) -> Latent:
 
 FAMILIES = (
     Family(("deepseek_v2",), "DeepseekV2ForCausalLM", parse_v2),
-    # published V3 checkpoints append their multi-token-prediction layers after the last one
-    Family(("deepseek_v3",), "DeepseekV3ForCausalLM", parse_v3, unused=(r"model\.layers\.{past_last}\..*",)),
+    Family(("deepseek_v3",), "DeepseekV3ForCausalLM", parse_v3),
 )

@@ -43,7 +43,7 @@ def finish(f: Fields, layers: list[Layer], **more: Any) -> ModelConfig:
         source=json.dumps(f.hf, sort_keys=True),
     )
     f.only("attention_dropout", 0.0)
-    f.skip("num_hidden_layers")
+    f.skip("num_hidden_layers", "num_nextn_predict_layers")  # the second is read by models.mtp
     f.done()
     return replace(config, **more)
 

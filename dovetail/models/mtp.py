@@ -25,7 +25,7 @@ from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.decoder import block, embed
 from dovetail.models.names import COMMON
 from dovetail.models.registry import family_of
-from dovetail.models.spec import _layer as layer_spec
+from dovetail.models.spec import layer_spec
 from dovetail.ops.moe import RouterStats
 from dovetail.ops.norm import rms_norm
 

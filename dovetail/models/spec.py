@@ -29,7 +29,7 @@ def spec(cfg: ModelConfig) -> dict[str, Any]:
         # looked up, and a product only where it is the output layer too
         "embed": declare("embed", (V, D), ("vocab", "embed"), active=1.0 if cfg.tied else 0.0),
         "norm": declare("norm", (D,), (None,), init=norm_init, active=0.0),
-        "layers": tuple(_layer(cfg, family, layer, i) for i, layer in enumerate(cfg.layers)),
+        "layers": tuple(layer_spec(cfg, family, layer, i) for i, layer in enumerate(cfg.layers)),
     }
     if not cfg.tied:
         tree["head"] = declare("head", (V, D), ("vocab", "embed"))
@@ -56,7 +56,8 @@ class _Declare:
         return ParamSpec(tuple(shape), tuple(axes), Stored(names, tuple(stored or own), **(cut or {})), **more)
 
 
-def _layer(cfg: ModelConfig, family: Family, layer: Layer, i: int) -> dict[str, Any]:
+def layer_spec(cfg: ModelConfig, family: Family, layer: Layer, i: int) -> dict[str, Any]:
+    """One layer's weights, stored as the model's i-th."""
     D = cfg.dim
     declare = _Declare(LAYER | dict(family.names), f"model.layers.{i}.")
 

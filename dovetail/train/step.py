@@ -60,12 +60,9 @@ def make_step(
         params = _balanced(params, loads, settings.loss.router_bias_rate)
         ema = ema_update(state.ema, params, settings.ema) if settings.ema else None
         new = TrainState(params, opt, state.step + 1, checks, ema)
-        metrics |= {
-            "grad_norm": norm,
-            "lr": rate(state.step),
-            "ok": ok,
-            "checksums": health.checksums(grads, placement.mesh, layout),
-        }
+        metrics |= {"grad_norm": norm, "lr": rate(state.step), "ok": ok}
+        if placement.mesh.size > 1:  # a device alone is at fault itself
+            metrics["checksums"] = health.checksums(grads, placement.mesh, layout)
         chosen = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
         return dataclasses.replace(chosen, health=checks), metrics
 
