@@ -110,7 +110,7 @@ class Doctor:
         step, batch = int(step), int(batch)
         first, *replays = results
         changed = [again for again in replays if not self._equal(first, again)]
-        split = {device for result in results for device in self._outliers(result)}
+        split = {device for result in results for device in self.outliers(result)}
         if changed or split:
             verdict = self._hardware(first, changed, split)
         else:
@@ -128,7 +128,7 @@ class Doctor:
             return a.bits == b.bits and dict(a.checksums) == dict(b.checksums)
         return all(_near(x, y) for x, y in ((a.loss, b.loss), (a.grad_norm, b.grad_norm)))
 
-    def _outliers(self, result: Result) -> list[int]:
+    def outliers(self, result: Result) -> list[int]:
         """Devices that hold something else than their replicas do."""
         groups = [{d: result.checksums[d] for d in group if d in result.checksums} for group in self._replicas]
         return [device for group in groups for device in disagreement(group)]

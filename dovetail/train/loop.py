@@ -190,7 +190,7 @@ class Run:
         self.watchdog.beat(launched.step)
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
-        if not values.pop("ok"):
+        if not values.pop("ok") or self.doctor.outliers(self._result(values)):
             return self._trouble(launched, values)
         values.pop("checksums")
         self.step = launched.step
@@ -203,7 +203,8 @@ class Run:
         return None
 
     def _trouble(self, bad: Launched, values: dict[str, Any]) -> Verdict:
-        """What was dispatched behind a bad step did nothing, and neither does a replay: the state is halted."""
+        """What was dispatched behind a bad step did nothing, and neither does a replay: the state is halted. (Where
+        replicas disagree about a good step it goes on, but then nothing of it is kept.)"""
         self._inflight.clear()
         run = self._step_for(self.batches.rows.documents(bad.index) if self.ready.platform == "cuda" else 1)
         results = [self._result(values)]

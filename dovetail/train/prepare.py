@@ -94,10 +94,16 @@ def prepare(settings: Pretrain, devices: Sequence[Any] | None = None, platform: 
     cfg = read_model(settings.model)
     devices = list(devices if devices is not None else jax.devices())
     first = devices[0]
-    derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), usable_bytes(first))
+    derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), _usable(devices))
     placement = Placement(make_mesh(derived.axes, devices), TRAIN)
     settings = derived.settings
     platform = platform or ("cuda" if first.platform == "gpu" else str(first.platform))
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
     optimizer = make_optimizer(settings.optimizer, rate, train_specs(cfg, settings), platform)
     return Ready(cfg, derived, placement, optimizer, rate, platform)
+
+
+def _usable(devices: Sequence[Any]) -> int | None:
+    """The memory that one of the devices has, if one is this process's: others, and those of a topology, do not say."""
+    own = set(jax.local_devices())
+    return next((usable_bytes(device) for device in devices if device in own), None)

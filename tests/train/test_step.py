@@ -21,7 +21,7 @@ from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.models.registry import parse_config
 from dovetail.models.trunk import Run, runs
 from dovetail.train import health
-from dovetail.train.optim import make_optimizer
+from dovetail.train.optim import global_norm, make_optimizer
 from dovetail.train.schedule import learning_rate
 from dovetail.train.settings import Loss, Optimizer, Precision
 from dovetail.train.state import TrainState, init_state, train_specs
@@ -60,6 +60,16 @@ def close(ours, theirs, rtol: float) -> None:
 
     def check(path, a, b):
         np.testing.assert_allclose(a, b, atol=rtol * max(np.abs(b).max(), 1e-3), rtol=0, err_msg=str(path))
+
+    jax.tree_util.tree_map_with_path(check, ours, theirs)
+
+
+def near(ours, theirs, rtol: float) -> None:
+    """Each leaf as a vector; one that is next to nothing, relative to the whole tree."""
+    least = 1e-3 * float(global_norm(theirs))
+
+    def check(path, a, b):
+        assert np.linalg.norm(a - b) <= rtol * max(np.linalg.norm(b), least), path
 
     jax.tree_util.tree_map_with_path(check, ours, theirs)
 
@@ -154,14 +164,14 @@ def test_a_batch_in_parts_is_the_batch(name):
     assert ("router_imbalance" in metrics) == (name != "dense")
     for parts in (2, 4):
         again = grads_of(params, cfg, dataclasses.replace(whole, accumulate=parts), batch)
-        close(again[0], grads, 2e-6)
+        near(again[0], grads, 1e-6)
         assert set(again[1]) == set(metrics)
         for key, value in metrics.items():
             np.testing.assert_allclose(again[1][key], value, rtol=1e-6, err_msg=key)
         same(again[2], loads)
 
 
-FOLDED = {"deep": [Run(0, 1, 4)], "local": [Run(0, 3, 2), Run(6, 1, 1)], "latent": [Run(0, 1, 1), Run(1, 1, 3)]}
+FOLDED = {"deep": [Run(0, 1, 4)], "local": [Run(0, 3, 2), Run(6, 1, 1)], "latent": [Run(0, 1, 1), Run(1, 1, 2)]}
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -252,7 +262,7 @@ def test_the_bias_moves_towards_balance():
     state, step = trainer(cfg, settings, fresh(cfg, settings))
     batch = some_batch(4)
     _, _, loads = grads_of(state.params, cfg, settings, batch)
-    assert sorted(loads) == [1, 2, 3, 4], "three layers and that of multi-token prediction"
+    assert sorted(loads) == [1, 2, 3], "two layers and that of multi-token prediction"
     busiest = []
     for turn in range(40):
         before, (state, metrics) = state, step(state, batch)

@@ -1,0 +1,106 @@
+"""The command itself, killed with -9 at random moments, and begun again on another number of processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from train.runs import metrics, model_folder
+
+pytestmark = pytest.mark.slow
+STEPS = 40
+OVERRIDES = [
+    "batch=4", "length=64", f"steps={STEPS}", "schedule.warmup=5", "checkpoint.every=4", "eval.every=0",
+    f"checkpoint.export_hf={STEPS}", "checkpoint.keep=20",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kill")
+
+
+def start(place: Path, folder: Path, **more: str) -> subprocess.Popen:
+    environment = os.environ | {"DOVETAIL_HOME": str(place / "home"), "XLA_FLAGS": ""} | more
+    command = [sys.executable, "-m", "dovetail", "pretrain", "tiny", f"model={model_folder(place)}", *OVERRIDES]
+    with (place / f"{folder.name}.log").open("a") as log:
+        return subprocess.Popen([*command, "--run-dir", str(folder)], env=environment, stdout=log, stderr=log)
+
+
+def finish(process: subprocess.Popen, place: Path, folder: Path) -> None:
+    code = process.wait(timeout=240)
+    assert code == 0, (place / f"{folder.name}.log").read_text()[-2000:]
+
+
+@pytest.fixture(scope="module")
+def straight(place) -> Path:
+    folder = place / "straight"
+    finish(start(place, folder), place, folder)
+    assert [line["step"] for line in metrics(folder)] == list(range(1, STEPS + 1))
+    return folder
+
+
+def exported(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / f"export/step_{STEPS}/model.safetensors")
+
+
+def steps_said(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_killed_three_times_it_ends_as_the_straight_run_bit_for_bit(place, straight):
+    folder, dice = place / "killed", random.Random(5)
+    for turn in range(3):
+        process = start(place, folder)
+        until = dice.randint(10 * turn + 3, 10 * turn + 10)
+        while steps_said(folder) < until and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(dice.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 0 < steps_said(folder) < STEPS
+    finish(start(place, folder), place, folder)
+    assert metrics(folder) == metrics(straight)
+    ours, theirs = exported(folder), exported(straight)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+def test_two_processes_go_on_where_one_stopped(place, straight):
+    folder = place / "two"
+    shutil.copytree(straight, folder)
+    for path in (folder / "checkpoints").glob("step_*"):
+        if int(path.name.split("_")[1]) > STEPS // 2:
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "export")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = [
+        start(
+            place, folder, DOVETAIL_COORDINATOR=f"127.0.0.1:{port}", DOVETAIL_NUM_PROCESSES="2",
+            DOVETAIL_PROCESS_ID=str(i),
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    for process in both:
+        finish(process, place, folder)
+    assert "going on after step 20" in (place / "two.log").read_text()
+    for ours, theirs in zip(metrics(folder), metrics(straight), strict=True):
+        assert ours["step"] == theirs["step"]
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+    weights, expected = exported(folder), exported(straight)
+    for name, value in weights.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)

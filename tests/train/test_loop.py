@@ -1,0 +1,135 @@
+"""Whole runs in this process: what a fault does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from train.runs import metrics, not_a_number, run, settings_for, weights
+
+from dovetail.train import step as step_module
+from dovetail.train.exits import PREEMPTED, QUARANTINE, TROUBLE
+
+
+def records(folder: Path) -> list[dict]:
+    path = folder / "health.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_run_learns_measures_saves_exports_and_reports(tmp_path):
+    import transformers
+
+    settings = settings_for(
+        tmp_path, steps=60, data={"sources": [{"path": "x"}], "held_out": 0.1}, eval={"every": 30, "batches": 2},
+        checkpoint={"every": 30, "export_hf": 60}, ema=0.5,
+    )  # fmt: skip
+    code, one = run(settings, tmp_path / "run")
+    assert code == 0 and one.checkpoints.steps() == [30, 60]
+    said = metrics(tmp_path / "run")
+    trained = [line for line in said if "grad_norm" in line]
+    assert [line["step"] for line in trained] == list(range(1, 61)) and trained[-1]["loss"] < 0.5 * trained[0]["loss"]
+    held_out = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    held_out = [line["held_out_loss"] for line in held_out if "held_out_loss" in line]
+    assert len(held_out) == 2 and held_out[1] < held_out[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/export/step_60")
+    np.testing.assert_allclose(theirs.model.embed_tokens.weight.detach().numpy(), np.asarray(one.state.ema["embed"]))
+    assert "<svg" in (tmp_path / "run/report.html").read_text()
+    assert one.goodput.share > 0
+
+
+def test_going_on_is_bitwise_the_straight_run(tmp_path):
+    settings = settings_for(tmp_path)
+    _, straight = run(settings, tmp_path / "straight")
+    signalled = []
+
+    def stop_once(index, batch):
+        if index == 5 and not signalled:
+            signalled.append(os.kill(os.getpid(), signal.SIGTERM))
+        return batch
+
+    code, first = run(settings, tmp_path / "cut", stop_once)
+    assert code == PREEMPTED and 4 < first.step < 12 and first.checkpoints.latest() == first.step
+    code, second = run(settings, tmp_path / "cut")
+    assert code == 0 and metrics(tmp_path / "cut") == metrics(tmp_path / "straight")
+    for a, b in zip(weights(straight), weights(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_bad_batch_is_replayed_left_out_and_recorded(tmp_path):
+    settings = settings_for(tmp_path)
+    code, one = run(settings, tmp_path / "run", not_a_number(6))
+    (record,) = records(tmp_path / "run")
+    assert code == 0 and record["batch"] == 6 and record["what"] == "skip" and record["kind"] == "non-finite loss"
+    assert one.step == 12 and one.cursor == 13  # twelve updates from thirteen batches
+    assert all(np.isfinite(leaf).all() for leaf in weights(one))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
+
+
+def test_bad_batches_in_a_row_roll_the_run_back_past_them(tmp_path):
+    code, one = run(settings_for(tmp_path), tmp_path / "run", not_a_number(5, 6, 7))
+    assert code == 0 and [r["what"] for r in records(tmp_path / "run")] == ["skip", "skip", "rollback"]
+    assert one.step == 12 and one.cursor == 4 + 8 + 4  # batches 4 to 7 are passed over
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
+
+
+def test_trouble_without_end_stops_the_run(tmp_path):
+    code, _ = run(settings_for(tmp_path), tmp_path / "run", not_a_number(*range(5, 200)))
+    assert code == TROUBLE and records(tmp_path / "run")[-1]["what"] == "stop"
+    assert all(record["what"] != "quarantine" for record in records(tmp_path / "run"))
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path):
+    settings = settings_for(tmp_path)
+    _, straight = run(settings, tmp_path / "run")
+    newest = max((tmp_path / "run/checkpoints").iterdir(), key=lambda path: int(path.name.split("_")[1]))
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-7])
+    code, again = run(settings, tmp_path / "run")
+    assert code == 0 and metrics(tmp_path / "run")[-1]["step"] == 12
+    for a, b in zip(weights(straight), weights(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def flipped_once(monkeypatch, device: int, at_call: int):
+    """One device's copy of one gradient has a high bit flipped, once."""
+    calls, real = [], step_module.gradients
+
+    def flip(index):
+        if index == device:
+            calls.append(index)
+        return np.float32(2.0**60 if index == device and len(calls) == at_call else 1.0)
+
+    def gradients(params, cfg, settings, batch, placement, *rest):
+        grads, *more = real(params, cfg, settings, batch, placement, *rest)
+
+        def local(g):
+            where = jax.lax.axis_index("data")
+            return g * jax.pure_callback(flip, jax.ShapeDtypeStruct((), jnp.float32), where)
+
+        whole = PartitionSpec()
+        mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        return {**grads, "norm": mapped(grads["norm"])}, *more
+
+    monkeypatch.setattr(step_module, "gradients", gradients)
+
+
+def test_a_flipped_bit_names_the_device_and_leaves_no_poisoned_state(tmp_path, monkeypatch):
+    flipped_once(monkeypatch, device=2, at_call=7)
+    code, one = run(settings_for(tmp_path, mesh={"data": 4}), tmp_path / "run", devices=4)
+    (record,) = records(tmp_path / "run")
+    assert code == QUARANTINE and record["what"] == "quarantine"
+    assert record["at_fault"]["devices"] == [jax.devices()[2].id]
+    assert one.checkpoints.latest() == 4  # the last before the fault
+
+
+def test_another_recipes_folder_is_refused(tmp_path):
+    run(settings_for(tmp_path, steps=4), tmp_path / "run")
+    with pytest.raises(ValueError, match="other data, batch or length"):
+        run(settings_for(tmp_path, steps=4, batch=4), tmp_path / "run")
