@@ -1,4 +1,6 @@
-"""Load on a real server: many streaming clients for a while, each answer compared with the offline engine's.
+"""Load on a real server: many streaming clients for a while, each answer compared with the offline engine's, and what
+HTTP costs beside the engine. Server, engine and clients are three processes; what counts is the time in which all
+clients are busy, not the emptying of the last wave.
 
 python benchmarks/serve_load.py --clients 64 --seconds 60
 """
@@ -7,100 +9,231 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from dovetail.engine.async_engine import AsyncEngine
 from dovetail.engine.llm import LLM
 from dovetail.engine.params import SamplingParams
-from dovetail.io.hub import resolve
-from dovetail.serve.app import make_app
-from dovetail.serve.client import EngineClient
-from dovetail.serve.config import ServerConfig
-from dovetail.serve.server import Server, listening_socket, read_tokenizer
 
-MODEL, OUTPUT = "smollm2-135m", 32
+MODEL = "smollm2-135m"
 TOPICS = ("a lighthouse", "bread", "the moon", "rivers", "chess", "a violin", "glass", "bees", "maps", "winter", "iron")
+PROMPTS = [f"Write {n} sentences about {topic}." for topic in TOPICS for n in range(2, 8)]
+MAX_LEN, MAX_TOKENS = 256, 2048
+
+
+class Mark(NamedTuple):
+    """How things stood at one moment; the difference of two is a rate."""
+
+    time: float
+    tokens: int
+    cpu: dict[str, float]  # seconds, by process
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
     args = parser.parse_args()
-    options = dict(max_num_seqs=args.clients, max_model_len=256, max_num_batched_tokens=2048)
-    prompts = [f"Write {n} sentences about {topic}." for topic in TOPICS for n in range(2, 8)]
-    expected, offline = _offline(prompts, options, args.clients)
-    print(f"offline: {offline:.1f} tok/s", flush=True)
-    asyncio.run(_load(prompts, expected, options, args, offline))
+    expected, offline = _offline(args.clients, args.output, args.seconds)
+    print(_said("offline", *offline), flush=True)
+    with _server(args.clients) as (port, pids):
+        load = Load(port, pids, expected, args.output)
+        asyncio.run(load.run(args.clients, args.seconds))
+    served = load.marks[0], load.marks[-1]
+    print(_said("served", *served))
+    print(f"served / offline: {_rate(*served) / _rate(*offline):.3f} by the clock")
+    cpu = _cpu(*served)
+    print(f"HTTP's share of HTTP and engine, in CPU time: {cpu['http'] / (cpu['http'] + cpu['engine']):.3f}")
+    print(f"{load.answers} answers, {load.wrong} wrong, {len(load.errors)} errors {load.errors[:3]}")
+    print("resident MiB:", load.memory[0], "->", load.memory[-1])
 
 
-def _offline(prompts: list[str], options: dict[str, Any], clients: int) -> tuple[dict[str, str], float]:
-    """Each prompt's answer, and tokens per second with as many at once as there will be clients."""
-    llm = LLM(MODEL, **options)
+def _said(name: str, start: Mark, end: Mark) -> str:
+    each = ", ".join(f"{who} {seconds * 1e3:.2f}" for who, seconds in _cpu(start, end).items())
+    return f"{name}: {_rate(start, end):.1f} tok/s over {end.time - start.time:.0f} s; CPU ms a token: {each}"
+
+
+def _rate(start: Mark, end: Mark) -> float:
+    return (end.tokens - start.tokens) / (end.time - start.time)
+
+
+def _cpu(start: Mark, end: Mark) -> dict[str, float]:
+    """Seconds a token, by process."""
+    tokens = max(1, end.tokens - start.tokens)
+    return {name: (end.cpu[name] - start.cpu[name]) / tokens for name in start.cpu}
+
+
+# --- the engine alone -------------------------------------------------------------------------------------------------
+
+
+def _offline(clients: int, output: int, seconds: float) -> tuple[dict[str, str], tuple[Mark, Mark]]:
+    """Each prompt's answer; and two moments of a load like the server's, without a server: so many ask the engine in
+    this process, each again when it has its answer."""
+    llm = LLM(MODEL, max_num_seqs=clients, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS)
     assert llm.tokenizer is not None
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-    ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
-    answers = [output.completions[0].text for output in llm.generate(ids, params, progress=False)]
-    many = [ids[i % len(ids)] for i in range(4 * clients)]
-    start = time.perf_counter()
-    llm.generate(many, params, progress=False)
-    return dict(zip(prompts, answers, strict=True)), len(many) * OUTPUT / (time.perf_counter() - start)
+    params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+    ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
+    answers = [out.completions[0].text for out in llm.generate(ids, params, progress=False)]
+
+    async def ask(engine: AsyncEngine, i: int) -> None:
+        while True:
+            async for _ in engine.generate(ids[i % len(ids)], params):
+                pass
+            i += 7
+
+    def mark() -> Mark:
+        return Mark(time.perf_counter(), llm.stats().generated_tokens, {"engine": time.process_time()})
+
+    async def load() -> tuple[Mark, Mark]:
+        async with AsyncEngine(llm.engine) as engine:
+            tasks = [asyncio.create_task(ask(engine, i)) for i in range(clients)]
+            await asyncio.sleep(_warm_up(seconds))
+            start = mark()
+            await asyncio.sleep(seconds)
+            end = mark()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return start, end
+
+    return dict(zip(PROMPTS, answers, strict=True)), asyncio.run(load())
 
 
-async def _load(prompts, expected, options, args, offline: float) -> None:
-    import openai
+def _warm_up(seconds: float) -> float:
+    """The first requests compile, and all begin at once."""
+    return max(10.0, seconds / 2)
 
-    path = resolve(MODEL, None)
-    engine = await EngineClient.start(path, options)
-    app = make_app(engine, read_tokenizer(path), ServerConfig(names=(MODEL,), port=0))
-    sock = listening_socket("127.0.0.1", 0)
-    server = Server(app, app.state.service.config)
-    serving = asyncio.create_task(server.serve([sock]))
-    client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}/v1", api_key="none", max_retries=0)
-    tokens, wrong, errors, memory = 0, 0, [], []
-    end = 0.0
 
-    async def one(i: int) -> None:
-        nonlocal tokens, wrong
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _server(clients: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """(its port, its processes)."""
+    command = [sys.executable, "-m", "dovetail", "serve", MODEL, "--port", "0", "--max-model-len", str(MAX_LEN)]
+    command += ["--max-num-seqs", str(clients), "--max-num-batched-tokens", str(MAX_TOKENS)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        while (found := re.search(r"http://127\.0\.0\.1:(\d+)", line := process.stdout.readline())) is None:
+            assert line, "the server did not start"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        yield int(found[1]), {"http": process.pid, "engine": int(children[0])}
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+@dataclass
+class Load:
+    """Clients in one light loop: sockets and lines, so that they cost little beside the server."""
+
+    port: int
+    pids: dict[str, int]
+    expected: dict[str, str]
+    output: int
+    answers: int = 0
+    wrong: int = 0
+    errors: list[str] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    memory: list[dict[str, int]] = field(default_factory=list)
+
+    async def run(self, clients: int, seconds: float) -> None:
+        await self._until_ready()
+        tasks = [asyncio.create_task(self._client(i)) for i in range(clients)]
+        await asyncio.sleep(_warm_up(seconds))
+        self.answers = 0
+        end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            prompt, text = prompts[i % len(prompts)], ""
+            self.marks.append(await self._mark())
+            self.memory.append({name: _resident(pid) for name, pid in self.pids.items()})
+            await asyncio.sleep(min(5.0, seconds / 4))
+        self.marks.append(await self._mark())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _client(self, i: int) -> None:
+        while True:
+            prompt = PROMPTS[i % len(PROMPTS)]
             i += 7
             try:
-                stream = await client.chat.completions.create(
-                    model=MODEL, messages=[{"role": "user", "content": prompt}], max_tokens=OUTPUT, temperature=0,
-                    stream=True, extra_body={"ignore_eos": True},
-                )  # fmt: skip
-                async for chunk in stream:
-                    text += chunk.choices[0].delta.content or ""
-            except Exception as error:
-                errors.append(repr(error))
+                text = await self._ask(prompt)
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                self.errors.append(repr(error))
                 continue
-            tokens += OUTPUT
-            wrong += text != expected[prompt]
+            self.answers += 1
+            self.wrong += text != self.expected[prompt]
 
-    async def watch() -> None:
-        while True:
-            memory.append([_resident(pid) for pid in ("self", engine.info.pid)])
-            await asyncio.sleep(5)
+    async def _ask(self, prompt: str) -> str:
+        """The text of a streamed chat. A connection a request, as many clients would have it."""
+        body = dict(messages=[{"role": "user", "content": prompt}], max_tokens=self.output, temperature=0, stream=True)
+        text, ended = "", False
+        async for line in self._lines("POST", "/v1/chat/completions", json.dumps(body | {"ignore_eos": True})):
+            if line == b"data: [DONE]":
+                ended = True
+            elif line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(event["error"]["message"])
+                text += event["choices"][0]["delta"].get("content", "")
+        if not ended:
+            raise ValueError("the stream ended early")
+        return text
 
-    for seconds in (args.seconds / 3, args.seconds):  # the first compiles
-        tokens, start = 0, time.perf_counter()
-        end = start + seconds
-        memory.clear()
-        watching = asyncio.create_task(watch())
-        await asyncio.gather(*(one(i) for i in range(args.clients)))
-        watching.cancel()
-        rate = tokens / (time.perf_counter() - start)
-    print(f"served: {rate:.1f} tok/s, {rate / offline:.3f} of offline; {wrong} wrong answers, {len(errors)} errors")
-    print("resident MiB (HTTP and clients, engine):", memory[0], "->", memory[-1], errors[:3])
-    server.should_exit = True
-    await serving
+    async def _lines(self, method: str, path: str, body: str = ""):
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            data = body.encode()
+            head = (
+                f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n"
+            )
+            writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + data)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise ValueError(f"{status!r} {(await reader.read(1000))!r}")
+            while line := await reader.readline():
+                yield line.rstrip()
+        finally:
+            writer.close()
+
+    async def _until_ready(self) -> None:
+        for _ in range(600):
+            try:
+                return [None async for _ in self._lines("GET", "/health")].clear()
+            except (OSError, ValueError):
+                await asyncio.sleep(0.1)
+        raise TimeoutError("the server does not answer")
+
+    async def _mark(self) -> Mark:
+        counted = [line async for line in self._lines("GET", "/metrics")]
+        tokens = next(line for line in counted if line.startswith(b"vllm:generation_tokens_total{"))
+        pids = {**self.pids, "clients": os.getpid()}
+        return Mark(
+            time.perf_counter(), int(float(tokens.split()[-1])), {name: _used(pid) for name, pid in pids.items()}
+        )
 
 
-def _resident(pid: int | str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024
+def _used(pid: int) -> float:
+    """CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 if __name__ == "__main__":

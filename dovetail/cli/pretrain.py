@@ -14,7 +14,7 @@ def pretrain(
     ),
     quiet: bool = typer.Option(False, help="No live line."),
 ) -> None:
-    """Train a model from a recipe. Started again with the same run folder, it goes on from its last checkpoint."""
+    """Train a model from a recipe; started again, it goes on where it stopped."""
     code = run(recipe, overrides or [], run_dir, export_hf, show=not quiet)
     if code:
         raise typer.Exit(code)

@@ -32,6 +32,10 @@ def serve(
     request_timeout: float = typer.Option(600.0, min=0.1, help="Seconds a request may take.", rich_help_panel=_SAFETY),
     drain_timeout: float = typer.Option(30.0, min=0.0, help="Seconds to end what is under way at SIGTERM.",
                                         rich_help_panel=_SAFETY),
+    step_timeout: float = typer.Option(300.0, min=0.0, help="Seconds a step may take before the engine counts as "
+                                       "hung and is started again; 0: any.", rich_help_panel=_SAFETY),
+    generation_config: str = typer.Option("auto", help="auto: the sampling defaults that come with the model; none.",
+                                          rich_help_panel=_NAMES),
     tool_format: str = typer.Option("", help="Of tool calls; otherwise by the template.", rich_help_panel=_NAMES),
     reasoning_format: str = typer.Option("", help="Of reasoning, likewise.", rich_help_panel=_NAMES),
     dtype: str = typer.Option("", help="bf16, f32 or f16.", rich_help_panel=_ENGINE),
@@ -45,13 +49,15 @@ def serve(
     seed: int = typer.Option(0, help="Of requests that bring none.", rich_help_panel=_ENGINE),
 ) -> None:  # fmt: skip
     """Serve a model to any OpenAI client."""
-    import asyncio
     import logging
+    from dataclasses import replace
 
     from dovetail.cli.progress import bar
     from dovetail.io.hub import resolve
     from dovetail.serve.config import Limits, ServerConfig
-    from dovetail.serve.server import serve as run
+    from dovetail.serve.defaults import read_defaults
+    from dovetail.serve.server import run
+    from dovetail.serve.server import serve as serving
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     keys = _keys(api_key, api_key_file, "--api-key-file")
@@ -60,9 +66,12 @@ def serve(
         raise ValueError("--admin needs a key of its own: set DOVETAIL_ADMIN_KEY, or --admin-key-file with one line")
     if admin and admin_keys[0] in keys:
         raise ValueError("the admin key must differ from the API keys: whoever may ask may not control")
+    if generation_config not in ("auto", "none"):
+        raise ValueError(f"--generation-config is auto or none; got {generation_config!r}")
     limits = Limits(
         body_bytes=int(max_body_mb * 2**20), prompt_tokens=max_prompt_tokens or None, n=max_n, queue=max_queue,
         request_seconds=request_timeout, drain_seconds=drain_timeout,
+        step_seconds=step_timeout,
     )  # fmt: skip
     config = ServerConfig(
         names=tuple(served_model_name) or (model,), host=host, port=port, api_keys=keys,
@@ -77,7 +86,9 @@ def serve(
     )  # fmt: skip
     with bar() as progress:
         path = resolve(model, progress)
-        asyncio.run(run(path, options, config, _show, progress))
+        if generation_config == "auto":
+            config = replace(config, defaults=read_defaults(path))
+        run(serving(path, options, config, _show, progress))
 
 
 def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
@@ -102,6 +113,9 @@ def _show(config, info) -> None:
     text = Text()
     text.append(f"{url}/v1", style="bold cyan").append(f"  {config.names[0]}\n", style="bold")
     text.append(f"started in {info.start_seconds:.1f} s; {info.description}", style="dim")
+    if config.defaults:
+        said = ", ".join(f"{name} {value}" for name, value in config.defaults.items())
+        text.append(f"\nunless a request says otherwise: {said}", style="dim")
     console = Console(highlight=False)
     console.print(Panel(text, title="dovetail serve", title_align="left", expand=False))
     # Outside the frame and unwrapped, so that it can be copied.

@@ -1,4 +1,4 @@
-"""`dovetail tour`: a real model fetched, loaded and asked, in a few minutes on a laptop."""
+"""`dovetail tour`: a real model fetched, loaded and asked, and a small one trained, in a few minutes on a laptop."""
 
 import typer
 
@@ -9,8 +9,9 @@ QUESTION = "Why is the sky blue? Answer in two sentences."
 def tour(
     prompt: str = typer.Option(QUESTION, help="What to ask the model."),
     max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
+    steps: int = typer.Option(200, min=0, help="Steps to train a model of a million weights; 0: train none."),
 ) -> None:
-    """Fetch a small real model, load it, and ask it something."""
+    """Fetch a small real model and ask it something, then train a tiny one."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -18,6 +19,9 @@ def tour(
     path = _fetch(console)
     model = _load(console, path)
     _ask(console, model, prompt, max_tokens)
+    if steps:
+        del model
+        _pretrain(console, steps)
 
 
 def _step(console, number: int, what: str) -> None:
@@ -78,3 +82,29 @@ def _speed(times: list[float], prompt_tokens: int) -> str:
     first, rest = times[1] - times[0], times[-1] - times[1]
     rate = (new - 1) / rest
     return f"  {new} tokens, {rate:.1f} tok/s after the first ({first:.1f} s: compile, {prompt_tokens} prompt tokens)"
+
+
+def _pretrain(console, steps: int) -> None:
+    import shutil
+
+    from dovetail.cli.pretrain import run
+    from dovetail.io.hub import home
+
+    console.print()
+    _step(console, 4, "Pretrain a model of a million weights on generated stories: dovetail pretrain tiny")
+    folder = home() / "tour" / "tiny"
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier tour's: it would only be continued
+    overrides = [f"steps={steps}", f"schedule.warmup={steps // 10}", f"eval.every={-(-steps // 4)}"]
+    run("tiny", overrides, str(folder), export_hf=steps)
+    _speak(console, folder / "export" / f"step_{steps}")
+
+
+def _speak(console, folder) -> None:
+    import dovetail
+
+    model = dovetail.load(folder)
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    text = tokenizer.decode(list(model.generate(tokenizer.encode("One day "), 120)))
+    console.print("  [bold]it says[/bold]  One day ", end="")
+    console.print(text.replace("\n", " "), markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dovetail.core.spec import ParamSpec, tree_map
 
@@ -96,6 +96,12 @@ class Placement:
 
     mesh: Mesh
     rules: Rules
+
+    @property
+    def platform(self) -> str:
+        """Of its devices; a mesh of devices that are nowhere (jax's AbstractMesh) says what they would be."""
+        mesh: Any = self.mesh
+        return mesh.abstract_device.platform if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
 
     def partition(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """A mesh axis is used once; a dim that its mesh axes do not divide stays whole (2 KV heads on 8 devices)."""

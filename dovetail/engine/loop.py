@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -44,6 +45,8 @@ class EngineLoop:
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
         self._lock = threading.Lock()  # so that nothing is asked after the last look at what was
         self._paused = self._stopping = self._ended = False
+        self._began: float | None = None  # what it does now; None: it waits to be asked
+        self._compiled = 0.0  # when a compiler was last seen at work
         self._cause: BaseException | None = None
         # A daemon: a forgotten loop keeps no process alive. But it must not be in a step when jax is torn down.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,6 +89,16 @@ class EngineLoop:
     def is_alive(self) -> bool:
         return not self._ended
 
+    def pulse(self) -> float:
+        """Seconds that the step, or what was asked between two of them, has taken so far: many, and the device hangs.
+        0 while it waits for something to do, and while steps are compiled, which takes as long as it takes."""
+        now, began = time.monotonic(), self._began
+        if began is None:
+            return 0.0
+        if self.engine.runner.is_compiling:
+            self._compiled = now
+        return now - max(began, self._compiled)
+
     def check_health(self) -> None:
         """EngineDied if no more steps will be taken."""
         if self._ended:
@@ -97,6 +110,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._do_asked()
+                self._began = time.monotonic()
                 if self._can_step and not self._stopping:
                     self._hand_on(self.engine.close(self.engine.step()))
         except BaseException as error:
@@ -112,7 +126,11 @@ class EngineLoop:
         """Do all that was asked so far; when no step can be taken, wait for something."""
         wait = not self._can_step
         while wait or not self._asked.empty():
-            self._do(self._asked.get())
+            if wait:
+                self._began = None
+            asked = self._asked.get()
+            self._began = time.monotonic()
+            self._do(asked)
             wait = False
 
     def _do(self, asked: _Asked) -> None:

@@ -50,6 +50,9 @@ class Launched:
         return [tokens for tokens, row in zip(by_row, self.plan.rows, strict=False) if row.samples]
 
 
+MOST_PADDING = 4  # times a step's tokens
+
+
 class Runner:
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Runner:
         keeps_history = kind == "full" and sampler.keeps_history(plan)
         shape = self.buckets.shape_for(plan, kind)
         if not keeps_history and not keep_hidden:
-            shape = self._ready(shape)
+            shape = self._ready(shape, sampler)
         flat = self.packer.pack(plan, shape, trash_slot=self.buckets.max_rows)
         inputs = sampler.inputs(plan, shape.rows, kind)
         history = sampler.history if keeps_history else None  # after `inputs`: it may have written a row of it
@@ -86,16 +89,24 @@ class Runner:
             sampler.history = table
         return Launched(plan, *out, version=self.weights.version, padded=shape.tokens)
 
-    def _ready(self, shape: Shape) -> Shape:
-        """The shape, or while it is still being compiled in the background the least that is ready and holds it."""
+    def _ready(self, shape: Shape, sampler: Sampler) -> Shape:
+        """The shape, or while it is compiled in the background the least that is ready and holds it. On a CPU, where
+        each token costs, not one of many times as many tokens: compiling is sooner done."""
         if self._is_ready(shape):
             return shape
+        self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
         holding = [key[0] for key in list(self._compiled) if key[0].holds(shape) and self._is_ready(key[0])]
-        return min(holding, key=lambda s: (s.tokens, s.rows, s.pages), default=shape)
+        least = min(holding, key=lambda s: (s.tokens, s.rows, s.pages), default=shape)
+        on_cpu = (self.platform or jax.default_backend()) == "cpu"
+        return shape if on_cpu and least.tokens > MOST_PADDING * shape.tokens else least
 
     def _is_ready(self, shape: Shape) -> bool:
         future = self._compiled.get((shape, False, False))
         return future is not None and future.done() and future.exception() is None
+
+    @property
+    def is_compiling(self) -> bool:
+        return any(not step.done() for step in list(self._compiled.values()))
 
     def compiled(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Callable:
         """The step for a shape, compiled now if nobody did before; others may be compiling it already."""

@@ -211,8 +211,6 @@ def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
 
 def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context):
     """Experts see x, the router sees router_x (the same, except in Gemma 4)."""
-    flat = x.reshape(-1, x.shape[-1])
-    router_x = router_x.reshape(flat.shape)
     if moe.scaled_router:
         router_x = rms_norm(router_x, None, cfg.norm_eps) * p["router_scale"] * cfg.dim**-0.5
     # f32: two experts' scores may differ by less than bf16 can tell
@@ -221,7 +219,7 @@ def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Arra
     stats = router_stats(moe.router, logits, chosen, ctx.segment_ids > 0) if isinstance(ctx, Packed) else None
     if moe.scaled_router:
         weights = weights * p["expert_scale"][chosen]
-    out = experts(flat, weights, chosen, p["experts"], moe.glu, ctx.placement).reshape(x.shape)
+    out = experts(x, weights, chosen, p["experts"], moe.glu, ctx.placement, ctx.platform)
     return (out + _mlp(p["shared"], moe.shared, x) if moe.shared else out), stats
 
 

@@ -176,7 +176,7 @@ def choose_paged(
 def _knows_tpu(placement: Placement | None) -> bool:
     """Upstream's kernel is lowered for one kind of TPU: that of the mesh, of the context, or of this machine."""
     if placement is not None:
-        return placement.mesh.devices.flat[0].platform == "tpu"
+        return placement.platform == "tpu"
     context = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() == "tpu" or "TPU" in getattr(context, "device_kind", "")
 

@@ -162,7 +162,7 @@ def _groups(placement: Placement | None, logical: str, dim: int) -> tuple[tuple[
 
 
 def _chunk_bytes(placement: Placement | None) -> int:
-    platform = placement.mesh.devices.flat[0].platform if placement else jax.default_backend()
+    platform = placement.platform if placement else jax.default_backend()
     return CPU_BYTES if platform == "cpu" else ACCELERATOR_BYTES
 
 

@@ -10,6 +10,7 @@ T tokens, D model dim, E experts, F their width, k experts a token, M = T k.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Router:
 
 
 def route(router: Router, logits: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """logits [T, E] f32 -> weights [T, k] f32, experts [T, k]. `bias` [E] sways the choice, not the weight."""
+    """logits [..., E] f32 -> weights [..., k] f32, experts [..., k]. `bias` [E] sways the choice, not the weight."""
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[router.score](logits)
     choice = scores if bias is None else scores + bias.astype(jnp.float32)
     if router.groups > 1:
@@ -63,7 +64,7 @@ def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
     best, _ = lax.top_k(grouped, 2 if router.group_score == "top2" else 1)
     _, kept = lax.top_k(best.sum(axis=-1), router.top_groups)
     keep = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(len(kept))[:, None], kept].set(True)
-    return jnp.repeat(keep, grouped.shape[-1], axis=-1)
+    return jnp.repeat(keep, grouped.shape[-1], axis=-1).reshape(choice.shape)
 
 
 class RouterStats(NamedTuple):
@@ -85,11 +86,11 @@ class RouterStats(NamedTuple):
 
 
 def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax.Array) -> RouterStats:
-    """Of logits [B T, E] and chosen [B T, k], over the tokens that are `real` [B, T]."""
+    """Of logits [B, T, E] and chosen [B, T, k], or both flat [B T, ..], over the tokens that are `real` [B, T]."""
     weight = real.astype(jnp.float32)[..., None]
     scores = jax.nn.sigmoid(logits) if router.score == "sigmoid" else jax.nn.softmax(logits)
     share = (scores / scores.sum(axis=-1, keepdims=True)).reshape(*real.shape, -1)
-    pairs = jax.nn.one_hot(chosen, router.experts, dtype=jnp.float32).sum(axis=1).reshape(*real.shape, -1)
+    pairs = jax.nn.one_hot(chosen, router.experts, dtype=jnp.float32).sum(axis=-2).reshape(*real.shape, -1)
     return RouterStats((pairs * weight).sum(axis=1), (share * weight).sum(axis=1), weight.sum(axis=(1, 2)))
 
 
@@ -109,14 +110,41 @@ def experts(
     params: ExpertWeights,
     glu: Glu,
     placement: Placement | None = None,
+    platform: str | None = None,
 ) -> jax.Array:
-    """x [T, D], weights and chosen [T, k] -> [T, D]."""
+    """x [T, D] or [B, T, D], weights and chosen [T, k] or [B T, k] -> as x. On a mesh each device takes its own part of
+    the rows and of their length; `platform` (None: where jax runs by default) chooses the grouped matmul."""
+    chosen, weights = (a.reshape(*x.shape[:-1], -1) for a in (chosen, weights))
+    multiply = _implementation(platform)
     if placement is None or placement.mesh.size == 1:
-        return _grouped(x, weights, chosen, params, glu, first_expert=0)
-    return _sharded(x, weights, chosen, params, glu, placement)
+        return _flat(x, weights, chosen, params, glu, multiply)
+    return _sharded(x, weights, chosen, params, glu, placement, multiply)
 
 
-def _grouped(x, weights, chosen, params: ExpertWeights, glu: Glu, first_expert, bias_share=1.0) -> jax.Array:
+Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows [M, in], weights [E, out, in], sizes [E]
+
+
+def _implementation(platform: str | None) -> Multiply:
+    """Our kernel on NVIDIA GPUs, where XLA's own would run every expert on every row."""
+    if (platform or jax.default_backend()) in ("cuda", "gpu"):
+        from dovetail.ops.kernels.gpu.grouped import grouped_matmul
+
+        return grouped_matmul
+    return lambda rows, w, sizes: lax.ragged_dot_general(rows, w, sizes, _PER_GROUP)
+
+
+# rows [M, in] in groups, weights [E, out, in]: HF's layout, no transpose is made
+_PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+
+def _flat(x, weights, chosen, params: ExpertWeights, glu: Glu, multiply: Multiply, **options) -> jax.Array:
+    rows, weights, chosen = (a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen))
+    return _grouped(rows, weights, chosen, params, glu, multiply, **options).reshape(x.shape)
+
+
+def _grouped(
+    x, weights, chosen, params: ExpertWeights, glu: Glu, multiply: Multiply, first_expert=0, bias_share=1.0
+) -> jax.Array:
     """The sorted path over the experts that `params` holds, the first of which is `first_expert`."""
     T, k = chosen.shape
     num_experts = params["gate"].shape[0]
@@ -124,30 +152,48 @@ def _grouped(x, weights, chosen, params: ExpertWeights, glu: Glu, first_expert, 
     is_here = (local >= 0) & (local < num_experts)
     group = jnp.where(is_here, local, num_experts)  # pairs of other devices' experts sort last, into no group
     order = jnp.argsort(group, stable=True)
+    back = jnp.argsort(order)
     sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
     sorted_group = jnp.minimum(group[order], num_experts - 1)
-    rows = x[order // k]
 
     def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = lax.ragged_dot_general(inputs, params[name], sizes, _PER_GROUP)
+        y = multiply(inputs, params[name], sizes)
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
+    rows = _deal(x, order, back, k)
     out = apply(glu(apply(rows, "gate"), apply(rows, "up")), "down", bias_share)
     # rows in no group are undefined by ragged_dot: they are dropped, not multiplied by 0
     out = jnp.where(is_here[order][:, None], out, 0)
-    pairs = out[jnp.argsort(order)].reshape(T, k, -1)
+    pairs = _deal(out, back, order, 1).reshape(T, k, -1)
     return jnp.einsum("tkd,tk->td", pairs, weights.astype(pairs.dtype))
 
 
-# lhs [M, in] in groups of rows, rhs [E, out, in]: HF's layout, no transpose is made
-_PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+def _deal_only(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+    """Each row of x k times over, in `order`, of which `back` is the inverse. The backward pass gathers too, by
+    `back`, and sums in f32: the one that jax derives is a scatter that adds row by row and rounds each time."""
+    return x[order // k]
 
 
-def _sharded(x, weights, chosen, params: ExpertWeights, glu: Glu, placement: Placement) -> jax.Array:
-    """Tokens split over the batch axes, experts over the expert axis, their width over the tensor axis."""
+def _deal_forward(x, order, back, k):
+    return _deal_only(x, order, back, k), back
+
+
+def _deal_backward(k, back, g):
+    return g[back].reshape(-1, k, g.shape[-1]).sum(axis=1), None, None
+
+
+_deal = jax.custom_vjp(_deal_only, nondiff_argnums=(3,))
+_deal.defvjp(_deal_forward, _deal_backward)
+
+
+def _sharded(
+    x, weights, chosen, params: ExpertWeights, glu: Glu, placement: Placement, multiply: Multiply
+) -> jax.Array:
+    """Tokens split over the batch axes and the context axis, experts over the expert axis, their width over the tensor
+    axis."""
     mesh = placement.mesh
-    tokens = placement.partition(("batch", None), x.shape)
+    tokens = placement.partition((*("batch", "length")[: x.ndim - 1], None), x.shape)
     split_tokens = tokens[0] is not None and "expert" in tokens[0]
     axes = {"gate": ("experts", "mlp", None), "up": ("experts", "mlp", None), "down": ("experts", None, "mlp")}
     axes |= {"gate_bias": ("experts", "mlp"), "up_bias": ("experts", "mlp"), "down_bias": ("experts", None)}
@@ -160,7 +206,8 @@ def _sharded(x, weights, chosen, params: ExpertWeights, glu: Glu, placement: Pla
         first = lax.axis_index("expert") * params["gate"].shape[0] if is_split else 0
         width_parts = mesh.shape["tensor"] if specs["gate"][1] is not None else 1
         # the down projection's bias would be added once a part of the width
-        out = _grouped(x, weights, chosen, params, glu, first, bias_share=1.0 / width_parts)
+        shares = dict(first_expert=first, bias_share=1.0 / width_parts)
+        out = _flat(x, weights, chosen, params, glu, multiply, **shares)
         if width_parts > 1:
             out = lax.psum(out, "tensor")
         if is_split:

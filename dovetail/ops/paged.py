@@ -17,7 +17,8 @@ from dovetail.core.types import Paged
 from dovetail.ops.softmax import MASKED, cap_and_mask, is_visible
 
 BLOCK = 128  # keys a turn of the loop looks at
-TILE = 32  # queries of one sequence that share a gathered page
+TILE = 16  # queries of one sequence that share a gathered page
+SMALL_TILE = 8  # where most sequences have a single one, which a tile is padded for
 
 
 def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -87,7 +88,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """[T, N, Hv]: each token attends to its sequence's pages up to itself."""
-    rows = 1 if q.shape[0] <= ctx.kv_lens.shape[0] else TILE  # at most one new token a sequence: nothing to share
+    rows = _tile(q.shape[0], ctx.kv_lens.shape[0])
     tile_seq, first_token, count, position = tiles_of(ctx, q.shape[0], rows)
     num_tiles, row = tile_seq.shape[0], jnp.arange(rows)
     token = jnp.minimum(first_token[:, None] + row, q.shape[0] - 1)
@@ -131,6 +132,12 @@ def paged_attention(
     out = jnp.where((q_pos < 0)[:, None, None, :, None], 0, out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, N, Hv)
     return out[_tile_of_token(ctx, q.shape[0], rows)]
+
+
+def _tile(num_tokens: int, num_seqs: int) -> int:
+    if num_tokens <= num_seqs:
+        return 1  # at most one new token a sequence: nothing to share
+    return SMALL_TILE if num_tokens <= 8 * num_seqs else TILE
 
 
 def _start(sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -29,7 +29,7 @@ def routes(service: Service) -> APIRouter:
     async def messages(body: MessagesRequest) -> Response:
         """A conversation's next message, for Anthropic's clients."""
         service.check_model(body.model)
-        ask = await asyncio.to_thread(service.prompts.ask, body.conversation(), body.params())
+        ask = await asyncio.to_thread(service.prompts.ask, body.conversation(), body.params(service.config.defaults))
         service.check([ask])
         made = _Message(service, ask)
         return Stream(made.events(), _failed) if body.stream else Whole(made.whole())

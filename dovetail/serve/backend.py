@@ -13,7 +13,7 @@ class Backend(Protocol):
     @property
     def info(self) -> Any: ...  # EngineInfo
     @property
-    def is_alive(self) -> bool: ...
+    def trouble(self) -> str | None: ...  # why no request would be taken, for anybody to read
     def generate(
         self, id: str, prompt: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
     ) -> AsyncGenerator[Delta]:

@@ -29,7 +29,7 @@ def routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest) -> Response:
         """A conversation's next message."""
         service.check_model(body.model)
-        params, talk = body.params(), body.conversation()
+        params, talk = body.params(service.config.defaults), body.conversation()
         ask = await asyncio.to_thread(service.prompts.ask, talk, params, **body.ask_options)
         service.check([ask])
         chat = _Chat(service, body, ask)

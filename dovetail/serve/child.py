@@ -10,6 +10,7 @@ import logging
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from dovetail.serve.stream import Stream
 
 log = logging.getLogger(__name__)
 ShowProgress = Callable[[str, int, int], None]
+COMMAND = (sys.executable, "-m", "dovetail.serve.process")
 EXIT_SECONDS = 2.0  # between the end of its socket and a SIGKILL
 READ_AHEAD = 2**20
 
@@ -72,8 +74,8 @@ class Child:
         first = frame(start)  # before there is a process: a bad option is refused here
         ours, theirs = socket.socketpair()
         # From this thread, which runs the event loop: Linux ends the child with the thread that started it.
-        command = [sys.executable, "-m", "dovetail.serve.process", str(theirs.fileno())]
         with theirs:
+            command = [*COMMAND, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         child = cls(process, *await asyncio.open_unix_connection(sock=ours, limit=READ_AHEAD), progress)
         child._writer.write(first)
@@ -89,6 +91,10 @@ class Child:
     @property
     def is_alive(self) -> bool:
         return not self.ended.is_set()
+
+    def set_version(self, version: int) -> None:
+        """Of the weights it has now."""
+        self.info = msgspec.structs.replace(self.info, weights_version=version)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -132,6 +138,12 @@ class Child:
         self.kill()
         await self._task
 
+    def give_up(self, why: str) -> None:
+        """It is dead to us, whether or not it hears: what waits for a broken device cannot always be killed."""
+        self.why = why
+        self.kill()
+        self._task.cancel()
+
     def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
@@ -156,13 +168,21 @@ class Child:
         await self._reap()
 
     async def _reap(self) -> None:
-        try:
-            code = await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
+        code = await self._exit_code(EXIT_SECONDS)
+        if code is None:
             self.process.kill()
-            code = await asyncio.to_thread(self.process.wait)
-        if code:
+            code = await self._exit_code(EXIT_SECONDS)
+        if code is None:
+            log.error("the engine's process %d does not end: is its device broken?", self.process.pid)
+        elif code:
             log.warning("the engine's process %d ended with %d: %s", self.process.pid, code, self.why)
+
+    async def _exit_code(self, seconds: float) -> int | None:
+        """Without a thread that waits: one process may never end, and nobody could end the thread."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        return self.process.returncode
 
     # --- what it says -------------------------------------------------------------------------------------------------
 
@@ -171,8 +191,8 @@ class Child:
             while True:
                 size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
                 self._take(from_engine.decode(await self._reader.readexactly(size)), progress)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # its end, or we gave it up
         except msgspec.MsgspecError:
             log.exception("the engine's process said what cannot be read")
             self.kill()

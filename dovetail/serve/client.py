@@ -15,17 +15,23 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal
 
-import msgspec
-
 from dovetail.engine.died import EngineDied as EngineDied
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.stats import Stats
 from dovetail.serve.child import ShowProgress
 from dovetail.serve.messages import Add, Delta, EngineInfo, Start, plain
+from dovetail.serve.standing import stamp_of
 from dovetail.serve.supervisor import Limits, Supervisor
 
 STOP_SECONDS = 10.0  # for the step it is in when it is told to end
 State = Literal["ready", "restarting", "failed", "closing", "closed"]
+_TROUBLE: dict[State, str | None] = {
+    "ready": None,
+    "restarting": "the engine died and is being started again",
+    "failed": "the engine died too often and is not started again",
+    "closing": "the server is stopping",
+    "closed": "the server has stopped",
+}
 
 
 class EngineClient:
@@ -106,6 +112,13 @@ class EngineClient:
         return "ready"
 
     @property
+    def trouble(self) -> str | None:
+        """Why no request would be taken, in words that anybody may read; None: one would."""
+        if self._supervisor.standing.lost and self.state in ("restarting", "failed"):
+            return "the weights that were loaded last cannot be loaded again, and older ones are not served"
+        return _TROUBLE[self.state]
+
+    @property
     def restarts(self) -> int:
         return self._supervisor.restarts
 
@@ -159,29 +172,37 @@ class EngineClient:
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 
+    # An engine that is started again stands as the one before it stood: see Standing.
+
     async def sleep(self, level: int = 1) -> None:
         """See Engine.sleep. Requests, old and new, wait for `wake`."""
         await self._call("sleep", level)
+        self._supervisor.standing.slept(level)
 
     async def wake(self) -> None:
         await self._call("wake")
+        self._supervisor.standing.woke()
 
     async def pause(self) -> None:
         """No more steps until `resume`. Who runs keeps his pages, and who comes waits."""
         await self._call("pause")
+        self._supervisor.standing.paused = True
 
     async def resume(self) -> None:
         await self._call("resume")
+        self._supervisor.standing.paused = False
 
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 
     async def update_weights(self, path: str | PathLike[str], keep_cache: bool = False) -> int:
         """Those of a folder that `dt.load` takes, swapped between two steps (see Engine.update_weights); their version.
-        An engine that is started again after it died has its first weights."""
-        child = self._supervisor.child
+        Keep the folder: an engine that is started again loads it."""
+        self._check_open()
+        child, stamp = self._supervisor.child, stamp_of(str(path))
         version = await child.call("update_weights", str(path), keep_cache)
-        child.info = msgspec.structs.replace(child.info, weights_version=version)
+        child.set_version(version)
+        self._supervisor.standing.loaded(str(path), version, stamp)
         return version
 
     async def start_profile(self, folder: str | PathLike[str]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
+from dovetail.core.types import Weights
 from dovetail.engine.embed import Embedder, Pooling
+from dovetail.engine.engine import Engine
 from dovetail.engine.loop import EngineLoop
 from dovetail.engine.stats import Stats
 from dovetail.io.load import load
@@ -22,6 +24,9 @@ class Commands:
         self._loop, self._embedder = loop, Embedder(loop)
         self._profile: str | None = None
         self._lock = threading.Lock()
+
+    def pulse(self) -> float:
+        return self._loop.pulse()
 
     def stats(self) -> Stats:
         return self._loop.engine.stats()
@@ -44,11 +49,19 @@ class Commands:
     def reset_prefix_cache(self) -> Future[None]:
         return self._loop.submit(lambda engine: engine.reset_prefix_cache())
 
-    def update_weights(self, path: str, keep_cache: bool) -> int:
-        """Both versions are in memory until the new one is in place, unless the engine sleeps."""
+    def update_weights(self, path: str, keep_cache: bool, version: int | None = None) -> int:
+        """Both versions are in memory until the new one is in place, unless the engine sleeps. `version`: what they are
+        called, where that is not one more than those before."""
         runner = self._loop.engine.runner
         params: Any = load(path, runner.weights.params["embed"].dtype, runner.placement).params
-        return self._loop.submit(lambda engine: engine.update_weights(params, keep_cache), idle=True).result()
+
+        def swap(engine: Engine) -> int:
+            found = engine.update_weights(params, keep_cache)
+            if version is not None:
+                engine.runner.weights = Weights(engine.runner.weights.params, version)
+            return found if version is None else version
+
+        return self._loop.submit(swap, idle=True).result()
 
     def start_profile(self, folder: str) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ def routes(service: Service) -> APIRouter:
 
 
 def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
-    params, asks = body.params(), []
+    params, asks = body.params(service.config.defaults), []
     for prompt in body.prompts():
         tokens = service.prompts.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
         if not tokens:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +17,7 @@ class Limits:
     queue: int = 1024  # prompts that wait for their first token
     request_seconds: float = 600.0
     drain_seconds: float = 30.0  # after SIGTERM, for what is under way
+    step_seconds: float = 300.0  # that a step of the engine may take before it counts as dead; 0: any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class ServerConfig:
     allow_request_template: bool = False
     tool_format: str | None = None  # None: by the model's template
     reasoning_format: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, for what a request leaves out
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -37,7 +37,7 @@ def models(service: Service) -> APIRouter:
     def describe(name: str) -> dict[str, Any]:
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "dovetail", "root": service.name,
-            "max_model_len": service.max_len,
+            "max_model_len": service.max_len, "vocab_size": service.backend.info.vocab,
         }  # fmt: skip
 
     @router.get("/v1/models")
@@ -127,8 +127,8 @@ def state(service: Service) -> APIRouter:
     @router.get("/ping")
     async def health() -> Response:
         """200 only when the engine answers."""
-        await _answered(service)
-        return _json({"status": "ok"})
+        stats = await _answered(service)
+        return _json({"status": "ok", "weights_version": stats.weights_version, "sleeping": stats.sleeping})
 
     @router.get("/load")
     async def load() -> Response:
@@ -152,13 +152,13 @@ def state(service: Service) -> APIRouter:
 
 
 async def _answered(service: Service) -> Any:
-    sick = ApiError(503, "the engine does not answer", code="engine_unavailable", retry_after=5)
-    if not service.backend.is_alive:
-        raise sick
-    try:
-        return await asyncio.wait_for(service.backend.stats(), ANSWERS_WITHIN)
-    except (EngineDied, TimeoutError):
-        raise sick from None
+    why = service.backend.trouble
+    if why is None:
+        try:
+            return await asyncio.wait_for(service.backend.stats(), ANSWERS_WITHIN)
+        except (EngineDied, TimeoutError):
+            why = "the engine does not answer"
+    raise ApiError(503, why, code="engine_unavailable", retry_after=5)
 
 
 def profile(service: Service, folder: str) -> APIRouter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -179,15 +180,14 @@ class MessagesRequest(CountRequest):
         "diagnostics": Refused("there are none"),
     }
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
-        values = {name: value for name, value in values.items() if value is not None}
+        values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+        values["max_tokens"] = self.max_tokens
         form = self.output_config.format if self.output_config else None
         structured = Structured(json=form.schema_ or "object") if form else None
         try:
-            return SamplingParams(
-                max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()), structured=structured, **values
-            )
+            return SamplingParams(stop=tuple(self.stop_sequences or ()), structured=structured, **values)
         except ValueError as error:
             raise refused(error) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -159,7 +160,7 @@ class ChatRequest(Sampling):
         "mm_processor_kwargs": Refused(_IMAGES),
     }
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
@@ -168,7 +169,7 @@ class ChatRequest(Sampling):
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         structured = self.response_format.structured() if self.response_format else None
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(most, logprobs=logprobs, structured=structured)
+        return self.sampling(defaults, most, logprobs=logprobs, structured=structured)
 
     def conversation(self) -> Conversation:
         messages = [message.plain(f"messages.{i}") for i, message in enumerate(self.messages)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -31,7 +32,7 @@ class CompletionRequest(Sampling):
         "max_completion_tokens": Refused("it is called max_tokens on this route"),
     }
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """With `echo` and max_tokens 0, which only scores the prompt, one token is asked for and not shown."""
         self.check_stream()
         if self.max_tokens == 0 and not self.echo:
@@ -39,7 +40,7 @@ class CompletionRequest(Sampling):
         most = 16 if self.max_tokens is None else self.max_tokens or 1
         scored = self.logprobs if self.echo and self.prompt_logprobs is None else None
         structured = self.response_format.structured() if self.response_format else None
-        return self.sampling(most, logprobs=self.logprobs, structured=structured, prompt_logprobs=scored)
+        return self.sampling(defaults, most, logprobs=self.logprobs, structured=structured, prompt_logprobs=scored)
 
     def prompts(self) -> list[Any]:
         return as_many(self.prompt, "prompt")

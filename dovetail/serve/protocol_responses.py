@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from dovetail.serve.fields import Body, Flag, Int, Num, Refused
 from dovetail.serve.prompts import EFFORTS, Conversation
 from dovetail.serve.protocol_chat import Call, CalledFunction, Message, Name
 
+LOGPROBS = "message.output_text.logprobs"
 _TEXT_ONLY = Refused("the model reads text only")
 _KEPT = Refused("nothing is kept between requests: send the whole conversation as input")
 
@@ -20,9 +22,10 @@ class InputPart(Body):
     type: Literal["input_text", "output_text", "refusal", "text", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
+    logprobs: list[dict[str, Any]] | None = None  # of an answer that comes back: the text is what is read
     refused: ClassVar = {
         "image_url": _TEXT_ONLY, "file_id": _TEXT_ONLY, "file_data": _TEXT_ONLY, "input_audio": _TEXT_ONLY,
-        "annotations": Refused("answers have none", ([],)), "logprobs": Refused("send the text alone", ([],)),
+        "annotations": Refused("answers have none", ([],)),
     }  # fmt: skip
 
 
@@ -114,6 +117,8 @@ class ResponsesRequest(Body):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None  # comes back with the answer
+    include: list[Literal[LOGPROBS]] | None = None  # type: ignore[valid-type]
+    top_logprobs: Int | None = None
     stream: Flag = False
     user: str | None = None
     safety_identifier: str | None = None
@@ -125,11 +130,9 @@ class ResponsesRequest(Body):
         "prompt": _KEPT,
         "store": Refused("answers are not kept", (False,)),
         "background": Refused("answers are not kept", (False,)),
-        "include": Refused("answers hold all there is", ([],)),
         "truncation": Refused("shorten the input before it is sent", ("disabled",)),
         "service_tier": Refused("there is one tier", ("auto", "default")),
         "max_tool_calls": Refused("there are no tools that the server runs"),
-        "top_logprobs": Refused("use /v1/chat/completions for log-probabilities", (0,)),
         "stream_options": Refused("events are not padded", ({}, {"include_obfuscation": False})),
         "context_management": Refused("shorten the input before it is sent", ([],)),
         "prompt_cache_retention": Refused("pages are kept while there is room"),
@@ -139,9 +142,16 @@ class ResponsesRequest(Body):
         "image": _TEXT_ONLY,
     }
 
-    def params(self) -> SamplingParams:
-        values: dict[str, Any] = {"max_tokens": self.max_output_tokens}
-        values |= {name: getattr(self, name) for name in ("temperature", "top_p") if getattr(self, name) is not None}
+    @property
+    def with_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        if self.top_logprobs and not self.with_logprobs:
+            raise bad(f'top_logprobs needs include: ["{LOGPROBS}"]', "top_logprobs")
+        given = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        given["logprobs"] = (self.top_logprobs or 0) if self.with_logprobs else None
+        values = {"max_tokens": None, **defaults, **{name: each for name, each in given.items() if each is not None}}
         form = self.text.format if self.text else None
         try:
             return SamplingParams(**values, structured=form.structured() if form else None)

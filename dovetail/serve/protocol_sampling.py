@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -88,9 +89,12 @@ class Sampling(Body):
         **{f"guided_{name}": Refused(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},
     }
 
-    def sampling(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The engine's parameters; what a request leaves out is as the engine has it. max_tokens None: no limit."""
-        values: dict[str, Any] = {"max_tokens": max_tokens}
+    def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
+        """The engine's parameters; what a request leaves out is as the model's `defaults` have it, else as the engine
+        does. max_tokens None: no limit."""
+        values: dict[str, Any] = {"max_tokens": None, **defaults}
+        if max_tokens is not None:
+            values["max_tokens"] = max_tokens
         values |= {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
         if self.top_k == -1:  # vLLM's way to say: off
             values["top_k"] = 0

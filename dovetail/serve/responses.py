@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Response
 
-from dovetail.serve.answer import Ask
+from dovetail.serve.answer import Ask, Step
 from dovetail.serve.errors import ApiError
 from dovetail.serve.protocol_responses import ResponsesRequest
 from dovetail.serve.respond import Stream, Whole, event
@@ -30,7 +30,7 @@ def routes(service: Service) -> APIRouter:
     async def responses(body: ResponsesRequest) -> Response:
         """A conversation's next items."""
         service.check_model(body.model)
-        ask = await asyncio.to_thread(service.prompts.ask, body.conversation(), body.params())
+        ask = await asyncio.to_thread(service.prompts.ask, body.conversation(), body.params(service.config.defaults))
         service.check([ask])
         made = _Response(service, body, ask)
         return Stream(made.events(), made.failed) if body.stream else Whole(made.whole())
@@ -71,11 +71,14 @@ class _Response:
         async with aclosing(self._service.answer(self._ask)) as steps:
             async for step in steps:
                 self._usage.count(step)
-                made = [each for event in step.events for each in self._output.take(event)]
+                made = self._output.take(step.events, self._scores(step))
                 if step.finish_reason is not None:
                     self._reason = step.finish_reason
                     made += self._output.close(step.finish_reason != "length")
                 yield made
+
+    def _scores(self, step: Step) -> list[dict[str, Any]]:
+        return self._service.token_text.chat(step.logprobs) if step.logprobs else []
 
     def _event(self, name: str, data: dict[str, Any]) -> bytes:
         self._number += 1
@@ -94,8 +97,9 @@ class _Response:
             "error": None, "model": self._service.name,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-            "output": self._output.items if ended else [], "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None, "reasoning": body.reasoning.model_dump() if body.reasoning else None,
+            "output": self._output.items if ended else [], "top_logprobs": body.top_logprobs or 0,
+            "parallel_tool_calls": body.parallel_tool_calls, "previous_response_id": None,
+            "reasoning": body.reasoning.model_dump() if body.reasoning else None,
             "store": False, "temperature": params.temperature, "top_p": params.top_p, "metadata": body.metadata or {},
             "text": text.model_dump(by_alias=True, exclude_none=True) if text else {"format": {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -111,15 +115,27 @@ class _Output:
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None  # the kind of the last item, while it is open
         self._text = ""
+        self._scores: list[dict[str, Any]] = []  # the message's tokens, where they were asked for
+        self._fresh: list[dict[str, Any]] = []  # those of tokens whose text has not come out yet
 
-    def take(self, event: Event) -> Iterator[Made]:
+    def take(self, events: Sequence[Event], scores: list[dict[str, Any]]) -> list[Made]:
+        """What a step brought. A token's score goes with the text that it makes certain; those of reasoning and of
+        calls, which have no place for them, are left out."""
+        self._fresh += scores
+        if events and not any(isinstance(event, Content) for event in events):
+            self._fresh = []
+        return [each for event in events for each in self._one(event)]
+
+    def _one(self, event: Event) -> Iterator[Made]:
         match event:
             case Reasoning(text):
                 yield from self._enter("reasoning")
                 yield from self._add("response.reasoning_text.delta", text, content_index=0)
             case Content(text):
                 yield from self._enter("message")
-                yield from self._add("response.output_text.delta", text, content_index=0, logprobs=[])
+                fresh, self._fresh = self._fresh, []
+                self._scores += fresh
+                yield from self._add("response.output_text.delta", text, content_index=0, logprobs=fresh)
             case CallStart(_, id, name):
                 yield from self.close()
                 item = {"type": "function_call", "call_id": id, "name": name, "arguments": ""}
@@ -140,9 +156,10 @@ class _Output:
             yield "response.function_call_arguments.done", done
         else:
             kind = "reasoning_text" if self._open == "reasoning" else "output_text"
-            part = _part(kind, self._text)
+            scores = self._scores + self._fresh  # an end token has no text
+            part = _part(kind, self._text, scores)
             item["content"] = [part]
-            more = {"logprobs": []} if kind == "output_text" else {}
+            more = {"logprobs": scores} if kind == "output_text" else {}
             yield f"response.{kind}.done", {**at, "content_index": 0, "text": self._text, **more}
             yield "response.content_part.done", {**at, "content_index": 0, "part": part}
         item["status"] = "completed" if complete else "incomplete"
@@ -162,7 +179,7 @@ class _Output:
         yield "response.content_part.added", {**self._at(), "content_index": 0, "part": part}
 
     def _begin(self, kind: str, prefix: str, item: dict[str, Any]) -> Iterator[Made]:
-        self._open, self._text = kind, ""
+        self._open, self._text, self._scores = kind, "", []
         self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
@@ -174,6 +191,6 @@ class _Output:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+def _part(kind: str, text: str, scores: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    more = {"annotations": [], "logprobs": list(scores)} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}

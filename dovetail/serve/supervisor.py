@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from dovetail.engine.died import EngineDied
 from dovetail.serve.child import Child, ShowProgress
 from dovetail.serve.messages import Start
+from dovetail.serve.standing import Standing
+from dovetail.serve.watchdog import watch
 
 log = logging.getLogger(__name__)
 
@@ -24,22 +26,30 @@ class Limits:
     seconds: float = 60.0  # ... within these, and it stays dead
     backoff: float = 0.5  # before the first new start; twice as long before each further
     longest_backoff: float = 30.0
+    step_seconds: float = 300.0  # a step that takes longer is a death; 0: it may take as long as it likes
 
 
 class Supervisor:
     def __init__(self, start: Start, limits: Limits, progress: ShowProgress | None = None):
         self._start, self._limits, self._progress = start, limits, progress
+        self.standing = Standing()
         self._child: Child | None = None
         self._why = "the engine is starting"
         self._deaths: list[float] = []
         self._task: asyncio.Task | None = None
+        self._watching: asyncio.Task | None = None
         self.restarts = 0
         self.gave_up = False
 
     async def start(self) -> None:
         """The first child; what is wrong with the model or an option is raised, not tried again."""
-        self._child = await Child.spawn(self._start, self._progress)
+        self._use(await Child.spawn(self._start, self._progress))
         self._task = asyncio.create_task(self._keep())
+
+    def _use(self, child: Child) -> None:
+        self._child = child
+        if self._limits.step_seconds:
+            self._watching = asyncio.create_task(watch(child, self._limits.step_seconds))
 
     @property
     def child(self) -> Child:
@@ -49,10 +59,11 @@ class Supervisor:
         return self._child
 
     async def close(self, seconds: float) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in (self._task, self._watching):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         if self._child is not None:
             await self._child.stop(seconds)
         self._why = "the engine was stopped"
@@ -88,9 +99,18 @@ class Supervisor:
 
     async def _spawn(self) -> Child | None:
         try:
-            self._child = await Child.spawn(self._start, self._progress)
+            child = await Child.spawn(self._start, self._progress)
+            await self._restore(child)
         except Exception as error:
             self._note_death(f"the engine could not be started: {error}", served=False)
             return None
+        self._use(child)
         self.restarts += 1
-        return self._child
+        return child
+
+    async def _restore(self, child: Child) -> None:
+        try:
+            await self.standing.restore(child)
+        except BaseException:
+            await child.stop(0.0)
+            raise

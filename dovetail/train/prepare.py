@@ -95,9 +95,13 @@ def prepare(settings: Pretrain, devices: Sequence[Any] | None = None, platform: 
     devices = list(devices if devices is not None else jax.devices())
     first = devices[0]
     derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), _usable(devices))
-    placement = Placement(make_mesh(derived.axes, devices), TRAIN)
-    settings = derived.settings
     platform = platform or ("cuda" if first.platform == "gpu" else str(first.platform))
+    return make_ready(cfg, derived, Placement(make_mesh(derived.axes, devices), TRAIN), platform)
+
+
+def make_ready(cfg: ModelConfig, derived: Derived, placement: Placement, platform: str) -> Ready:
+    """A derived recipe on a mesh, which may be an abstract one: then it can be lowered, and nothing else."""
+    settings = derived.settings
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
     optimizer = make_optimizer(settings.optimizer, rate, train_specs(cfg, settings), platform)
     return Ready(cfg, derived, placement, optimizer, rate, platform)

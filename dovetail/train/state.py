@@ -68,13 +68,15 @@ def init_state(
     placement: Placement,
     params: Params | None = None,
 ) -> TrainState:
-    """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place)."""
+    """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place).
+    What was given without layers of multi-token prediction gets random ones where they are trained."""
     form = state_form(cfg, settings, optimizer, placement)
     places = jax.tree.map(lambda leaf: leaf.sharding, form)
-    if params is None:
-        std = float(cfg.to_hf().get("initializer_range") or 0.02)
-        key, dtype = jax.random.key(settings.seed), DTYPES[settings.precision.params]
-        params = init(train_specs(cfg, settings), key, dtype, std, places.params)
+    specs, given = train_specs(cfg, settings), params or {}
+    missing = {name: part for name, part in specs.items() if name not in given and (name == "mtp" or params is None)}
+    std = float(cfg.to_hf().get("initializer_range") or 0.02)
+    key, dtype = jax.random.key(settings.seed), DTYPES[settings.precision.params]
+    params = {**given, **init(missing, key, dtype, std, {name: places.params[name] for name in missing})}
     # compiled, so that every process makes its own part, and no two fields share a buffer (they are donated)
     opt = jax.jit(optimizer.init, out_shardings=places.opt)(params)
     rest = jax.jit(lambda: (jnp.zeros((), jnp.int32), health.init()), out_shardings=(places.step, places.health))

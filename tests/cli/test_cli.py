@@ -14,7 +14,9 @@ from dovetail.cli.info import info
 from dovetail.cli.progress import bar
 from dovetail.cli.tour import tour
 
-COMMANDS = ("tour", "pull", "convert", "info", "bench", "serve", "chat")
+COMMANDS = (
+    "tour", "pull", "convert", "info", "bench", "serve", "chat", "pretrain", "recipes", "data", "report", "eval",
+)  # fmt: skip
 
 
 def dovetail(*args: str, **env: str) -> subprocess.CompletedProcess:
@@ -137,7 +139,7 @@ def fake(monkeypatch, tmp_path):
 
 
 def test_the_tour_with_a_fake_model(fake, capsys):
-    tour("why [bold]?", max_tokens=4)
+    tour("why [bold]?", max_tokens=4, steps=0)
     said = capsys.readouterr().out
     assert "[not markup]" in said and "why [bold]?" in said
     assert " t0 t1 t2 t3.\n" in said and "4 tokens" in said and "tok/s" in said
@@ -150,7 +152,7 @@ def test_info_of_a_model(fake, capsys):
 
 @pytest.mark.slow
 def test_the_tour(smollm2_gguf):
-    out = dovetail("tour", "--max-tokens", "8", "--prompt", "What is the capital of France?")
+    out = dovetail("tour", "--max-tokens", "8", "--prompt", "What is the capital of France?", "--steps", "4")
     assert out.returncode == 0, out.stderr
     assert "Paris" in out.stdout and "tok/s" in out.stdout and "parameters" in out.stdout
 

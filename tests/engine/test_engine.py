@@ -77,6 +77,7 @@ def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
     with pytest.raises(ValueError, match="no room for the KV cache"):
         make_llm("llama3.1", kv_bytes=page_bytes)
 
+
 def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeypatch):
     own = variant(llm)
     del own.engine._steps_wanted  # the engine's own choice again

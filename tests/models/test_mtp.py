@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,12 @@ from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.spec import abstract, init, leaves
 from dovetail.core.types import Batch, Packed
 from dovetail.io import hf
-from dovetail.io.load import load
+from dovetail.io.load import load, save
+from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.mtp import ahead, mtp_copies, mtp_depth, mtp_hidden, mtp_spec, with_mtp
-from dovetail.models.registry import parse_config
+from dovetail.models.registry import parse_config, read_config
 from dovetail.models.spec import spec
 from dovetail.ops.loss import cross_entropy
 
@@ -259,21 +261,44 @@ def test_a_tied_head_is_copied_from_the_embedding():
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3"])
-def test_written_and_read_again(name, monkeypatch):
-    """Through the tables that every export takes."""
+def test_written_and_read_again(name, tmp_path):
+    """In the folder that a run exports; it is one more layer, and the embedding and the head once more."""
     _, cfg, params = model(name)
-    monkeypatch.setattr(hf, "spec", lambda cfg: with_mtp(spec(cfg), cfg))
-
-    class Written:
-        def __init__(self):
-            self.found = {name: array for name, _, array in hf.write_tensors(cfg, params)}
-
-        def tensors(self):
-            return {name: (array.shape, array.dtype) for name, array in self.found.items()}
-
-        def read(self, name):
-            return self.found[name]
-
-    again = hf.read_params(Written(), cfg, jnp.float32, "here")
+    save(tmp_path / "out", cfg, params, None)
+    folder = SafetensorFolder(tmp_path / "out")
+    assert hf.has_mtp(folder) and not hf.has_mtp(SafetensorFolder(reference(name, num_hidden_layers=2)[1]))
+    read = read_config(tmp_path / "out")
+    again = hf.read_params(folder, read, jnp.float32, "here", mtp=True)
     assert jax.tree.structure(again) == jax.tree.structure(params)
     jax.tree.map(np.testing.assert_array_equal, again, params)
+    for copy, original in mtp_copies(cfg).items():
+        np.testing.assert_array_equal(folder.read(copy), folder.read(original))
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in folder.tensors().items()}
+    assert sum(sizes.values()) == hf.stored_bytes(cfg, params)
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3"])
+def test_the_model_alone_is_read_from_such_a_folder(name, tmp_path):
+    """By `load`, whether or not the config says that there are such layers, and by transformers."""
+    theirs, cfg, params = model(name)
+    save(tmp_path / "out", cfg, params, None)
+    tokens = some_tokens(6, 9)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+        np.testing.assert_array_equal(loaded(torch.tensor([tokens])).logits[0].numpy(), expected)
+    np.testing.assert_allclose(load(tmp_path / "out", dtype="f32").logits(tokens), expected, atol=1e-4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("num_nextn_predict_layers") == DEPTHS[name]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert "mtp" not in load(tmp_path / "out", dtype="f32").params
+
+
+def test_a_layer_too_many_is_still_refused(tmp_path):
+    """Only what multi-token prediction left behind is passed over."""
+    ours = load(reference("llama3.1", num_hidden_layers=2)[1], dtype="f32")
+    save(tmp_path / "out", ours.config, ours.params, None)
+    config = json.loads((tmp_path / "out" / "config.json").read_text()) | dict(num_hidden_layers=1)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"not of this model: model\.layers\.1"):
+        load(tmp_path / "out", dtype="f32")

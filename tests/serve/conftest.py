@@ -21,7 +21,7 @@ def real(smollm2_gguf, tokenizer):
         options = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, policy="priority")
         return await EngineClient.start(smollm2_gguf, options)
 
-    with running(engine, tokenizer) as server:
+    with running(engine, tokenizer, admin_key="boss") as server:
         yield server
 
 

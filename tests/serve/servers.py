@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from dovetail.engine.died import EngineDied
 from dovetail.engine.stats import Stats
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.serve import child
 from dovetail.serve.app import make_app
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.messages import Delta, Logprob, Times
@@ -23,7 +26,8 @@ MODEL = "smollm2"
 
 @contextmanager
 def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenizer, **config: Any):
-    """A real server: its url, its app, its backend, and `stop` to end it as SIGTERM would."""
+    """A real server: its url, its app, its backend, `run` for a coroutine in its event loop, and `stop` to end it as
+    SIGTERM would."""
     found, ready = SimpleNamespace(), threading.Event()
 
     async def main() -> None:
@@ -32,6 +36,8 @@ def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenize
         app = make_app(engine, tokenizer, ServerConfig(**{"names": (MODEL,)} | config))
         server = Server(app, app.state.service.config)
         found.url, found.app, found.engine = f"http://127.0.0.1:{sock.getsockname()[1]}", app, engine
+        loop = asyncio.get_running_loop()
+        found.run = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(60)
         found.stop = lambda: setattr(server, "should_exit", True)
         threading.Thread(target=_signal_when, args=(lambda: server.started, ready), daemon=True).start()
         await server.serve([sock])
@@ -55,22 +61,50 @@ def _signal_when(condition: Callable[[], bool], event: threading.Event) -> None:
     event.set()
 
 
+# The engine's process, with a device that does not answer while a file is there.
+_HANGS = """
+import pathlib, sys, time
+from dovetail.engine.engine import Engine
+from dovetail.serve import process
+
+step = Engine.step
+
+def wait_and_step(self):
+    while pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.02)
+    return step(self)
+
+Engine.step = wait_and_step
+process.main(int(sys.argv[2]))
+"""
+
+
+@contextmanager
+def hanging(file: Path):
+    """Engines that are started meanwhile take no step while the file is there."""
+    command, child.COMMAND = child.COMMAND, (sys.executable, "-c", _HANGS, str(file))
+    try:
+        yield
+    finally:
+        child.COMMAND = command
+
+
 class Script:
     """An engine of scripted answers: each request is given the next text, a token at a time."""
 
     def __init__(self, tokenizer: Tokenizer, pause: float = 0.0):
         self.tokenizer, self.pause = tokenizer, pause
-        self.info = SimpleNamespace(max_model_len=512)
-        self.is_alive = True
+        self.info = SimpleNamespace(max_model_len=512, vocab=tokenizer.vocab_size)
+        self.trouble: str | None = None
         self.texts: list[str | list[int]] = []
-        self.asked: list[Any] = []  # (prompt's text, params)
+        self.asked: list[Any] = []  # (prompt's text, params, priority, cache_salt)
         self.ended: list[str] = []  # how each request ended: "whole", or "left"
         self.called: list[Any] = []
         self.aborted: set[str] = set()
         self.dies = False
 
     async def generate(self, id, prompt, params, *, priority=0, cache_salt=None):
-        self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params))
+        self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params, priority, cache_salt))
         if params.max_tokens == 13:
             raise ValueError("max_tokens must not be 13: that is unlucky")
         text = self.texts.pop(0) if self.texts else "Fine."
@@ -90,7 +124,10 @@ class Script:
                 reason = ("stop" if token == self.tokenizer.eos_id else "length") if last else None
                 for index in range(params.n):
                     logprobs = None if params.logprobs is None else [Logprob(token, -0.5, 1, ((token, -0.5),))]
-                    yield Delta(id, index, [token], Times(0.0), logprobs, last, reason, cached_tokens=3)
+                    delta = Delta(id, index, [token], Times(0.0), logprobs, last, reason, cached_tokens=3)
+                    if params.prompt_logprobs is not None and last and index == params.n - 1:
+                        delta.prompt_logprobs = [None, *(Logprob(token, -0.5, 1, ()) for token in prompt[1:])]
+                    yield delta
             ended = "whole"
         finally:
             self.ended.append(ended)
@@ -103,13 +140,14 @@ class Script:
         return Stats(1, 2, 3, 4, 10, 0.0, 0, 5, 6, 7)
 
     async def embed(self, prompts, pooling):
+        self.called.append(("embed", pooling))
         return [[float(len(prompt)), 1.0] for prompt in prompts]
 
     async def start_profile(self, folder):
         self.called.append(("start_profile", folder))
 
     async def close(self):
-        self.is_alive = False
+        self.trouble = "it was stopped"
 
     def __getattr__(self, name):
         if name not in (

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 
+import httpx
 import jsonschema
 import pytest
 from serve.servers import MODEL
@@ -186,8 +189,8 @@ def test_what_leaves_one_token_is_greedy(openai_client, extra):
     assert openai_client.chat.completions.create(**hot, extra_body=extra).choices[0].message.content == greedy
 
 
-def test_prompt_logprobs_priority_salt_and_token_ids(openai_client, tokenizer):
-    extra = {"prompt_logprobs": 1, "priority": 3, "cache_salt": "mine", "return_token_ids": True}
+def test_prompt_logprobs_and_token_ids(openai_client):
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
     answer = openai_client.chat.completions.create(**SHORT, extra_body=extra)
     assert len(answer.prompt_logprobs) == len(answer.prompt_token_ids) == answer.usage.prompt_tokens
     assert answer.prompt_logprobs[0] is None
@@ -200,6 +203,59 @@ def test_the_prefix_cache_is_told_of(openai_client):
     for _ in range(2):
         usage = openai_client.chat.completions.create(**SHORT | {"messages": long, "max_tokens": 1}).usage
     assert usage.prompt_tokens_details.cached_tokens > 50
+
+
+def test_a_salt_keeps_prefixes_apart(openai_client):
+    long = [{"role": "user", "content": "salt " * 100}]
+
+    def cached(**extra):
+        answer = openai_client.chat.completions.create(
+            **SHORT | {"messages": long, "max_tokens": 1}, extra_body=extra or None
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") > 50
+    assert cached(cache_salt="yours") == 0 and cached() < 50  # the template's first words are everybody's
+
+
+def test_special_tokens_are_shown_to_who_asks(openai_client):
+    asked = SHORT | dict(messages=HI["messages"], max_tokens=24)
+    hidden, shown = (
+        openai_client.chat.completions.create(
+            **asked, extra_body={"ignore_eos": True, "skip_special_tokens": skip}
+        ).choices[0].message.content
+        for skip in (True, False)
+    )  # fmt: skip
+    assert "<|im_end|>" in shown and "<|im_end|>" not in hidden
+
+
+def test_who_is_urgent_overtakes(openai_client, real):
+    """Nine ask while nobody is served, the most urgent last; the batch has room for eight."""
+    ended, lock = [], threading.Lock()
+
+    def ask(name: str, priority: int):
+        openai_client.completions.create(
+            **PARIS | {"max_tokens": 6, "prompt": f"{name}, two, three,"},
+            extra_body={"priority": priority, "ignore_eos": True},
+        )
+        with lock:
+            ended.append(name)
+
+    def control(path: str):
+        httpx.post(real.url + path, headers={"authorization": "Bearer boss"}).raise_for_status()
+
+    control("/pause")
+    threads = []
+    for i in range(9):
+        threads.append(threading.Thread(target=ask, args=(f"n{i}", 0 if i == 8 else 5)))
+        threads[-1].start()
+        while len(real.app.state.service.inflight) <= i:
+            time.sleep(0.01)
+    control("/resume")
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 9 and ended[-1] == "n7", ended
 
 
 def test_continue_final_message_goes_on_with_it(openai_client):

@@ -41,6 +41,38 @@ def test_responses_with_the_real_model(openai_client):
     assert int(number.output_text) in range(1, 10) and number.status == "completed"
 
 
+def test_responses_with_log_probabilities(openai_client, client):
+    asked = dict(model=MODEL, input="Why is the sky blue?", temperature=0, max_output_tokens=8)
+    scored = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+    assert openai_client.responses.create(**asked).output[0].content[0].logprobs == []
+    whole = openai_client.responses.create(**asked, **scored)
+    (part,) = whole.output[0].content
+    assert len(part.logprobs) == 8 and "".join(entry.token for entry in part.logprobs) == part.text
+    for entry in part.logprobs:
+        assert entry.logprob <= 0 and len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token
+    events = list(openai_client.responses.create(**asked, **scored, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert all("".join(entry.token for entry in event.logprobs) == event.delta for event in deltas)
+    done = next(event for event in events if event.type == "response.output_text.done")
+    assert (
+        [e.token for e in done.logprobs]
+        == [e.token for d in deltas for e in d.logprobs]
+        == [entry.token for entry in part.logprobs]
+    )
+    with pytest.raises(openai.BadRequestError, match="top_logprobs needs include"):
+        client.responses.create(model=MODEL, input="Hi", top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="include"):
+        client.responses.create(model=MODEL, input="Hi", include=["file_search_call.results"])
+
+
+def test_log_probabilities_of_thoughts_and_calls_are_left_out(scripted, client):
+    scripted.engine.texts = ["Well. " + CALL]
+    answer = client.responses.create(model=MODEL, input="Hi", tools=[TOOL], include=["message.output_text.logprobs"])
+    message, call = answer.output
+    assert "".join(entry.token for entry in message.content[0].logprobs).startswith("Well.")
+    assert len(message.content[0].logprobs) < 6 and call.name == "weather"
+
+
 def test_responses_stream_adds_up(scripted, client):
     scripted.engine.texts = ["Let me see. " + CALL] * 2
     whole = client.responses.create(model=MODEL, input="Weather?", tools=[TOOL])
@@ -135,6 +167,7 @@ def test_errors_in_anthropics_shape(scripted, claude):
 def test_models(client):
     (model,) = client.models.list().data
     assert model.id == MODEL and client.models.retrieve(MODEL).max_model_len == 512
+    assert model.vocab_size == 49152  # a load generator makes prompts of it
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 

@@ -57,51 +57,14 @@ def test_an_unknown_field_is_refused_with_a_suggestion(server, client):
         client.chat.completions.create(**HELLO, extra_body={"foo": 1})
 
 
-UNSUPPORTED_CHAT = {
-    "audio": {"voice": "alloy", "format": "wav"},
-    "modalities": ["text", "audio"],
-    "prediction": {"type": "content", "content": "x"},
-    "web_search_options": {},
-    "service_tier": "flex",
-    "store": True,
-    "metadata": {"a": "b"},
-    "verbosity": "low",
-    "best_of": 2,
-    "functions": [{"name": "f"}],
-    "function_call": "auto",
-    "use_beam_search": True,
-    "length_penalty": 0.5,
-    "truncate_prompt_tokens": 5,
-    "guided_json": {},
-    "guided_regex": "a",
-    "thinking_token_budget": 5,
-    "prompt_cache_retention": "24h",
-    "chat_template": "{{ messages }}",
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED_CHAT)
-def test_what_chat_does_not_do_is_refused_by_name(server, name):
-    assert name in refused(server, CHAT, HELLO | {name: UNSUPPORTED_CHAT[name]}, name)
-
-
-@pytest.mark.parametrize("name", ["suffix", "best_of", "prompt_embeds", "max_completion_tokens"])
-def test_what_completions_do_not_do_is_refused_by_name(server, name):
-    value = {"suffix": "end", "best_of": 2, "prompt_embeds": "xx", "max_completion_tokens": 3}[name]
-    assert name in refused(server, COMPLETIONS, {"model": MODEL, "prompt": "Hi", name: value}, name)
-
-
-@pytest.mark.parametrize("name", "previous_response_id conversation background store include truncation".split())
-def test_what_responses_do_not_do_is_refused_by_name(server, name):
-    value = {"background": True, "store": True, "include": ["x"], "truncation": "auto"}.get(name, "abc")
-    assert name in refused(server, "/v1/responses", {"model": MODEL, "input": "Hi", name: value}, name)
-
-
 def test_values_that_ask_for_nothing_are_fine(server):
-    neutral = {name: None for name in UNSUPPORTED_CHAT}
-    assert post(server, CHAT, HELLO | neutral).status_code == 200
     neutral = {"store": False, "service_tier": "auto", "modalities": ["text"], "best_of": 1, "metadata": {}}
     assert post(server, CHAT, HELLO | neutral).status_code == 200
+
+
+def test_a_template_of_the_requests_own_needs_the_servers_leave(server):
+    body = HELLO | {"chat_template": "{{ messages }}"}
+    assert "--allow-request-template" in refused(server, CHAT, body, "chat_template")
 
 
 def test_images_and_other_parts_are_refused(server):
@@ -260,7 +223,7 @@ def test_an_engine_that_dies_ends_a_stream_with_an_error(scripted):
         for chunk in client.chat.completions.create(**HELLO, stream=True):
             text += chunk.choices[0].delta.content or ""
     assert text == "one two"
-    scripted.engine.is_alive = False
+    scripted.engine.trouble = "the engine died"
     assert httpx.get(f"{scripted.url}/health").status_code == 503
     assert "vllm:prompt_tokens_total" in httpx.get(f"{scripted.url}/metrics").text
 

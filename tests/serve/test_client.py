@@ -302,6 +302,7 @@ def test_killed_amid_streams_it_is_started_again(harness, engine, llm):
         while not engine.is_alive:
             await asyncio.sleep(0.05)
         assert (engine.restarts, engine.info.pid != pid, engine.num_open) == (1, True, 0)
+        await engine.resume()  # the new one is paused as the old one was
         return joined(await collect(engine, "r0", PROMPTS[0]))
 
     assert [harness.run(main())] == tokens_of(llm.generate(PROMPTS[0], GREEDY))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,24 @@ def test_the_engines_death_is_said(parent, monkeypatch):
     message = parent.read()
     assert isinstance(message, Failed) and "the device is gone" in message.sentence and not message.user
     assert parent.service.ended.wait(10) and parent.service.code == 1
+
+
+def test_a_step_that_takes_long_is_seen_but_not_a_compiler(parent, monkeypatch):
+    loop, runner, may_go = parent.service._loop, parent.llm.engine.runner, threading.Event()
+    step = parent.llm.engine.step
+    assert loop.pulse() == 0, "it waits for something to do"
+    monkeypatch.setattr(parent.llm.engine, "step", lambda: may_go.wait(30) and step())
+    parent.service.take(Add("a", PROMPTS[0], GREEDY))
+    while loop.pulse() < 0.05:
+        time.sleep(0.01)
+    monkeypatch.setitem(runner._compiled, ("another",), Future())
+    assert loop.pulse() == 0
+    runner._compiled["another",].set_result(None)
+    time.sleep(0.05)
+    assert 0.05 <= loop.pulse() < 1
+    may_go.set()
+    while not parent.read().deltas[-1].finished:
+        pass
 
 
 def test_what_it_cannot_read_or_does_not_know(parent):

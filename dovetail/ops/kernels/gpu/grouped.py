@@ -45,11 +45,11 @@ def default_blocks(rows: int, groups: int, dtype: Any) -> Blocks:
     return replace(blocks, inner=blocks.inner * 2 // jnp.dtype(dtype).itemsize)  # as many bytes of shared memory
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def grouped_matmul(
     x: jax.Array,  # [M, K]
     w: jax.Array,  # [E, N, K]
     sizes: jax.Array,  # [E] int32
+    *,
     forward: Blocks | None = None,
     to_x: Blocks | None = None,
     to_w: Blocks | None = None,
@@ -59,21 +59,26 @@ def grouped_matmul(
 
     The blocks are those of the product, of the gradient to x and of the gradient to w.
     """
+    return _matmul(x, w, sizes, forward, to_x, to_w, interpret)
+
+
+def _matmul_only(x, w, sizes, forward, to_x, to_w, interpret) -> jax.Array:
     return rows_product(x, w, sizes, transposed=True, blocks=forward, interpret=interpret)
 
 
-def _forward(x, w, sizes, forward, to_x, to_w, interpret):
-    return grouped_matmul(x, w, sizes, forward, to_x, to_w, interpret), (x, w, sizes)
+def _matmul_forward(x, w, sizes, forward, to_x, to_w, interpret):
+    return _matmul_only(x, w, sizes, forward, to_x, to_w, interpret), (x, w, sizes)
 
 
-def _backward(forward, to_x, to_w, interpret, saved, dy):
+def _matmul_backward(forward, to_x, to_w, interpret, saved, dy):
     x, w, sizes = saved
     dx = rows_product(dy, w, sizes, transposed=False, blocks=to_x, interpret=interpret)
     dw = weights_product(dy, x, sizes, dtype=w.dtype, blocks=to_w, interpret=interpret)
     return dx, dw, None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+_matmul = jax.custom_vjp(_matmul_only, nondiff_argnums=(3, 4, 5, 6))
+_matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 # ------------------------------------------------------------------------------------------------ rows by weights
