@@ -5,6 +5,7 @@ import typer
 from dovetail.cli import (
     bench,
     chat,
+    compile,
     convert,
     data,
     errors,
@@ -50,6 +51,7 @@ app.command("info")(info.info)
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.command("pretrain")(pretrain.pretrain)
+app.command("compile")(compile.compile_)
 app.command("recipes")(recipes.recipes)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)

@@ -49,14 +49,12 @@ class Detokenizer:
         self._stages: list[_Stage] = [_Whole(self._backend, self._clean)] if stages is None else stages
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` makes certain; '' while a character is unfinished."""
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
-        if token is None:
-            raise ValueError(
-                f"expected a token id this tokenizer knows, got {token_id}; "
-                "if the model's vocabulary is padded, mask logits beyond tokenizer.vocab_size"
-            )
-        return "" if token_id in self._skip else "".join(_through(self._stages, [token]))
+        """The text that `token_id` makes certain; '' while a character is unfinished. An id past the tokenizer's own
+        has none: a padded vocabulary has such, and a model hardly trained may well choose one."""
+        if token_id < 0:
+            raise ValueError(f"a token id is 0 or more; got {token_id}")
+        token = self._backend.id_to_token(token_id)
+        return "" if token is None or token_id in self._skip else "".join(_through(self._stages, [token]))
 
     def flush(self) -> str:
         """What is still held back (half characters become U+FFFD). The detokenizer is then as new, without context."""

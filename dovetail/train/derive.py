@@ -63,14 +63,13 @@ def derive(
     _check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
     limit = int(hbm * PLANNED) if hbm else None
-    found = list(plans(cfg, settings, devices, limit))
-    if not found:
-        raise ValueError(_refusal(cfg, settings, chip, devices, limit))
-    best = min(found, key=lambda plan: cost(cfg, settings, plan, chip))
     scan = settings.scan if settings.scan is not None else longest_run(cfg) > UNROLLED
-    filled = replace(
-        settings, mesh=best.mesh, remat=best.remat, per_device=best.rows, accumulate=best.microsteps, scan=scan
-    )
+    planned = replace(settings, scan=scan)
+    found = list(plans(cfg, planned, devices, limit))
+    if not found:
+        raise ValueError(_refusal(cfg, planned, chip, devices, limit))
+    best = min(found, key=lambda plan: cost(cfg, planned, plan, chip))
+    filled = replace(planned, mesh=best.mesh, remat=best.remat, per_device=best.rows, accumulate=best.microsteps)
     hardware = _hardware(chip, devices, settings.mesh.slices, hbm)
     return Derived(filled, devices, hardware, limit, best.memory, _reasons(cfg, settings, best, scan, limit))
 

@@ -331,15 +331,14 @@ class Run:
     def _given_weights(self) -> Any:
         if not self.settings.init:
             return None
-        from dovetail.io.hf import read_params
+        from dovetail.io.hf import has_mtp, read_params
         from dovetail.io.hub import resolve
         from dovetail.io.load import open_checkpoint
 
         path = resolve(self.settings.init)
         source, _, _ = open_checkpoint(path)
-        return read_params(
-            source, self.ready.cfg, DTYPES[self.settings.precision.params], str(path), self.ready.placement
-        )
+        dtype, further = DTYPES[self.settings.precision.params], bool(self.settings.loss.mtp) and has_mtp(source)
+        return read_params(source, self.ready.cfg, dtype, str(path), self.ready.placement, mtp=further)
 
     def _work(self) -> Work:
         cfg, length = self.ready.cfg, self.settings.length

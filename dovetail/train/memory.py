@@ -27,6 +27,7 @@ from dovetail.ops.loss import ACCELERATOR_BYTES
 from dovetail.train.settings import Pretrain
 
 BYTES = {"bf16": 2, "f32": 4}
+LOOPED = 1.8  # times as much is kept by a loop over layers without remat: XLA makes no value of a turn again
 _SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that cut weights
 Axes = Mapping[str, int]  # mesh axis -> devices along it
 Shape = tuple[tuple[int, ...], tuple[str | None, ...]]  # a weight's shape and logical axes
@@ -54,6 +55,8 @@ def memory(cfg: ModelConfig, settings: Pretrain, axes: Axes, remat: str, rows: i
     tokens = rows * settings.length // axes.get("context", 1)
     itemsize = BYTES[settings.precision.compute]
     saved, working = _activations(cfg, _mtp_layers(cfg, settings), axes.get("tensor", 1), axes.get("expert", 1), remat)
+    if remat == "none" and settings.scan:
+        saved = int(saved * LOOPED)
     vocab = cfg.vocab // (axes.get("tensor", 1) if cfg.vocab % axes.get("tensor", 1) == 0 else 1)
     chunk = min(ACCELERATOR_BYTES, tokens * vocab * 4)
     return Memory(*fixed, activations=tokens * itemsize * (saved + working), logits=2 * chunk)

@@ -16,6 +16,7 @@ from dovetail.cli.tour import tour
 
 COMMANDS = (
     "tour", "pull", "convert", "info", "bench", "serve", "chat", "pretrain", "recipes", "data", "report", "eval",
+    "compile",
 )  # fmt: skip
 
 

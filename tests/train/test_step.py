@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,27 @@ import torch
 from reference_models import reference
 from train_cases import CONFIGS, alone, packed, recipe, some_batch
 
-from dovetail.core.spec import init
+from dovetail.core.spec import abstract, init
+from dovetail.core.types import Packed
 from dovetail.io.hf import write_tensors
 from dovetail.io.load import load
 from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.models.registry import parse_config
-from dovetail.models.trunk import Run, runs
+from dovetail.models.spec import spec
+from dovetail.models.trunk import Run, runs, trunk
 from dovetail.train import health
+from dovetail.train.model import read_model
 from dovetail.train.optim import global_norm, make_optimizer
 from dovetail.train.schedule import learning_rate
 from dovetail.train.settings import Loss, Optimizer, Precision
 from dovetail.train.state import TrainState, init_state, train_specs
 from dovetail.train.step import gradients, make_eval, make_step
 
+# Most of the time here is LLVM's, and these programs run for milliseconds.
+QUICK = {"xla_backend_optimization_level": 0}
 
-@functools.partial(jax.jit, static_argnames=("cfg", "settings"))
+
+@functools.partial(jax.jit, static_argnames=("cfg", "settings"), compiler_options=QUICK)
 def grads_of(params, cfg, settings, batch):
     return gradients(params, cfg, settings, batch, alone())
 
@@ -47,7 +54,7 @@ def trainer(cfg, settings, params=None):
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
     optimizer = make_optimizer(settings.optimizer, rate, train_specs(cfg, settings))
     state = init_state(cfg, settings, optimizer, alone(), params)
-    return state, jax.jit(make_step(cfg, settings, optimizer, rate, alone()))
+    return state, jax.jit(make_step(cfg, settings, optimizer, rate, alone()), compiler_options=QUICK)
 
 
 def same(a, b) -> None:
@@ -64,14 +71,12 @@ def close(ours, theirs, rtol: float) -> None:
     jax.tree_util.tree_map_with_path(check, ours, theirs)
 
 
-def near(ours, theirs, rtol: float) -> None:
-    """Each leaf as a vector; one that is next to nothing, relative to the whole tree."""
-    least = 1e-3 * float(global_norm(theirs))
-
-    def check(path, a, b):
-        assert np.linalg.norm(a - b) <= rtol * max(np.linalg.norm(b), least), path
-
-    jax.tree_util.tree_map_with_path(check, ours, theirs)
+def near(ours, theirs) -> None:
+    """All leaves as one vector within 1e-6, and each within a few times that."""
+    apart, size = jax.tree.map(lambda a, b: a - b, ours, theirs), global_norm(theirs)
+    assert global_norm(apart) <= 1e-6 * size
+    for (path, leaf), a in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(apart), strict=True):
+        assert np.linalg.norm(a) <= 4e-6 * max(np.linalg.norm(leaf), 1e-3 * size), path
 
 
 # ---------------------------------------------------------------------------------------------------- against PyTorch
@@ -164,16 +169,27 @@ def test_a_batch_in_parts_is_the_batch(name):
     assert ("router_imbalance" in metrics) == (name != "dense")
     for parts in (2, 4):
         again = grads_of(params, cfg, dataclasses.replace(whole, accumulate=parts), batch)
-        near(again[0], grads, 1e-6)
+        near(again[0], grads)
         assert set(again[1]) == set(metrics)
         for key, value in metrics.items():
             np.testing.assert_allclose(again[1][key], value, rtol=1e-6, err_msg=key)
         same(again[2], loads)
 
 
-FOLDED = {"deep": [Run(0, 1, 4)], "local": [Run(0, 3, 2), Run(6, 1, 1)], "latent": [Run(0, 1, 1), Run(1, 1, 2)]}
+FOLDED = {
+    "deep": [Run(0, 1, 4)],
+    "local": [Run(0, 2, 2), Run(4, 1, 1)],
+    "latent": [Run(0, 1, 1), Run(1, 1, 2)],
+}
 
 
+def test_equal_layers_are_found():
+    assert runs(read_model("llama3-8b")) == [Run(0, 1, 32)]
+    assert runs(read_model("gemma3-4b")) == [Run(0, 6, 5), Run(30, 1, 4)], "five local layers to a global one"
+    assert runs(read_model("deepseek-v3")) == [Run(0, 1, 3), Run(3, 1, 58)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDED)
 def test_remat_and_scan_change_nothing(name):
     cfg = config(name)
@@ -181,26 +197,31 @@ def test_remat_and_scan_change_nothing(name):
     plain = recipe(loss=EXTRAS if name == "latent" else Loss())
     params, batch = fresh(cfg, plain), some_batch(1)
     grads, metrics, loads = grads_of(params, cfg, plain, batch)
-    for remat in ("none", "dots", "attention", "full"):
-        for scan in (False, True) if remat in ("none", "attention") else (True,):
-            other = dataclasses.replace(plain, remat=remat, scan=scan)
-            found = grads_of(params, cfg, other, batch)
-            close(found[0], grads, 1e-5)
-            close(found[1], metrics, 1e-6)
-            same(found[2], loads)
+    for remat, scan in (("none", True), ("dots", True), ("attention", False), ("full", True)):
+        found = grads_of(params, cfg, dataclasses.replace(plain, remat=remat, scan=scan), batch)
+        close(found[0], grads, 1e-5)
+        close(found[1], metrics, 1e-6)
+        same(found[2], loads)
 
 
-def test_remat_keeps_less(tmp_path):
-    """Each policy's temporary memory, from the most to the least."""
-    cfg = config("deep", hidden_size=64, intermediate_size=256, num_hidden_layers=8)
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_keeps_what_its_name_says(scan):
+    """What the forward pass leaves for the backward pass, in bytes beyond the weights, from the most to the least."""
+    cfg, batch = config("deep"), some_batch(0)
+    params = abstract(spec(cfg), jnp.float32)
 
-    def temporary(remat: str) -> int:
-        settings = recipe(batch=16, length=64, remat=remat)
-        lowered = grads_of.lower(fresh(cfg, settings), cfg, settings, some_batch(0, 16, 64))
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+    def kept(remat: str) -> int:
+        def run(params):
+            ctx = Packed(jnp.asarray(batch.segment_ids))
+            return trunk(params, cfg, batch.tokens, batch.positions, ctx, remat=remat, scan=scan)[0]
 
-    sizes = [temporary(remat) for remat in ("none", "dots", "attention", "full")]
-    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0], sizes
+        left = jax.eval_shape(lambda p: jax.vjp(run, p)[1], params)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(left))
+
+    none, dots, attention, full = (kept(remat) for remat in ("none", "dots", "attention", "full"))
+    tokens, layers, dim = batch.tokens.size, 4, 32
+    assert none > 2 * dots > 4 * attention
+    assert attention - full == tokens * layers * dim * 4, "the attention's output, of 4 heads of 8"
 
 
 # ------------------------------------------------------------------------------------------------------ what is trained
@@ -221,8 +242,7 @@ def curve(name: str, steps: int = 12, **changes):
 
 def test_bf16_weights_learn_by_stochastic_rounding():
     """At a rate where each update is below what rounding to nearest would keep."""
-    wanted = dict(precision=Precision(compute="bf16", params="bf16"))
-    state, metrics = curve("dense", **wanted)
+    state, metrics = curve("dense", precision=Precision(compute="bf16", params="bf16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
     assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(state.opt))
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
@@ -252,12 +272,12 @@ def test_z_loss_draws_the_normaliser_to_one():
     """The reported loss is the cross entropy alone."""
     plain, held = curve("dense", steps=30)[1], curve("dense", steps=30, loss=Loss(z=0.1))[1]
     assert plain[0]["z"] == 0 and held[0]["loss"] == plain[0]["loss"]
-    assert 0 < held[-1]["z"] < 0.2 * held[0]["z"]
+    assert 0 < held[-1]["z"] < 0.3 * held[0]["z"]
 
 
 def test_the_bias_moves_towards_balance():
     """Up where an expert had less than the mean, down where more, by exactly the rate; nothing else moves it."""
-    cfg, rate = config("latent"), 0.05
+    cfg, rate = config("latent"), 0.01
     settings = recipe(loss=Loss(router_bias_rate=rate, mtp=0.1), optimizer=Optimizer(lr=1e-5))
     state, step = trainer(cfg, settings, fresh(cfg, settings))
     batch = some_batch(4)
@@ -273,7 +293,7 @@ def test_the_bias_moves_towards_balance():
             for i, load in loads.items():
                 moved = blocks[i]["moe"]["choice_bias"] - olds[i]["moe"]["choice_bias"]
                 np.testing.assert_allclose(moved, rate * np.sign(load.mean() - load), atol=1e-7)
-    assert np.mean(busiest[-5:]) < 0.8 * busiest[0]
+    assert np.mean(busiest[-5:]) < 0.9 * busiest[0]
 
 
 def test_without_a_rate_the_bias_stays():
@@ -294,8 +314,18 @@ def test_router_aux_balances():
 def test_tokens_further_ahead_are_learnt():
     _, metrics = curve("dense", steps=30, loss=Loss(mtp=0.3))
     losses = [m["mtp_loss"] for m in metrics]
-    assert 3 < losses[0] and 0 < losses[-1] < 0.5 * losses[0]
+    assert losses[0] > 3 and 0 < losses[-1] < 0.5 * losses[0]
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
+
+
+def test_weights_that_were_given_get_the_layers_they_lack():
+    cfg, settings = config("dense"), recipe(loss=Loss(mtp=0.3))
+    given = fresh(cfg, recipe())
+    state, step = trainer(cfg, settings, given)
+    same({name: state.params[name] for name in given}, given)
+    after, metrics = step(state, some_batch(2))
+    assert metrics["ok"] and jax.tree.structure(after) == jax.tree.structure(state)
+    assert np.abs(after.params["mtp"][0]["proj"] - state.params["mtp"][0]["proj"]).max() > 0
 
 
 def test_held_out_loss_is_the_training_loss_without_extras():

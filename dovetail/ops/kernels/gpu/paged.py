@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def _kernel(
         in_use = k_pos < position + count
         page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), jnp.where(in_use, k_pos, 0) // page_size])
         k_row = ((page * page_size + k_pos % page_size) * (2 * K) + 2 * head)[:, None]
-        masks = {} if all_visible else dict(mask=in_use[:, None], other=0.0)
+        masks: dict[str, Any] = {} if all_visible else dict(mask=in_use[:, None], other=0.0)
         k = plgpu.load(pages_ref.at[k_row, lanes], **masks)
         v = plgpu.load(pages_ref.at[k_row + 1, lanes], **masks)
         scores = plgpu.dot(q, k.T) * (scale * LOG2E if softcap is None else scale)

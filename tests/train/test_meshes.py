@@ -1,0 +1,96 @@
+"""Eight devices: every axis alone, and mixed, gives the losses of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from train_cases import recipe, some_batch, write_model
+
+from dovetail.train.prepare import prepare
+from dovetail.train.settings import Loss, Mesh, Optimizer, Pretrain
+
+STEPS = 4
+MODELS = {
+    "dense": ("dense", Loss(z=1e-3)),
+    "moe": ("moe", Loss(router_aux=0.02)),
+    # latent attention, a dense layer, one with experts, and one more of those that predicts the token after the next
+    "mtp": ("latent", Loss(mtp=0.3, router_bias_rate=1e-3)),
+}
+# name -> (devices, axes)
+MESHES = {
+    "data": (8, dict(data=8)),
+    "fsdp": (8, dict(fsdp=8)),
+    "tensor": (2, dict(tensor=2)),
+    "tensor, more than key heads": (4, dict(tensor=4)),
+    "expert": (4, dict(expert=4)),
+    "context": (4, dict(context=4)),
+    "data, fsdp, tensor": (8, dict(data=2, fsdp=2, tensor=2)),
+    "fsdp, expert, context": (8, dict(fsdp=2, expert=2, context=2)),
+    "slices": (8, dict(data=4, fsdp=2, slices=2)),
+}
+FAST = {("dense", "data, fsdp, tensor"), ("mtp", "fsdp, expert, context")}
+CASES = [
+    pytest.param(model, mesh, marks=() if (model, mesh) in FAST else pytest.mark.slow)
+    for model in MODELS
+    for mesh, (_, axes) in MESHES.items()
+    if model != "dense" or "expert" not in axes
+    if model != "moe" or mesh in ("tensor", "expert", "context", "fsdp, expert, context")  # `mtp` has experts too
+]
+
+
+@functools.cache
+def settings(model: str) -> Pretrain:
+    config, loss = MODELS[model]
+    folder = Path(tempfile.mkdtemp(prefix="dovetail-mesh-"))
+    return recipe(write_model(folder, config, num_hidden_layers=2), loss=loss, optimizer=Optimizer(lr=1e-2))
+
+
+def curve(wanted: Pretrain, devices: int) -> list[dict[str, np.ndarray]]:
+    """The metrics of a few steps, each on a batch of its own."""
+    ready = prepare(wanted, jax.devices()[:devices])
+    # most of the time here is LLVM's, and these programs run for milliseconds
+    state, step = ready.init(), ready.lower().compile(compiler_options={"xla_backend_optimization_level": 0})
+    found = []
+    for turn in range(STEPS):
+        state, metrics = step(state, ready.put(some_batch(turn)))
+        found.append(jax.device_get(metrics))
+    assert int(state.step) == STEPS
+    return found
+
+
+@functools.cache
+def on_one(model: str) -> list[dict[str, np.ndarray]]:
+    return curve(settings(model), 1)
+
+
+def agree(ours: list[dict], theirs: list[dict]) -> None:
+    assert theirs[-1]["loss"] < theirs[0]["loss"]
+    for a, b in zip(ours, theirs, strict=True):
+        assert set(a) - {"checksums"} == set(b) - {"checksums"} and a["ok"]
+        for key in set(b) - {"checksums"}:
+            rtol = 1e-3 if key in ("grad_norm", "correct") else 1e-4
+            np.testing.assert_allclose(a[key], b[key], rtol=rtol, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_the_curve_of_one_device(model, mesh):
+    devices, axes = MESHES[mesh]
+    ours = curve(dataclasses.replace(settings(model), mesh=Mesh(**{"data": 1, "fsdp": 1} | axes)), devices)
+    assert ours[0]["checksums"].shape == (devices,)
+    agree(ours, on_one(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_in_parts_recomputed_and_folded(model):
+    """What else a large run does, on a mesh."""
+    axes = dict(data=1, fsdp=2, tensor=2) if model == "dense" else dict(data=1, fsdp=2, expert=2)
+    changes: dict[str, Any] = dict(accumulate=2, remat="attention", scan=True, mesh=Mesh(**axes))
+    agree(curve(dataclasses.replace(settings(model), **changes), 4), on_one(model))

@@ -1,0 +1,94 @@
+"""Every shipped recipe, on as many chips as it needs, without one of them: shapes, shardings and lowering.
+
+The state is laid out at full depth. The step is lowered at full width and on the whole recipe's mesh, with the same
+remat and rows, but with a few layers of each kind: the others are equal to them and would be lowered once more each in
+the optimizer's part alone. One recipe is lowered whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from dovetail.core import recipe
+from dovetail.core.chips import CHIPS
+from dovetail.core.mesh import MESH_AXES, TRAIN, Placement
+from dovetail.core.spec import num_params
+from dovetail.models.config import ModelConfig
+from dovetail.models.registry import parse_config
+from dovetail.models.trunk import runs
+from dovetail.train.derive import Derived, derive, smallest
+from dovetail.train.model import read_model
+from dovetail.train.prepare import Ready, make_ready
+from dovetail.train.settings import Pretrain
+from dovetail.train.state import train_specs
+
+pytestmark = pytest.mark.slow
+HARDWARE = {"tpu": "v5p", "cuda": "H200"}
+LAYERS = {"deepseek-v3": 5, "gemma3-4b": 12}  # three dense ones come first; five local ones to a global one
+
+
+@functools.cache
+def derived(name: str, platform: str) -> tuple[ModelConfig, Derived]:
+    """The recipe on the fewest chips that hold it."""
+    settings, chip = recipe.load(name, (), Pretrain), CHIPS[HARDWARE[platform]]
+    cfg = read_model(settings.model)
+    count = smallest(cfg, settings, chip)
+    assert count is not None
+    return cfg, derive(cfg, settings, chip, count * chip.devices)
+
+
+def nowhere(name: str, platform: str, layers: int | None = None) -> Ready:
+    """That, on devices that exist only as a description."""
+    cfg, plan = derived(name, platform)
+    device = AbstractDevice(CHIPS[HARDWARE[platform]].kinds[0], num_cores=1, platform=platform)
+    sizes = tuple(plan.axes.get(axis, 1) for axis in MESH_AXES)
+    placement = Placement(AbstractMesh(sizes, MESH_AXES, abstract_device=device), TRAIN)  # type: ignore[arg-type]
+    return make_ready(shallow(cfg, layers) if layers else cfg, plan, placement, platform)
+
+
+def shallow(cfg: ModelConfig, layers: int) -> ModelConfig:
+    hf: dict[str, Any] = cfg.to_hf() | dict(num_hidden_layers=layers)
+    if "layer_types" in hf:
+        hf["layer_types"] = hf["layer_types"][:layers]
+    return parse_config(hf)
+
+
+@pytest.mark.parametrize("platform", HARDWARE)
+@pytest.mark.parametrize("name", recipe.shipped())
+def test_shapes_and_shardings(name, platform):
+    """A device's part of the state is what the plan counted for it."""
+    ready = nowhere(name, platform)
+    specs = train_specs(ready.cfg, ready.settings)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(ready.form.params)) == num_params(specs)
+
+    def local(tree) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+    counted = ready.derived.memory
+    assert local(ready.form.opt) == pytest.approx(counted.optimizer, rel=0.02)
+    masters = 4 if ready.settings.precision.params == "f32" else 2
+    copies = masters + (2 if ready.settings.precision.compute == "bf16" and masters == 4 else 0)
+    assert local(ready.form.params) / masters * copies == pytest.approx(counted.weights, rel=0.02)
+
+
+@pytest.mark.parametrize("platform", HARDWARE)
+@pytest.mark.parametrize("name", recipe.shipped())
+def test_the_step_lowers(name, platform):
+    ready = nowhere(name, platform, LAYERS.get(name, 2))
+    if ready.settings.scan:
+        assert any(run.repeats > 1 for run in runs(ready.cfg)), "a test of no scan"
+    text = ready.lower(ready.bucket(1)).as_text()
+    assert f"mhlo.num_partitions = {ready.derived.devices} " in text
+
+
+def test_one_lowers_whole():
+    ready = nowhere("llama3-1b", "tpu")
+    assert len(ready.cfg.layers) == 16
+    assert "tpu_custom_call" in ready.lower().as_text()
