@@ -6,7 +6,7 @@ FITS_ON = ("v5e", "v5p", "H100", "H200")
 
 
 def recipes(
-    name: str = typer.Argument(None, help="A recipe's name or file: show it, and what is derived for --chip."),
+    name: str = typer.Argument(None, help="A recipe's name or file: show it, and what is derived."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as optimizer.lr=1e-3."),
     chip: str = typer.Option("H200", help="What it would run on: v5e, v5p, v6e, TPU7x, H100, H200, ... or cpu."),
     devices: int = typer.Option(8, min=1, help="How many of them."),
