@@ -10,6 +10,7 @@ train.watchdog (a hang) and train.stop (a signal).
 from __future__ import annotations
 
 import platform as machine
+import signal
 import subprocess
 import time
 from collections import deque
@@ -38,7 +39,7 @@ from dovetail.train.metrics import Metrics, Work
 from dovetail.train.prepare import Ready
 from dovetail.train.state import TrainState
 from dovetail.train.step import Step
-from dovetail.train.stop import Stop, agreed
+from dovetail.train.stop import Stop, Together
 from dovetail.train.watchdog import Watchdog
 
 IN_FLIGHT = 2  # steps dispatched before the first of them is looked at
@@ -84,6 +85,7 @@ class Run:
         self._remarks: list[str] = []  # made before there is a line to show them above
         self._inflight: deque[Launched] = deque()
         self._command: subprocess.Popen | None = None
+        self._by_clock = Together("save")
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +135,8 @@ class Run:
 
     def _train(self) -> int:
         while self.step < self.total:
-            stopping = self.stop.wanted(self.step) or self._is_time()
+            leaving = self.stop.is_due(self.step)
+            stopping = leaving or self._is_time()
             if not stopping and self._may_launch():
                 self._launch()
             if self._inflight and (stopping or len(self._inflight) == IN_FLIGHT or not self._may_launch()):
@@ -142,8 +145,8 @@ class Run:
                     return verdict.exit_code
             if not self._inflight and (stopping or self._is_boundary(self.step)):
                 self._at_boundary(stopping)
-                if self.stop.signal:
-                    return 130 if self.stop.signal == 2 else PREEMPTED
+                if leaving:
+                    return 130 if self.stop.signal == signal.SIGINT else PREEMPTED
         return 0
 
     def _end(self, code: int) -> None:
@@ -270,7 +273,7 @@ class Run:
     def _is_time(self) -> bool:
         """Whether the clock asks for a checkpoint: all processes must do it after the same step."""
         minutes = self.settings.checkpoint.minutes
-        return bool(minutes) and agreed(time.monotonic() - self._saved_at > 60 * minutes)
+        return bool(minutes) and self._by_clock.is_due(time.monotonic() - self._saved_at > 60 * minutes, self.step)
 
     def _at_boundary(self, stopping: bool) -> None:
         due, over = self._due(self.step), self.step == self.total
@@ -292,6 +295,7 @@ class Run:
             far = True if durable and self.settings.checkpoint.durable else None
             self.checkpoints.save(self.step, self.state, meta, far)
         self.saved, self._saved_at = self.cursor, time.monotonic()
+        self._by_clock.done()
 
     def _evaluate(self) -> None:
         assert self.held_out is not None

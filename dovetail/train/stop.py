@@ -1,12 +1,44 @@
-"""A polite end: SIGTERM (a preemption) and ctrl-C let the step under way end, and the run save itself."""
+"""A polite end: SIGTERM (a preemption) and ctrl-C let the step under way end, and the run save itself.
+
+Processes of one run must do so after the same step, though the signal may reach one of them only. They agree through
+jax's coordination service and not through the devices: a collective would wait for the steps under way.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from types import FrameType, TracebackType
 
 import jax
+
+MARGIN = 4  # steps between saying that something will be done and doing it: by then all have heard
+
+
+class Together:
+    """Something that all processes do after the same step, when one of them wants it; again after `done`."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._turn, self._after = name, 0, -1
+
+    def is_due(self, wanted: bool, step: int) -> bool:
+        """Asked by every process at every step."""
+        if jax.process_count() == 1:
+            return wanted
+        from jax._src.distributed import global_state
+
+        client, key = global_state.client, f"dovetail/{self._name}/{self._turn}"
+        if self._after < 0 and wanted:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
+                client.key_value_set(key, str(step + MARGIN))  # type: ignore[union-attr]
+        if self._after < 0:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has said it yet
+                self._after = int(client.key_value_try_get(key))  # type: ignore[union-attr]
+        return 0 <= self._after <= step
+
+    def done(self) -> None:
+        self._turn, self._after = self._turn + 1, -1
 
 
 class Stop:
@@ -14,6 +46,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal = 0
+        self._together = Together("stop")
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Stop:
@@ -31,19 +64,9 @@ class Stop:
             raise KeyboardInterrupt
         self.signal = number
 
-    def wanted(self, step: int) -> bool:
-        """Whether to stop after `step`: all processes answer alike, for the signal may reach one of them only."""
-        if jax.process_count() == 1:
-            return bool(self.signal)
-        return agreed(bool(self.signal), any_=True)
-
-
-def agreed(mine: bool, any_: bool = False) -> bool:
-    """Process 0's answer, or whether any process says so; one process's own."""
-    if jax.process_count() == 1:
-        return mine
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    answers = np.asarray(multihost_utils.process_allgather(np.asarray(mine)))
-    return bool(answers.any() if any_ else answers.flat[0])
+    def is_due(self, step: int) -> bool:
+        """Whether to stop after `step`."""
+        due = self._together.is_due(bool(self.signal), step)
+        if due and not self.signal:
+            self.signal = signal.SIGTERM  # another process's
+        return due

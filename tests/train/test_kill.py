@@ -17,6 +17,8 @@ import pytest
 from safetensors.numpy import load_file
 from train.runs import metrics, model_folder
 
+from dovetail.train.exits import PREEMPTED
+
 pytestmark = pytest.mark.slow
 STEPS = 40
 OVERRIDES = [
@@ -78,6 +80,16 @@ def test_killed_three_times_it_ends_as_the_straight_run_bit_for_bit(place, strai
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
+def start_both(place: Path, folder: Path) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    return [
+        start(place, folder, DOVETAIL_COORDINATOR=where, DOVETAIL_NUM_PROCESSES="2", DOVETAIL_PROCESS_ID=str(i))
+        for i in range(2)
+    ]
+
+
 def test_two_processes_go_on_where_one_stopped(place, straight):
     folder = place / "two"
     shutil.copytree(straight, folder)
@@ -85,19 +97,16 @@ def test_two_processes_go_on_where_one_stopped(place, straight):
         if int(path.name.split("_")[1]) > STEPS // 2:
             shutil.rmtree(path)
     shutil.rmtree(folder / "export")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = [
-        start(
-            place, folder, DOVETAIL_COORDINATOR=f"127.0.0.1:{port}", DOVETAIL_NUM_PROCESSES="2",
-            DOVETAIL_PROCESS_ID=str(i),
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    for process in both:
+    both = start_both(place, folder)
+    while steps_said(folder) != STEPS // 2 + 3 and all(process.poll() is None for process in both):
+        time.sleep(0.005)  # the lines of the steps that were taken away go first
+    both[1].send_signal(signal.SIGTERM)  # one of them hears it, both stop after the same step
+    assert [process.wait(timeout=120) for process in both] == [PREEMPTED, PREEMPTED]
+    assert STEPS // 2 + 3 < steps_said(folder) < STEPS
+    for process in start_both(place, folder):
         finish(process, place, folder)
-    assert "going on after step 20" in (place / "two.log").read_text()
+    log = (place / "two.log").read_text()
+    assert f"going on after step {STEPS // 2}" in log
     for ours, theirs in zip(metrics(folder), metrics(straight), strict=True):
         assert ours["step"] == theirs["step"]
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
