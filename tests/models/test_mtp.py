@@ -94,7 +94,7 @@ def predict_in_torch(theirs, cfg, params, tokens: list[int]) -> list[np.ndarray]
     return found
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3", pytest.param("mixtral", marks=pytest.mark.thorough)])
 def test_the_papers_equations(name):
     theirs, cfg, params = model(name)
     tokens = some_tokens(0, 7)
@@ -205,7 +205,7 @@ def test_the_loss_is_positive_and_falls():
     assert 0 < losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # tests/train/test_meshes.py has one of them
 @pytest.mark.parametrize("axes", [dict(context=2, tensor=2, fsdp=2), dict(expert=2, context=4)], ids=str)
 @pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3"])
 def test_on_a_mesh(name, axes):

@@ -35,7 +35,7 @@ MESHES = {
 FAST = [("mixed", "causal"), ("mixed", "all"), ("8", "window within a slice")]
 SLOW = [("2", "all"), ("4", "causal"), ("4", "window over slices"), ("8", "soft cap, sinks"), ("8", "all")]
 SLOW += [("fewer key heads than devices", "all")]
-CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.thorough) for case in SLOW)]
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -95,7 +95,7 @@ def test_cut_rows_are_whole_rows(mesh, kind, way):
     close(outputs_and_gradients(ours, ids, *given), outputs_and_gradients(theirs, ids, *given))
 
 
-@pytest.mark.parametrize("mesh", ["mixed", pytest.param("8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["mixed", pytest.param("8", marks=pytest.mark.thorough)])
 def test_latents(mesh, way):
     """q_nope, q_rope, the latents, their rotary part, and the weights that expand them: each head's values differ in
     dim from its keys."""

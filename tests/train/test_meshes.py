@@ -36,8 +36,15 @@ MESHES = {
     "slices": (8, dict(data=4, fsdp=2, slices=2)),
 }
 FAST = {("dense", "data, fsdp, tensor"), ("mtp", "fsdp, expert, context")}
+USUAL = {("dense", name) for name in ("data", "fsdp", "tensor", "context")} | {("moe", "expert")}  # each axis alone
+
+
+def _marks(case: tuple[str, str]):
+    return () if case in FAST else pytest.mark.slow if case in USUAL else pytest.mark.thorough
+
+
 CASES = [
-    pytest.param(model, mesh, marks=() if (model, mesh) in FAST else pytest.mark.slow)
+    pytest.param(model, mesh, marks=_marks((model, mesh)))
     for model in MODELS
     for mesh, (_, axes) in MESHES.items()
     if model != "dense" or "expert" not in axes
@@ -88,7 +95,7 @@ def test_the_curve_of_one_device(model, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mtp", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("dense", "moe"))])
 def test_in_parts_recomputed_and_folded(model):
     """What else a large run does, on a mesh."""
     axes = dict(data=1, fsdp=2, tensor=2) if model == "dense" else dict(data=1, fsdp=2, expert=2)

@@ -82,7 +82,7 @@ def near(ours, theirs) -> None:
 # ---------------------------------------------------------------------------------------------------- against PyTorch
 
 DOCUMENTS = [np.random.default_rng(i).integers(3, 160, n).tolist() for i, n in enumerate((19, 12))]
-REFERENCES = ["llama3.1", "gemma3", "mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow)]
+REFERENCES = ["llama3.1", "gemma3", "mixtral", pytest.param("qwen3-moe", marks=pytest.mark.thorough)]
 
 
 def torch_loss(model) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_loss_and_gradients_equal_pytorchs(name, tmp_path):
     compare({n: a for n, _, a in write_tensors(ours.config, grads)}, published(theirs, tmp_path / "grads"), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama3.1", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama3.1", pytest.param("mixtral", marks=pytest.mark.thorough)])
 def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
     """Clipped by the global norm; what is only looked up or added is not decayed."""
     theirs, folder = reference(name)
@@ -157,7 +157,7 @@ def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
 EXTRAS = Loss(z=1e-3, router_aux=0.05)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", pytest.param("latent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dense", "moe", pytest.param("latent", marks=pytest.mark.thorough)])
 def test_a_batch_in_parts_is_the_batch(name):
     """Loss, metrics and gradients, though the parts have different numbers of targets."""
     cfg = config(name)
@@ -190,7 +190,7 @@ def test_equal_layers_are_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", ["local", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("deep", "latent"))])
 def test_remat_and_scan_change_nothing(name):
     cfg = config(name)
     assert runs(cfg) == FOLDED[name]
