@@ -20,7 +20,8 @@ def _forget_compiled():
     import gc
     import sys
 
-    if "jax" in sys.modules:
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         sys.modules["jax"].clear_caches()
         gc.collect()
 

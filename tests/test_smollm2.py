@@ -60,7 +60,7 @@ def test_the_exported_tokenizer(smollm2, exported):
     )
 
 
-@pytest.mark.parametrize("question", CHATS)
+@pytest.mark.parametrize("question", [CHATS[0], *(pytest.param(c, marks=pytest.mark.thorough) for c in CHATS[1:])])
 def test_greedy_tokens(question, smollm2, theirs):
     chat = [{"role": "user", "content": question}]
     ids = smollm2.tokenizer.encode_chat(chat, add_generation_prompt=True)
@@ -75,6 +75,7 @@ def test_greedy_tokens(question, smollm2, theirs):
     assert len(ours) == NEW, "choose a question with a longer answer"
 
 
+@pytest.mark.thorough  # tests/io/test_gguf.py holds the tensors to transformers' as well
 def test_transformers_reads_the_same_tensors_from_the_gguf(smollm2_gguf, theirs):
     """What from_pretrained(gguf_file=...) calls; itself it wants accelerate, which nothing else here does."""
     direct = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=theirs)["tensors"]

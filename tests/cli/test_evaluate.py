@@ -115,7 +115,7 @@ def test_generation_arguments_are_honoured_or_refused():
         sampling({"penalty_alpha": 0.6})
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_stop_strings_end_an_answer(judge):
     whole = judge.complete([("the cat", {"until": [], "max_gen_toks": 12})])[0]
     stop = whole[2:4]
@@ -123,7 +123,7 @@ def test_stop_strings_end_an_answer(judge):
     assert len(judge.complete([("the cat " * 20, {"max_gen_toks": 20})])) == 1  # cut to leave room for the answer
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_padded_vocabulary_does_no_harm(folder, tmp_path):
     """This model's most probable tokens are often beyond the tokenizer's."""
     path = tmp_path / "padded"
@@ -179,7 +179,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_of_bytes_needs_no_tokenizer_file():
     judge = Judge(LLM(reference("llama3.2", num_hidden_layers=1, vocab_size=257)[1], **SMALL), Bytes())
     rows = {row.metric: row.value for row in evaluate.held_out(judge, ["héllo"])}
@@ -274,7 +274,7 @@ def test_a_local_task_runs_end_to_end(judge, task):
     assert row.value == right / 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_the_lm_eval_adapter_answers_every_kind_of_request(judge, task):
     from lm_eval.api.instance import Instance

@@ -101,7 +101,10 @@ def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeyp
     engine.drain()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3", "gpt-oss", "gemma4-per-layer"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("deepseek-v3", "gpt-oss", "gemma4-per-layer"))],
+)
 def test_other_kinds_of_attention(name):
     """A sliding window, latent attention, sinks, layers that share keys and values."""
     prompts = mixed_prompts(10, seed=1)
@@ -117,7 +120,7 @@ def test_other_kinds_of_attention(name):
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_seeded_request_gives_the_same_alone_and_among_others(llm, steps):
     asked = SamplingParams(temperature=1.2, top_p=0.95, seed=7, max_tokens=20, ignore_eos=True)
     (alone,) = tokens_of(variant(llm).generate(PROMPTS[0], asked))

@@ -94,7 +94,9 @@ def predict_in_torch(theirs, cfg, params, tokens: list[int]) -> list[np.ndarray]
     return found
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3", pytest.param("mixtral", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["llama3.1", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("deepseek-v3", "mixtral"))]
+)
 def test_the_papers_equations(name):
     theirs, cfg, params = model(name)
     tokens = some_tokens(0, 7)

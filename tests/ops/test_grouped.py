@@ -62,6 +62,7 @@ def test_equals_ragged_dot(kind):
     check(interpreted, normal(0, M, K), normal(1, 4, N, K), SIZES[kind], atol=5e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow  # the interpreter takes its time
 def test_bf16_and_default_blocks():
     x, w = normal(0, M, K, dtype=jnp.bfloat16), normal(1, 4, N, K, dtype=jnp.bfloat16)
@@ -121,6 +122,7 @@ def flat_reference(x, weights, chosen, params, glu):
     [None, dict(expert=2, tensor=2, fsdp=2), dict(context=2, expert=2, fsdp=2), dict(context=4, tensor=2)],
     ids=str,
 )
+@pytest.mark.thorough
 def test_experts_by_the_kernel_are_the_reference(monkeypatch, axes):
     monkeypatch.setattr(moe, "_implementation", lambda platform: interpreted)
     placement = Placement(make_mesh(axes), TRAIN) if axes else None

@@ -204,6 +204,7 @@ def test_remat_and_scan_change_nothing(name):
         same(found[2], loads)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scan", [False, True])
 def test_remat_keeps_what_its_name_says(scan):
     """What the forward pass leaves for the backward pass, in bytes beyond the weights, from the most to the least."""
@@ -240,6 +241,7 @@ def curve(name: str, steps: int = 12, **changes):
     return state, found
 
 
+@pytest.mark.thorough
 def test_bf16_weights_learn_by_stochastic_rounding():
     """At a rate where each update is below what rounding to nearest would keep."""
     state, metrics = curve("dense", precision=Precision(compute="bf16", params="bf16"))
@@ -275,6 +277,7 @@ def test_z_loss_draws_the_normaliser_to_one():
     assert 0 < held[-1]["z"] < 0.3 * held[0]["z"]
 
 
+@pytest.mark.thorough
 def test_the_bias_moves_towards_balance():
     """Up where an expert had less than the mean, down where more, by exactly the rate; nothing else moves it."""
     cfg, rate = config("latent"), 0.01
@@ -353,7 +356,7 @@ def poisoned(state: TrainState, word: int) -> TrainState:
     return dataclasses.replace(state, params={**state.params, "embed": embed})
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_is_not_finite_never_reaches_the_state(accumulate):
     cfg = config("latent", tie_word_embeddings=False)
     wanted = Loss(router_bias_rate=0.01, mtp=0.1)
@@ -382,6 +385,7 @@ def test_what_is_not_finite_never_reaches_the_state(accumulate):
     same(on, straight)
 
 
+@pytest.mark.thorough
 def test_a_spike_is_held_back():
     """A finite gradient far above its running mean, once there is one."""
     cfg, settings = config("dense"), recipe(optimizer=Optimizer(lr=1e-3))
