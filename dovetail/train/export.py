@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.types import Params
@@ -31,6 +30,3 @@ def _whole(x: jax.Array) -> Any:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(x, tiled=True)
-
-
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}

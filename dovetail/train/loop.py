@@ -31,13 +31,13 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.train import health, report
 from dovetail.train.doctor import Decision, Doctor, Result, Verdict
 from dovetail.train.exits import PREEMPTED
-from dovetail.train.export import DTYPES, export
+from dovetail.train.export import export
 from dovetail.train.files import write_whole
 from dovetail.train.flops import train_flops_per_token
 from dovetail.train.goodput import Goodput
 from dovetail.train.metrics import Metrics, Work
 from dovetail.train.prepare import Ready
-from dovetail.train.state import TrainState
+from dovetail.train.state import DTYPES, TrainState
 from dovetail.train.step import Step
 from dovetail.train.stop import Stop, Together
 from dovetail.train.watchdog import Watchdog
@@ -151,8 +151,7 @@ class Run:
 
     def _end(self, code: int) -> None:
         self.checkpoints.wait()
-        if self._command is not None:
-            self._command.wait()
+        self._await_command()
         self.goodput.save()
         if self.first and self.step and code in (0, PREEMPTED, 130):
             report.write(self.folder)
@@ -322,13 +321,17 @@ class Run:
             export(folder, self.ready.cfg, weights, self.tokenizer, DTYPES[self.settings.precision.compute])
         self.metrics.remark(f"exported to {folder}")
         if command and self.first:
-            if self._command is not None:
-                self._command.wait()
+            self._await_command()
             out = self.folder / "eval" / f"step_{self.step}.txt"
             out.parent.mkdir(exist_ok=True)
             line = self.settings.eval.command.replace("{folder}", str(folder))
             with out.open("w") as file:
                 self._command = subprocess.Popen(line, shell=True, stdout=file, stderr=subprocess.STDOUT)
+
+    def _await_command(self) -> None:
+        if self._command is not None and (code := self._command.wait()):
+            self._remark(f"eval.command exited with {code}: see {self.folder / 'eval'}")
+        self._command = None
 
     # --- what the run is ----------------------------------------------------------------------------------------------
 
