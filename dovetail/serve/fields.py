@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from dovetail.serve.errors import bad
+
 # JSON's own types: "5" is no number, and 1 is no flag. 64 bits, for that is what fits in a message to the engine.
 Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Num = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -27,6 +29,13 @@ class Refused(NamedTuple):
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=False)
     refused: ClassVar[Mapping[str, Refused]] = {}
+
+    def need(self, name: str, where: str) -> Any:
+        """A field that this kind of body cannot do without."""
+        value = getattr(self, name)
+        if value is None:
+            raise bad(f"{where}.{name} is missing", f"{where}.{name}", "missing_required_parameter")
+        return value
 
     @model_validator(mode="before")
     @classmethod

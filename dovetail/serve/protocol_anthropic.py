@@ -43,12 +43,6 @@ class Block(Body):
         "caller": Refused("calls are the model's own", ({"type": "direct"},)),
     }
 
-    def need(self, name: str, where: str) -> Any:
-        value = getattr(self, name)
-        if value is None:
-            raise bad(f"{where}.{name} is missing", f"{where}.{name}", "missing_required_parameter")
-        return value
-
 
 class Turn(Body):
     role: Literal["user", "assistant"]

@@ -54,12 +54,6 @@ class Item(Body):
         "async_": Refused("calls are answered in the next request"),
     }
 
-    def need(self, name: str, where: str) -> Any:
-        value = getattr(self, name)
-        if value is None:
-            raise bad(f"{where}.{name} is missing", f"{where}.{name}", "missing_required_parameter")
-        return value
-
 
 class FunctionTool(Body):
     type: Literal["function"]

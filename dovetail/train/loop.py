@@ -85,6 +85,7 @@ class Run:
         self._remarks: list[str] = []  # made before there is a line to show them above
         self._inflight: deque[Launched] = deque()
         self._command: subprocess.Popen | None = None
+        self._tracing = False
         self._by_clock = Together("save")
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -173,6 +174,7 @@ class Run:
         window = self.settings.profile_window
         if window and step == window[0] and self.first:
             jax.profiler.start_trace(str(self.folder / "profile"))
+            self._tracing = True
         batch = self.ready.put(rows)
         self.state, metrics = run(self.state, batch)
         self._inflight.append(Launched(step, self.cursor, batch, metrics))
@@ -276,8 +278,9 @@ class Run:
 
     def _at_boundary(self, stopping: bool) -> None:
         due, over = self._due(self.step), self.step == self.total
-        if self.step == self._window_end() and self.first:
+        if self._tracing and (self.step == self._window_end() or over or self.stop.signal):
             jax.profiler.stop_trace()
+            self._tracing = False
             self.metrics.remark(f"traced into {self.folder / 'profile'}: xprof {self.folder / 'profile'} shows it")
         with self.watchdog.suspend("a boundary"):
             if self.held_out and ("evaluate" in due or (over and self.settings.eval.every)):
