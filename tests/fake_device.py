@@ -108,8 +108,8 @@ class FakeDevice:
 class Driver:
     """Runs a scheduler as the engine does: `ahead` plans under way before the first of them is committed."""
 
-    def __init__(self, scheduler: Scheduler, ahead: int = 1):
-        self.scheduler, self.ahead = scheduler, ahead
+    def __init__(self, scheduler: Scheduler, ahead: int = 1, prompts_first: bool = False):
+        self.scheduler, self.ahead, self.prompts_first = scheduler, ahead, prompts_first
         self.device = FakeDevice(scheduler)
         self.flying: deque[tuple[Plan, list[list[int]]]] = deque()
         self.plans: list[Plan] = []
@@ -120,7 +120,7 @@ class Driver:
             self.land()
 
     def launch(self) -> Plan | None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(prompts_first=self.prompts_first)
         if plan is not None:
             self.flying.append((plan, self.device.run(plan)))
             self.plans.append(plan)

@@ -191,11 +191,11 @@ class Engine:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Update]:
-        """Plan and launch a step, then take in the one before it."""
+    def step(self, prompts_first: bool = False) -> list[Update]:
+        """Plan and launch a step (see Scheduler.schedule), then take in the one before it."""
         if self.blocked:
             raise ValueError(self.blocked)
-        plan = self.scheduler.schedule(self._steps_wanted())
+        plan = self.scheduler.schedule(self._steps_wanted(), prompts_first)
         if plan is not None:
             self._inflight.append(self._launch(plan))
             if len(self._inflight) < 2:

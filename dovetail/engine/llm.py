@@ -191,7 +191,7 @@ class LLM:
 
     def _step(self) -> list[Update]:
         """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
-        updates = self.engine.step()
+        updates = self.engine.step(prompts_first=True)  # nobody watches a single stream's pace here
         for update in updates:
             if update.id in self._streams:
                 self._streams[update.id].append(update)

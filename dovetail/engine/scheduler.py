@@ -13,6 +13,7 @@ moves `computed` and `pending` itself; `commit` only turns pending tokens into k
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -97,17 +98,18 @@ class Scheduler:
 
     # Planning a step
 
-    def schedule(self, max_steps: int | None = None) -> Plan | None:
+    def schedule(self, max_steps: int | None = None, prompts_first: bool = False) -> Plan | None:
         """The next step, or None when nothing can be computed before a commit (or there is no work). The plan takes
-        `max_steps` device steps (config.multi_step unless told) where it can, else one: each number is compiled."""
+        `max_steps` device steps (config.multi_step unless told) where it can, else one: each number is compiled. With
+        `prompts_first` a step that prompts alone fill is left to them: more tokens a second, but who decodes waits."""
         rows: list[Row] = []
         before = self.preemptions
-        budget, stalled = self._schedule_running(rows)
+        budget, stalled = self._schedule_running(rows, prompts_first and self._prompts_fill_a_step())
         # While the running ones are short of pages nobody may join: he would be the next victim.
         short = stalled or self.preemptions > before
         admitted, must_wait = (0, False) if short else self._admit(rows, budget)
-        if not rows:
-            return None
+        if not rows:  # no page was left for a prompt, perhaps
+            return self.schedule(max_steps) if prompts_first else None
         plan = Plan(rows, preempted=self._preempted)
         self._preempted = []
         if max_steps is None:
@@ -116,7 +118,17 @@ class Scheduler:
             plan.steps += self._more_steps(rows, max_steps - 1)
         return plan
 
-    def _schedule_running(self, rows: list[Row]) -> tuple[int, bool]:
+    def _prompts_fill_a_step(self) -> bool:
+        budget = self.config.max_num_batched_tokens
+        if self.waiting and self._free_slots:
+            for seq in itertools.chain(self.waiting[: len(self._free_slots)], self.running):
+                gap = len(seq.tokens) + seq.pending - seq.computed
+                budget -= gap if gap > 1 else 0
+                if budget <= 0:
+                    return True
+        return False
+
+    def _schedule_running(self, rows: list[Row], only_prompts: bool) -> tuple[int, bool]:
         """Rows for the running sequences in order; -> the budget left, and whether somebody stood still for want of
         budget or pages. The loop a decoding batch spends its time in: kept flat."""
         running, size = self.running, self.config.page_size
@@ -131,7 +143,9 @@ class Scheduler:
                 continue  # the host must see a token before the next is sampled (a grammar)
             count = length - start
             if count > 1:  # a prompt leaves those behind it a token each: it does not stop their decoding
-                count = min(count, max(1, budget - (len(running) - i - 1)))
+                count = min(count, max(1, budget - (0 if only_prompts else len(running) - i - 1)))
+            elif only_prompts and start >= seq.prompt_len:
+                continue
             if count > budget:
                 return 0, True
             end = start + count

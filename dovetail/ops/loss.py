@@ -14,6 +14,7 @@ C tokens each.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement, Rules, constrain
+from dovetail.core.types import is_one_gpu
 
-# f32 logits of one chunk on one device. Each chunk reads the head twice and reads and writes its whole f32 gradient, so
+# The logits of one chunk on one device. Each chunk reads the head twice and reads and writes its whole f32 gradient, so
 # small chunks are slow: for C tokens that traffic is about 2 (FLOP/s / bandwidth) / C of the products' time, a fifth on
 # an H200 with 2048 tokens (1 GiB of 128k words), and more than their whole with 256.
 ACCELERATOR_BYTES = 1 << 30
@@ -37,6 +39,7 @@ def cross_entropy(
     *,
     softcap: float | None = None,
     z: float = 0.0,
+    dtype: Any = jnp.float32,
     chunk: int | None = None,
     placement: Placement | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -45,10 +48,11 @@ def cross_entropy(
     The loss is the sum of -log p(target) + z * logsumexp(logits)^2; a caller divides by the number of targets of the
     whole step, so that microbatches add up to exactly the large batch. The metrics carry no gradient: `nll` and `z`,
     the two parts of the loss, and `correct`, the weight of the tokens whose target no other word outdoes.
-    A target may be anything where the mask is 0. `chunk` is the tokens whose logits a device holds at a time.
+    A target may be anything where the mask is 0. `chunk` is the tokens whose logits a device holds at a time, and
+    `dtype` what they are held in: bf16 halves what is read and written (all else is computed in f32).
     """
     _check(hidden, head, targets, mask, chunk)
-    plan = _plan(hidden, head, softcap, z, chunk, placement)
+    plan = _plan(hidden, head, softcap, z, chunk, placement, jnp.dtype(dtype))
     loss, metrics = _cross_entropy(plan, hidden, head, targets, mask.astype(jnp.float32))
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
@@ -94,6 +98,7 @@ class _Plan:
 
     softcap: float | None
     z: float
+    dtype: Any  # of the logits
     rows: int  # B
     length: int  # T
     row_groups: int
@@ -101,6 +106,7 @@ class _Plan:
     chunks: int  # n
     chunk: int  # C
     placement: Placement | None
+    one_gpu: bool
 
     @property
     def groups(self) -> int:
@@ -141,7 +147,13 @@ class _Plan:
 
 
 def _plan(
-    hidden: jax.Array, head: jax.Array, softcap: float | None, z: float, chunk: int | None, placement: Placement | None
+    hidden: jax.Array,
+    head: jax.Array,
+    softcap: float | None,
+    z: float,
+    chunk: int | None,
+    placement: Placement | None,
+    dtype: Any = jnp.dtype(jnp.float32),
 ) -> _Plan:
     (rows, length, _), words = hidden.shape, head.shape[0]
     row_axes, row_groups = _groups(placement, "batch", rows)
@@ -151,8 +163,9 @@ def _plan(
         placement = Placement(placement.mesh, Rules(table))
     tokens = rows * length // (row_groups * length_groups)
     held = words // (placement.size("vocab") if placement else 1)
-    chunks, chunk = _cut(tokens, chunk or max(1, _chunk_bytes(placement) // (4 * held)))
-    return _Plan(softcap, z, rows, length, row_groups, length_groups, chunks, chunk, placement)
+    chunks, chunk = _cut(tokens, chunk or max(1, _chunk_bytes(placement) // (dtype.itemsize * held)))
+    one_gpu = is_one_gpu(placement.platform if placement else None, placement)
+    return _Plan(softcap, z, dtype, rows, length, row_groups, length_groups, chunks, chunk, placement, one_gpu)
 
 
 def _groups(placement: Placement | None, logical: str, dim: int) -> tuple[tuple[str, ...], int]:
@@ -176,10 +189,19 @@ def _cut(tokens: int, most: int) -> tuple[int, int]:
 # --- a chunk ----------------------------------------------------------------------------------------------------------
 
 
-def _logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    logits = jnp.einsum("gcd,vd->gcv", h_GCD, head_VD, preferred_element_type=jnp.float32)
-    logits = constrain(logits, plan.placement, "tokens", None, "vocab")
+def _raw_logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """Before the soft cap."""
+    logits = jnp.einsum("gcd,vd->gcv", h_GCD, head_VD, preferred_element_type=plan.dtype)
+    return constrain(logits, plan.placement, "tokens", None, "vocab")
+
+
+def _capped(plan: _Plan, raw: jax.Array) -> jax.Array:
+    logits = raw.astype(jnp.float32)
     return jnp.tanh(logits / plan.softcap) * plan.softcap if plan.softcap else logits
+
+
+def _logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    return _capped(plan, _raw_logits(plan, h_GCD, head_VD))
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
@@ -204,9 +226,20 @@ def _dlogits(plan: _Plan, logits: jax.Array, targets: jax.Array, lse: jax.Array,
     return grad * weight[..., None]
 
 
+def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: jax.Array, dtype: Any):
+    """Both of the above; on a GPU alone from one kernel."""
+    if not plan.one_gpu:
+        logits = _capped(plan, raw)
+        logp, lse, best = _score(logits, targets)
+        return logp, lse, best, _dlogits(plan, logits, targets, lse, weight).astype(dtype)
+    from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
+
+    run = functools.partial(cross_entropy_rows, z=plan.z, softcap=plan.softcap, dtype=dtype)
+    return tuple(x[None] for x in run(raw[0], targets[0], weight[0]))
+
+
 def _gradients(plan: _Plan, dlogits: jax.Array, h_GCD: jax.Array, head_VD: jax.Array, dhead_GVD: jax.Array):
     """(the chunk's gradient by hidden, the head's so far with the chunk's added)."""
-    dlogits = dlogits.astype(h_GCD.dtype)
     dh = jnp.einsum("gcv,vd->gcd", dlogits, head_VD, preferred_element_type=jnp.float32)
     dhead_GVD = dhead_GVD + jnp.einsum("gcv,gcd->gvd", dlogits, h_GCD, preferred_element_type=jnp.float32)
     return (
@@ -235,9 +268,9 @@ def _cross_entropy_forward(plan: _Plan, hidden, head, targets, mask):
     def step(carry, chunk):
         sums, dhead = carry
         h, t, w = chunk
-        logits = _logits(plan, h, head_VD)
-        logp, lse, best = _score(logits, t)
-        dh, dhead = _gradients(plan, _dlogits(plan, logits, t, lse, w), h, head_VD, dhead)
+        raw = _raw_logits(plan, h, head_VD)
+        logp, lse, best, dlogits = _score_and_dlogits(plan, raw, t, w, h.dtype)
+        dh, dhead = _gradients(plan, dlogits, h, head_VD, dhead)
         return (_add(sums, _parts(plan, w, logp, lse, best)), dhead), (dh, plan.z * lse * lse - logp)
 
     chunks = (plan.split(hidden), plan.split(targets), plan.split(mask))
@@ -291,7 +324,8 @@ def _token_logprobs_backward(plan: _Plan, kept, cotangent):
 
     def step(dhead, chunk):
         h, t, lse, w = chunk
-        dh, dhead = _gradients(plan, _dlogits(plan, _logits(plan, h, head_VD), t, lse, w), h, head_VD, dhead)
+        dlogits = _dlogits(plan, _logits(plan, h, head_VD), t, lse, w).astype(h.dtype)
+        dh, dhead = _gradients(plan, dlogits, h, head_VD, dhead)
         return dhead, dh
 
     chunks = tuple(plan.split(x) for x in (hidden, targets, lse, -cotangent))

@@ -66,9 +66,11 @@ class Schedule:
 class Precision:
     compute: str = "bf16"
     params: str = "f32"  # the masters; bf16 ones are updated with stochastic rounding
+    logits: str = ""  # what the loss's logits are held in; as compute, unless given
 
     def __post_init__(self) -> None:
         one_of("compute", self.compute, ("bf16", "f32"))
+        one_of("logits", self.logits, ("", "bf16", "f32"))
         one_of("params", self.params, ("f32", "bf16"))
 
 

@@ -76,7 +76,7 @@ def make_eval(cfg: ModelConfig, settings: Pretrain, placement: Placement, platfo
         compute = _compute_copy(params, cfg, settings)
         ctx = Packed(batch.segment_ids, platform, placement)
         hidden, _ = trunk(compute, cfg, batch.tokens, batch.positions, ctx, scan=bool(settings.scan))
-        _, parts = _head_loss(compute, cfg, hidden, batch, placement, z=0.0)
+        _, parts = _head_loss(compute, cfg, hidden, batch, placement, z=0.0, dtype=jnp.float32)
         return parts["nll"], batch.loss_mask.sum()
 
     return evaluate
@@ -143,12 +143,13 @@ def _loss(
     compute = _compute_copy(params, cfg, settings)
     remat, scan = settings.remat or "none", bool(settings.scan)
     hidden, stats = trunk(compute, cfg, batch.tokens, batch.positions, ctx, remat=remat, scan=scan)
-    loss, parts = _head_loss(compute, cfg, hidden, batch, placement, wanted.z)
+    dtype = DTYPES[settings.precision.logits or settings.precision.compute]
+    loss, parts = _head_loss(compute, cfg, hidden, batch, placement, wanted.z, dtype)
     loss, metrics = loss / total, {name: value / total for name, value in parts.items()}
     if wanted.mtp:
         run = kept(block, remat)
         depths = mtp_hidden(compute, cfg, hidden, batch, ctx, run)
-        further = sum(_head_loss(compute, cfg, h, later, placement, 0.0)[0] for h, later, _ in depths)
+        further = sum(_head_loss(compute, cfg, h, later, placement, 0.0, dtype)[0] for h, later, _ in depths)
         further = further / (total * len(depths))
         loss, metrics["mtp_loss"] = loss + wanted.mtp * further, jax.lax.stop_gradient(further)
         stats = stats | {len(cfg.layers) + k: dealt for k, (_, _, dealt) in enumerate(depths) if dealt is not None}
@@ -158,10 +159,12 @@ def _loss(
     return loss, (metrics, {i: _load(dealt) for i, dealt in stats.items()})
 
 
-def _head_loss(compute: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, placement: Placement, z: float):
+def _head_loss(
+    compute: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, placement: Placement, z: float, dtype: Any
+):
     head = compute["embed"] if cfg.tied else compute["head"]
     return cross_entropy(
-        hidden, head, batch.targets, batch.loss_mask, softcap=cfg.logit_softcap, z=z, placement=placement
+        hidden, head, batch.targets, batch.loss_mask, softcap=cfg.logit_softcap, z=z, dtype=dtype, placement=placement
     )
 
 

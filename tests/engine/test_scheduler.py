@@ -266,6 +266,20 @@ def test_bad_config(bad):
         make(**bad)
 
 
+def test_a_step_that_prompts_fill_may_be_left_to_them():
+    """Who decodes waits for as long as prompts fill whole steps, and goes on beside those that do not."""
+    scheduler = make(budget=16, max_num_seqs=4)
+    add(scheduler, "a", [1] * 8, max_tokens=20)
+    driver = Driver(scheduler, ahead=0, prompts_first=True)
+    driver.step()
+    for i in range(3):
+        add(scheduler, f"b{i}", [2 + i] * 12)  # 36 tokens: two steps, and four are left
+    for _ in range(4):
+        driver.step()
+    counts = [[row.count for row in plan.rows] for plan in driver.plans]
+    assert counts == [[8], [12, 4], [8, 8], [1, 1, 1, 4], [1, 1, 1, 1]]
+
+
 def test_commit_wants_tokens_for_every_row():
     scheduler = make()
     add(scheduler, "a", [1])

@@ -6,12 +6,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dovetail.engine.scheduler import Scheduler
 from dovetail.engine.sequence import Status
 
 
-def check_plan(scheduler: Scheduler, plan, before: list, waited: set) -> None:
-    cfg = scheduler.config
+def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
+    scheduler, cfg = driver.scheduler, driver.scheduler.config
     assert 0 < plan.num_tokens <= cfg.max_num_batched_tokens and len(plan.rows) <= cfg.max_num_seqs
     assert len({row.seq for row in plan.rows}) == len(plan.rows)
     assert plan.steps == 1 or (plan.is_decode and plan.steps == cfg.multi_step), "each number of steps is compiled"
@@ -19,8 +18,15 @@ def check_plan(scheduler: Scheduler, plan, before: list, waited: set) -> None:
     assert all(row.seq.status is Status.RUNNING for row in plan.rows), "nobody with a row was preempted"
     admitted = [row.seq for row in plan.rows if row.seq in waited]
     assert all(a.rank < b.rank for a in admitted for b in scheduler.waiting), "nobody is overtaken in the queue"
-    # No starvation: whoever is first always moves on, unless it waits for the host.
-    if before and before[0].status is Status.RUNNING and before[0] not in [row.seq for row in plan.rows]:
+    # No starvation: whoever is first always moves on, unless it waits for the host, or for prompts.
+    decodes = any(row.count == 1 and row.start >= row.seq.prompt_len for row in plan.rows)
+    first_moves = not driver.prompts_first or decodes
+    if (
+        first_moves
+        and before
+        and before[0].status is Status.RUNNING
+        and before[0] not in [row.seq for row in plan.rows]
+    ):
         assert before[0].length >= before[0].limit or before[0].extra.get("single_step")
 
 
@@ -30,14 +36,16 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5), budget=st.integers(1, 24), pages=st.integers(3, 20), size=st.integers(1, 4),
         max_model_len=st.integers(8, 40), caching=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]),
-        multi_step=st.sampled_from([1, 4]), ahead=st.integers(0, 2),
+        multi_step=st.sampled_from([1, 4]), ahead=st.integers(0, 2), prompts_first=st.booleans(),
     )  # fmt: skip
-    def start(self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, multi_step, ahead):
+    def start(
+        self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, multi_step, ahead, prompts_first
+    ):
         self.scheduler = make(
             max_num_seqs, budget, pages, size, max_model_len,
             prefix_caching=caching, policy=policy, multi_step=multi_step,
         )  # fmt: skip
-        self.driver = Driver(self.scheduler, ahead)
+        self.driver = Driver(self.scheduler, ahead, prompts_first)
         self.seqs, self.count = [], 0
 
     @rule(
@@ -92,7 +100,7 @@ class Traffic(RuleBasedStateMachine):
         before, waited = list(self.scheduler.running), set(self.scheduler.waiting)
         plan = self.driver.launch()
         if plan is not None:
-            check_plan(self.scheduler, plan, before, waited)
+            check_plan(self.driver, plan, before, waited)
             check_invariants(self.scheduler, self.driver.device)
 
     def _land(self):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dovetail.core.types import Paged
+from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
 from dovetail.ops.kernels.gpu.norm import add_rms_norm
 from dovetail.ops.kernels.gpu.rotate_store import rotate_store
 from dovetail.ops.kernels.gpu.store import write_heads as write_kernel
@@ -56,3 +59,31 @@ def test_rotate_store(heads, normed):
     got_q, got_pages = rotate_store(CTX, pages, qkv, table, norms, 1e-6, 1.0, interpret=True)
     np.testing.assert_allclose(got_q, rotate(q, rope, table), atol=1e-5)
     np.testing.assert_allclose(got_pages, write_heads(CTX, pages, rotate(k, rope, table), v), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more", [dict(z=0.0, softcap=None), dict(z=1e-2, softcap=3.0)], ids=["plain", "z and soft cap"]
+)
+def test_cross_entropy(more):
+    """Words that do not fill the last block, a logit far above the others, a target that is no word."""
+    R, V = 6, 300
+    raw, weight = 4 * normal(0, R, V).at[2, 7].add(80.0), jnp.asarray([1.0, 0.5, 1.0, 0.0, 2.0, 1.0])
+    targets = jnp.asarray([0, 299, 7, -100, 5, 128])
+
+    def parts(raw):
+        logits = more["softcap"] * jnp.tanh(raw / more["softcap"]) if more["softcap"] else raw
+        lse = jax.nn.logsumexp(logits, axis=1)
+        chosen = jnp.where(targets >= 0, jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], 1)[:, 0], 0.0)
+        return jnp.sum(weight * (lse - chosen + more["z"] * lse**2)), (logits, chosen - lse, lse, chosen)
+
+    grad, (logits, logp, lse, chosen) = jax.jit(jax.grad(parts, has_aux=True))(raw)
+    got = cross_entropy_rows(raw, targets, weight, **more, dtype=jnp.float32, block=64, interpret=True)
+    for ours, theirs in zip(got, (logp, lse, chosen >= logits.max(axis=1), grad), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_cross_entropy_lowers_for_cuda():
+    args = [jax.ShapeDtypeStruct((8, 128256), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)]
+    run = jax.jit(functools.partial(cross_entropy_rows, z=0.0, softcap=30.0, dtype=jnp.bfloat16))
+    traced = run.trace(*args, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert "cross_entropy_rows" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -61,6 +61,16 @@ def assert_same(got, want, tol=1e-5):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=tol, atol=tol * max(1.0, np.abs(b).max()))
 
 
+def test_logits_held_in_bf16_change_little():
+    args = batch()
+    (loss, metrics), grads = value_and_grads(cross_entropy, *args, z=1e-2, softcap=3.0)
+    (rounded, _), rounded_grads = value_and_grads(cross_entropy, *args, z=1e-2, softcap=3.0, dtype=jnp.bfloat16)
+    assert loss != rounded and metrics["nll"].dtype == jnp.float32
+    np.testing.assert_allclose(rounded, loss, rtol=2e-3)
+    for ours, theirs in zip(rounded_grads, grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-2 * np.abs(theirs).max())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_value_and_gradients_equal_the_plain_formula(case):
     args, more = batch(), CASES[case]
