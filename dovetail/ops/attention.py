@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -164,8 +165,10 @@ def choose_packed(
 def choose_paged(
     platform: str | None, q: Any, sinks: jax.Array | None = None, placement: Placement | None = None
 ) -> str:
-    """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs) or 'reference'."""
+    """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs), 'numba' or 'reference'."""
     platform, H = platform or jax.default_backend(), q.shape[-1]
+    if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
+        return "numba"
     if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
     if platform == "tpu" and H % 128 == 0 and sinks is None and _knows_tpu(placement):
@@ -185,7 +188,9 @@ def describe() -> list[tuple[str, str, str]]:
     """(context, platform, implementation) for a usual shape, as `dovetail info` shows it."""
     q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
     rows = [("Packed", platform, choose_packed(platform, q, q)) for platform in ("cpu", "cuda", "tpu")]
-    return rows + [("Paged", platform, choose_paged(platform, q)) for platform in ("cpu", "cuda", "tpu")]
+    whole = jax.ShapeDtypeStruct(q.shape, jnp.float32)  # what a CPU computes in
+    paged = [("cpu", choose_paged("cpu", whole)), *((name, choose_paged(name, q)) for name in ("cuda", "tpu"))]
+    return rows + [("Paged", *row) for row in paged]
 
 
 def _paged_implementation(name: str):
@@ -193,6 +198,8 @@ def _paged_implementation(name: str):
         from dovetail.ops.kernels.gpu.paged import paged_attention as implementation
     elif name == "ragged":
         from dovetail.ops.kernels.tpu.paged import paged_attention as implementation
+    elif name == "numba":
+        from dovetail.ops.kernels.cpu.paged import paged_attention as implementation
     else:
         implementation = paged_attention
     return implementation
@@ -212,6 +219,11 @@ def _packed_implementation(name: str):
 def _has_cudnn() -> bool:
     """cuDNN's call is built against the library that is loaded: it cannot be lowered where there is none."""
     return any(device.platform == "gpu" for device in jax.devices())
+
+
+@functools.cache
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache

@@ -1,0 +1,167 @@
+"""Ragged paged attention for CPUs: numba and BLAS in place of XLA's gathers and its small batched products.
+
+A tile of a sequence's queries walks its keys, a block at a time, with the softmax carried along. A block is copied out
+of its pages once for all the tile's queries and heads that share it, while it is in the cache. XLA runs the parts of a
+call, each some of the tokens, on its own threads.
+
+T tokens, S sequences, N query heads, K key heads, G = N / K, H head dim; R rows of a tile, which are queries x G.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numba import cfunc, njit
+from numba.np.numpy_support import carray
+
+from dovetail.core.types import Paged
+from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_question, register, result
+
+BLOCK = 64  # keys at a time
+TILE = 16  # queries that share a block
+NAME = "dovetail_paged_attention"
+EMPTY = np.float32(-1e30)  # the maximum of no scores
+
+
+def paged_attention(
+    ctx: Paged, q: jax.Array, pages: jax.Array, *, scale: float, window: int | None = None, softcap=None, sinks=None
+) -> jax.Array:
+    """As ops.paged.paged_attention, in f32."""
+    register(NAME, _part)
+    T, threads = q.shape[0], os.cpu_count() or 1
+    # a part of a long prompt has more to do than one before it: more parts than cores even that out
+    parts = min(T, threads if ctx.kv_lens.shape[0] >= T else 4 * threads)
+    logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    numbers = np.asarray([scale, softcap or 0.0], np.float32)
+
+    def part(start: int, end: int) -> jax.Array:
+        where = np.asarray([start, window or 0], np.int32)
+        call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct((end - start, *q.shape[1:]), jnp.float32))
+        return call(q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits)
+
+    edges = [T * i // parts for i in range(parts + 1)]
+    return jnp.concatenate([part(start, end) for start, end in itertools.pairwise(edges)])
+
+
+FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and infinity stay what they are
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def _weigh(scores, low, high, softcap, top, bits):
+    """Turn a row's scores between low and high into exp(score - maximum), the others into 0: (the maximum, or top if
+    that is greater; the sum)."""
+    if softcap > 0:
+        for j in range(low, high):
+            scores[j] = softcap * np.tanh(scores[j] / softcap)
+    for j in range(low, high):
+        top = max(top, scores[j])
+    # exp written out so that it becomes vectors: 2^n by its bits, times a polynomial of the rest
+    powers = bits.view(np.float32)
+    for j in range(low, high):
+        x = max(scores[j] - top, np.float32(-87.0))
+        n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+        f = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        p = np.float32(1.9875691e-4)
+        p = p * f + np.float32(1.3981999e-3)
+        p = p * f + np.float32(8.3334519e-3)
+        p = p * f + np.float32(4.1665796e-2)
+        p = p * f + np.float32(1.6666666e-1)
+        p = p * f + np.float32(0.5)
+        scores[j] = p * f * f + f + np.float32(1.0)
+        bits[j] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    total = np.float32(0.0)
+    for j in range(low, high):
+        scores[j] *= powers[j]
+        total += scores[j]
+    scores[:low], scores[high:] = 0.0, 0.0
+    return top, total
+
+
+@njit(nogil=True, cache=True)
+def _walk(rows, pages, table, head, position, G, window, softcap, tops, totals, out):
+    """A tile's rows [R, H], the first at position, over the keys of a head that they see; into out [R, H]."""
+    size, (R, H) = pages.shape[1], rows.shape
+    keys, values = np.zeros((BLOCK, H), np.float32), np.zeros((BLOCK, H), np.float32)
+    scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
+    bits = np.empty(BLOCK, np.int32)
+    end = position + R // G  # no key at or behind it is seen, nor written yet
+    earliest = max(0, position - window + 1) if window > 0 else 0
+    for start in range(earliest // BLOCK * BLOCK, end, BLOCK):
+        for j in range(min(BLOCK, end - start)):
+            place = pages[table[(start + j) // size], (start + j) % size]
+            for h in range(H):
+                keys[j, h] = place[2 * head, h]
+            for h in range(H):
+                values[j, h] = place[2 * head + 1, h]
+        np.dot(rows, keys.T, scores)
+        for r in range(R):
+            at = position + r // G - start
+            low = min(BLOCK, max(0, at - window + 1)) if window > 0 else 0
+            top, total = _weigh(scores[r], low, max(low, min(BLOCK, at + 1)), softcap, tops[r], bits)
+            shrink = np.exp(tops[r] - top)
+            tops[r], totals[r] = top, totals[r] * shrink + total
+            for h in range(H):
+                out[r, h] *= shrink
+        np.dot(scores, values, new)
+        for r in range(R):
+            for h in range(H):
+                out[r, h] += new[r, h]
+
+
+@njit(nogil=True, cache=True)
+def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, out):
+    """The tokens from `begin` on, as many as `out` holds."""
+    K, (_, N, H) = pages.shape[2] // 2, q.shape
+    G = N // K
+    rows, done = np.empty((TILE * G, H), np.float32), np.empty((TILE * G, H), np.float32)
+    tops, totals = np.empty(TILE * G, np.float32), np.empty(TILE * G, np.float32)
+    out[:] = 0.0  # what is padding
+    for seq in range(num_seqs):
+        last = min(cu_q_lens[seq + 1], begin + out.shape[0])
+        past = kv_lens[seq] - cu_q_lens[seq + 1]  # a token's position is this and its index
+        for token in range(max(cu_q_lens[seq], begin), last, TILE):
+            R = min(TILE, last - token) * G
+            for head in range(K):
+                for r in range(R):
+                    n = head * G + r % G
+                    tops[r], totals[r] = (sinks[n], 1.0) if sinks.shape[0] > 0 else (EMPTY, 0.0)
+                    for h in range(H):
+                        rows[r, h] = q[token + r // G, n, h] * scale
+                        done[r, h] = 0.0
+                _walk(
+                    rows[:R], pages, tables[seq], head, past + token, G, window, softcap, tops, totals, done[:R]
+                )  # fmt: skip
+                for r in range(R):
+                    share = np.float32(1.0) / max(totals[r], np.float32(1e-30))
+                    for h in range(H):
+                        out[token + r // G - begin, head * G + r % G, h] = done[r, h] * share
+
+
+@cfunc(FRAME, cache=True)
+def _part(frame):
+    """What XLA calls, with the arguments of `part` above."""
+    if is_question(frame):
+        return 0
+    q, pages, tables = argument(frame, 0), argument(frame, 1), argument(frame, 2)
+    sinks, out = argument(frame, 8), result(frame, 0)
+    T, N, H = dims(q)[0], dims(q)[1], dims(q)[2]
+    P, size, heads = dims(pages)[0], dims(pages)[1], dims(pages)[2]
+    S, M = dims(tables)[0], dims(tables)[1]
+    where = carray(data(argument(frame, 6)), 2, np.int32)
+    numbers = carray(data(argument(frame, 7)), 2, np.float32)
+    _attend(
+        carray(data(q), (T, N, H), np.float32),
+        carray(data(pages), (P, size, heads, H), np.float32),
+        carray(data(tables), (S, M), np.int32),
+        carray(data(argument(frame, 3)), S, np.int32),
+        carray(data(argument(frame, 4)), S + 1, np.int32),
+        carray(data(argument(frame, 5)), 1, np.int32)[0],
+        where[0], where[1], numbers[0], numbers[1],
+        carray(data(sinks), dims(sinks)[0], np.float32),
+        carray(data(out), (dims(out)[0], N, H), np.float32),
+    )  # fmt: skip
+    return 0

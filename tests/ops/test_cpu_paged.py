@@ -1,0 +1,66 @@
+"""Paged attention on a CPU (numba) against the reference, which any kernel is held to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dovetail.core.types import Paged
+from dovetail.ops.attention import choose_paged
+from dovetail.ops.kernels.cpu.paged import paged_attention as kernel
+from dovetail.ops.paged import paged_attention as reference
+
+PAGE = 4
+# (new tokens, tokens in all) of each sequence; then tokens and rows of padding
+BATCHES = {
+    "decode": ([(1, 3), (1, 150), (1, 65)], 3, 4),
+    "prompts": ([(70, 70), (1, 1), (33, 33)], 120, 3),
+    "mixed": ([(1, 90), (40, 130), (5, 64), (17, 17)], 80, 6),
+    "nothing": ([], 8, 2),
+}
+
+
+def batch(name: str, heads: int, kv_heads: int, dim: int) -> tuple[Paged, jax.Array, jax.Array]:
+    """Pages are NaN where no token was written: what must not be read shows."""
+    sequences, tokens, rows = BATCHES[name]
+    rng, width = np.random.default_rng(0), 40
+    count = 1 + sum(-(-total // PAGE) for _, total in sequences)
+    free = list(rng.permutation(count))
+    tables, kv_lens = np.full((rows, width), count - 1, np.int32), np.zeros(rows, np.int32)
+    cu_q_lens, pages = np.zeros(rows + 1, np.int32), np.full((count, PAGE, 2 * kv_heads, dim), np.nan, np.float32)
+    for i, (new, total) in enumerate(sequences):
+        mine = [free.pop() for _ in range(-(-total // PAGE))]
+        tables[i, : len(mine)], kv_lens[i], cu_q_lens[i + 1 :] = mine, total, cu_q_lens[i] + new
+        for at in range(total):
+            pages[mine[at // PAGE], at % PAGE] = rng.normal(size=pages.shape[2:])
+    q = rng.normal(size=(tokens, heads, dim)).astype(np.float32)
+    ctx = Paged(*(jnp.asarray(x) for x in (tables, kv_lens, cu_q_lens, np.asarray([len(sequences)], np.int32))))
+    return ctx, jnp.asarray(q), jnp.asarray(pages)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"window": 20}, {"softcap": 2.0}, {"sinks": jnp.linspace(-1, 4, 6)}, {"window": 3, "sinks": jnp.zeros(6)}],
+    ids=["plain", "window", "soft cap", "sinks", "window and sinks"],
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_equals_the_reference(name, more):
+    ctx, q, pages = batch(name, heads=6, kv_heads=2, dim=24)
+    got, want = (jax.jit(lambda *a, f=f: f(*a, scale=0.3, **more))(ctx, q, pages) for f in (kernel, reference))
+    real = int(ctx.cu_q_lens[ctx.num_seqs[0]])  # what the padding holds is nobody's business, so long as it is finite
+    np.testing.assert_allclose(got[:real], want[:real], atol=2e-6)
+    assert np.isfinite(got).all()
+
+
+def test_large_scores_do_not_overflow():
+    ctx, q, pages = batch("mixed", heads=4, kv_heads=4, dim=16)
+    got, want = (jax.jit(lambda *a, f=f: f(*a, scale=30.0))(ctx, q, pages) for f in (kernel, reference))
+    np.testing.assert_allclose(got[:63], want[:63], atol=2e-3)  # of scores in the hundreds
+
+
+def test_it_is_chosen_where_a_cpu_computes_in_f32():
+    q = jax.ShapeDtypeStruct((8, 6, 24), jnp.float32)
+    assert choose_paged("cpu", q) == "numba"
+    assert choose_paged("cpu", jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)) == "reference"
