@@ -22,7 +22,8 @@ from dovetail.core.types import Paged
 from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_question, register, result
 
 BLOCK = 64  # keys at a time
-TILE = 16  # queries that share a block
+TILE = 16  # queries that share a block, at most
+ALONE = 1 << 18  # multiplications up to which OpenBLAS stays on its caller's thread: others are XLA's
 NAME = "dovetail_paged_attention"
 EMPTY = np.float32(-1e30)  # the maximum of no scores
 
@@ -117,14 +118,15 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
     """The tokens from `begin` on, as many as `out` holds."""
     K, (_, N, H) = pages.shape[2] // 2, q.shape
     G = N // K
-    rows, done = np.empty((TILE * G, H), np.float32), np.empty((TILE * G, H), np.float32)
-    tops, totals = np.empty(TILE * G, np.float32), np.empty(TILE * G, np.float32)
+    tile = max(1, min(TILE, ALONE // (BLOCK * G * H)))
+    rows, done = np.empty((tile * G, H), np.float32), np.empty((tile * G, H), np.float32)
+    tops, totals = np.empty(tile * G, np.float32), np.empty(tile * G, np.float32)
     out[:] = 0.0  # what is padding
     for seq in range(num_seqs):
         last = min(cu_q_lens[seq + 1], begin + out.shape[0])
         past = kv_lens[seq] - cu_q_lens[seq + 1]  # a token's position is this and its index
-        for token in range(max(cu_q_lens[seq], begin), last, TILE):
-            R = min(TILE, last - token) * G
+        for token in range(max(cu_q_lens[seq], begin), last, tile):
+            R = min(tile, last - token) * G
             for head in range(K):
                 for r in range(R):
                     n = head * G + r % G
