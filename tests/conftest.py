@@ -3,27 +3,70 @@
 import os
 from pathlib import Path
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+from xla_flags import QUICK, flags
+
+os.environ.setdefault("XLA_FLAGS", flags(8))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would wait for each other: workers share the cores
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Compiling is most of the suite's time, and the second run need not do it again.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import gc
 
 import pytest
+
+# Torch and jax are millions of objects that the collector need not visit time and again.
+gc.set_threshold(50_000, 20, 50)
+
+
+# A module goes to one worker: those that take longest begin first, so that no worker is left with one at the end.
+LONG = """
+    test_api_chat test_engine_smollm2 test_kill test_step test_sharding test_parity test_meshes test_engine test_smollm2
+    test_cli test_api_tools test_mtp test_loop test_recipes_lower test_api_admin test_client test_api_command test_gguf
+""".split()
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist's own order: the modules of most tests first
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled():
     """Each compiled program maps memory, and a process may have 65,530 maps: thousands of tests' worth are too many."""
+    gc.freeze()
     yield
-    import gc
     import sys
 
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
         sys.modules["jax"].clear_caches()
+        gc.unfreeze()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """What this module compiles is optimised, in the processes that it starts too: the real model runs for longer than
+    that takes. XLA reads its flags once a process, so that here they are said again with each program."""
+    from jax._src import compiler
+
+    options_of = compiler.get_compile_options
+
+    def with_defaults(*args, **kwargs):
+        options = options_of(*args, **kwargs)
+        options.env_option_overrides = [*options.env_option_overrides, *((n, usual) for n, (_, usual) in QUICK.items())]
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", flags(8, quick=False))
+        patch.setattr(compiler, "get_compile_options", with_defaults)
+        yield
 
 
 @pytest.fixture(scope="session")

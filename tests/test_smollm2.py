@@ -10,7 +10,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from dovetail.io.load import convert
 
-pytestmark = pytest.mark.slow  # 135 M parameters, twice
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]  # 135 M parameters, twice
 
 PROMPTS = {
     "one word": "Hello",

@@ -70,12 +70,13 @@ def _arriving(llm, n: int, prompt: int, output: int, window: float) -> Measured:
 
 
 def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int) -> Measured:
-    """Drive the engine as LLM.generate does, with a clock at each request's first and last token."""
+    """Drive the engine as LLM.generate does, or a server where they come one by one, with a clock at each request's
+    first and last token."""
     from dovetail.engine.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     prompts = _prompts(n, prompt, llm.config.vocab, seed)
-    engine, start = llm.engine, time.perf_counter()
+    engine, at_once, start = llm.engine, moments[-1] == 0, time.perf_counter()
     asked: dict[str, float] = {}
     first, last = {}, {}
     while len(last) < n:
@@ -83,7 +84,7 @@ def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int)
             id = f"bench-{seed}-{len(asked)}"
             engine.add(id, prompts[len(asked)], params)
             asked[id] = start + moments[len(asked)]
-        for update in engine.step():
+        for update in engine.step(prompts_first=at_once):
             id, now = update.seq.request.id, time.perf_counter()
             first.setdefault(id, now)
             if update.finished:

@@ -152,7 +152,7 @@ def test_info_of_a_model(fake, capsys):
 
 
 @pytest.mark.slow
-def test_the_tour(smollm2_gguf):
+def test_the_tour(smollm2_gguf, optimised):
     out = dovetail("tour", "--max-tokens", "8", "--prompt", "What is the capital of France?", "--steps", "4")
     assert out.returncode == 0, out.stderr
     assert "Paris" in out.stdout and "tok/s" in out.stdout and "parameters" in out.stdout

@@ -1,4 +1,5 @@
-"""Tiny tokenizers of the kinds that real models have, trained here: no download, the same on every run."""
+"""Tiny tokenizers of the kinds that real models have, trained here: no download, the same on every run. And a folder
+of checkpoints."""
 
 import json
 
@@ -130,3 +131,25 @@ def any_backend(request) -> Tokenizer:
 def make_backend():
     """A fresh backend of a kind: `Tokenizer` takes it over, so tests do not share one."""
     return lambda kind: KINDS[kind]()
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    """What the checkpoints of `open_at` complained of."""
+    return []
+
+
+@pytest.fixture
+def open_at(tmp_path, problems):
+    """Checkpoints in tmp_path; all are closed at the end."""
+    from dovetail.io.checkpoint import Checkpoints
+
+    opened = []
+
+    def make(name="run", **options) -> Checkpoints:
+        opened.append(Checkpoints(tmp_path / name, on_problem=problems.append, **options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()

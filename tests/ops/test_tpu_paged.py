@@ -9,13 +9,13 @@ from ops.test_paged_kernel import BATCHES, arrays
 
 from dovetail.ops.paged import paged_attention
 
+USABLE = [name for name, (new, *_) in BATCHES.items() if min(new) > 0]  # upstream takes no sequence without a new token
+
 
 @pytest.mark.parametrize("extras", [{}, dict(window=9), dict(softcap=3.0)], ids=str)
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", USABLE)
 def test_equals_upstreams_reference(name, extras):
     ctx, q, pages, _, count = arrays(name)
-    if min(BATCHES[name][0]) == 0:
-        pytest.skip("upstream takes no sequence without a new token")
     expected = ref_ragged_paged_attention(
         q[:count], pages, ctx.kv_lens, ctx.block_tables, ctx.cu_q_lens, ctx.num_seqs, sm_scale=0.2,
         sliding_window=extras.get("window"), soft_cap=extras.get("softcap"),

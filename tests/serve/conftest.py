@@ -1,6 +1,7 @@
 """Servers: one with the real SmolLM2 in a process of its own, and scripted ones that need no engine."""
 
 import pytest
+from xla_flags import flags
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,9 @@ def real(smollm2_gguf, tokenizer):
 
     async def engine():
         options = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, policy="priority")
-        return await EngineClient.start(smollm2_gguf, options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XLA_FLAGS", flags(1, quick=False))  # as `optimised`
+            return await EngineClient.start(smollm2_gguf, options)
 
     with running(engine, tokenizer, admin_key="boss") as server:
         yield server

@@ -25,7 +25,7 @@ def command(*arguments: str, **env: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_it_serves_until_sigterm(smollm2_gguf):
+def test_it_serves_until_sigterm(smollm2_gguf, optimised):
     size = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
     process = command(str(smollm2_gguf), "--port", "0", "--served-model-name", "smol", *size, DOVETAIL_API_KEY="key")
     assert process.stdout is not None

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from train.runs import metrics, model_folder
+from xla_flags import flags
 
 from dovetail.train.exits import PREEMPTED
 
@@ -33,7 +34,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def start(place: Path, folder: Path, **more: str) -> subprocess.Popen:
-    environment = os.environ | {"DOVETAIL_HOME": str(place / "home"), "XLA_FLAGS": ""} | more
+    environment = os.environ | {"DOVETAIL_HOME": str(place / "home"), "XLA_FLAGS": flags(1)} | more
     command = [sys.executable, "-m", "dovetail", "pretrain", "tiny", f"model={model_folder(place)}", *OVERRIDES]
     with (place / f"{folder.name}.log").open("a") as log:
         return subprocess.Popen([*command, "--run-dir", str(folder)], env=environment, stdout=log, stderr=log)

@@ -62,8 +62,7 @@ def settings(model: str) -> Pretrain:
 def curve(wanted: Pretrain, devices: int) -> list[dict[str, np.ndarray]]:
     """The metrics of a few steps, each on a batch of its own."""
     ready = prepare(wanted, jax.devices()[:devices])
-    # most of the time here is LLVM's, and these programs run for milliseconds
-    state, step = ready.init(), ready.lower().compile(compiler_options={"xla_backend_optimization_level": 0})
+    state, step = ready.init(), ready.lower().compile()
     found = []
     for turn in range(STEPS):
         state, metrics = step(state, ready.put(some_batch(turn)))

@@ -31,11 +31,8 @@ from dovetail.train.settings import Loss, Optimizer, Precision
 from dovetail.train.state import TrainState, init_state, train_specs
 from dovetail.train.step import gradients, make_eval, make_step
 
-# Most of the time here is LLVM's, and these programs run for milliseconds.
-QUICK = {"xla_backend_optimization_level": 0}
 
-
-@functools.partial(jax.jit, static_argnames=("cfg", "settings"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("cfg", "settings"))
 def grads_of(params, cfg, settings, batch):
     return gradients(params, cfg, settings, batch, alone())
 
@@ -54,7 +51,7 @@ def trainer(cfg, settings, params=None):
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
     optimizer = make_optimizer(settings.optimizer, rate, train_specs(cfg, settings))
     state = init_state(cfg, settings, optimizer, alone(), params)
-    return state, jax.jit(make_step(cfg, settings, optimizer, rate, alone()), compiler_options=QUICK)
+    return state, jax.jit(make_step(cfg, settings, optimizer, rate, alone()))
 
 
 def same(a, b) -> None:
