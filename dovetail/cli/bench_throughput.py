@@ -64,8 +64,6 @@ def _arriving(llm, n: int, prompt: int, output: int, window: float) -> Measured:
 
     moments = np.sort(np.random.default_rng(7).uniform(0, window, n)).tolist()
     _run(llm, n, prompt, output, moments, seed=1)
-    gc.collect()
-    gc.freeze()  # as a server does: a search for garbage amid the run would be everybody's wait
     return _run(llm, n, prompt, output, moments, seed=2)
 
 
@@ -76,6 +74,8 @@ def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int)
 
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     prompts = _prompts(n, prompt, llm.config.vocab, seed)
+    gc.collect()
+    gc.freeze()  # as a server does, and generate: a search for garbage amid the run would be everybody's wait
     engine, at_once, start = llm.engine, moments[-1] == 0, time.perf_counter()
     asked: dict[str, float] = {}
     first, last = {}, {}
