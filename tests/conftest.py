@@ -21,9 +21,12 @@ gc.set_threshold(50_000, 20, 50)
 
 
 # A module goes to one worker: those that take longest begin first, so that no worker is left with one at the end.
+# `make test-fast` leaves them out.
 LONG = """
     test_api_chat test_engine_smollm2 test_kill test_step test_sharding test_parity test_meshes test_engine test_smollm2
     test_cli test_api_tools test_mtp test_loop test_recipes_lower test_api_admin test_client test_api_command test_gguf
+    test_sample test_lowering test_api_clients test_hub test_client_faults test_api_schema test_tpu_paged
+    test_scheduler_traffic
 """.split()
 
 
@@ -31,8 +34,12 @@ def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist's own order: the modules of most tests first
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     place = {name: i for i, name in enumerate(LONG)}
+    for item in items:
+        if item.path.stem in place:
+            item.add_marker("slow")
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
