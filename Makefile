@@ -33,6 +33,6 @@ test: lint
 test-fast: $(STAMP)
 	$(PY) -m pytest -q -m "not slow and not thorough" $(PYTEST_ARGS)
 
-# Everything, the whole of each matrix too: about half an hour on two cores.
+# Everything, the whole of each matrix too.
 test-thorough: lint
 	$(PY) -m pytest -q $(PYTEST_ARGS)

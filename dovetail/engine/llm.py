@@ -118,7 +118,7 @@ class LLM:
         try:
             with _no_collection(), _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
                 while remaining:
-                    for id in {update.id for update in self._step() if update.finished} & remaining:
+                    for id in {update.id for update in self._step(prompts_first=True) if update.finished} & remaining:
                         if self.engine.is_done(id):
                             outputs[id] = self.engine.output(id)
                             remaining.discard(id)
@@ -189,9 +189,9 @@ class LLM:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _step(self) -> list[Update]:
+    def _step(self, prompts_first: bool = False) -> list[Update]:
         """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
-        updates = self.engine.step(prompts_first=True)  # nobody watches a single stream's pace here
+        updates = self.engine.step(prompts_first)
         for update in updates:
             if update.id in self._streams:
                 self._streams[update.id].append(update)

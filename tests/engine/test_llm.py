@@ -151,10 +151,10 @@ def test_generate_amid_a_stream_takes_none_of_its_tokens(llm, answers):
 def test_who_interrupts_generate_leaves_nothing_behind(llm, answers):
     step, steps = llm.engine.step, iter(range(4))
 
-    def interrupted(**how):
+    def interrupted(*how):
         if next(steps, None) is None:
             raise KeyboardInterrupt
-        return step(**how)
+        return step(*how)
 
     llm.engine.step = interrupted
     with pytest.raises(KeyboardInterrupt):

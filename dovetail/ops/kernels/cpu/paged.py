@@ -23,6 +23,7 @@ from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_questio
 
 BLOCK = 64  # keys at a time
 TILE = 16  # queries that share a block, at most
+MOST_PARTS = 32  # of a call: each is compiled
 ALONE = 1 << 18  # multiplications up to which OpenBLAS stays on its caller's thread: others are XLA's
 NAME = "dovetail_paged_attention"
 EMPTY = np.float32(-1e30)  # the maximum of no scores
@@ -35,7 +36,7 @@ def paged_attention(
     register(NAME, _part)
     T, threads = q.shape[0], os.cpu_count() or 1
     # a part of a long prompt has more to do than one before it: more parts than cores even that out
-    parts = min(T, threads if ctx.kv_lens.shape[0] >= T else 4 * threads)
+    parts = min(MOST_PARTS, *((T, threads) if ctx.kv_lens.shape[0] >= T else (-(-T // TILE), 4 * threads)))
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     numbers = np.asarray([scale, softcap or 0.0], np.float32)
 

@@ -29,7 +29,6 @@ def cross_entropy_rows(
     softcap: float | None,
     dtype: Any,
     block: int = BLOCK,
-    num_warps: int = 8,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(log p of the target, logsumexp, whether the target is the likeliest, each [R]; the gradient of
@@ -40,7 +39,7 @@ def cross_entropy_rows(
         functools.partial(_kernel, block=min(block, 1 << (V - 1).bit_length()), z=z, softcap=softcap),
         grid=(R,),
         out_shape=[numbers, numbers, numbers, jax.ShapeDtypeStruct((R, V), dtype)],
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=2),
         interpret=interpret,
         name="cross_entropy_rows",
     )(logits, targets, weight)
