@@ -154,6 +154,17 @@ def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
 EXTRAS = Loss(z=1e-3, router_aux=0.05)
 
 
+def test_logits_are_held_in_what_the_recipe_says():
+    cfg, batch = config("dense"), some_batch(0)
+    params = fresh(cfg, recipe())
+    whole, half, same = (
+        float(grads_of(params, cfg, recipe(precision=Precision("f32", logits=logits)), batch)[1]["loss"])
+        for logits in ("f32", "bf16", "")
+    )
+    assert whole == same and whole != half
+    np.testing.assert_allclose(half, whole, rtol=1e-2)
+
+
 @pytest.mark.parametrize("name", ["dense", "moe", pytest.param("latent", marks=pytest.mark.thorough)])
 def test_a_batch_in_parts_is_the_batch(name):
     """Loss, metrics and gradients, though the parts have different numbers of targets."""
