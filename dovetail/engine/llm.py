@@ -113,20 +113,8 @@ class LLM:
         each = list(params) if isinstance(params, Many) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling params")
-        ids = self._add(many, each)
-        remaining, outputs = set(ids), {}
-        try:
-            with _no_collection(), _bar(len(ids), len(ids) > 8 if progress is None else progress) as tick:
-                while remaining:
-                    for id in {update.id for update in self._step(prompts_first=True) if update.finished} & remaining:
-                        if self.engine.is_done(id):
-                            outputs[id] = self.engine.output(id)
-                            remaining.discard(id)
-                            tick()
-        finally:  # who interrupts this leaves nothing behind
-            for id in remaining:
-                self.engine.abort(id)
-        return [outputs[id] for id in ids]
+        with _no_collection():
+            return self._finish(self._add(many, each), len(many) > 8 if progress is None else progress)
 
     def chat(
         self,
@@ -196,6 +184,22 @@ class LLM:
             if update.id in self._streams:
                 self._streams[update.id].append(update)
         return updates
+
+    def _finish(self, ids: list[str], progress: bool) -> list[RequestOutput]:
+        """Step until these are done; their outputs, in order."""
+        remaining, outputs = set(ids), {}
+        try:
+            with _bar(len(ids), progress) as tick:
+                while remaining:
+                    for id in {update.id for update in self._step(prompts_first=True) if update.finished} & remaining:
+                        if self.engine.is_done(id):
+                            outputs[id] = self.engine.output(id)
+                            remaining.discard(id)
+                            tick()
+        finally:  # who interrupts this leaves nothing behind
+            for id in remaining:
+                self.engine.abort(id)
+        return [outputs[id] for id in ids]
 
     def _chat_tokens(self, messages, tools, template) -> list[int]:
         if self.tokenizer is None:

@@ -51,7 +51,7 @@ class Launched:
 
 
 MOST_PADDING = 4  # times a step's tokens
-SMALL = 64  # tokens
+SMALL = 128  # tokens
 
 
 class Runner:
@@ -164,10 +164,10 @@ class Runner:
 
 
 def _options(shape: Shape, platform: str | None) -> dict[str, Any] | None:
-    """XLA's own matrix products win for a few rows, and either for many; between, its choice is wrong and cuBLAS's are
-    better (64 rows of an 8B model: 10% of a step)."""
+    """XLA's own matrix products win for a few rows. For more its choice is wrong and cuBLAS's are better (64 rows of an
+    8B model: 10% of a step); those also add the residual stream where it is large (see ops.norm)."""
     on_gpu = (platform or jax.default_backend()) in ("cuda", "gpu")
-    return {"xla_gpu_enable_triton_gemm": False} if on_gpu and 8 < shape.tokens <= 256 else None
+    return {"xla_gpu_enable_triton_gemm": False} if on_gpu and shape.tokens > 8 else None
 
 
 @functools.partial(

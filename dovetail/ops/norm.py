@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from dovetail.core.types import Packed, Paged, is_one_gpu
 
+MANY = 1024  # tokens from which the product that made a delta had better add it itself (cuBLAS can; XLA sees to it)
+
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float = 0.0) -> jax.Array:
     """x / rms(x) * (offset + weight) over the last dim; Gemma 2 and 3 store weight - 1, so their offset is 1."""
@@ -29,6 +31,8 @@ def add_rms_norm(
     if isinstance(ctx, Paged) and weight is not None and is_one_gpu(ctx.platform, ctx.placement):
         from dovetail.ops.kernels.gpu.norm import add_rms_norm as kernel
 
+        if delta is not None and x.shape[0] >= MANY:
+            x, delta = x + delta, None
         return kernel(x, delta, weight, eps, offset)
     x = x if delta is None else x + delta
     return x, x if weight is None else rms_norm(x, weight, eps, offset)

@@ -39,8 +39,8 @@ def paged_attention(
     block: int | None = None,
     rows: int | None = None,
     splits: int | None = None,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
+    num_warps: int = 4,
+    num_stages: int = 2,
     interpret: bool = False,
 ) -> jax.Array:
     T, N, H = q.shape
@@ -52,8 +52,7 @@ def paged_attention(
     tile = 1 if decode else rows // group
     tile_seq, first, count, position = tiles_of(ctx, T, tile)
     splits = splits or _splits(tile_seq.shape[0] * K, ctx.block_tables.shape[1] * pages.shape[1], decode)
-    few = decode and splits == 1 and tile_seq.shape[0] * K <= 512  # measured: 64 sequences of 8 key heads
-    block = block or (64 if decode and not few else 32)
+    block = block or (64 if decode else 32)
     kernel = functools.partial(
         _kernel, N=N, K=K, page_size=pages.shape[1], rows=rows, group=group, block=block, splits=splits,
         decode=decode, scale=scale, window=window, softcap=softcap,
@@ -64,9 +63,9 @@ def paged_attention(
     ]
     out, lse = pl.pallas_call(
         kernel,
-        grid=(tile_seq.shape[0], K, splits),
+        grid=(K * tile_seq.shape[0], splits),  # heads first: those of a page lie side by side and are read together
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps or (2 if few else 4), num_stages=num_stages or 3),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=f"paged_attention_{'decode' if decode else 'mixed'}",
     )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H))
@@ -87,7 +86,7 @@ def _kernel(
     window: int | None, softcap: float | None,
 ):  # fmt: skip
     """q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H]: rows are reckoned here, all in one way."""
-    tile, head, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head, tile, split = pl.program_id(0) % K, pl.program_id(0) // K, pl.program_id(1)
     H, G = q_ref.shape[1], N // K
     seq, first, count, position = seq_ref[tile], first_ref[tile], count_ref[tile], position_ref[tile]
     row = jnp.arange(rows)
@@ -108,7 +107,8 @@ def _kernel(
         top, total, out = carry
         k_pos = j * block + jnp.arange(block)
         in_use = k_pos < position + count
-        page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), jnp.where(in_use, k_pos, 0) // page_size])
+        known = k_pos if all_visible else jnp.where(in_use, k_pos, 0)
+        page = plgpu.load(tables_ref.at[jnp.full_like(k_pos, seq), known // page_size])
         k_row = ((page * page_size + k_pos % page_size) * (2 * K) + 2 * head)[:, None]
         masks: dict[str, Any] = {} if all_visible else dict(mask=in_use[:, None], other=0.0)
         k = plgpu.load(pages_ref.at[k_row, lanes], **masks)
