@@ -23,7 +23,9 @@ from dovetail.ops.kernels.cpu.ffi import FRAME, argument, data, dims, is_questio
 
 BLOCK = 64  # keys at a time
 TILE = 16  # queries that share a block, at most
-MOST_PARTS = 32  # of a call: each is compiled
+PARTS = 6  # of a call for each thread: XLA gives half of the calls that may run to another thread while they are over 8
+MOST_PARTS = 96  # each is compiled
+LEAST = 8  # tokens of a prompt in a slice: they share what is read
 ALONE = 1 << 18  # multiplications up to which OpenBLAS stays on its caller's thread: others are XLA's
 NAME = "dovetail_paged_attention"
 EMPTY = np.float32(-1e30)  # the maximum of no scores
@@ -34,19 +36,29 @@ def paged_attention(
 ) -> jax.Array:
     """As ops.paged.paged_attention, in f32."""
     register(NAME, _part)
-    T, threads = q.shape[0], os.cpu_count() or 1
-    # a part of a long prompt has more to do than one before it: more parts than cores even that out
-    parts = min(MOST_PARTS, *((T, threads) if ctx.kv_lens.shape[0] >= T else (-(-T // TILE), 4 * threads)))
+    (T, N, H), K = q.shape, pages.shape[2] // 2
+    edges = [K * at for at in _edges(T, LEAST)] if ctx.kv_lens.shape[0] < T else _edges(T * K, 1)
+    slices = list(itertools.pairwise(edges))
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     numbers = np.asarray([scale, softcap or 0.0], np.float32)
 
-    def part(start: int, end: int) -> jax.Array:
-        where = np.asarray([start, window or 0], np.int32)
-        call = jax.ffi.ffi_call(NAME, jax.ShapeDtypeStruct((end - start, *q.shape[1:]), jnp.float32))
-        return call(q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits)
+    def part(i: int) -> tuple[jax.Array, jax.Array]:
+        # one from the front with one from the back: of a long prompt, the later has the more to do
+        two = slices[i], slices[-1 - i]
+        where = np.asarray([two[0][0], two[1][0], window or 0], np.int32)
+        out = [jax.ShapeDtypeStruct((end - start, N // K, H), jnp.float32) for start, end in two]
+        given = q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits
+        return tuple(jax.ffi.ffi_call(NAME, out)(*given))
 
-    edges = [T * i // parts for i in range(parts + 1)]
-    return jnp.concatenate([part(start, end) for start, end in itertools.pairwise(edges)])
+    front, back = zip(*(part(i) for i in range(len(slices) // 2)), strict=True)
+    return jnp.concatenate([*front, *reversed(back)]).reshape(q.shape)
+
+
+def _edges(count: int, least: int) -> list[int]:
+    """Where to cut `count` units for XLA's threads, into two slices a part: `least` of them in a slice, if there are."""
+    threads = os.cpu_count() or 1
+    parts = max(1, min(PARTS * threads, MOST_PARTS, count // (2 * least))) if threads > 1 else 1
+    return [count * i // (2 * parts) for i in range(2 * parts + 1)]
 
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and infinity stay what they are
@@ -116,19 +128,20 @@ def _walk(rows, pages, table, head, position, G, window, softcap, tops, totals, 
 
 @njit(nogil=True, cache=True)
 def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, out):
-    """The tokens from `begin` on, as many as `out` holds."""
+    """The units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each."""
     K, (_, N, H) = pages.shape[2] // 2, q.shape
-    G = N // K
-    tile = max(1, min(TILE, ALONE // (BLOCK * G * H)))
+    G, end = N // K, begin + out.shape[0]
+    whole = begin % K == 0 and end % K == 0  # no token is shared with another slice
+    tile = max(1, min(TILE, ALONE // (BLOCK * G * H))) if whole else 1
     rows, done = np.empty((tile * G, H), np.float32), np.empty((tile * G, H), np.float32)
     tops, totals = np.empty(tile * G, np.float32), np.empty(tile * G, np.float32)
     out[:] = 0.0  # what is padding
     for seq in range(num_seqs):
-        last = min(cu_q_lens[seq + 1], begin + out.shape[0])
+        last = min(cu_q_lens[seq + 1], (end + K - 1) // K)
         past = kv_lens[seq] - cu_q_lens[seq + 1]  # a token's position is this and its index
-        for token in range(max(cu_q_lens[seq], begin), last, tile):
+        for token in range(max(cu_q_lens[seq], begin // K), last, tile):
             R = min(tile, last - token) * G
-            for head in range(K):
+            for head in range(max(0, begin - token * K), min(K, end - token * K)):
                 for r in range(R):
                     n = head * G + r % G
                     tops[r], totals[r] = (sinks[n], 1.0) if sinks.shape[0] > 0 else (EMPTY, 0.0)
@@ -141,7 +154,7 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
                 for r in range(R):
                     share = np.float32(1.0) / max(totals[r], np.float32(1e-30))
                     for h in range(H):
-                        out[token + r // G - begin, head * G + r % G, h] = done[r, h] * share
+                        out[(token + r // G) * K + head - begin, r % G, h] = done[r, h] * share
 
 
 @cfunc(FRAME, cache=True)
@@ -150,21 +163,23 @@ def _part(frame):
     if is_question(frame):
         return 0
     q, pages, tables = argument(frame, 0), argument(frame, 1), argument(frame, 2)
-    sinks, out = argument(frame, 8), result(frame, 0)
+    sinks = argument(frame, 8)
     T, N, H = dims(q)[0], dims(q)[1], dims(q)[2]
     P, size, heads = dims(pages)[0], dims(pages)[1], dims(pages)[2]
     S, M = dims(tables)[0], dims(tables)[1]
-    where = carray(data(argument(frame, 6)), 2, np.int32)
+    where = carray(data(argument(frame, 6)), 3, np.int32)
     numbers = carray(data(argument(frame, 7)), 2, np.float32)
-    _attend(
-        carray(data(q), (T, N, H), np.float32),
-        carray(data(pages), (P, size, heads, H), np.float32),
-        carray(data(tables), (S, M), np.int32),
-        carray(data(argument(frame, 3)), S, np.int32),
-        carray(data(argument(frame, 4)), S + 1, np.int32),
-        carray(data(argument(frame, 5)), 1, np.int32)[0],
-        where[0], where[1], numbers[0], numbers[1],
-        carray(data(sinks), dims(sinks)[0], np.float32),
-        carray(data(out), (dims(out)[0], N, H), np.float32),
-    )  # fmt: skip
+    for i in range(2):
+        out = result(frame, i)
+        _attend(
+            carray(data(q), (T, N, H), np.float32),
+            carray(data(pages), (P, size, heads, H), np.float32),
+            carray(data(tables), (S, M), np.int32),
+            carray(data(argument(frame, 3)), S, np.int32),
+            carray(data(argument(frame, 4)), S + 1, np.int32),
+            carray(data(argument(frame, 5)), 1, np.int32)[0],
+            where[i], where[2], numbers[0], numbers[1],
+            carray(data(sinks), dims(sinks)[0], np.float32),
+            carray(data(out), (dims(out)[0], dims(out)[1], H), np.float32),
+        )  # fmt: skip
     return 0
