@@ -37,8 +37,7 @@ def paged_attention(
     """As ops.paged.paged_attention, in f32."""
     register(NAME, _part)
     (T, N, H), K = q.shape, pages.shape[2] // 2
-    edges = [K * at for at in _edges(T, LEAST)] if ctx.kv_lens.shape[0] < T else _edges(T * K, 1)
-    slices = list(itertools.pairwise(edges))
+    slices = _slices(T, K, decoding=ctx.kv_lens.shape[0] >= T)
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     numbers = np.asarray([scale, softcap or 0.0], np.float32)
 
@@ -54,11 +53,14 @@ def paged_attention(
     return jnp.concatenate([*front, *reversed(back)]).reshape(q.shape)
 
 
-def _edges(count: int, least: int) -> list[int]:
-    """Where to cut `count` units for XLA's threads, into two slices a part: `least` of them in a slice, if there are."""
+def _slices(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
+    """An even number of slices of the T * K units (a token with a key head each), two for each part: between tokens, and
+    between a token's heads where few decode."""
     threads = os.cpu_count() or 1
-    parts = max(1, min(PARTS * threads, MOST_PARTS, count // (2 * least))) if threads > 1 else 1
-    return [count * i // (2 * parts) for i in range(2 * parts + 1)]
+    most = 2 * min(PARTS * threads, MOST_PARTS) if threads > 1 else 2
+    count, size = (T * K, 1) if decoding and T < most else (T, K)
+    number = max(2, min(most, count if decoding else count // LEAST) // 2 * 2)
+    return list(itertools.pairwise([count * i // number * size for i in range(number + 1)]))
 
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and infinity stay what they are
@@ -96,34 +98,35 @@ def _weigh(scores, low, high, softcap, top, bits):
 
 
 @njit(nogil=True, cache=True)
-def _walk(rows, pages, table, head, position, G, window, softcap, tops, totals, out):
-    """A tile's rows [R, H], the first at position, over the keys of a head that they see; into out [R, H]."""
-    size, (R, H) = pages.shape[1], rows.shape
-    keys, values = np.zeros((BLOCK, H), np.float32), np.zeros((BLOCK, H), np.float32)
-    scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
-    bits = np.empty(BLOCK, np.int32)
+def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals, out, keys, values, scores, new, bits):
+    """A tile's rows [heads, R, H], the first at position, over the keys that they see, of the key heads from `first` on;
+    into out [heads, R, H]. All heads of a block are copied in one go, as they lie: memory is read in order."""
+    size, (heads, R, H) = pages.shape[1], rows.shape
     end = position + R // G  # no key at or behind it is seen, nor written yet
     earliest = max(0, position - window + 1) if window > 0 else 0
     for start in range(earliest // BLOCK * BLOCK, end, BLOCK):
         for j in range(min(BLOCK, end - start)):
             place = pages[table[(start + j) // size], (start + j) % size]
-            for h in range(H):
-                keys[j, h] = place[2 * head, h]
-            for h in range(H):
-                values[j, h] = place[2 * head + 1, h]
-        np.dot(rows, keys.T, scores)
-        for r in range(R):
-            at = position + r // G - start
-            low = min(BLOCK, max(0, at - window + 1)) if window > 0 else 0
-            top, total = _weigh(scores[r], low, max(low, min(BLOCK, at + 1)), softcap, tops[r], bits)
-            shrink = np.exp(tops[r] - top)
-            tops[r], totals[r] = top, totals[r] * shrink + total
-            for h in range(H):
-                out[r, h] *= shrink
-        np.dot(scores, values, new)
-        for r in range(R):
-            for h in range(H):
-                out[r, h] += new[r, h]
+            for k in range(heads):
+                for h in range(H):
+                    keys[k, j, h] = place[2 * (first + k), h]
+                for h in range(H):
+                    values[k, j, h] = place[2 * (first + k) + 1, h]
+        for k in range(heads):
+            np.dot(rows[k], keys[k].T, scores)
+            for r in range(R):
+                at = position + r // G - start
+                low = min(BLOCK, max(0, at - window + 1)) if window > 0 else 0
+                high = max(low, min(BLOCK, at + 1))
+                top, total = _weigh(scores[r], low, high, softcap, tops[k, r], bits)
+                shrink = np.exp(tops[k, r] - top)
+                tops[k, r], totals[k, r] = top, totals[k, r] * shrink + total
+                for h in range(H):
+                    out[k, r, h] *= shrink
+            np.dot(scores, values[k], new)
+            for r in range(R):
+                for h in range(H):
+                    out[k, r, h] += new[r, h]
 
 
 @njit(nogil=True, cache=True)
@@ -133,28 +136,34 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
     G, end = N // K, begin + out.shape[0]
     whole = begin % K == 0 and end % K == 0  # no token is shared with another slice
     tile = max(1, min(TILE, ALONE // (BLOCK * G * H))) if whole else 1
-    rows, done = np.empty((tile * G, H), np.float32), np.empty((tile * G, H), np.float32)
-    tops, totals = np.empty(tile * G, np.float32), np.empty(tile * G, np.float32)
+    keys, values = np.zeros((K, BLOCK, H), np.float32), np.zeros((K, BLOCK, H), np.float32)
+    bits = np.empty(BLOCK, np.int32)
     out[:] = 0.0  # what is padding
     for seq in range(num_seqs):
         last = min(cu_q_lens[seq + 1], (end + K - 1) // K)
         past = kv_lens[seq] - cu_q_lens[seq + 1]  # a token's position is this and its index
         for token in range(max(cu_q_lens[seq], begin // K), last, tile):
-            R = min(tile, last - token) * G
-            for head in range(max(0, begin - token * K), min(K, end - token * K)):
+            first, R = max(0, begin - token * K), min(tile, last - token) * G
+            heads = min(K, end - token * K) - first
+            rows, done = np.empty((heads, R, H), np.float32), np.zeros((heads, R, H), np.float32)
+            tops, totals = np.full((heads, R), EMPTY), np.zeros((heads, R), np.float32)
+            for k in range(heads):
                 for r in range(R):
-                    n = head * G + r % G
-                    tops[r], totals[r] = (sinks[n], 1.0) if sinks.shape[0] > 0 else (EMPTY, 0.0)
+                    n = (first + k) * G + r % G
+                    if sinks.shape[0] > 0:
+                        tops[k, r], totals[k, r] = sinks[n], 1.0
                     for h in range(H):
-                        rows[r, h] = q[token + r // G, n, h] * scale
-                        done[r, h] = 0.0
-                _walk(
-                    rows[:R], pages, tables[seq], head, past + token, G, window, softcap, tops, totals, done[:R]
-                )  # fmt: skip
+                        rows[k, r, h] = q[token + r // G, n, h] * scale
+            scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
+            _walk(
+                rows, pages, tables[seq], first, past + token, G, window, softcap, tops, totals, done,
+                keys, values, scores, new, bits,
+            )  # fmt: skip
+            for k in range(heads):
                 for r in range(R):
-                    share = np.float32(1.0) / max(totals[r], np.float32(1e-30))
+                    share = np.float32(1.0) / max(totals[k, r], np.float32(1e-30))
                     for h in range(H):
-                        out[(token + r // G) * K + head - begin, r % G, h] = done[r, h] * share
+                        out[(token + r // G) * K + first + k - begin, r % G, h] = done[k, r, h] * share
 
 
 @cfunc(FRAME, cache=True)
