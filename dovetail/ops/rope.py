@@ -67,8 +67,8 @@ class Rope:
 
 
 def _computed_once(*tables: jax.Array) -> tuple[jax.Array, ...]:
-    """The same. XLA's CPU backend computes a cosine again wherever it is read, for each head of each layer (5% of a step
-    that decodes 64 sequences), and ignores barriers; what comes out of a product it keeps."""
+    """The same. XLA's CPU backend computes a cosine again wherever it is read, for each head of each layer (5% of a
+    step that decodes 64 sequences), and ignores barriers; what comes out of a product it keeps."""
     return tuple(table @ jnp.eye(table.shape[-1], dtype=table.dtype) for table in tables)
 
 

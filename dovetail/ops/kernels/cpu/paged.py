@@ -47,18 +47,19 @@ def paged_attention(
         where = np.asarray([two[0][0], two[1][0], window or 0], np.int32)
         out = [jax.ShapeDtypeStruct((end - start, N // K, H), jnp.float32) for start, end in two]
         given = q, pages, ctx.block_tables, ctx.kv_lens, ctx.cu_q_lens, ctx.num_seqs, where, numbers, logits
-        return tuple(jax.ffi.ffi_call(NAME, out)(*given))
+        front, back = jax.ffi.ffi_call(NAME, out)(*given)
+        return front, back
 
-    front, back = zip(*(part(i) for i in range(len(slices) // 2)), strict=True)
-    return jnp.concatenate([*front, *reversed(back)]).reshape(q.shape)
+    fronts, backs = zip(*(part(i) for i in range(len(slices) // 2)), strict=True)
+    return jnp.concatenate([*fronts, *reversed(backs)]).reshape(q.shape)
 
 
 def _slices(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
-    """An even number of slices of the T * K units (a token with a key head each), two for each part: between tokens, and
-    between a token's heads where few decode."""
-    threads = os.cpu_count() or 1
+    """An even number of slices of the T * K units (a token with a key head each), two for each part: between tokens,
+    and between a token's heads where few decode."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = 2 * min(PARTS * threads, MOST_PARTS) if threads > 1 else 2
-    count, size = (T * K, 1) if decoding and T < most else (T, K)
+    count, size = (T * K, 1) if decoding and most > T else (T, K)
     number = max(2, min(most, count if decoding else count // LEAST) // 2 * 2)
     return list(itertools.pairwise([count * i // number * size for i in range(number + 1)]))
 
@@ -98,10 +99,12 @@ def _weigh(scores, low, high, softcap, top, bits):
 
 
 @njit(nogil=True, cache=True)
-def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals, out, keys, values, scores, new, bits):
-    """A tile's rows [heads, R, H], the first at position, over the keys that they see, of the key heads from `first` on;
-    into out [heads, R, H]. All heads of a block are copied in one go, as they lie: memory is read in order."""
+def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals, out, keys, values):
+    """A tile's rows [heads, R, H], the first at position, over the keys that they see, of the key heads from `first`
+    on; into out [heads, R, H]. All heads of a block are copied in one go, as they lie: memory is read in order."""
     size, (heads, R, H) = pages.shape[1], rows.shape
+    scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
+    bits = np.empty(BLOCK, np.int32)
     end = position + R // G  # no key at or behind it is seen, nor written yet
     earliest = max(0, position - window + 1) if window > 0 else 0
     for start in range(earliest // BLOCK * BLOCK, end, BLOCK):
@@ -137,7 +140,6 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
     whole = begin % K == 0 and end % K == 0  # no token is shared with another slice
     tile = max(1, min(TILE, ALONE // (BLOCK * G * H))) if whole else 1
     keys, values = np.zeros((K, BLOCK, H), np.float32), np.zeros((K, BLOCK, H), np.float32)
-    bits = np.empty(BLOCK, np.int32)
     out[:] = 0.0  # what is padding
     for seq in range(num_seqs):
         last = min(cu_q_lens[seq + 1], (end + K - 1) // K)
@@ -154,10 +156,8 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
                         tops[k, r], totals[k, r] = sinks[n], 1.0
                     for h in range(H):
                         rows[k, r, h] = q[token + r // G, n, h] * scale
-            scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
             _walk(
-                rows, pages, tables[seq], first, past + token, G, window, softcap, tops, totals, done,
-                keys, values, scores, new, bits,
+                rows, pages, tables[seq], first, past + token, G, window, softcap, tops, totals, done, keys, values
             )  # fmt: skip
             for k in range(heads):
                 for r in range(R):
