@@ -9,6 +9,7 @@ import pytest
 
 from dovetail.core.types import Paged
 from dovetail.ops.attention import choose_paged
+from dovetail.ops.kernels.cpu import paged
 from dovetail.ops.kernels.cpu.paged import paged_attention as kernel
 from dovetail.ops.paged import paged_attention as reference
 
@@ -65,3 +66,19 @@ def test_it_is_chosen_where_a_cpu_computes_in_f32():
     q = jax.ShapeDtypeStruct((8, 6, 24), jnp.float32)
     assert choose_paged("cpu", q) == "numba"
     assert choose_paged("cpu", jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)) == "reference"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16, 200])
+@pytest.mark.parametrize("tokens, decoding", [(1, True), (9, True), (300, True), (2, False), (4096, False)])
+def test_slices_hold_every_unit_once(monkeypatch, threads, tokens, decoding):
+    monkeypatch.setattr(paged, "threads", lambda: threads)
+    slices = paged.slices_of(tokens, 3, decoding)
+    assert [unit for start, end in slices for unit in range(start, end)] == list(range(3 * tokens))
+    assert len(slices) % 2 == 0 and len(slices) <= 2 * paged.MOST_PARTS
+    assert decoding or all(start % 3 == 0 for start, _ in slices), "prompts are cut between tokens"
+
+
+def test_a_long_batch_has_more_parts_than_xla_keeps_to_one_thread(monkeypatch):
+    monkeypatch.setattr(paged, "threads", lambda: 2)
+    for tokens, decoding in ((64, True), (8, True), (256, False)):
+        assert len(paged.slices_of(tokens, 3, decoding)) // 2 > 9

@@ -37,7 +37,7 @@ def paged_attention(
     """As ops.paged.paged_attention, in f32."""
     register(NAME, _part)
     (T, N, H), K = q.shape, pages.shape[2] // 2
-    slices = _slices(T, K, decoding=ctx.kv_lens.shape[0] >= T)
+    slices = slices_of(T, K, decoding=ctx.kv_lens.shape[0] >= T)
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     numbers = np.asarray([scale, softcap or 0.0], np.float32)
 
@@ -54,14 +54,18 @@ def paged_attention(
     return jnp.concatenate([*fronts, *reversed(backs)]).reshape(q.shape)
 
 
-def _slices(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
+def slices_of(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
     """An even number of slices of the T * K units (a token with a key head each), two for each part: between tokens,
     and between a token's heads where few decode."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = 2 * min(PARTS * threads, MOST_PARTS) if threads > 1 else 2
+    most = 2 * min(PARTS * threads(), MOST_PARTS) if threads() > 1 else 2
     count, size = (T * K, 1) if decoding and most > T else (T, K)
     number = max(2, min(most, count if decoding else count // LEAST) // 2 * 2)
     return list(itertools.pairwise([count * i // number * size for i in range(number + 1)]))
+
+
+def threads() -> int:
+    """That XLA has: the cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and infinity stay what they are
