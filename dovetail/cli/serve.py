@@ -42,7 +42,9 @@ def serve(
     max_model_len: int = typer.Option(0, min=0, help="0: the model's own.", rich_help_panel=_ENGINE),
     max_num_seqs: int = typer.Option(256, min=1, help="Sequences in a batch.", rich_help_panel=_ENGINE),
     max_num_batched_tokens: int = typer.Option(8192, min=1, help="Tokens of one step.", rich_help_panel=_ENGINE),
-    memory_fraction: float = typer.Option(0.9, min=0.01, max=1.0, help="Of the device.", rich_help_panel=_ENGINE),
+    memory_fraction: float = typer.Option(
+        None, min=0.01, max=1.0, help="Of the device (0.9), or of a CPU's free memory (0.2).", rich_help_panel=_ENGINE
+    ),
     tensor_parallel: int = typer.Option(1, min=1, help="Devices to split the model over.", rich_help_panel=_ENGINE),
     prefix_caching: bool = typer.Option(True, help="Prompts that begin alike share pages.", rich_help_panel=_ENGINE),
     policy: str = typer.Option("fcfs", help="fcfs, or priority.", rich_help_panel=_ENGINE),

@@ -34,7 +34,7 @@ class Buckets:
         return Shape(max(self.max_tokens, self.max_rows + 1), self.max_rows, self.max_pages)
 
     def needed(self) -> list[Shape]:
-        """With these every plan of a usual length can run, if not at its best."""
+        """With these a plan of a usual length and usual parameters can run, if not at its best."""
         pages = self._usual_pages()[-1]
         tokens = max(self.max_tokens, self.max_rows + 1)
         shapes = [Shape(self.max_rows, self.max_rows, pages, kind, n) for kind in ("greedy", "plain") for n in STEPS]

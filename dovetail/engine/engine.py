@@ -73,7 +73,7 @@ class Engine:
             for seq in sequences:
                 self._prepare(seq)
                 self.scheduler.add(seq)
-        except Exception:  # all n or none
+        except BaseException:  # all n or none
             self.scheduler.abort(request.id)
             raise
         self._answers[request.id] = sequences
@@ -187,7 +187,7 @@ class Engine:
 
     def drain(self) -> list[Update]:
         """Take in every step that is under way, planning no further."""
-        return [update for launched in _emptied(self._inflight) for update in self._commit(launched)]
+        return [update for step in _emptied(self._inflight) for update in self._commit(step, step.fetch())]
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -197,10 +197,19 @@ class Engine:
             raise ValueError(self.blocked)
         plan = self.scheduler.schedule(self._steps_wanted(), prompts_first)
         if plan is not None:
-            self._inflight.append(self._launch(plan))
+            try:
+                self._inflight.append(self._launch(plan))
+            except BaseException:  # it did not run: nothing may be found, or waited for, that it would have made
+                self.scheduler.withdraw(plan)
+                self.runner.renew()
+                self.sampler.release()
+                raise
             if len(self._inflight) < 2:
                 return []
-        return self._commit(self._inflight.popleft()) if self._inflight else []
+        if not self._inflight:
+            return []
+        sampled = self._inflight[0].fetch()  # a step that cannot be fetched stays under way
+        return self._commit(self._inflight.popleft(), sampled)
 
     def _steps_wanted(self) -> int:
         if not self._multi_step or time.monotonic() - self._newcomer < QUIET_SECONDS:
@@ -218,8 +227,7 @@ class Engine:
         self._padding += (launched.padded - tokens) * steps
         return launched
 
-    def _commit(self, launched: Launched) -> list[Update]:
-        sampled = launched.fetch()
+    def _commit(self, launched: Launched, sampled: list[list[int]]) -> list[Update]:
         self._learn_pace(launched.plan)
         if launched.hidden is not None:
             keep_prompt_logprobs(launched, self.runner.weights.params, self.cfg)
@@ -275,7 +283,7 @@ class Engine:
             if stop is not None:
                 return "stop", stop
         if params.structured and self.sampler.is_done(seq):
-            return "stop", None
+            return "stop", seq.extra.get("error")  # where the grammar could not go on, why
         return ("length", None) if params.max_tokens is not None and count >= params.max_tokens else None
 
     def _text_of(self, seq: Sequence, done: bool) -> str:

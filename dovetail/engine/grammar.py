@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -123,7 +124,12 @@ def _schema(schema: Any) -> str:
             schema = json.loads(schema)
         except ValueError as error:
             raise ValueError(f"structured output: json is not a JSON schema, nor 'object': {error}") from None
-    return json.dumps({"type": "object"} if schema in ("object", {}) else schema)
+    if isinstance(schema, Mapping):
+        schema = dict(schema)
+    try:
+        return json.dumps({"type": "object"} if schema in ("object", {}) else schema)
+    except TypeError as error:
+        raise ValueError(f"structured output: json is not a JSON schema: {error}") from None
 
 
 def _llguidance() -> Any:

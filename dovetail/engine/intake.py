@@ -6,6 +6,7 @@ hold up the engine's.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Sequence as Many
@@ -39,9 +40,16 @@ class Intake:
     ) -> Request:
         """`priority`: the lowest goes first. `cache_salt`: its prefixes are shared with requests of the same salt only.
         `arrival`: when it came, in seconds of time.monotonic, if that is not now. `text`: see Request."""
-        self._check_call(id, priority, cache_salt)
+        self._check_call(id, priority, cache_salt, arrival)
         tokens = self._encode(prompt)
         self.check_tokens(tokens)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling parameters are SamplingParams(...); got {params!r}")
+        if len(tokens) + params.min_tokens > self._config.max_model_len:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} after a prompt of {len(tokens)} tokens is more than "
+                f"max_model_len={self._config.max_model_len} holds"
+            )
         self._sampler.check(params)
         if self._tokenizer is None and params.stop and text:
             raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
@@ -51,18 +59,22 @@ class Intake:
         arrival = time.monotonic() if arrival is None else arrival
         return Request(id, tuple(tokens), params, arrival, priority, cache_salt=cache_salt, seed=seed, text=text)
 
-    def _check_call(self, id: str, priority: int, cache_salt: str | None) -> None:
+    def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):
             raise ValueError(f"a request's id is a string; got {id!r}")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt is a string; got {cache_salt!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority is an integer, the lowest goes first; got {priority!r}")
+        if arrival is not None and (not isinstance(arrival, int | float) or not math.isfinite(arrival)):
+            raise ValueError(f"arrival is a moment of time.monotonic, in seconds; got {arrival!r}")
         if priority and self._config.policy != "priority":
             raise ValueError("this engine serves who comes first: start it with policy='priority' to use priorities")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            if isinstance(prompt, bytes):
+                raise ValueError("a prompt is text or a list of token ids; got bytes: decode them first")
             try:
                 return list(map(operator.index, prompt))
             except TypeError:

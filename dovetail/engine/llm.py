@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,12 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.mesh import SERVE, Placement, make_mesh
-from dovetail.core.spec import init, num_bytes
+from dovetail.core.spec import init
 from dovetail.core.types import Params, Weights
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.engine import Engine
 from dovetail.engine.intake import Prompt
-from dovetail.engine.memory import num_pages
+from dovetail.engine.interrupt import held_back
+from dovetail.engine.memory import held_bytes, num_pages
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
@@ -55,7 +57,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
-        memory_fraction: float = 0.9,
+        memory_fraction: float | None = None,
         kv_bytes: int | None = None,
         tensor_parallel: int = 1,
         load_format: str = "auto",
@@ -67,7 +69,13 @@ class LLM:
         seed: int = 0,
         progress: Progress | None = None,
     ):
+        """`memory_fraction`: of a device's memory (0.9 unless told), or of a CPU's free memory, for the pages alone
+        (0.2). `kv_bytes`: of each device, instead. `progress(what, done, total)`: a bar on a terminal unless told."""
         start = time.perf_counter()
+        _check_numbers(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_bytes=kv_bytes,
+            tensor_parallel=tensor_parallel, page_size=page_size,
+        )  # fmt: skip
         keep_compiled()
         on_cpu = jax.default_backend() == "cpu"
         placement = None
@@ -84,11 +92,11 @@ class LLM:
         def make_runner(pages: int) -> Runner:
             return Runner(cfg, weights, buckets, page_size, pages, placement=placement)
 
-        step_bytes = 0 if on_cpu or kv_bytes else make_runner(1).step_memory()
-        weight_bytes = num_bytes(spec(cfg), params["embed"].dtype)
+        trial = make_runner(1)
+        step_bytes = 0 if on_cpu or kv_bytes else trial.step_memory()
         pages = num_pages(
-            cfg, page_size, params["embed"].dtype.itemsize, kv_bytes=kv_bytes, fraction=memory_fraction,
-            weight_bytes=weight_bytes, step_bytes=step_bytes, most=max_num_seqs * max_pages,
+            held_bytes(trial.cache), page_size, kv_bytes=kv_bytes, fraction=memory_fraction,
+            weight_bytes=held_bytes(params), step_bytes=step_bytes, most=max_num_seqs * max_pages,
         )  # fmt: skip
         self.runner = make_runner(pages)
         config = SchedulerConfig(
@@ -99,7 +107,8 @@ class LLM:
         self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
         log.info(self.describe())
         if warm_up if warm_up is not None else not on_cpu:
-            self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), progress)
+            with _compiling(self.describe(), progress) as report:
+                self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), report)
         self.start_seconds = time.perf_counter() - start
 
     def generate(
@@ -110,7 +119,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """One output a prompt, in order. A prompt is text or token ids. Many prompts show a bar."""
         many = _as_many(prompts)
-        each = list(params) if isinstance(params, Many) else [params or SamplingParams()] * len(many)
+        each = (
+            list(params) if isinstance(params, Many) else [SamplingParams() if params is None else params] * len(many)
+        )
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling params")
         with _no_collection():
@@ -128,7 +139,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
-        (id,) = self._add(_as_many(prompt), [params or SamplingParams()])
+        one = _as_many(prompt)
+        if len(one) != 1:
+            raise ValueError(f"stream takes one prompt, text or token ids; got {len(one)}")
+        (id,) = self._add(one, [params or SamplingParams()])
         updates = self._streams[id] = deque()
         try:
             while updates or not self.engine.is_done(id):
@@ -179,10 +193,11 @@ class LLM:
 
     def _step(self, prompts_first: bool = False) -> list[Update]:
         """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
-        updates = self.engine.step(prompts_first)
-        for update in updates:
-            if update.id in self._streams:
-                self._streams[update.id].append(update)
+        with held_back():
+            updates = self.engine.step(prompts_first)
+            for update in updates:
+                if update.id in self._streams:
+                    self._streams[update.id].append(update)
         return updates
 
     def _finish(self, ids: list[str], progress: bool) -> list[RequestOutput]:
@@ -204,6 +219,8 @@ class LLM:
     def _chat_tokens(self, messages, tools, template) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer, so no chat template: use generate with token ids")
+        if tools and "tool" not in self.tokenizer.chat(tools, template.get("chat_template")).source:
+            raise ValueError("the model's chat template does not read tools: pass a chat_template that does")
         return self.tokenizer.encode_chat(messages, tools, **template)
 
     def _add(self, prompts: Many[Prompt], params: Many[SamplingParams]) -> list[str]:
@@ -214,9 +231,9 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 self._count += 1
-                self.engine.add(str(self._count), prompt, each)
                 ids.append(str(self._count))
-        except Exception:
+                self.engine.add(ids[-1], prompt, each)
+        except BaseException:
             for id in ids:
                 self.engine.abort(id)
             raise
@@ -234,9 +251,17 @@ def _load(
         raise ValueError(f"load_format is auto or dummy; got {load_format!r}")
     cfg = read_config(model)
     name = dtype or ("f32" if jax.default_backend() == "cpu" else "bf16")
-    kind = DTYPES[name] if isinstance(name, str) else jnp.dtype(name)
-    params = init(spec(cfg), jax.random.key(seed), kind)
-    return cfg, fuse_taking(params), None
+    if isinstance(name, str) and name not in DTYPES:
+        raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {name!r}")
+    kind, specs = DTYPES[name] if isinstance(name, str) else jnp.dtype(name), spec(cfg)
+    params = init(specs, jax.random.key(seed), kind, shardings=placement.shardings(specs) if placement else None)
+    return cfg, params if placement else fuse_taking(params), None
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+            raise ValueError(f"{name} is an integer of at least 1; got {value!r}")
 
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:
@@ -249,9 +274,11 @@ def _max_len(cfg: ModelConfig, asked: int | None) -> int:
 
 def _as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
     """One prompt (text, or ids) or many of them, as a list."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
+    if isinstance(prompts, str | bytes):
         return [prompts]
-    return list(prompts)
+    if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
+        raise ValueError(f"prompts are text or lists of token ids, one or a list of them; got {repr(prompts)[:80]}")
+    return [prompts] if len(prompts) > 0 and isinstance(prompts[0], Integral) else list(prompts)
 
 
 @contextmanager
@@ -264,6 +291,23 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def _compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]:
+    """`progress`, or where there is none, on a terminal: what there is room for, and a bar."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Display
+
+    console = Console(stderr=True, highlight=False)
+    console.print(room)
+    with Display(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as display:
+        task = display.add_task("compiling steps")
+        yield lambda what, done, total: display.update(task, description=what, completed=done, total=total)
 
 
 class _bar:

@@ -25,6 +25,11 @@ class Structured:
             raise ValueError(
                 f"structured output takes exactly one of json, regex, choice, grammar; got {given or 'none'}"
             )
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"structured output: {name} is text; got {getattr(self, name)!r}")
+        if not isinstance(self.json, str | Mapping | None):
+            raise ValueError(f"structured output: json is a schema, as a dict or as text; got {self.json!r}")
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts("choice", self.choice))
             if not self.choice:
@@ -58,9 +63,9 @@ class SamplingParams:
     def __post_init__(self):
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}")

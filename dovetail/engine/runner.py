@@ -52,6 +52,7 @@ class Launched:
 
 MOST_PADDING = 4  # times a step's tokens
 SMALL = 128  # tokens
+SAMPLER_TABLES = 4  # [rows, vocab] of 32 bits: 3 more than greedily, by the compiler's figures, and the history
 
 
 class Runner:
@@ -68,13 +69,23 @@ class Runner:
         self.cfg, self.weights, self.buckets = cfg, weights, buckets
         self.page_size, self.platform, self.placement = page_size, platform, placement
         self.packer = Packer(buckets.max_rows, buckets.max_pages)
-        self.cache: Cache | None = init_cache(cfg, num_pages, page_size, weights.params["embed"].dtype, placement)
-        everywhere = NamedSharding(placement.mesh, PartitionSpec()) if placement else None
-        self.last = jnp.zeros(buckets.max_rows + 1, jnp.int32, device=everywhere)
+        self.num_pages = num_pages
+        self._allocate()
         self._compiled: dict[tuple, Future] = {}
         self._lock = threading.Lock()
         self._workers = max(2, (os.cpu_count() or 2) // 2)
         self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="compile")
+
+    def _allocate(self) -> None:
+        dtype = self.weights.params["embed"].dtype
+        self.cache: Cache | None = init_cache(self.cfg, self.num_pages, self.page_size, dtype, self.placement)
+        everywhere = NamedSharding(self.placement.mesh, PartitionSpec()) if self.placement else None
+        self.last = jnp.zeros(self.buckets.max_rows + 1, jnp.int32, device=everywhere)
+
+    def renew(self) -> None:
+        """Pages and last tokens anew, where a step that failed has taken them with it: it was given them to keep."""
+        if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last))):
+            self._allocate()
 
     def launch(self, plan: Plan, sampler: Sampler, kind: Kind, keep_hidden: bool = False) -> Launched:
         keeps_history = kind == "full" and sampler.keeps_history(plan)
@@ -135,7 +146,10 @@ class Runner:
         room = threading.Semaphore(self._workers // 2)
         for shape in shapes:
             room.acquire()
-            future = self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
+            try:
+                future = self._compile_later(shape, sampler.blank(shape.rows, shape.kind))
+            except RuntimeError:  # the process ends: nothing is compiled any more
+                return
             future.add_done_callback(lambda _: room.release())
 
     def _compile_later(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Future:
@@ -158,9 +172,11 @@ class Runner:
         return lowered.compile(compiler_options=_options(shape, self.platform))
 
     def step_memory(self) -> int:
-        """Bytes the largest step needs beside weights and pages, as the compiler says."""
+        """Bytes the largest step needs beside weights and pages: as the compiler says of a greedy one, and for a whole
+        sampler that many more tables of logits, one of them the penalties' history."""
         analysis = self.compiled(self.buckets.largest()).memory_analysis()  # type: ignore[attr-defined]
-        return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+        greedy = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        return int(greedy + SAMPLER_TABLES * self.buckets.max_rows * self.cfg.vocab * 4)
 
 
 def _options(shape: Shape, platform: str | None) -> dict[str, Any] | None:

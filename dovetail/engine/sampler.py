@@ -105,12 +105,15 @@ class Sampler:
         if len(params.logit_bias) > MAX_BIAS:
             raise ValueError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIAS} are taken")
         ends = {*self.eos_ids, *params.stop_token_ids}
-        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
-            raise ValueError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
         for name in ("bad_words", "structured"):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(f"{name} needs the model's tokenizer, and this engine was started without one")
-        self._fixed_mask(params, self._bad_words(params))
+        words = self._bad_words(params)
+        self._fixed_mask(params, words)
+        if params.min_tokens and params.allowed_token_ids is not None:
+            left = set(params.allowed_token_ids) - {word[0] for word in words if len(word) == 1}
+            if ends >= left:
+                raise ValueError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
         if params.structured:
             compile_grammar(params.structured, self.tokenizer)
 
@@ -304,12 +307,11 @@ class Sampler:
         for *start, last in state.bad:
             if seq.tokens[-len(start) :] == start:
                 bits[last // 32] &= ~np.uint32(1 << last % 32)
-        if early is not None:
-            bits &= early
         if state.matcher is not None:
-            grammar = self._grammar_mask(seq, state, state.matcher)
-            # a grammar that is complete allows the end alone, also before min_tokens
-            bits = bits & grammar if (bits & grammar).any() else grammar
+            bits &= self._grammar_mask(seq, state, state.matcher)
+        # a grammar that is complete allows the end alone, also before min_tokens
+        if early is not None and (state.matcher is None or (bits & early).any()):
+            bits &= early
         return bits if bits.any() else self._bits(only=self.eos_ids)
 
     def _grammar_mask(self, seq: Sequence, state: State, matcher: Matcher) -> np.ndarray:

@@ -194,6 +194,15 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop())
 
+    def withdraw(self, plan: Plan) -> None:
+        """The last plan will not run. What it would have computed is computed again, and since it may have registered
+        pages that nobody wrote, nothing of before is found again."""
+        for row in plan.rows:
+            if row.samples and row.seq.status is not Status.FINISHED:
+                row.seq.pending -= plan.steps
+        self.preempt_all()
+        self.reset_prefix_cache()
+
     def _admit(self, rows: list[Row], budget: int) -> tuple[int, bool]:
         """Rows for waiting sequences in strict order; -> how many joined, and whether those who still wait (if any)
         cannot start before somebody ends."""

@@ -67,7 +67,7 @@ class Sequence:
     versions: list[tuple[int, int]] = field(default_factory=list)  # see Completion.weights_versions
     extra: dict[str, Any] = field(default_factory=dict)  # what engine and runner keep with it: grammar, text
     limit: int = 0  # the most tokens it may reach, prompt included; set when the scheduler takes it
-    rank: tuple = ()  # its place in the scheduler's order: its policy's reading of `order`, ties by who was added first
+    rank: tuple = ()  # its place in the scheduler's order: its policy's priority, arrival, who was added first
 
     def __post_init__(self):
         self.times = Times(self.request.arrival)
@@ -90,11 +90,6 @@ class Sequence:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_len :]
-
-    @property
-    def order(self) -> tuple:
-        """Who goes first: priority, then arrival. The last in this order is the first to be preempted."""
-        return self.request.priority, self.request.arrival, self.request.id, self.index
 
 
 @dataclass(frozen=True)

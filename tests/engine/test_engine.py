@@ -333,8 +333,20 @@ def test_more_that_is_refused(llm):
             engine.generate([PROMPTS[0][:8]] * 2, [GREEDY, SamplingParams(**bad)])
     with pytest.raises(ValueError, match="does not fit the KV pool of 8 pages"):
         engine.generate([[5] * 8, [5] * 40], replace(GREEDY, n=2))
-    with pytest.raises(AttributeError):  # a programmer's mistake leaves nothing behind either
-        engine.generate([[5], [6]], [GREEDY, None])
+    for params in ([GREEDY, None], {"temperature": 0}):
+        with pytest.raises(ValueError, match="SamplingParams"):
+            engine.generate([[5], [6]], params)
+    for prompts in (None, 5, {5}, b"abc", (n for n in [5])):
+        with pytest.raises(ValueError, match="text or"):
+            engine.generate(prompts, GREEDY)
+    for prompts in ([[5], [6]], []):
+        with pytest.raises(ValueError, match=f"one prompt.*got {len(prompts)}"):
+            next(engine.stream(prompts, GREEDY))
+    with pytest.raises(ValueError, match="min_tokens=250 after a prompt of 8"):
+        engine.generate([[5] * 8], replace(GREEDY, max_tokens=None, min_tokens=250))
+    for arrival in (float("nan"), "now"):
+        with pytest.raises(ValueError, match="arrival"):
+            engine.engine.add("late", [5], GREEDY, arrival=arrival)
     check_clean(engine)
     with pytest.raises(ValueError, match="2 prompts but 1 sampling"):
         engine.generate([[5], [6]], [GREEDY])

@@ -153,6 +153,17 @@ def test_structured_output(llm, question, temperature):
     assert len(free.token_ids) == 12
 
 
+def test_bad_words_hold_within_a_grammar(llm, question):
+    word = replace(GREEDY, structured=Structured(choice=("yes", "no")), bad_words=("yes",))
+    assert variant(llm).generate(question, word)[0].completions[0].text == "no"
+
+
+def test_tools_that_the_template_does_not_read_are_refused(llm):
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    with pytest.raises(ValueError, match="does not read tools"):
+        llm.chat([{"role": "user", "content": "What time is it?"}], GREEDY, tools=tools)
+
+
 def test_bad_text_is_refused(llm, question, answer):
     engine = variant(llm)
     for bad, params, message in [

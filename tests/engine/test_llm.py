@@ -11,6 +11,7 @@ import pytest
 from engine.engines import GREEDY, NEW, PAGE, make_llm, mixed_prompts, tokens_of, variant
 
 from dovetail.engine.llm import LLM
+from dovetail.engine.memory import device_budget, held_bytes
 
 PROMPTS = mixed_prompts(6, most=60)
 
@@ -257,3 +258,30 @@ def test_a_rest_says_nothing_of_the_pace(llm, monkeypatch):
         llm.generate(prompt, GREEDY)  # from the second time on one token is not cached: it looks like a decode step
         clock.now += 1000
     assert llm.engine._step_seconds < 0.1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(memory_fraction=7), "memory_fraction"), (dict(memory_fraction=0.0), "memory_fraction"),
+        (dict(tensor_parallel=0), "tensor_parallel"), (dict(max_num_batched_tokens=0), "max_num_batched_tokens"),
+        (dict(max_num_seqs=0), "max_num_seqs"), (dict(page_size=0), "page_size"), (dict(kv_bytes=0), "kv_bytes"),
+        (dict(dtype="float99", load_format="dummy"), "dtype"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_llm("llama3.1", **options)
+
+
+def test_dummy_weights_on_two_devices_answer_as_on_one():
+    alone, split = (make_llm("llama3.1", load_format="dummy", tensor_parallel=n, kv_bytes=2**20) for n in (1, 2))
+    assert tokens_of(split.generate(PROMPTS, GREEDY)) == tokens_of(alone.generate(PROMPTS, GREEDY))
+    # the same bytes of each device hold twice as many tokens
+    assert split.engine.scheduler.config.num_pages == 2 * alone.engine.scheduler.config.num_pages
+    assert held_bytes(split.runner.cache) == held_bytes(alone.runner.cache)
+
+
+def test_a_share_of_memory_is_honoured_on_a_cpu_too():
+    little, more = (device_budget(fraction) for fraction in (0.01, 0.5))
+    assert little < more / 20

@@ -50,3 +50,14 @@ def test_what_is_taken():
     )
     assert params.stop == ("end",) and params.bad_words == ("x",) and params.stop_token_ids == (1,)
     assert SamplingParams(temperature=0).greedy and not params.greedy
+
+
+@pytest.mark.parametrize("given", [dict(regex=5), dict(grammar=5), dict(json=5)])
+def test_structured_output_of_a_wrong_type_is_refused(given):
+    with pytest.raises(ValueError, match=next(iter(given))):
+        Structured(**given)
+
+
+def test_stop_token_ids_are_a_list():
+    with pytest.raises(ValueError, match="stop_token_ids must be a list"):
+        SamplingParams(stop_token_ids=None)  # type: ignore[arg-type]

@@ -82,3 +82,10 @@ def test_a_long_batch_has_more_parts_than_xla_keeps_to_one_thread(monkeypatch):
     monkeypatch.setattr(paged, "threads", lambda: 2)
     for tokens, decoding in ((64, True), (8, True), (256, False)):
         assert len(paged.slices_of(tokens, 3, decoding)) // 2 > 9
+
+
+def test_a_sequence_that_went_wrong_harms_no_other():
+    ctx, q, pages = batch("mixed", heads=4, kv_heads=2, dim=16)
+    first = int(ctx.block_tables[0, 0])
+    got = jax.jit(lambda *a: kernel(*a, scale=0.3))(ctx, q, pages.at[first].set(jnp.nan))
+    assert np.isnan(got[0]).any() and np.isfinite(got[1:63]).all()

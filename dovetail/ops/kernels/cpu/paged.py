@@ -119,6 +119,8 @@ def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals,
                     keys[k, j, h] = place[2 * (first + k), h]
                 for h in range(H):
                     values[k, j, h] = place[2 * (first + k) + 1, h]
+        for j in range(end - start, BLOCK):  # what an earlier sequence left there may be NaN, and 0 * NaN is not 0
+            keys[:heads, j], values[:heads, j] = 0.0, 0.0
         for k in range(heads):
             np.dot(rows[k], keys[k].T, scores)
             for r in range(R):
