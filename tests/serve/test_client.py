@@ -104,16 +104,25 @@ def test_eight_streams_together_equal_the_engine_in_this_process(harness, engine
     assert harness.run(at_rest(engine))
 
 
-def test_logprobs_and_several_samples_travel_exactly(harness, engine, llm):
+def same(mine, theirs) -> bool:
+    """Log-probabilities as the other process computed them; how many steps a dispatch took may move the last bits."""
+    pairs = list(zip(mine, theirs, strict=True))
+    top = [(a, b) for x, y in pairs if x and y for a, b in zip(x.top, y.top, strict=True)]
+    found = [(x.logprob, y.logprob) for x, y in pairs if x and y] + [(a[1], b[1]) for a, b in top]
+    named = [(x and (x.token, x.rank)) == (y and (y.token, y.rank)) for x, y in pairs] + [a[0] == b[0] for a, b in top]
+    return all(named) and all(abs(a - b) < 1e-4 for a, b in found)
+
+
+def test_logprobs_and_several_samples_travel(harness, engine, llm):
     deltas = harness.run(collect(engine, "a", PROMPTS[0], SAMPLED))
     (output,) = llm.generate(PROMPTS[0], SAMPLED)
     for completion in output.completions:
         mine = [delta for delta in deltas if delta.index == completion.index]
         assert tuple(joined(mine)) == completion.token_ids
-        assert tuple(entry for delta in mine for entry in delta.logprobs) == completion.logprobs
+        assert same([entry for delta in mine for entry in delta.logprobs], completion.logprobs)
     deltas = harness.run(collect(engine, "b", PROMPTS[1], SCORED))
     (output,) = llm.generate(PROMPTS[1], SCORED)
-    assert tuple(deltas[-1].prompt_logprobs) == output.prompt_logprobs
+    assert same(deltas[-1].prompt_logprobs, output.prompt_logprobs)
     assert all(delta.prompt_logprobs is None for delta in deltas[:-1])
 
 
