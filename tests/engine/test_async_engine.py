@@ -300,7 +300,7 @@ def test_a_death_while_steps_are_taken_in_reaches_who_asked_for_it(llm):
         engine = await paused_with(llm, "ab")
         async with engine:
 
-            def breaks(_):
+            def breaks(*_):
                 raise OSError("gone")
 
             engine.loop.engine._commit = breaks
