@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import init
 from dovetail.core.types import Params, Weights
+from dovetail.engine.bars import RequestBar, compiling
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.engine import Engine
 from dovetail.engine.intake import Prompt
@@ -107,7 +107,7 @@ class LLM:
         self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
         log.info(self.describe())
         if warm_up if warm_up is not None else not on_cpu:
-            with _compiling(self.describe(), progress) as report:
+            with compiling(self.describe(), progress) as report:
                 self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), report)
         self.start_seconds = time.perf_counter() - start
 
@@ -204,7 +204,7 @@ class LLM:
         """Step until these are done; their outputs, in order."""
         remaining, outputs = set(ids), {}
         try:
-            with _bar(len(ids), progress) as tick:
+            with RequestBar(len(ids), progress) as tick:
                 while remaining:
                     for id in {update.id for update in self._step(prompts_first=True) if update.finished} & remaining:
                         if self.engine.is_done(id):
@@ -291,41 +291,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-@contextmanager
-def _compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]:
-    """`progress`, or where there is none, on a terminal: what there is room for, and a bar."""
-    if progress is not None or not sys.stderr.isatty():
-        yield progress
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Display
-
-    console = Console(stderr=True, highlight=False)
-    console.print(room)
-    with Display(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as display:
-        task = display.add_task("compiling steps")
-        yield lambda what, done, total: display.update(task, description=what, completed=done, total=total)
-
-
-class _bar:
-    """A rich progress bar of requests, or nothing."""
-
-    def __init__(self, total: int, shown: bool):
-        self.total, self.display = total, None
-        if shown:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            self.display = Progress(TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.task = self.display.add_task("", total=total)
-
-    def __enter__(self):
-        if self.display:
-            self.display.start()
-        return lambda: self.display.advance(self.task) if self.display else None
-
-    def __exit__(self, *_):
-        if self.display:
-            self.display.stop()

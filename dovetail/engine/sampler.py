@@ -104,16 +104,10 @@ class Sampler:
                     raise ValueError(f"{name} holds {token}; this model's token ids end at {self.vocab - 1}")
         if len(params.logit_bias) > MAX_BIAS:
             raise ValueError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIAS} are taken")
-        ends = {*self.eos_ids, *params.stop_token_ids}
         for name in ("bad_words", "structured"):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(f"{name} needs the model's tokenizer, and this engine was started without one")
-        words = self._bad_words(params)
-        self._fixed_mask(params, words)
-        if params.min_tokens and params.allowed_token_ids is not None:
-            left = set(params.allowed_token_ids) - {word[0] for word in words if len(word) == 1}
-            if ends >= left:
-                raise ValueError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
+        self._fixed_mask(params, self._bad_words(params))
         if params.structured:
             compile_grammar(params.structured, self.tokenizer)
 
@@ -177,6 +171,8 @@ class Sampler:
         allowed, bad = params.allowed_token_ids, {word[0] for word in words if len(word) == 1}
         if allowed is not None and bad.issuperset(allowed):
             raise ValueError("bad_words forbid every one of allowed_token_ids: no token could be sampled")
+        if params.min_tokens and {*(allowed or (-1,))} - bad <= {*self.eos_ids, *params.stop_token_ids}:
+            raise ValueError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
         return None if allowed is None and not bad else self._bits(only=allowed, without=bad)
 
     def _bits(self, only: Iterable[int] | None = None, without: Iterable[int] = ()) -> np.ndarray:

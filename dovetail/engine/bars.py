@@ -1,0 +1,47 @@
+"""What LLM draws on a terminal: a bar while steps are compiled, and one of requests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dovetail.io.hub import Progress
+
+
+@contextmanager
+def compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]:
+    """`progress`, or where there is none, on a terminal: what there is room for, and a bar."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Display
+
+    console = Console(stderr=True, highlight=False)
+    console.print(room)
+    with Display(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as display:
+        task = display.add_task("compiling steps")
+        yield lambda what, done, total: display.update(task, description=what, completed=done, total=total)
+
+
+class RequestBar:
+    """A rich progress bar of requests, or nothing."""
+
+    def __init__(self, total: int, shown: bool):
+        self.total, self.display = total, None
+        if shown:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self.display = Progress(TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.task = self.display.add_task("", total=total)
+
+    def __enter__(self):
+        if self.display:
+            self.display.start()
+        return lambda: self.display.advance(self.task) if self.display else None
+
+    def __exit__(self, *_):
+        if self.display:
+            self.display.stop()
