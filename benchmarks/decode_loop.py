@@ -1,4 +1,4 @@
-"""The bare decode loop: what the engine around it can hope for. Dummy weights, 16 steps a dispatch, one table.
+"""The bare decode loop: what the engine around it can hope for. Dummy weights, 16 steps per dispatch, one table.
 
 python benchmarks/decode_loop.py --config DIR [--batch 1:128 64:128 512:600]
 """
@@ -18,7 +18,7 @@ from rich.table import Table
 from dovetail.core.spec import init, num_bytes
 from dovetail.core.types import Paged
 from dovetail.models.decoder import forward, init_cache, unembed
-from dovetail.models.fuse import fuse_taking
+from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import kv_bytes_per_token, spec
 from dovetail.ops.sample import argmax
@@ -51,9 +51,9 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.17, help="of the card, TB/s, measured by a large copy")
     args = parser.parse_args()
     cfg = read_config(args.config)
-    params = fuse_taking(init(spec(cfg), jax.random.key(0), jnp.bfloat16))
+    params = publish(init(spec(cfg), jax.random.key(0), jnp.bfloat16), cfg, "bfloat16", take=True)
     weights = num_bytes(spec(cfg), jnp.bfloat16) - (0 if cfg.tied else cfg.vocab * cfg.dim * 2)
-    table = Table("streams", "context", "tok/s", "ms a step", "share of the floor")
+    table = Table("streams", "context", "tok/s", "ms per step", "share of the floor")
     for pair in args.batch:
         batch, length = map(int, pair.split(":"))
         ctx, pages = context(batch, length)

@@ -1,5 +1,5 @@
 """The lines of docs/performance.md on one GPU: W2 (1, 8 and 64 streams), W1 (512 at once), and the time to first
-token of 64 streams that come at random moments, with and without several steps a dispatch. Dummy weights.
+token of 64 streams that come at random moments, with and without several steps per dispatch. Dummy weights.
 
 python benchmarks/engine.py --config DIR            # only the shapes that these lines use are compiled
 """

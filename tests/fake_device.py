@@ -10,7 +10,7 @@ from collections import deque
 from itertools import pairwise
 
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Plan
+from dovetail.engine.plan import StepPlan
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.sequence import Request, Sequence, Status
 
@@ -58,7 +58,7 @@ class FakeDevice:
         self.stood: dict[Sequence, tuple[int, int]] = {}  # (preemptions, tokens computed)
         self.computed_tokens = 0
 
-    def run(self, plan: Plan) -> list[list[int]]:
+    def run(self, plan: StepPlan) -> list[list[int]]:
         """The tokens of the rows that sample."""
         for row in plan.rows:
             self._check_start(row)
@@ -111,15 +111,15 @@ class Driver:
     def __init__(self, scheduler: Scheduler, ahead: int = 1, prompts_first: bool = False):
         self.scheduler, self.ahead, self.prompts_first = scheduler, ahead, prompts_first
         self.device = FakeDevice(scheduler)
-        self.flying: deque[tuple[Plan, list[list[int]]]] = deque()
-        self.plans: list[Plan] = []
+        self.flying: deque[tuple[StepPlan, list[list[int]]]] = deque()
+        self.plans: list[StepPlan] = []
 
     def step(self) -> None:
         plan = self.launch()
         if self.flying and (plan is None or len(self.flying) > self.ahead):
             self.land()
 
-    def launch(self) -> Plan | None:
+    def launch(self) -> StepPlan | None:
         plan = self.scheduler.schedule(prompts_first=self.prompts_first)
         if plan is not None:
             self.flying.append((plan, self.device.run(plan)))

@@ -26,6 +26,11 @@ LATENT = dict(
     moe_intermediate_size=24, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=2, first_k_dense_replace=1,
     n_group=4, topk_group=2, routed_scaling_factor=1.7, rope_parameters=YARN, attention_bias=True,
 )  # fmt: skip
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    long_factor=[1.5, 2.0, 3.0, 7.0, 20.0, 40.0],
+)  # fmt: skip
+GRANITE = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
 LOCAL = ["sliding_attention", "full_attention"] * 2
 GEMMA4 = dict(
     num_hidden_layers=6, layer_types=LOCAL + LOCAL[:2], head_dim=16, sliding_window=6, final_logit_softcapping=20.0,
@@ -104,6 +109,25 @@ FAMILIES: dict[str, tuple[str, dict]] = {
                                    original_max_position_embeddings=64),
         }),
     ),
+    "phi3": ("Phi3Config", dict(sliding_window=7)),
+    "phi3-short": (  # every document is short enough for the short factors
+        "Phi3Config",
+        dict(rope_parameters=LONGROPE | {"factor": 4.0}, original_max_position_embeddings=512),
+    ),
+    "phi4-mini": (  # and here long enough for the long ones
+        "Phi3Config",
+        dict(rope_parameters=LONGROPE | {"partial_rotary_factor": 0.75, "attention_factor": 1.2},
+             original_max_position_embeddings=2, hidden_size=64, tie_word_embeddings=True),
+    ),
+    "granite3": ("GraniteConfig", GRANITE | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        GRANITE | dict(num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=72, mamba_n_heads=6,
+                       layer_types=["full_attention"] * 4, position_embedding_type="rope"),
+    ),
+    "glm": ("GlmConfig", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=10000.0,
+                                                                partial_rotary_factor=0.25))),
+    "glm4": ("Glm4Config", dict(head_dim=16)),
     "gpt-oss": (
         "GptOssConfig",
         dict(head_dim=16, sliding_window=6, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=1.0,

@@ -18,15 +18,24 @@ ARROWS = {
     "models": {"core", "ops"},
     "io": {"core", "ops", "models"},
     "data": GROUND,
-    "train": GROUND | {"data"},
+    "train": GROUND | {"data", "plan"},
     "engine": GROUND,
-    "tune": GROUND | {"data", "train"},
-    "tune/rl": GROUND | {"data", "train", "engine", "tune"},
+    "tune": GROUND | {"data", "plan", "train"},
+    "tune/rl": GROUND | {"data", "plan", "train", "engine", "tune"},
     "serve": GROUND | {"engine"},
     "plan": {"core", "models"},
     "jobs": set(),
     "interop": GROUND,
     "web": set(),
+}
+# The rooms of serve, from the client to the engine. What lies in serve/ itself is for all of them and imports none.
+SERVE_ARROWS = {
+    "": set(),
+    "tools": set(),
+    "remote": set(),
+    "talk": {"tools", "remote"},
+    "api": {"tools", "talk"},
+    "http": {"tools", "remote", "talk", "api"},
 }
 ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
 
@@ -34,6 +43,7 @@ ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
 LEAN = {"core", "ops", "models", "io", "engine", "train", "tune", "tune/rl"}
 LEAN_PACKAGES = {"jax", "numpy", "ml_dtypes", "optax", "orbax", "safetensors", "tokenizers", "jinja2", "yaml", "rich"}
 QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
+QUICK_FILES = {"engine/options.py", "core/choice.py"}  # and these, which load the standard library and each other alone
 COMPARED_WITH = {"torch", "transformers"}  # never needed to run
 NEVER = {"tensorflow", "tensorflow_datasets", "seqio"}
 LONGEST_FILE = 600
@@ -63,6 +73,7 @@ def broken(where: Path, item: Import) -> Iterator[str]:
         yield f"{room}/ is not a room of docs/architecture.md"
     elif package == "dovetail":
         yield from broken_arrow(room, item)
+        yield from broken_serve_arrow(where, item)
     else:
         yield from broken_dependency(where, room, package, item)
 
@@ -77,12 +88,30 @@ def broken_arrow(room: str, item: Import) -> Iterator[str]:
     if other.startswith("__"):  # dovetail.__version__
         return
     if room in ("", "cli"):
-        if item.at_load and other != "cli":
+        if item.at_load and other != "cli" and not is_quick(item.target):
             yield f"{item.target} is imported before a command runs; import it in the function that uses it"
     elif room != other and not (room == "tune/rl" and other == "tune") and other not in ARROWS[room]:
         yield f"{room} may not import {other} ({item.target})"
     elif room == "tune" and parts[:2] == ["tune", "rl"]:
         yield "tune may not import tune.rl: rl stands on tune"
+
+
+def is_quick(target: str) -> bool:
+    return any(target.startswith(f"dovetail.{file[:-3].replace('/', '.')}") for file in QUICK_FILES)
+
+
+def broken_serve_arrow(where: Path, item: Import) -> Iterator[str]:
+    """An arrow between two rooms of serve; from elsewhere each of them may be imported."""
+    if where.parts[0] != "serve":
+        return
+    room = "/".join(where.parts[1:-1])
+    if room not in SERVE_ARROWS:
+        yield f"serve/{room} is not a room of docs/architecture.md"
+        return
+    parts = item.target.split(".")[1:]
+    other = parts[1] if parts[:1] == ["serve"] and len(parts) > 1 else ""
+    if other in SERVE_ARROWS.keys() - SERVE_ARROWS[room] - {room, ""}:
+        yield f"serve/{room} may not import serve/{other} ({item.target})"
 
 
 def broken_dependency(where: Path, room: str, package: str, item: Import) -> Iterator[str]:
@@ -96,7 +125,7 @@ def broken_dependency(where: Path, room: str, package: str, item: Import) -> Ite
         return
     if room in ("", "cli") and package not in QUICK_PACKAGES:
         yield f"{package} is imported before a command runs; import it in the function that uses it"
-    if package == "numba" and where.parts[:3] == ("ops", "kernels", "cpu"):
+    if package in ("numba", "llvmlite") and where.parts[:3] == ("ops", "kernels", "cpu"):
         return  # loaded only where a CPU computes and numba is there
     if room in LEAN and package not in LEAN_PACKAGES:
         yield f"{package} may be missing on an accelerator's machine; import it in the function that uses it"
@@ -130,6 +159,26 @@ def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[ast.AST, bool]]:
         yield from walk(child, at_load and not deferred)
 
 
+def circles(root: Path) -> list[str]:
+    """Files that import each other, round about or under TYPE_CHECKING: none can be read without the rest."""
+    files = {".".join(p.relative_to(root).with_suffix("").parts): p for p in (root / "dovetail").rglob("*.py")}
+    arrows = {name: {module_of(i.target, files) for i in imports(p, root)} - {name, ""} for name, p in files.items()}
+    while True:  # who imports none that is left, or is imported by none, is on no circle
+        imported = {other for others in arrows.values() for other in others}
+        on = {name: others & arrows.keys() for name, others in arrows.items() if name in imported}
+        on = {name: others for name, others in on.items() if others}
+        if on.keys() == arrows.keys():
+            return [f"{name} is on a circle, by way of {', '.join(sorted(others))}" for name, others in on.items()]
+        arrows = on
+
+
+def module_of(target: str, files: dict[str, Path]) -> str:
+    """The file that an import names; '' for none of ours."""
+    while target and target not in files:
+        target = target.rpartition(".")[0]
+    return target
+
+
 def too_long(root: Path) -> list[str]:
     found = []
     for path in sorted(
@@ -145,6 +194,17 @@ def too_long(root: Path) -> list[str]:
 
 def test_every_arrow_runs_forward():
     assert not faults(ROOT), "\n".join(faults(ROOT))
+
+
+def test_what_a_command_line_loads_is_quick():
+    for file in QUICK_FILES:
+        loaded = {item.target for item in imports(ROOT / "dovetail" / file, ROOT) if item.at_load}
+        slow = {one for one in loaded if one.partition(".")[0] not in sys.stdlib_module_names and not is_quick(one)}
+        assert not slow, f"dovetail/{file} loads {slow}"
+
+
+def test_no_files_import_each_other():
+    assert not circles(ROOT), "\n".join(circles(ROOT))
 
 
 def test_no_file_is_too_long():
@@ -173,6 +233,18 @@ BROKEN = {
     "tune outside rl to engine": ("tune/sft.py", "import dovetail.engine", "tune may not import engine"),
     "tune to rl": ("tune/sft.py", "import dovetail.tune.rl.loop", "rl stands on tune"),
     "serve to train": ("serve/a.py", "import dovetail.train", "serve may not import train"),
+    "serve's talk to its api": (
+        "serve/talk/a.py",
+        "from dovetail.serve.api.fields import Body",
+        "serve/talk may not import serve/api",
+    ),
+    "serve's api to the engine's process": (
+        "serve/api/a.py",
+        "def f():\n    from dovetail.serve import remote",
+        "serve/api may not import serve/remote",
+    ),
+    "serve's ground to a room": ("serve/errors.py", "from .talk import answer", "serve/ may not import serve/talk"),
+    "an unknown room of serve": ("serve/helpers/a.py", "from dovetail.serve import errors", "not a room"),
     "plan to io": ("plan/a.py", "import dovetail.io", "plan may not import io"),
     "jobs to anything": ("jobs/a.py", "import dovetail.core", "jobs may not import core"),
     "jobs to jax": ("jobs/a.py", "def f():\n    import jax", "no jax"),
@@ -196,6 +268,8 @@ FINE = {
     "cli/a.py": "import typer\nfrom dovetail.cli import errors\ndef f():\n    import jax, dovetail",
     "cli/bench_forward.py": "def f():\n    import torch, transformers",
     "interop/torch.py": "import torch",
+    "serve/http/a.py": "from dovetail.serve.api import chat\nimport dovetail.engine.llm, dovetail.serve.http.gate",
+    "serve/talk/a.py": "from dovetail.serve import errors\nfrom dovetail.serve.tools.events import Event",
     "plan/a.py": "from dovetail import __version__\nfrom dovetail.models import registry",
 }
 
@@ -218,6 +292,17 @@ def test_a_broken_rule_is_found(case, tmp_path):
 def test_what_the_design_allows_is_not_a_fault(where, tmp_path):
     plant(tmp_path, where, FINE[where])
     assert faults(tmp_path) == []
+
+
+@pytest.mark.parametrize("back", ["from dovetail.ops import a", "def f():\n    from dovetail.ops.a import x"])
+def test_a_circle_is_found(back, tmp_path):
+    plant(tmp_path, "ops/a.py", "import dovetail.ops.b")
+    plant(tmp_path, "ops/b.py", "from dovetail.ops import c")
+    plant(tmp_path, "models/user.py", "from dovetail.ops.a import x")
+    plant(tmp_path, "ops/c.py", "import jax")
+    assert circles(tmp_path) == []
+    plant(tmp_path, "ops/c.py", back)
+    assert {line.split()[0] for line in circles(tmp_path)} == {"dovetail.ops.a", "dovetail.ops.b", "dovetail.ops.c"}
 
 
 def test_a_long_file_is_found_except_among_kernels(tmp_path):

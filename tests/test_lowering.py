@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dovetail.core.compute import COMPUTES
 from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed, Paged
 from dovetail.engine.batch import Shape
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Plan, Row
+from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.runner import run_step
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.sequence import Request, Sequence
@@ -22,6 +23,8 @@ from dovetail.models import greedy
 from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
+
+pytestmark = pytest.mark.slow
 
 BASE = dict(
     vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -33,6 +36,7 @@ MODELS = {
     "windowed, soft cap": BASE | dict(model_type="gemma2", head_dim=64, sliding_window=100),
     "experts": BASE | dict(model_type="qwen3_moe", head_dim=64, num_experts=8, moe_intermediate_size=64),
     "experts, sinks": BASE | dict(model_type="gpt_oss", head_dim=64, num_local_experts=8, sliding_window=100),
+    "a part of a head turns": BASE | dict(model_type="glm4", head_dim=64),
     "latent": BASE | dict(
         model_type="deepseek_v3", q_lora_rank=48, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
         v_head_dim=32, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
@@ -67,7 +71,9 @@ def scores(cfg, params, tokens, ctx):
 
 
 @pytest.mark.parametrize(
-    "axes", [None, pytest.param(dict(fsdp=2, tensor=2, expert=2), marks=pytest.mark.slow)], ids=["one device", "mesh"]
+    "axes",
+    [None, pytest.param(dict(fsdp=2, tensor=2, expert=2), marks=pytest.mark.thorough)],
+    ids=["one device", "mesh"],
 )
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -84,7 +90,7 @@ def test_packed(name, platform, gradient, axes):
 
 
 @pytest.mark.parametrize(
-    "axes", [None, pytest.param(dict(tensor=2, expert=4), marks=pytest.mark.slow)], ids=["one device", "mesh"]
+    "axes", [None, pytest.param(dict(tensor=2, expert=4), marks=pytest.mark.thorough)], ids=["one device", "mesh"]
 )
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
@@ -92,7 +98,7 @@ def test_packed(name, platform, gradient, axes):
 def test_paged(name, tokens, platform, axes):
     cfg, params, cache = model(name)
     placement = Placement(make_mesh(axes), SERVE) if axes else None
-    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform, placement)
+    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform=platform, placement=placement)
 
     def run(params, tokens, ctx, cache):
         hidden, cache = forward(params, cfg, tokens, tokens, ctx, cache)
@@ -108,7 +114,7 @@ def test_paged(name, tokens, platform, axes):
 def test_paged_for_a_kind_of_tpu(tokens, kind):
     """Upstream's kernel is lowered for a chip, which a machine without one must be told of."""
     cfg, params, cache = model("wide heads")
-    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), "tpu")
+    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="tpu")
     device = jax.sharding.AbstractDevice(kind, num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         text = lower(lambda p, t, c, cache: forward(p, cfg, t, t, c, cache), "tpu", params, ints(tokens), ctx, cache)
@@ -120,14 +126,14 @@ def test_paged_for_a_kind_of_tpu(tokens, kind):
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_step(name, tokens, platform):
     cfg, params, cache = model(name)
-    assert lower(greedy.step, platform, params, cfg, ints(tokens), ints(), ints(), cache)
+    assert lower(greedy.step, platform, params, cfg, ints(tokens), ints(), ints(), cache, COMPUTES["bf16"])
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(name, platform):
     cfg, params, _ = model(name)
-    assert lower(_logits, platform, params, cfg, ints(1, 32), ints())
+    assert lower(_logits, platform, params, cfg, ints(1, 32), ints(), COMPUTES["bf16"])
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -142,9 +148,9 @@ def test_engine_step(platform, shape, sampled):
         sampler = Sampler(cfg.vocab, S)
         request = Request("r", (1, 2), SamplingParams(presence_penalty=1.0, top_p=0.9, top_k=5))
         sequence = Sequence(request, slot=0)
-        inputs = sampler.inputs(Plan([Row(sequence, 0, 2, True)]), S)
+        inputs = sampler.inputs(StepPlan([Row(sequence, 0, 2, True)]), S)
         history = sampler.history
     args = params, cache, ints(S + 1), history, ints(step.size), inputs
-    traced = run_step.trace(*args, cfg=cfg, shape=step, platform=platform)
+    traced = run_step.trace(*args, cfg=cfg, shape=step, compute=COMPUTES["bf16"], platform=platform)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("paged_attention" in text) == (platform == "cuda")

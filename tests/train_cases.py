@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
+from dovetail.core.training import Precision, Schedule
 from dovetail.core.types import Batch
 from dovetail.data.settings import Data, Source
-from dovetail.train.settings import Precision, Pretrain, Schedule
+from dovetail.train.settings import Pretrain
 
 SHAPE = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

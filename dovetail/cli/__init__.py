@@ -1,1 +1,1 @@
-"""The command line: one small file a command. Modules here import only typer until a command runs."""
+"""The command line: one small file per command. Modules here import only typer until a command runs."""

@@ -1,4 +1,4 @@
-"""`dovetail bench`: how fast, against whom."""
+"""`dovetail bench`: speed, beside a peer's."""
 
 import typer
 
@@ -23,14 +23,14 @@ def throughput(
     model: str = typer.Option("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
     config: str = typer.Option("", help="A folder with a config.json, in place of --model, for --load-format dummy."),
     load_format: str = typer.Option("auto", help="auto, or dummy: random weights."),
-    streams: str = typer.Option("1,8,16,64", help="How many ask at once, a row of the table each."),
+    streams: str = typer.Option("1,8,16,64", help="How many requests at once; one row of the table per number."),
     prompt: int = typer.Option(128, "--input", min=1, help="Tokens of each prompt."),
     output: int = typer.Option(64, min=1, help="Tokens of each answer."),
     peer: str = typer.Option("none", help="What to compare with: transformers, or none."),
     arrivals: float = typer.Option(0.0, min=0.0, help="Seconds over which the streams come, at random; 0: at once."),
-    multi_step: bool = typer.Option(True, help="Several decode steps a dispatch."),
+    multi_step: bool = typer.Option(True, help="Several decode steps per dispatch."),
     max_num_batched_tokens: int = typer.Option(None, min=1, help="Tokens of one step."),
-    dtype: str = typer.Option("", help="bf16, f32 or f16."),
+    dtype: str = typer.Option("", help="bf16, f32, tf32 or f16."),
 ) -> None:
     """Output tokens per second of the engine."""
     from dovetail.cli.bench_throughput import run
@@ -45,7 +45,7 @@ def throughput(
 def serve(
     url: str = typer.Option("http://127.0.0.1:8000", help="The server, which must be running."),
     rate: float = typer.Option(
-        0.0, min=0.0, help="Requests a second, at random moments, however slow it is; inf: at once."
+        0.0, min=0.0, help="Requests per second, at random moments, however slow the server is; inf: at once."
     ),
     concurrency: int = typer.Option(0, min=0, help="In place of --rate: so many at a time (8, if neither is given)."),
     requests: int = typer.Option(64, min=1, help="How many in all."),
@@ -54,7 +54,7 @@ def serve(
     model: str = typer.Option("", help="What the server calls the model; otherwise its first."),
     vocab: int = typer.Option(0, min=0, help="Prompts are of ids below it; 0: what the server says, or 1,000."),
     api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="The server's key."),
-    seed: int = typer.Option(0, help="Of the prompts and the moments."),
+    seed: int = typer.Option(0, help="Of the prompts and the moments at which they are sent."),
     warm_up: int = typer.Option(1, min=0, help="Requests before the clock starts: one, then the others at once."),
     timeout: float = typer.Option(600.0, min=0.1, help="Seconds of silence after which a request has failed."),
     plot: str = typer.Option("", help="Draw TTFT, E2E and tok/s over time into this .svg file."),
@@ -81,7 +81,7 @@ def train(
     trace: str = typer.Option("", help="Write a profiler trace of the timed steps into this folder."),
     overrides: list[str] = typer.Argument(None, help="Recipe keys, such as remat=dots optimizer.name=muon."),
 ) -> None:
-    """Tokens a second of the training step, and its share of the chip's peak."""
+    """Tokens per second of the training step, and its share of the chip's peak."""
     from dovetail.cli.bench_train import run
 
     run(model, batch, length, steps, documents, overrides or [], trace)

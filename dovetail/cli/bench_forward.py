@@ -63,8 +63,9 @@ def _packed_call(model, docs: list[list[int]]) -> Callable[[], None]:
 
     @jax.jit
     def logits(params, tokens, positions, segments):
-        hidden, _ = forward(params, cfg, tokens, positions, Packed(segments))
-        return unembed(params, cfg, hidden)
+        with model.compute.products():
+            hidden, _ = forward(params, cfg, tokens, positions, Packed(segments))
+            return unembed(params, cfg, hidden)
 
     return lambda: jax.block_until_ready(logits(model.params, tokens, positions, segments))
 

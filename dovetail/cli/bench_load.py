@@ -22,7 +22,7 @@ class Load:
     """Exactly one of rate and concurrency is not 0."""
 
     requests: int
-    rate: float = 0.0  # a second, Poisson; inf: all at once
+    rate: float = 0.0  # requests per second, Poisson; inf: all at once
     concurrency: int = 0
     input: int = 128
     output: int = 64
@@ -89,7 +89,7 @@ class Record:
 
 
 class Generator:
-    """Sends a load. `records` fills as requests are sent, so an interrupted load can still be told of."""
+    """Sends a load. `records` fills as requests are sent, so an interrupted load can still be reported."""
 
     def __init__(self, client: httpx.AsyncClient, load: Load, tick: Callable[[Record], None] = lambda record: None):
         self._client, self._load, self._tick = client, load, tick
@@ -100,7 +100,7 @@ class Generator:
         self._start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             if self._load.concurrency:
-                waiting = iter(bodies)  # shared: whoever is free takes the next
+                waiting = iter(bodies)  # shared: a client that is free takes the next
                 for _ in range(min(self._load.concurrency, len(bodies))):
                     tasks.create_task(self._worker(waiting))
             else:
@@ -143,7 +143,7 @@ class Generator:
                     self._take(record, event)
             else:
                 raise ServerError("cut off", "the server closed a connection before the answer's end")
-        record.tokens = record.tokens or len(record.events)  # a server that sends no usage, a token an event
+        record.tokens = record.tokens or len(record.events)  # a server that sends no usage, one token per event
 
     def _take(self, record: Record, event: dict[str, Any]) -> None:
         """Text may be held back (half a character), so an event without any is a token too; but not a mere ending."""

@@ -1,4 +1,4 @@
-"""The body of `dovetail bench serve`: a load on a running server, and what its users would have felt."""
+"""The body of `dovetail bench serve`: a load on a running server, and the latencies that its users would see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.cli.bench_load import Generator, Load, Record
 
 PERCENTILES = (50, 90, 99)
-SOME_VOCAB = 1000  # every model has as many, where the server does not say
+SOME_VOCAB = 1000  # assumed where the server does not say: every model has as many
 LATE = 0.02  # seconds by which the p99 arrival may be late before we say that this machine is too slow
 BUSY = 0.8  # the share of a core from which the generator's own work shows in the figures
 
@@ -155,7 +155,7 @@ def _show(figures: dict[str, Any], records: list[Record]) -> None:
     table.add_column("ms", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
-    rows = {"TTFT": "to the first token", "ITL": "between events", "TPOT": "a later token", "E2E": "to the end"}
+    rows = {"TTFT": "to the first token", "ITL": "between events", "TPOT": "per later token", "E2E": "to the end"}
     for key, meaning in rows.items():
         values = figures[f"{key.lower()}_ms"]
         table.add_row(f"{key:<5}[dim]{meaning}[/dim]", *(_number(values.get(c)) for c in columns))
@@ -181,7 +181,7 @@ def _number(value: float | None) -> str:
 
 def _describe(figures: dict[str, Any]) -> str:
     load = figures["load"]
-    how = f"{float(load['rate']):g} a second (Poisson)" if "rate" in load else f"{load['concurrency']} at a time"
+    how = f"{float(load['rate']):g} per second (Poisson)" if "rate" in load else f"{load['concurrency']} at a time"
     how = how if load.get("rate") != "inf" else "all at once"
     return f"{load['requests']} requests, {how}, {load['input']} + {load['output']} tokens, seed {load['seed']}"
 
@@ -231,7 +231,7 @@ class _bar:
 
         console = Console(stderr=True)
         columns = (TextColumn("  requests"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
-        # Drawn rarely: what draws it is the clock's own thread, and shares a lock with it.
+        # Drawn rarely: drawing takes Python's lock from the thread that takes the times.
         self._display = Progress(
             *columns, TimeElapsedColumn(), console=console, refresh_per_second=4, transient=True,
             disable=not console.is_terminal,

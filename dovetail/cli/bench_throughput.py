@@ -8,12 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def run(
     model: str, load_format: str, streams: list[int], prompt: int, output: int, peer: str, arrivals: float, **options
 ) -> None:
-    """One row a number of streams: everyone asks at once, or over `arrivals` seconds at random moments."""
+    """One row per number of streams: requests come at once, or over `arrivals` seconds at random moments."""
     from rich.console import Console
     from rich.table import Table
 
@@ -23,9 +24,9 @@ def run(
     if peer not in ("transformers", "none"):
         raise ValueError(f"--peer is transformers or none; got {peer!r}")
     console = Console()
-    options.setdefault("max_model_len", prompt + output)
+    size: dict[str, Any] = dict(max_model_len=prompt + output, max_num_seqs=max(streams), load_format=load_format)
     with bar() as progress:
-        llm = LLM(model, load_format=load_format, max_num_seqs=max(streams), progress=progress, **options)
+        llm = LLM(model, progress=progress, **(size | options))
     console.print(f"started in {llm.start_seconds:.1f} s; {llm.describe()}")
     theirs = _transformers(model) if peer == "transformers" else None
     measure = (lambda n: _arriving(llm, n, prompt, output, arrivals)) if arrivals else _at_once(llm, prompt, output)
@@ -48,7 +49,7 @@ def _prompts(n: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(3, vocab, (n, length)).tolist()
 
 
-Measured = tuple[float, list[float], list[float]]  # output tok/s, seconds to each first token, seconds a later token
+Measured = tuple[float, list[float], list[float]]  # output tok/s, seconds to each first token, seconds per later token
 
 
 def _at_once(llm, prompt: int, output: int) -> Callable[[int], Measured]:
@@ -78,7 +79,7 @@ def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int)
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     prompts = _prompts(n, prompt, llm.config.vocab, seed)
     gc.collect()
-    gc.freeze()  # as a server does, and generate: a search for garbage amid the run would be everybody's wait
+    gc.freeze()  # as a server does, and generate: a garbage collection amid the run would hold up every request
     engine, at_once, start = llm.engine, moments[-1] == 0, time.perf_counter()
     asked: dict[str, float] = {}
     first, last = {}, {}
@@ -88,7 +89,7 @@ def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int)
             engine.add(id, prompts[len(asked)], params)
             asked[id] = start + moments[len(asked)]
         for update in engine.step(prompts_first=at_once):
-            id, now = update.seq.request.id, time.perf_counter()
+            id, now = update.id, time.perf_counter()
             first.setdefault(id, now)
             if update.finished:
                 last[id] = now

@@ -1,4 +1,4 @@
-"""`dovetail bench train`: tokens a second of the training step, and its share of the chip's peak."""
+"""`dovetail bench train`: tokens per second of the training step, and its share of the chip's peak."""
 
 import time
 
@@ -16,13 +16,14 @@ def run(
     from rich.console import Console
 
     from dovetail.core.chips import chip_of, usable_bytes
-    from dovetail.train.flops import train_flops_per_token
+    from dovetail.plan.flops import train_flops_per_token
+    from dovetail.train.next_token import next_token
     from dovetail.train.prepare import prepare
 
     settings = _settings(model, batch, length, overrides)
     device, count = jax.devices()[0], jax.device_count()
     devices = f"{count} device{'s' if count > 1 else ''}"
-    ready = prepare(settings)
+    ready = prepare(settings, next_token(settings))
     console = Console(highlight=False)
     console.print("\n".join(ready.derived.explain()))
     start = time.perf_counter()
@@ -47,7 +48,7 @@ def run(
     rate = settings.tokens_per_step / seconds
     peak = chip.device_bf16 * count if chip and chip.device_bf16 else None
     rows = {
-        "tokens a second": f"{rate:,.0f}",
+        "tokens per second": f"{rate:,.0f}",
         "step": f"{seconds * 1e3:,.1f} ms",
         "compile": f"{compiled:.1f} s",
         "loss": ", ".join(f"{loss:.3f}" for loss in losses),
@@ -60,7 +61,7 @@ def run(
         limit = usable_bytes(device) or 0
         rows["memory"] = f"{memory['peak_bytes_in_use'] / 2**30:.1f} GiB of {limit / 2**30:.1f}"
     name = model.rstrip("/").rpartition("/")[2]
-    console.print(_table(f"{name}, {batch} x {length}, documents a row: {documents}, {devices}", rows))
+    console.print(_table(f"{name}, {batch} x {length}, documents per row: {documents}, {devices}", rows))
 
 
 def _settings(model: str, batch: int, length: int, overrides: list[str]):
@@ -88,8 +89,13 @@ def _batch(settings, vocab: int, documents: int, seed: int):
     starts = np.concatenate([np.zeros((B, 1), np.int64), cuts], axis=1)
     positions = place - np.take_along_axis(starts, segment, axis=1)
     same = np.concatenate([segment[:, 1:] == segment[:, :-1], np.ones((B, 1), bool)], axis=1)
-    arrays = (tokens[:, :-1], tokens[:, 1:], positions.astype(np.int32), segment + 1, same.astype(np.float32))
-    return Batch(*map(jnp.asarray, arrays))
+    return Batch(
+        jnp.asarray(tokens[:, :-1]),
+        jnp.asarray(tokens[:, 1:]),
+        jnp.asarray(positions, jnp.int32),
+        jnp.asarray(segment + 1),
+        jnp.asarray(same, jnp.float32),
+    )
 
 
 def _table(title: str, rows: dict[str, str]):

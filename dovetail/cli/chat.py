@@ -30,7 +30,7 @@ def chat(
     model: str = typer.Option("", help="What the server calls the model; otherwise its first."),
     system: str = typer.Option("", help="The system message."),
     temperature: float = typer.Option(0.7, min=0.0, help="0: the most probable token, always."),
-    max_tokens: int = typer.Option(1024, min=1, help="The longest answer."),
+    max_tokens: int = typer.Option(None, min=1, help="The longest answer; otherwise what the context holds."),
     api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="The server's key."),
 ) -> None:
     """Talk with a model in the terminal."""
@@ -58,7 +58,7 @@ def _partner(place: str, url: str, model: str, api_key: str) -> Partner:
 
 
 class Chat:
-    """The conversation and its loop. Answers go to stdout; whatever else is said goes to stderr."""
+    """The conversation and its loop. Answers go to stdout; everything else goes to stderr."""
 
     def __init__(self, partner: Partner, options: Options, system: str = ""):
         from rich.console import Console
@@ -89,8 +89,8 @@ class Chat:
             return
         with suppress(ImportError):  # not every build has it
             import readline  # noqa: F401  input() then has line editing and a history
-        if (who := self._try_describe()) is not None:
-            self._note(who)
+        if (line := self._try_describe()) is not None:
+            self._note(line)
         self._note("/help lists the commands; ctrl-C stops an answer, ctrl-D ends")
 
     def _try_describe(self) -> str | None:
@@ -115,7 +115,7 @@ class Chat:
     # --- an answer ----------------------------------------------------------------------------------------------------
 
     def _answer(self, line: str) -> bool:
-        """What was said before an interruption stays, for the model said it; a question without an answer goes."""
+        """An interrupted answer stays as far as it came; a question without any answer is taken back."""
         from dovetail.cli.remote import ServerError
 
         self.turns.append({"role": "user", "content": line})
@@ -124,7 +124,7 @@ class Chat:
         try:
             self._stream(said)
             if self._partner.finish_reason == "length":
-                self._note(f"(cut off at {self._options.max_tokens} tokens: --max-tokens sets it)")
+                self._note(_cut_off(self._options.max_tokens))
         except KeyboardInterrupt:
             self._note("(stopped)")
         except (ServerError, ValueError) as caught:
@@ -203,6 +203,12 @@ class Chat:
 
     def _fail(self, text: str) -> None:
         self._err.print(text.translate(_UNPRINTABLE), style="red", markup=False, soft_wrap=True)
+
+
+def _cut_off(most: int | None) -> str:
+    if most is None:
+        return "(cut off: the context is full, or the server has a limit of its own; /clear makes room)"
+    return f"(cut off at {most} tokens: --max-tokens sets it)"
 
 
 def _prompt(plain: bool) -> str:

@@ -1,4 +1,4 @@
-"""Who answers in `dovetail chat`: an engine in this process, or a server."""
+"""What answers in `dovetail chat`: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Thought(str):
 @dataclass(frozen=True)
 class Options:
     temperature: float
-    max_tokens: int
+    max_tokens: int | None  # None: what the context holds
 
 
 class Partner(Protocol):
     finish_reason: str | None  # of the last answer: length where max_tokens cut it off
 
     def describe(self) -> str:
-        """Who it is, in a line."""
+        """What it is, in one line."""
         ...
 
     def answer(self, messages: Messages, options: Options) -> Pieces:
@@ -46,18 +46,19 @@ class Local:
         from dovetail.engine.llm import LLM
 
         with bar() as progress:
-            self._llm = LLM(model, max_num_seqs=1, progress=progress, **engine)
+            self._llm = LLM(model, max_num_seqs=1, seed=None, progress=progress, **engine)
         self._model, self.finish_reason = model, None
 
     def describe(self) -> str:
         return f"{self._model}, in this process, started in {self._llm.start_seconds:.1f} s"
 
     def answer(self, messages: Messages, options: Options) -> Pieces:
-        from dovetail.engine.params import SamplingParams
+        from dovetail.engine.params import SamplingParams, check_room
 
         params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
         assert self._llm.tokenizer is not None  # only dummy weights have none
         prompt = self._llm.tokenizer.encode_chat(messages)
+        check_room("max_tokens", options.max_tokens, len(prompt), self._llm.engine.scheduler.config.context)
         self.finish_reason = None
         with _between_steps() as interrupted, closing(self._llm.stream(prompt, params)) as updates:  # type: ignore[type-var]
             for update in updates:
@@ -66,7 +67,7 @@ class Local:
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 if update.finished:
-                    self.finish_reason = update.seq.finish_reason
+                    self.finish_reason = update.finish_reason
 
     def close(self) -> None:
         pass
@@ -83,10 +84,9 @@ class Remote:
         return f"{self._name()} at {self._url}"
 
     def answer(self, messages: Messages, options: Options) -> Pieces:
-        body = {
-            "model": self._name(), "messages": messages, "stream": True,
-            "temperature": options.temperature, "max_tokens": options.max_tokens,
-        }  # fmt: skip
+        body = {"model": self._name(), "messages": messages, "stream": True, "temperature": options.temperature}
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
         self.finish_reason = None
         # Leaving in the middle closes the connection, by which the server knows to stop.
         with explained(self._url), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -122,8 +122,8 @@ class Remote:
 
 @contextmanager
 def _between_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of raising: an exception amid a step would leave the engine's books half written.
-    Whoever presses it again cannot wait for the step (it may be compiling) and ends the program."""
+    """Ctrl-C sets the event instead of raising: an exception amid a step would leave the engine's state half updated.
+    Pressed again it ends the program, for the step may be long: it may be compiling."""
     asked = threading.Event()
 
     def handler(*_: Any) -> None:

@@ -13,7 +13,7 @@ def compile_(
     """Compile a recipe's step for machines that are not here: memory, FLOPs."""
     from rich.console import Console
 
-    from dovetail.train import topology as topologies
+    from dovetail.plan import topology as topologies
 
     console = Console(highlight=False)
     wanted = None if topology.strip().lower() == "gpu" else topologies.parse(topology)
@@ -21,6 +21,7 @@ def compile_(
         topologies.without_hardware()
 
     from dovetail.core.recipe import load
+    from dovetail.train.next_token import next_token
     from dovetail.train.prepare import prepare
     from dovetail.train.settings import Pretrain
 
@@ -29,7 +30,7 @@ def compile_(
         devices, platform = topologies.tpu_devices(wanted, settings.mesh.slices), "tpu"
     else:
         devices, platform = topologies.gpu_devices(), "cuda"
-    ready = prepare(settings, devices, platform)
+    ready = prepare(settings, next_token(settings), devices, platform)
     for line in ready.derived.explain():
         console.print(line, markup=False)
     with console.status(f"compiling {recipe} for {len(devices)} devices"):
@@ -75,7 +76,7 @@ def table(title: str, ready, compiled, seconds: tuple[float, float]):
 
 
 def _memory(ready, counted) -> list[tuple[str, str, str]]:
-    from dovetail.train.derive import PLANNED
+    from dovetail.plan.derive import PLANNED
 
     if counted is None:
         return [("memory in all", "not said", gib(ready.derived.memory.total))]
@@ -94,7 +95,7 @@ def _memory(ready, counted) -> list[tuple[str, str, str]]:
 
 def _work(ready, counted) -> list[tuple[str, str, str]]:
     """As XLA counts them: a loop (microsteps, equal layers) once, and nothing inside of a Pallas kernel."""
-    from dovetail.train.plans import flops
+    from dovetail.plan.plans import flops
 
     settings = ready.settings
     each = flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / ready.derived.devices

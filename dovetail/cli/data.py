@@ -29,7 +29,7 @@ def prepare(
     out: str = OUT,
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
-    processes: int = typer.Option(0, min=0, help="How many processes tokenise; one a core if not given."),
+    processes: int = typer.Option(0, min=0, help="How many processes tokenise; one per core if not given."),
 ) -> None:
     """Tokenise a recipe's data, or files, into a cache."""
     from rich.console import Console
@@ -59,7 +59,7 @@ def show(
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
 ) -> None:
-    """Show rows as training reads them, a colour a document."""
+    """Show rows as training reads them, a colour per document."""
     import dataclasses
 
     from rich.console import Console
@@ -80,7 +80,7 @@ def show(
         source, _ = loader.rows.locate(i)
         console.print(*_row(loader.rows.row(i), encoder, f"row {i} from {data.sources[source].path}"), sep="\n")
     shares = ", ".join(f"{s.path} {p:.2%}" for s, p in zip(data.sources, loader.padding, strict=True))
-    console.print(f"{loader.rows_per_epoch:,} rows an epoch; padding: {shares}", style="dim", markup=False)
+    console.print(f"{loader.rows_per_epoch:,} rows per epoch; padding: {shares}", style="dim", markup=False)
 
 
 def _read(what: list[str], tokenizer: str, kind: str, text_key: str):
@@ -116,7 +116,7 @@ def _table(stores):
 
     out = Table(title="tokens", title_justify="left", title_style="bold", box=box.ROUNDED)
     out.add_column("source")
-    for column in ("documents", "empty", "tokens", "text", "tokens a document, p50", "p99"):
+    for column in ("documents", "empty", "tokens", "text", "tokens per document, p50", "p99"):
         out.add_column(column, justify="right")
     for store in stores:
         meta, (p50, p99) = store.meta, np.percentile(store.lengths, [50, 99])

@@ -22,13 +22,32 @@ def run(command: Callable[[], object]) -> None:
         _explain(error)
 
 
-def _explain(error: Exception) -> NoReturn:
+def outcome(error: BaseException) -> tuple[int, str]:
+    """(exit code, one line) for what went wrong."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped"
+    if isinstance(error, SystemExit):  # train.guard.stop.Stopped
+        return error.code if isinstance(error.code, int) else 1, str(error)
     if isinstance(error, USER_ERRORS):
-        _say("error:", str(error) or type(error).__name__)
-        sys.exit(2)
-    _say("internal error:", f"{type(error).__name__}: {error}")
-    _say("", "run again with DOVETAIL_TRACEBACK=1 to see where, and report it")
-    sys.exit(1)
+        return 2, f"error: {str(error) or type(error).__name__}"
+    why = "run again with DOVETAIL_TRACEBACK=1 to see where, and report it"
+    return 1, f"internal error: {type(error).__name__}: {error}; {why}"
+
+
+def last_words(error: BaseException) -> tuple[int, str]:
+    """The outcome for a process that others wait for; the traceback is shown here, where it was asked for."""
+    if os.environ.get("DOVETAIL_TRACEBACK") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    return outcome(error)
+
+
+def _explain(error: Exception) -> NoReturn:
+    code, line = outcome(error)
+    label, _, message = line.partition(": ")
+    _say(f"{label}:", message)
+    sys.exit(code)
 
 
 def _say(label: str, message: str) -> None:

@@ -171,7 +171,7 @@ def sampling(
     longest = next((rest[name] for name in named if rest.get(name) is not None), MAX_NEW)
     sample, temperature = rest.pop("do_sample", None), float(rest.pop("temperature", None) or 0.0)
     if sample and not temperature:
-        temperature = 1.0  # who asks for sampling and names no temperature
+        temperature = 1.0  # sampling was asked for without a temperature
     if int(rest.pop("num_beams", 1)) != 1:
         raise ValueError(f"num_beams={options['num_beams']}: the engine samples one token at a time; leave it at 1")
     kept = {name: rest.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in rest}

@@ -15,7 +15,7 @@ import typer
 LOSS = "loss"
 
 
-class Row(NamedTuple):
+class Result(NamedTuple):
     task: str
     metric: str
     value: float | None
@@ -34,14 +34,14 @@ def evaluate(
     tokenizer: str = typer.Option("", help="bytes: the model reads raw bytes. Otherwise its own."),
     max_model_len: int = typer.Option(None, min=2, help="The longest text; otherwise the model's own limit."),
     tensor_parallel: int = typer.Option(1, min=1, help="Devices over which the model is split."),
-    dtype: str = typer.Option("", help="bf16, f32 or f16."),
+    dtype: str = typer.Option("", help="bf16, f32, tf32 or f16."),
     json: str = typer.Option("", help="Write the results into this file too."),
 ) -> None:
     """Measure a model: held-out loss, or tasks of lm-eval."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     _check(names, data, tokenizer)
     judge = _judge(model, tokenizer, max_model_len=max_model_len, tensor_parallel=tensor_parallel, dtype=dtype or None)
-    rows: list[Row] = []
+    rows: list[Result] = []
     if LOSS in names:
         rows += held_out(judge, documents(data, text_key, limit))
     if others := [name for name in names if name != LOSS]:
@@ -54,7 +54,7 @@ def evaluate(
 
 
 def _check(names: list[str], data: str, tokenizer: str) -> None:
-    """Before a model is loaded, which takes its time."""
+    """Checked before a model is loaded, which takes long."""
     if not names:
         raise ValueError("--tasks is empty: give loss, an lm-eval task, or a task's .yaml file")
     if (LOSS in names) != bool(data):
@@ -79,7 +79,7 @@ def _judge(model: str, tokenizer: str, **options: Any):
 
 
 def newest_export(model: str) -> str:
-    """Of a run's folder, the last export; anything else is what it is."""
+    """Of a run's folder, the last export; anything else unchanged."""
     folder = Path(model)
     if not folder.is_dir() or (folder / "config.json").exists():
         return model
@@ -123,7 +123,7 @@ def _documents(path: Path, text_key: str) -> Iterator[str]:
             yield text
 
 
-def held_out(judge, texts: list[str]) -> list[Row]:
+def held_out(judge, texts: list[str]) -> list[Result]:
     """Loss as training measures it, the end token among what is predicted. A document's first token has nothing before
     it unless the tokenizer puts BOS there, and is not scored then. Bits per byte are of the text's own tokens."""
     pairs, size, special = [], 0, {judge.tokenizer.bos_id, judge.tokenizer.eos_id}
@@ -138,7 +138,7 @@ def held_out(judge, texts: list[str]) -> list[Row]:
     nats = -math.fsum(entry.logprob for entry in entries if entry.token not in special)
     values = [("loss", loss), ("perplexity", math.exp(min(loss, 700.0)))]
     values += [("bits_per_byte", nats / size / math.log(2))] if size else []
-    return [Row(LOSS, name, value, None, len(texts)) for name, value in [*values, ("tokens", float(len(entries)))]]
+    return [Result(LOSS, name, value, None, len(texts)) for name, value in [*values, ("tokens", float(len(entries)))]]
 
 
 # --- lm-eval ----------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _lm_eval(module: str = "lm_eval") -> Any:
 
 def run_tasks(
     judge, names: list[str], model: str, *, limit: int | None = None, num_fewshot: int | None = None, chat: bool = False
-) -> list[Row]:
+) -> list[Result]:
     """The metrics of lm-eval's tasks, by name or from files."""
     from dovetail.cli.eval_model import lm_eval_model
 
@@ -185,7 +185,7 @@ def _settle(task, num_fewshot: int | None) -> None:
     task.set_fewshot_seed(seed=1234)  # lm-eval's own, so that figures can be compared
 
 
-def _rows(task: str, values: dict[str, Any], count: int | None) -> list[Row]:
+def _rows(task: str, values: dict[str, Any], count: int | None) -> list[Result]:
     """lm-eval names a metric `acc,none` or `exact_match,flexible-extract`: the second part is its filter."""
     rows = []
     for key, value in values.items():
@@ -193,14 +193,14 @@ def _rows(task: str, values: dict[str, Any], count: int | None) -> list[Row]:
         if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
             error = values.get(f"{metric}_stderr,{kind}")
             named = metric if kind == "none" else f"{metric} ({kind})"
-            rows.append(Row(task, named, float(value), error if isinstance(error, float) else None, count))
+            rows.append(Result(task, named, float(value), error if isinstance(error, float) else None, count))
     return rows
 
 
 def load_tasks(names: list[str]) -> Any:
-    """What lm-eval evaluates. A file's own data are looked for beside it, then where we are."""
+    """What lm-eval evaluates. A file's own data are looked for beside it, then in the working directory."""
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    # Only names need lm-eval's own tasks, and reading their thousands of files takes its time.
+    # Only names need lm-eval's own tasks, and reading their thousands of files takes long.
     manager = _lm_eval("lm_eval.tasks").TaskManager(include_defaults=len(files) < len(names))
     found: list[Any] = []
     for name in names:
@@ -230,7 +230,7 @@ def _from_file(manager, path: Path) -> list[Any]:
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def _show(model: str, rows: list[Row]) -> None:
+def _show(model: str, rows: list[Result]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

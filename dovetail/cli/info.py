@@ -18,7 +18,7 @@ PACKAGES = (
 def info(
     model: str = typer.Argument(None, help="A folder, .gguf file, hub id or catalogue name."),
 ) -> None:
-    """Show versions, devices and kernels; with MODEL, what it is."""
+    """Show versions, devices, dtypes and kernels; with MODEL, what it is."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -32,6 +32,7 @@ def info(
         return
     console.print(table("versions", _versions()))
     console.print(table("devices", _devices()))
+    console.print(table("dtypes here", _dtypes()))
     console.print(_kernels())
 
 
@@ -78,14 +79,20 @@ def _devices() -> list[tuple[str, str]]:
     return [("backend", jax.default_backend()), ("devices", devices), ("host", hosts), ("CPUs", str(os.cpu_count()))]
 
 
+def _dtypes() -> list[tuple[str, str]]:
+    from dovetail.core.compute import COMPUTES
+
+    return [(name, compute.describe()) for name, compute in COMPUTES.items()]
+
+
 def _kernels():
     from rich import box
     from rich.table import Table
 
-    from dovetail.ops.attention import describe
+    from dovetail.ops.dispatch import describe
 
-    out = Table(title="attention", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for column in ("context", "platform", "implementation"):
+    out = Table(title="kernels", title_justify="left", title_style="bold", box=box.ROUNDED)
+    for column in ("operation", "platform", "implementation"):
         out.add_column(column)
     for row in describe():
         out.add_row(*map(str, row))

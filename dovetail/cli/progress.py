@@ -39,5 +39,5 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _fit(what: str) -> str:
-    """`what` in exactly WIDTH characters, so that the bar does not dance; the end says more than the beginning."""
+    """`what` in exactly WIDTH characters, so that the bar does not move; the end says more than the beginning."""
     return what.ljust(WIDTH) if len(what) <= WIDTH else "…" + what[1 - WIDTH :]

@@ -45,10 +45,10 @@ def _row(name: str) -> tuple:
     from dovetail.core import recipe
     from dovetail.core.chips import CHIPS
     from dovetail.core.spec import matmul_flops, num_params
+    from dovetail.models.registry import read_model
     from dovetail.models.spec import spec
-    from dovetail.train.derive import smallest
-    from dovetail.train.model import read_model
-    from dovetail.train.plans import num_experts
+    from dovetail.plan.derive import smallest
+    from dovetail.plan.plans import num_experts
     from dovetail.train.settings import Pretrain
 
     settings = recipe.load(name, (), Pretrain)
@@ -67,8 +67,8 @@ def show(console, name: str, overrides: list[str], chip: str, devices: int, slic
 
     from dovetail.core import recipe
     from dovetail.core.chips import chip_named
-    from dovetail.train.derive import derive
-    from dovetail.train.model import read_model
+    from dovetail.models.registry import read_model
+    from dovetail.plan.derive import derive
     from dovetail.train.settings import Pretrain
 
     settings = recipe.load(name, overrides, Pretrain)

@@ -11,7 +11,8 @@ def report(
     from rich.console import Console
 
     from dovetail.cli.info import table
-    from dovetail.train.report import read, summary, write
+    from dovetail.train.report.page import write
+    from dovetail.train.report.summary import read, summary
 
     run = read(run_dir)
     page = write(run_dir, out or None)

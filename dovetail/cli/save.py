@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def save(path: str | Path, text: str) -> Path:
-    """Beside its place first and moved there when it is complete: whoever kills this keeps what was there before."""
+    """Beside its place first and moved there when it is complete: a process killed meanwhile leaves the old file."""
+    from dovetail.io.umask import umask
+
     path = Path(path).expanduser()
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
@@ -16,16 +18,9 @@ def save(path: str | Path, text: str) -> Path:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(part, path.stat().st_mode if path.exists() else 0o666 & ~_umask())  # mkstemp's is 0600
+        os.chmod(part, path.stat().st_mode if path.exists() else 0o666 & ~umask())  # mkstemp's is 0600
         os.replace(part, path)
     except BaseException:
         os.unlink(part)
         raise
     return path
-
-
-def _umask() -> int:
-    """It can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -1,11 +1,22 @@
 """`dovetail serve`: a model behind OpenAI's API."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from dovetail.engine.options import EngineOptions
+
 _ENGINE, _SAFETY, _NAMES = "Engine", "Safety", "Format"
+_OWN: Any = object()
+
+
+def _engine(name: str, default: Any = _OWN, help: str = "", **bounds: float) -> Any:
+    """One of EngineOptions: its default and help are the option's own, unless a server's differ."""
+    default = getattr(EngineOptions, name) if default is _OWN else default
+    return typer.Option(default, help=help or EngineOptions.help(name), rich_help_panel=_ENGINE, **bounds)  # type: ignore[arg-type]
 
 
 def serve(
@@ -15,7 +26,7 @@ def serve(
     served_model_name: list[str] = typer.Option([], help="What requests call the model; may be repeated."),
     api_key: str = typer.Option("", help="Requests must bring it. Seen by `ps`: prefer the file or the variable.",
                                 envvar="DOVETAIL_API_KEY", show_envvar=True, rich_help_panel=_SAFETY),
-    api_key_file: Path | None = typer.Option(None, help="Keys, one a line.", rich_help_panel=_SAFETY),
+    api_key_file: Path | None = typer.Option(None, help="Keys, one per line.", rich_help_panel=_SAFETY),
     admin: bool = typer.Option(False, help="Routes that sleep, pause and change weights.", rich_help_panel=_SAFETY),
     admin_key: str = typer.Option("", envvar="DOVETAIL_ADMIN_KEY", show_envvar=True, help="For those.",
                                   rich_help_panel=_SAFETY),
@@ -38,17 +49,16 @@ def serve(
                                           rich_help_panel=_NAMES),
     tool_format: str = typer.Option("", help="Of tool calls; otherwise by the template.", rich_help_panel=_NAMES),
     reasoning_format: str = typer.Option("", help="Of reasoning, likewise.", rich_help_panel=_NAMES),
-    dtype: str = typer.Option("", help="bf16, f32 or f16.", rich_help_panel=_ENGINE),
-    max_model_len: int = typer.Option(0, min=0, help="0: the model's own.", rich_help_panel=_ENGINE),
-    max_num_seqs: int = typer.Option(256, min=1, help="Sequences in a batch.", rich_help_panel=_ENGINE),
-    max_num_batched_tokens: int = typer.Option(8192, min=1, help="Tokens of one step.", rich_help_panel=_ENGINE),
-    memory_fraction: float = typer.Option(
-        None, min=0.01, max=1.0, help="Of the device (0.9), or of a CPU's free memory (0.2).", rich_help_panel=_ENGINE
-    ),
-    tensor_parallel: int = typer.Option(1, min=1, help="Devices to split the model over.", rich_help_panel=_ENGINE),
-    prefix_caching: bool = typer.Option(True, help="Prompts that begin alike share pages.", rich_help_panel=_ENGINE),
-    policy: str = typer.Option("fcfs", help="fcfs, or priority.", rich_help_panel=_ENGINE),
-    seed: int = typer.Option(0, help="Of requests that bring none.", rich_help_panel=_ENGINE),
+    dtype: str = _engine("dtype"),
+    max_model_len: int = _engine("max_model_len", min=0),
+    max_num_seqs: int = _engine("max_num_seqs", min=1),
+    max_num_batched_tokens: int = _engine("max_num_batched_tokens", 8192, "Most tokens in one step.", min=1),
+    memory_fraction: float = _engine("memory_fraction", min=0.01, max=1.0),
+    tensor_parallel: int = _engine("tensor_parallel", min=1),
+    prefix_caching: bool = _engine("prefix_caching"),
+    policy: str = _engine("policy"),
+    seed: int = _engine("seed", None, "Seeds the requests that bring no seed; otherwise differently at each start.",
+                        min=0),
 ) -> None:  # fmt: skip
     """Serve a model to any OpenAI client."""
     import logging
@@ -57,9 +67,9 @@ def serve(
     from dovetail.cli.progress import bar
     from dovetail.io.hub import resolve
     from dovetail.serve.config import Limits, ServerConfig
-    from dovetail.serve.defaults import read_defaults
-    from dovetail.serve.server import run
-    from dovetail.serve.server import serve as serving
+    from dovetail.serve.http.server import run
+    from dovetail.serve.http.server import serve as serving
+    from dovetail.serve.talk.defaults import read_defaults
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     keys = _keys(api_key, api_key_file, "--api-key-file")
@@ -67,7 +77,7 @@ def serve(
     if admin and len(admin_keys) != 1:
         raise ValueError("--admin needs a key of its own: set DOVETAIL_ADMIN_KEY, or --admin-key-file with one line")
     if admin and admin_keys[0] in keys:
-        raise ValueError("the admin key must differ from the API keys: whoever may ask may not control")
+        raise ValueError("the admin key must differ from the API keys: those let clients ask, and not control")
     if generation_config not in ("auto", "none"):
         raise ValueError(f"--generation-config is auto or none; got {generation_config!r}")
     limits = Limits(
@@ -81,11 +91,11 @@ def serve(
         allow_origins=tuple(allow_origin), allow_request_template=allow_request_template,
         tool_format=tool_format or None, reasoning_format=reasoning_format or None, limits=limits,
     )  # fmt: skip
-    options = dict(
+    options = EngineOptions.of(dict(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction,
         tensor_parallel=tensor_parallel, prefix_caching=prefix_caching, policy=policy, seed=seed,
-    )  # fmt: skip
+    ))  # fmt: skip
     with bar() as progress:
         path = resolve(model, progress)
         if generation_config == "auto":
@@ -104,14 +114,17 @@ def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
 
 
 def _show(config, info) -> None:
-    """What a newcomer needs: where it is, and three lines to try it."""
+    """What a first-time user needs: where it is, and three lines to try it."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    url, key = f"http://{host}:{config.port}", "$DOVETAIL_API_KEY" if config.api_keys else "none"
-    header = '-H "Authorization: Bearer $DOVETAIL_API_KEY" ' if config.api_keys else ""
+    url, name = f"http://{host}:{config.port}", json.dumps(config.names[0])
+    header, start, key = "", "", '"none"'
+    if config.api_keys:  # by the variable's name: what is printed here ends in logs
+        header = '-H "Authorization: Bearer $DOVETAIL_API_KEY" '
+        start, key = "import os\n", 'os.environ["DOVETAIL_API_KEY"]'
     text = Text()
     text.append(f"{url}/v1", style="bold cyan").append(f"  {config.names[0]}\n", style="bold")
     text.append(f"started in {info.start_seconds:.1f} s; {info.description}", style="dim")
@@ -124,11 +137,13 @@ def _show(config, info) -> None:
     message = '[{"role": "user", "content": "Hello!"}]'
     console.print(
         f"curl {url}/v1/chat/completions {header}-H 'Content-Type: application/json' \\\n"
-        f"  -d '{{\"model\": \"{config.names[0]}\", \"messages\": {message}}}'\n\n"
-        f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="{key}")\n'
-        f'client.chat.completions.create(model="{config.names[0]}", messages={message})\n',
+        f"  -d '{{\"model\": {name}, \"messages\": {message}}}'\n\n"
+        f'{start}from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key={key})\n'
+        f"client.chat.completions.create(model={name}, messages={message})\n",
         style="dim", markup=False, soft_wrap=True,
     )  # fmt: skip
+    if config.api_keys and os.environ.get("DOVETAIL_API_KEY") not in config.api_keys:
+        console.print("Both read the key from DOVETAIL_API_KEY: export it where you run them.", style="dim")
     if config.is_open:
         console.print("Anybody who can reach this machine may ask: set DOVETAIL_API_KEY.", style="yellow")
     if os.environ.get("DOVETAIL_ADMIN_KEY") and config.admin_key is None:

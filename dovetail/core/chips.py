@@ -2,7 +2,7 @@
 
 Peaks are dense. Sources, as of August 2026: Google Cloud's pages of each TPU (docs.cloud.google.com/tpu/docs) for
 peaks, HBM in GiB, links and pod sizes; NVIDIA's data sheets of the SXM modules for theirs; Google Cloud's price
-lists (on demand and spot, a chip and hour) for dollars. Prices move: they rank machines, they are no offer.
+lists (on demand and spot, per chip and hour) for dollars. Prices move: they rank machines, they are no offer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dovetail.core.choice import did_you_mean
 GIB = 2**30
 TERA = 1e12
 GIGA = 1e9
+LOGITS_BYTES = 1 << 30  # of f32 logits that a device other than a CPU holds at a time while it takes the loss
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class Chip:
     name: str
     kinds: tuple[str, ...]  # what jax's device_kind says
     bf16: float  # FLOP/s
-    eight_bit: float | None  # int8 or fp8 operations a second, whichever the chip has; None: no faster than bf16
+    eight_bit: float | None  # int8 or fp8 operations per second, whichever the chip has; None: no faster than bf16
     hbm: int  # bytes
     bandwidth: float  # of HBM, bytes/s
     network: float | None  # to other chips of the pod or node, over all its links, one way, bytes/s
     pod: int | None = None  # chips that those links join; None: what one host holds
-    dollars: float | None = None  # an hour, on demand
+    dollars: float | None = None  # per hour, on demand
     spot: float | None = None
     dcn: float | None = None  # across slices or hosts, bytes/s
     devices: int = 1  # jax devices of one chip: two where its cores are not joined
@@ -70,7 +71,7 @@ CHIPS: dict[str, Chip] = {
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 918, 95, 2.77, (6, 90), 8960, 4.20, 0.81),
         # spot between 0.28 and 1.54 by region: the dearer one
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 1836, 32, 1.64, (4, 90), 256, 2.70, 1.54, dcn=12.5),
-        # 1,200 GB/s a chip, both directions together, over six links; priced by contract
+        # 1,200 GB/s per chip, both directions together, over six links; priced by contract
         _tpu("TPU7x", ("TPU7x",), 2307, 4614, 192, 7.4, (6, 100), 9216, None, None, devices=2),
         _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 624, 40, 1.6, 600, 3.93, 2.27),
         _gpu("A100", ("NVIDIA A100-SXM4-80GB",), 312, 624, 80, 2.0, 600, 3.93, 2.27),

@@ -1,4 +1,4 @@
-"""The two checks that every settings class makes, with a sentence that starts with the field's name.
+"""The checks that every settings class makes, with a sentence that starts with the field's name.
 
 `core.recipe` puts the dotted path before that sentence, so `Optimizer(name="adam")` in Python and `optimizer.name=adam`
 on the command line teach the same thing.
@@ -7,6 +7,7 @@ on the command line teach the same thing.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -21,6 +22,12 @@ def one_of(field: str, given: object, choices: Iterable[str]) -> None:
     if given not in choices:
         named = ", ".join(repr(c) for c in choices)
         raise ValueError(f"{field} must be one of {named}; got {given!r}.{did_you_mean(given, choices)}")
+
+
+def not_negative(settings: object, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        require(0 <= value < math.inf, f"{name} must be 0 or more; got {value}")
 
 
 def require(holds: bool, sentence: str) -> None:

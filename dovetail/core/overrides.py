@@ -1,9 +1,11 @@
-"""`optimizer.lr=1e-3`, `data.sources.0.path=texts`: values typed at a terminal, put in their places in a recipe."""
+"""`optimizer.lr=1e-3`, `data.sources.0.path=texts`: values typed at a terminal, put in their places in a recipe; and
+those of a program, `{"optimizer": {"lr": 1e-3}, "data.seed": 1}`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from dovetail.core import yaml_text
@@ -25,7 +27,20 @@ def split(text: str) -> tuple[list[str], Typed]:
     return path, Typed(value)
 
 
-def place(mapping: Mapping[str, Any], pairs: Iterable[tuple[list[str], Typed]]) -> dict[str, Any]:
+def flat(overrides: Mapping[str, Any], path: Sequence[str] = ()) -> list[tuple[list[str], Any]]:
+    """A program's overrides as (path, value): a mapping changes the keys it names and leaves the others."""
+    found = []
+    for key, value in overrides.items():
+        at = [*path, *key.split(".")]
+        found += flat(value, at) if isinstance(value, Mapping) else [(at, _text_of_path(value))]
+    return found
+
+
+def _text_of_path(value: Any) -> Any:
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def place(mapping: Mapping[str, Any], pairs: Iterable[tuple[list[str], Any]]) -> dict[str, Any]:
     """A copy of the mapping with each value at its path."""
     tree = _copied(dict(mapping))
     for path, value in pairs:
@@ -39,7 +54,7 @@ def _copied(tree: Any) -> Any:
     return [_copied(v) for v in tree] if isinstance(tree, list) else tree
 
 
-def _put(tree: dict, path: list[str], value: Typed) -> None:
+def _put(tree: dict, path: list[str], value: Any) -> None:
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
         key = _key(node, part, path[:depth])

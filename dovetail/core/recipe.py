@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from dovetail.core import yaml_text
 from dovetail.core.choice import did_you_mean
-from dovetail.core.overrides import Typed, kind_of, parsed, place, split
+from dovetail.core.overrides import Typed, flat, kind_of, parsed, place, split
 
 T = TypeVar("T")
 Count = Annotated[int, "count"]  # an int that may be written 10B, 300M or 4k
@@ -46,15 +46,24 @@ def find(name_or_path: str, beside: Path | None = None) -> Path:
     raise ValueError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(shipped())}")
 
 
-def load(name_or_path: str, overrides: Sequence[str], cls: type[T]) -> T:
-    """The recipe, with `key=value` overrides on top, as `cls`."""
+def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: type[T]) -> T:
+    """The recipe, with overrides on top, as `cls`: `key=value` each, or a mapping of a program's own values."""
     mapping = _with_base(find(name_or_path), cls, ())
     try:
-        pairs = [split(text) for text in overrides]
-        below = _without_rivals(cls, mapping, [path[0] for path, _ in pairs])
-        return read(cls, place(below, pairs))
+        return _overridden(cls, mapping, overrides)
     except ValueError as error:
         raise ValueError(f"recipe {name_or_path}: {error}") from error
+
+
+def change(settings: T, overrides: Mapping[str, Any]) -> T:
+    """The same settings with some keys changed."""
+    return _overridden(type(settings), dump(settings), overrides)
+
+
+def _overridden(cls: type[T], mapping: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> T:
+    pairs = flat(overrides) if isinstance(overrides, Mapping) else [split(text) for text in overrides]
+    below = _without_rivals(cls, mapping, [path[0] for path, _ in pairs])
+    return read(cls, place(below, pairs))
 
 
 def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -227,6 +236,18 @@ def _name(hint: Any) -> str:
 
 
 # --- and back ---------------------------------------------------------------------------------------------------------
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) wherever two settings of one class differ; values as YAML holds them."""
+    found = []
+    for field in dataclasses.fields(after):
+        old, new, key = getattr(before, field.name), getattr(after, field.name), _join(path, field.name)
+        if dataclasses.is_dataclass(new) and type(old) is type(new):
+            found += differences(old, new, key)
+        elif old != new:
+            found.append((key, _plain(old, None), _plain(new, None)))
+    return found
 
 
 def dump(settings: Any) -> dict[str, Any]:

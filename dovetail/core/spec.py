@@ -1,15 +1,15 @@
 """A weight is declared once, as a ParamSpec; everything that is known before any array exists follows from the tree.
 
 From a tree of specs come: random weights (`init`), shapes without memory (`abstract`), byte counts (`num_bytes`),
-FLOPs a token costs (`matmul_flops`), shardings (core.mesh) and the table of Hugging Face names (`Stored`).
+FLOPs per token (`matmul_flops`), shardings (core.mesh) and the table of Hugging Face names (`Stored`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 class Stored:
     """Where a Hugging Face checkpoint keeps a weight.
 
-    With several names (one an expert), each tensor is one element of our leading dim. A tensor that holds two of our
+    With several names (one per expert), each tensor is one element of our leading dim. A tensor that holds two of our
     weights (gate and up, say) is cut: viewed as `view`, then indexed by `at`. `transposed` ones are kept [in, out].
     """
 
@@ -59,6 +59,23 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
+def in_one_tensor(specs: dict[str, ParamSpec], names: Iterable[str]) -> dict[str, ParamSpec]:
+    """The same specs, but of the weights with these `names` (and of their biases) those that a checkpoint keeps under
+    one name are cut from that one tensor, where they lie one after another by rows."""
+    names, specs = list(names), dict(specs)
+    sharing: dict[tuple[str, ...], list[str]] = {}
+    for name in [*names, *(f"{name}_bias" for name in names)]:
+        if name in specs:
+            sharing.setdefault(specs[name].stored.names, []).append(name)
+    for members in (found for found in sharing.values() if len(found) > 1):
+        rows = [specs[name].stored.shape[0] for name in members]
+        for i, name in enumerate(members):
+            start, own = sum(rows[:i]), specs[name].stored
+            whole = replace(own, shape=(sum(rows), *own.shape[1:]), at=(slice(start, start + rows[i]),))
+            specs[name] = replace(specs[name], stored=whole)
+    return specs
+
+
 def is_spec(x: Any) -> bool:
     return isinstance(x, ParamSpec)
 
@@ -94,7 +111,7 @@ def num_bytes(specs: Any, dtype: Any) -> int:
 
 
 def matmul_flops(specs: Any) -> float:
-    """FLOPs of one token's forward pass in the weights' products (a multiply and an add an element)."""
+    """FLOPs of one token's forward pass in the weights' products (a multiply and an add per element)."""
     return sum(2.0 * spec.size * spec.active for _, spec in leaves(specs))
 
 
@@ -110,7 +127,7 @@ def init(specs: Any, key: jax.Array, dtype: Any, std: float = 0.02, shardings: A
     return jax.tree.unflatten(treedef, arrays)
 
 
-# Compiled once a shape: one program for the whole tree took a minute to compile for 32 layers.
+# Compiled once per shape: one program for the whole tree took a minute to compile for 32 layers.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _init_leaf(
     key: jax.Array, shape: tuple[int, ...], dtype: np.dtype, kind: str, std: float, sharding: Any = None

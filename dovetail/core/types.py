@@ -1,4 +1,4 @@
-"""The words every room shares: the two attention contexts, and weights with their version.
+"""The words every room shares: the two attention contexts, weights with their version, and the batch of a train step.
 
 B batch rows, T tokens, S sequences, P pages of the pool, M pages a sequence may hold.
 """
@@ -13,7 +13,7 @@ import jax
 from dovetail.core.mesh import Placement
 
 Params = Any  # a pytree of arrays, shaped as models.spec declares it
-Cache = tuple  # one entry a layer: pages, or None for a layer that reads another's
+Cache = tuple  # one entry per layer: pages, or None for a layer that reads another's
 
 
 @jax.tree_util.register_dataclass
@@ -44,13 +44,12 @@ class Paged:
     kv_lens: jax.Array  # [S] int32: tokens of the sequence after this call
     cu_q_lens: jax.Array  # [S + 1] int32: where each sequence's new tokens start among the T
     num_seqs: jax.Array  # [1] int32
+    slots: jax.Array | None = None  # [S] int32: where a layer keeps a state of fixed size per sequence (a recurrence)
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
 
 
-def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
-    """Whether a call runs on a single NVIDIA GPU: our kernels there know one device."""
-    return (platform or jax.default_backend()) in ("cuda", "gpu") and (placement is None or placement.mesh.size == 1)
+Context = Packed | Paged
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,23 @@ class Weights:
     version: int = 0
 
 
+@dataclass(frozen=True)
+class Column:
+    """What an objective declares of a further column of its batches."""
+
+    dtype: str = "float32"
+    per_token: bool = True  # [B, T], in the place of the token whose target it is about; else [B], one per row
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
     """Rows of packed documents to train on. Targets are given, not shifted here: a row's last token has one too, and
-    rows cut over a mesh need no neighbour."""
+    rows cut over a mesh need no neighbour. (A single row, as a loader makes them, has the same fields without B.)"""
 
     tokens: jax.Array  # [B, T] int32
     targets: jax.Array  # [B, T] int32: the token that follows; anything where loss_mask is 0
     positions: jax.Array  # [B, T] int32, from 0 in each document
     segment_ids: jax.Array  # [B, T] int32: 1, 2, .. the documents of a row; 0 is padding
-    loss_mask: jax.Array  # [B, T] f32: 1 where the target counts (the same document, not padding)
+    loss_mask: jax.Array  # [B, T] f32: what the target weighs, 0 or more: 0 in padding and at a document's end
+    columns: dict[str, jax.Array] = field(default_factory=dict)  # what an objective needs besides, by name: see Column

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from dovetail.core.types import Batch
@@ -46,8 +47,8 @@ class Loader:
         if step < 0:
             raise ValueError(f"expected a step from 0 on, got {step}")
         start = step * self._batch + self._first
-        columns = zip(*(self.rows.row(i) for i in range(start, start + self._share)), strict=True)
-        return Batch(*(cast(Any, np.stack(column)) for column in columns))
+        rows = [self.rows.row(i) for i in range(start, start + self._share)]
+        return jax.tree.map(lambda *column: np.stack(column), *rows)
 
     def iterate(self, start_step: int = 0, threads: int = 0) -> Iterator[Batch]:
         """Batches from start_step on, without end, made ahead of time by Grain's threads; close() ends them."""

@@ -12,7 +12,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from dovetail.data.pack import Packing, Row
+from dovetail.core.types import Batch
+from dovetail.data.pack import Packing
 from dovetail.data.shuffle import ranks
 
 LONGEST_CYCLE = 1 << 16  # weights whose exact cycle is longer are rounded to shares of this: by less than 0.002%
@@ -41,7 +42,7 @@ class Mixture:
         cycles, at = divmod(rows, len(self._cycle))
         return cycles * self._counts[-1] + self._counts[at]
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> Batch:
         source, row = self.locate(i)
         return self.sources[source].row(row)
 

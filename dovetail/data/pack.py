@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from dovetail.core.types import Batch
 from dovetail.data.best_fit import best_fit
 from dovetail.data.shuffle import permutation, place
 
@@ -35,19 +36,10 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Row(NamedTuple):
-    """[T] each; see core.types.Batch."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    segment_ids: np.ndarray
-    loss_mask: np.ndarray
-
-
-def _empty(length: int) -> Row:
+def _empty(length: int) -> Any:
+    """A row [T] of numpy's arrays, in the fields of a Batch."""
     tokens, targets, positions, segment_ids = np.zeros((4, length), np.int32)
-    return Row(tokens, targets, positions, segment_ids, np.zeros(length, np.float32))
+    return Batch(*cast(Any, (tokens, targets, positions, segment_ids, np.zeros(length, np.float32))))
 
 
 class Packing:
@@ -68,7 +60,7 @@ class Packing:
     def pieces(self, i: int) -> Iterator[Piece]:
         raise NotImplementedError
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> Batch:
         row = _empty(self.length)
         at = 0
         for segment, (document, start, stop) in enumerate(self.pieces(i), 1):
@@ -109,7 +101,7 @@ class Concat(Packing):
             begin, at = stop, at + 1
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of documents, and where each starts: 16 bytes a document. Two are kept, for where epochs meet."""
+        """The order of documents, and where each starts: 16 bytes per document. Two are kept, for where epochs meet."""
         with self._lock:  # the loader's threads all ask at once when an epoch begins
             if epoch not in self._plans:
                 order = permutation(len(self._documents), self._seed, epoch, _ORDER)

@@ -10,16 +10,28 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from dovetail.data import corpus
-from dovetail.data.sources import Span
 
 RECORDS = 256  # read from an ArrayRecord file at a time
 ROWS = 1024  # of a column made into Python strings at a time
 
 Documents = Iterator[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one file. What start and stop count depends on the kind: bytes of a plain JSONL file, row groups of a
+    Parquet file, records of an ArrayRecord file, documents of a corpus; nothing for what is only read whole."""
+
+    kind: str
+    path: str
+    start: int
+    stop: int
+    size: int  # bytes of the file, for the progress bar
 
 
 def read(span: Span, text_key: str) -> Documents:
@@ -88,7 +100,7 @@ def _field(line: bytes, text_key: str, where: Callable[[], str]) -> str:
         raise ValueError(f"{where()}: expected UTF-8, got byte {_hex(error)}; convert the file to UTF-8") from None
     except ValueError as error:
         raise ValueError(
-            f"{where()}: expected one JSON object a line, got {_short(line)} ({error}); mend or remove the line, "
+            f"{where()}: expected one JSON object per line, got {_short(line)} ({error}); mend or remove the line, "
             "or set format to what the file is"
         ) from None
     return _text_of(record, text_key, where, b"\\u" in line)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.data import corpus
+from dovetail.data.readers import Span, array_records, parquet_groups
 from dovetail.data.settings import Source
 
 ENDINGS = {
@@ -24,18 +25,6 @@ ENDINGS = {
 }
 SPLITS = "dataset_dict.json"  # at the top of a Hugging Face dataset that was saved with several splits
 STATE = "state.json"  # in a Hugging Face dataset that was saved
-
-
-@dataclass(frozen=True)
-class Span:
-    """A part of one file. What start and stop count depends on the kind: bytes of a plain JSONL file, row groups of a
-    Parquet file, records of an ArrayRecord file, documents of a corpus; nothing for what is only read whole."""
-
-    kind: str
-    path: str
-    start: int
-    stop: int
-    size: int  # bytes of the file, for the progress bar
 
 
 @dataclass(frozen=True)
@@ -165,12 +154,8 @@ def _split_file(kind: str, path: Path, largest: int) -> list[Span]:
     if kind == "jsonl" and path.suffix != ".gz":
         return _even(kind, str(path), size, size, largest)
     if kind == "parquet":
-        from dovetail.data.readers import parquet_groups
-
         return _even(kind, str(path), parquet_groups(path), size, largest)
     if kind == "arrayrecord":
-        from dovetail.data.readers import array_records
-
         return _even(kind, str(path), array_records(path), size, largest)
     return [Span(kind, str(path), 0, 0, size)]
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +23,12 @@ import numpy as np
 from dovetail.data import cache, sources
 from dovetail.data.cache import Meta, Store
 from dovetail.data.encoder import Encoder, make
+from dovetail.data.readers import Span
 from dovetail.data.settings import Data, Source
-from dovetail.data.sources import Files, Span
+from dovetail.data.sources import Files
 from dovetail.data.worker import JOB, Job, counts_path, tokenise
 from dovetail.io.hub import Progress, home
+from dovetail.io.lock import locked
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
@@ -61,9 +62,16 @@ def prepare_source(
     place = cache.entry(directory, files.name, mark)
     if not place.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(place.with_name(f".{place.name}.lock"), files.name, progress):
+
+        def waiting(holder: str) -> None:
+            if progress:
+                progress(f"another process ({holder}) is tokenising {files.name}; waiting for it", 0, 0)
+
+        lock = place.with_name(f".{place.name}.lock")
+        with locked(lock, waiting):
             if not place.is_dir():  # another process may have made it while this one waited
                 _make(source, files, mark, encoder, place, progress, processes)
+            lock.unlink(missing_ok=True)  # a process that waits for it then finds the cache made
     return Store(place)
 
 
@@ -218,22 +226,6 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return f"{number:.0f}"
-
-
-@contextlib.contextmanager
-def _lock(path: Path, name: str, progress: Progress | None) -> Iterator[None]:
-    """One process at a time makes a cache; the system drops the lock of one that dies."""
-    import fcntl
-
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                progress(f"another process is tokenising {name}; waiting for it", 0, 0)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        path.unlink(missing_ok=True)  # whoever waits for it then finds the cache made
 
 
 def _cores() -> int:

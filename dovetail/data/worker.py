@@ -22,8 +22,7 @@ import numpy as np
 
 from dovetail.data.cache import part_path
 from dovetail.data.encoder import Encoder, from_spec
-from dovetail.data.readers import read
-from dovetail.data.sources import Span
+from dovetail.data.readers import Span, read
 
 JOB = "job.json"
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 1024  # given to the tokenizer at a time
@@ -116,7 +115,7 @@ def main(folder: Path) -> None:
 def _listen(waiting: queue.SimpleQueue[int]) -> None:
     for line in sys.stdin:
         waiting.put(int(line))
-    os._exit(0)  # whoever started this has gone, and must not find it at work when he comes back
+    os._exit(0)  # what started this has ended, and must not find it at work when it starts again
 
 
 def _reporter() -> Report:

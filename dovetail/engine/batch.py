@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.engine.plan import Plan
+from dovetail.engine.plan import StepPlan
 from dovetail.engine.sequence import Sequence
 
 # What a step does with its logits: argmax alone; a draw at a temperature, with the log-probability of what was drawn;
@@ -49,7 +49,7 @@ class Shape:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Batch:
+class StepArrays:
     tokens: jax.Array  # [T], UNKNOWN where the device knows
     tables: jax.Array  # [S, M]
     kv_lens: jax.Array  # [S]
@@ -59,11 +59,11 @@ class Batch:
     num_seqs: jax.Array  # [1]
 
 
-def unpack(flat: jax.Array, shape: Shape) -> Batch:
+def unpack(flat: jax.Array, shape: Shape) -> StepArrays:
     T, S, M = shape.tokens, shape.rows, shape.pages
     sizes = [T, S * M, S, S, S, S + 1, 1]
     parts = jnp.split(flat, list(np.cumsum(sizes)[:-1]))
-    return Batch(parts[0], parts[1].reshape(S, M), *parts[2:])
+    return StepArrays(parts[0], parts[1].reshape(S, M), *parts[2:])
 
 
 class Packer:
@@ -74,7 +74,7 @@ class Packer:
         self._holder: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
         self._filled = [0] * max_num_seqs
 
-    def pack(self, plan: Plan, shape: Shape, trash_slot: int) -> np.ndarray:
+    def pack(self, plan: StepPlan, shape: Shape, trash_slot: int) -> np.ndarray:
         T, S, M = shape.tokens, shape.rows, shape.pages
         n = len(plan.rows)
         flat = np.zeros(shape.size, np.int32)

@@ -1,7 +1,7 @@
-"""BlockPool: the pages of the KV cache, who holds them, and which of them can be found again by what they hold.
+"""BlockPool: the pages of the KV cache, which of them sequences hold, and which can be found again by their contents.
 
-A page is in one of three states: held (its reference count is above 0), free (nobody holds it, nothing worth keeping),
-or cached (nobody holds it, but it is full of known tokens and findable by hash until it is taken for something else).
+A page is in one of three states: held (its reference count is above 0), free (held by no sequence, nothing worth
+keeping), or cached (held by no sequence, but full of known tokens and found by hash until it is taken for others).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlockPool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._epoch = 0
-        self.releases = 0  # grows with every release: who found too few pages need not look again until it has
+        self.releases = 0  # grows with every release: a lookup that found too few pages is not repeated before
         self.hit_tokens = self.query_tokens = 0
 
     # Counts
@@ -55,7 +55,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Pages nobody holds that can still be found by their hash."""
+        """Pages that no sequence holds and that can still be found by their hash."""
         return len(self._cached)
 
     def waste(self, unfilled_slots: int) -> float:
@@ -88,7 +88,7 @@ class BlockPool:
         # From the end: of two pages let go together, the one further from the root is evicted first, for without its
         # parent a page can no longer be found.
         for page in reversed(pages):
-            assert self.refs[page] > 0, f"page {page} is released but nobody holds it"
+            assert self.refs[page] > 0, f"page {page} is released but no sequence holds it"
             self.refs[page] -= 1
             if self.refs[page] == 0:
                 if self.hash_of[page] is None:
@@ -132,7 +132,7 @@ class BlockPool:
         return found
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these nobody holds: as many fewer are free once they are acquired."""
+        """How many of these no sequence holds: as many fewer are free once they are acquired."""
         return sum(self.refs[page] == 0 for page in pages)
 
     def count_lookup(self, queried: int, hit: int) -> None:

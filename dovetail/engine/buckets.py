@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.engine.batch import Kind, Shape
-from dovetail.engine.plan import Plan
+from dovetail.engine.plan import StepPlan
 
 STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XLA runs a loop it knows the length of
 # without asking the host after every turn
@@ -19,9 +19,10 @@ class Buckets:
     max_tokens: int
     max_pages: int
     page_size: int = 16
+    few_rows: int = 8  # of a decode step, up to which each row costs next to nothing; on a CPU each costs
     growth: int = 2  # of the tokens of a prompt's step; more where compiling is dear beside padding, as on a CPU
 
-    def shape_for(self, plan: Plan, kind: Kind) -> Shape:
+    def shape_for(self, plan: StepPlan, kind: Kind) -> Shape:
         pages = _up(max(len(row.seq.pages) for row in plan.rows), self._pages())
         if plan.is_decode:
             rows = _up(len(plan.rows), self._decode_rows())
@@ -53,8 +54,7 @@ class Buckets:
         return shapes
 
     def _decode_rows(self) -> list[int]:
-        """One for a stream alone; up to 8 cost as much as 8."""
-        return [1, *_sizes(8, 2, self.max_rows)] if self.max_rows > 1 else [1]
+        return [1, *_sizes(self.few_rows, 2, self.max_rows)] if self.max_rows > 1 else [1]
 
     def _tokens(self) -> list[int]:
         """Where a step is long, half a doubling too: what is left of many prompts would be padded by up to as much."""

@@ -1,4 +1,4 @@
-"""EngineDied: what whoever waits for an engine gets when it has ended. Apart from the loop, because a process that only
+"""EngineDied: what calls to an engine raise when it has ended. Apart from the loop, because a process that only
 talks to an engine catches it too, and need not import jax for that."""
 
 

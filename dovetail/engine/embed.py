@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any, Literal, get_args
 
@@ -15,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.compute import Compute
 from dovetail.core.types import Packed, Params
 from dovetail.engine.engine import Engine
-from dovetail.engine.loop import EngineLoop
 from dovetail.engine.weights import form_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward
@@ -27,14 +28,16 @@ LEAST = 16
 
 
 class Embedder:
-    """Compiles on the caller's thread and runs on the engine's, a prompt at a time: streams go on beside it."""
+    """Compiles on the caller's thread and runs a prompt at a time through `do`, which calls a function with the engine
+    where the engine may be used: an EngineLoop's thread, say, so that streams go on beside it."""
 
-    def __init__(self, loop: EngineLoop):
-        self._loop, self._compiled, self._lock = loop, {}, threading.Lock()
+    def __init__(self, engine: Engine, do: Callable[[Callable[[Engine], Any]], Any]):
+        self._engine, self._do = engine, do
+        self._compiled, self._lock = {}, threading.Lock()
 
     def embed(self, prompts: Many[Many[int]], pooling: Pooling = "mean") -> list[list[float]]:
         """One vector [D] a prompt; ValueError for a bad one, before any is computed."""
-        engine = self._loop.engine
+        engine = self._engine
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling is mean or last; got {pooling!r}")
         for prompt in prompts:
@@ -46,14 +49,15 @@ class Embedder:
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         run = self._ready(engine, size, pooling)
-        vector = self._loop.submit(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt)))).result()
+        vector = self._do(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt))))
         return np.asarray(vector).tolist()  # fetched here: the engine's thread has not waited for it
 
     def _ready(self, engine: Engine, size: int, pooling: Pooling) -> Any:
         with self._lock:
             if (size, pooling) not in self._compiled:
                 context = functools.partial(Packed, platform=engine.runner.platform, placement=engine.runner.placement)
-                run = jax.jit(functools.partial(_embed, cfg=engine.cfg, pooling=pooling, context=context))
+                static = dict(cfg=engine.cfg, pooling=pooling, context=context, compute=engine.runner.compute)
+                run = jax.jit(functools.partial(_embed, **static))
                 tokens, count = jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
                 form = form_of(engine.runner.weights.params)
                 self._compiled[size, pooling] = run.lower(form, tokens, count).compile()
@@ -61,16 +65,20 @@ class Embedder:
 
 
 def _weights(engine: Engine) -> Params:
-    if engine.blocked:
-        raise ValueError(engine.blocked)
+    if engine.weightless:
+        raise ValueError(engine.weightless)
     return engine.runner.weights.params
 
 
-def _embed(params: Params, tokens, count, *, cfg: ModelConfig, pooling: Pooling, context: Any) -> jax.Array:
+def _embed(
+    params: Params, tokens, count, *, cfg: ModelConfig, pooling: Pooling, context: Any, compute: Compute
+) -> jax.Array:
     """tokens [1, T], of which `count` are the prompt's -> [D] f32."""
     positions = jnp.arange(tokens.shape[1])[None]
     real = positions < count
-    hidden, _ = forward(params, cfg, tokens, positions, context(real.astype(jnp.int32)))
+    ctx = context(real.astype(jnp.int32))
+    with compute.products(ctx.platform):
+        hidden, _ = forward(params, cfg, tokens, positions, ctx)
     hidden = hidden[0].astype(jnp.float32)
     pooled = hidden[count - 1] if pooling == "last" else (hidden * real[0, :, None]).sum(0) / count
     return pooled / jnp.maximum(jnp.linalg.norm(pooled), 1e-12)

@@ -17,30 +17,31 @@ from dovetail.engine.buckets import STEPS
 from dovetail.engine.intake import Intake, Prompt
 from dovetail.engine.logprobs import keep_logprobs, keep_prompt_logprobs, prompt_logprobs, wants_prompt_logprobs
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Plan
-from dovetail.engine.runner import Launched, Runner
+from dovetail.engine.plan import StepPlan
+from dovetail.engine.runner import LaunchedStep, Runner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.scheduler import Scheduler
 from dovetail.engine.sequence import Completion, Request, RequestOutput, Sequence, Status, Update
 from dovetail.engine.sleep import Asleep, drop_weights, put_to_sleep, wake_up
 from dovetail.engine.stats import Stats
 from dovetail.engine.text import Text
-from dovetail.engine.weights import fitted, form_of
+from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.publish import publish
 
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
 QUIET_SECONDS = 0.5  # without a newcomer amid the work, before several steps are dispatched: those in a row start soon
 
 
 class Engine:
-    """One model on one host. Not thread-safe: AsyncEngine gives it a thread of its own."""
+    """One model on one host. Not thread-safe: an EngineLoop gives it a thread of its own."""
 
     def __init__(
         self,
         runner: Runner,
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
-        seed: int = 0,
+        seed: int | None = 0,
         multi_step: bool = True,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
@@ -52,11 +53,11 @@ class Engine:
         self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
         self._last_fetch = 0.0
         self._newcomer = float("-inf")  # when the last one came while others ran
-        self._inflight: deque[Launched] = deque()
+        self._inflight: deque[LaunchedStep] = deque()
         self._answers: dict[str, list[Sequence]] = {}
-        self._form = form_of(runner.weights.params)
         self._asleep: Asleep | None = None
-        self._weightless = False  # a deep sleep has dropped them, and no others have come
+        self._dropped = False  # a sleep of level 2 has dropped the weights, and no others have come
+        self._paused = False
         self._generated = self._steps = self._computed = self._padding = 0
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class Engine:
         for seq in ended:
             self.scheduler.finish(seq, "abort")
         now = time.monotonic()
-        updates = self.close([self._update(seq, [], now) for seq in ended])
+        updates = self.close([self._update(seq, [], now, seq.version) for seq in ended])
         if index is None:
             self._answers.pop(id, None)
         return updates
@@ -110,7 +111,7 @@ class Engine:
     def close(self, updates: list[Update]) -> list[Update]:
         """The same updates, but where a request is done with them its last one brings the output, and it is
         forgotten."""
-        last = {update.id: i for i, update in enumerate(updates) if update.finished and self.is_done(update.id)}
+        last = {update.id: i for i, update in enumerate(updates) if update.finish_reason and self.is_done(update.id)}
         for id, i in last.items():
             updates[i] = updates[i]._replace(output=self.output(id))
         return updates
@@ -130,13 +131,29 @@ class Engine:
     # --- weights and memory -------------------------------------------------------------------------------------------
 
     def update_weights(self, params: Params, keep_cache: bool = False) -> int:
-        """Swap the weights between two steps, also asleep; the new version. Whoever begins later finds nothing that the
-        old ones computed. Those that run compute their tokens so far again, as if the new weights had been given them;
-        with `keep_cache` they go on at once with the keys and values they have, which are of the old weights."""
+        """Swap the weights between two steps, also asleep; their version. They come as `dt.load` gives them or as a
+        trainer has them (see models.publish) and are copied: a train step may donate its own."""
         self._check_idle("weights are swapped")
-        version = self.runner.weights.version + 1
-        self.runner.weights = Weights(fitted(params, self._form, fused=self.runner.placement is None), version)
-        self._weightless = False
+        return self.swap_weights(self.published(params), keep_cache)
+
+    def published(self, params: Params, take: bool = False) -> Params:
+        """In the form that the steps are compiled for (see models.publish); any thread may ask for it."""
+        return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
+
+    def read_weights(self, path: str, *more: Any) -> tuple[Any, ...]:
+        """The arguments of swap_weights, with weights from a path; any thread may ask for it. Both versions are in
+        memory until the new one is in place, unless the engine sleeps."""
+        params = load(path, self.runner.compute.dtype, self.runner.placement).params
+        return self.published(params, take=True), *more
+
+    def swap_weights(self, published: Params, keep_cache: bool = False, version: int | None = None) -> int:
+        """Take published weights; their version, one more than before unless given. Whoever begins later finds nothing
+        that the old ones computed. Those that run compute their tokens so far again, as if the new weights had been
+        given them; with `keep_cache` they go on at once with the keys and values of the old weights."""
+        self._check_idle("weights are swapped")
+        version = self.runner.weights.version + 1 if version is None else version
+        self.runner.weights = Weights(published, version)
+        self._dropped = False
         if not keep_cache:
             self.scheduler.preempt_all()
         self.reset_prefix_cache()
@@ -155,7 +172,7 @@ class Engine:
             self._asleep = put_to_sleep(self.runner, level)
         if level == 2:  # from level 1 too
             drop_weights(self.runner)
-            self._asleep, self._weightless = Asleep(2, None), True
+            self._asleep, self._dropped = Asleep(2, None), True
 
     def wake(self) -> None:
         """Take the memory again. After level 2 new weights must come, before this or after it."""
@@ -169,12 +186,24 @@ class Engine:
         asleep = self._asleep  # read once: another thread may ask while this one wakes
         return asleep.level if asleep else 0
 
+    def pause(self) -> None:
+        """No more steps until `resume`. What runs keeps its pages, and what comes waits."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
     @property
     def blocked(self) -> str | None:
         """Why no step can be taken now, and what to do; None: one can."""
+        return self.weightless or ("the engine is paused: call resume() first" if self._paused else None)
+
+    @property
+    def weightless(self) -> str | None:
+        """Why there are no weights on the device, and what to do; None: they are there."""
         if self._asleep is not None:
             return f"the engine sleeps (level {self.sleeping}): call wake() first"
-        if self._weightless:
+        if self._dropped:
             return "sleep(level=2) dropped the weights: give new ones with update_weights(params) first"
         return None
 
@@ -192,7 +221,7 @@ class Engine:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def step(self, prompts_first: bool = False) -> list[Update]:
-        """Plan and launch a step (see Scheduler.schedule), then take in the one before it."""
+        """StepPlan and launch a step (see Scheduler.schedule), then take in the one before it."""
         if self.blocked:
             raise ValueError(self.blocked)
         plan = self.scheduler.schedule(self._steps_wanted(), prompts_first)
@@ -216,7 +245,7 @@ class Engine:
             return 1
         return max(steps for steps in STEPS if steps == 1 or steps * self._step_seconds < 1.2 * DISPATCH_SECONDS)
 
-    def _launch(self, plan: Plan) -> Launched:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         seqs = [row.seq for row in plan.rows]
         scoring = any(wants_prompt_logprobs(row) for row in plan.rows)
         launched = self.runner.launch(plan, self.sampler, self.sampler.kind(seqs), keep_hidden=scoring)
@@ -227,32 +256,35 @@ class Engine:
         self._padding += (launched.padded - tokens) * steps
         return launched
 
-    def _commit(self, launched: Launched, sampled: list[list[int]]) -> list[Update]:
+    def _commit(self, launched: LaunchedStep, sampled: list[list[int]]) -> list[Update]:
         self._learn_pace(launched.plan)
         if launched.hidden is not None:
-            keep_prompt_logprobs(launched, self.runner.weights.params, self.cfg)
+            keep_prompt_logprobs(launched, self.runner)
         gains = self.scheduler.commit(launched.plan, sampled, self._stop_of)
         if launched.logprobs is not None:
             keep_logprobs(launched, gains)
-        now = time.monotonic()
+        now, version = time.monotonic(), launched.version
         for seq, tokens in gains:
             self._generated += len(tokens)
-            if not seq.versions or seq.versions[-1][1] != launched.version:
-                seq.versions.append((len(seq.tokens) - len(tokens) - seq.prompt_len, launched.version))
-        return [self._update(seq, tokens, now) for seq, tokens in gains]
+            if not seq.versions or seq.versions[-1][1] != version:
+                seq.versions.append((len(seq.tokens) - len(tokens) - seq.prompt_len, version))
+        return [self._update(seq, tokens, now, version) for seq, tokens in gains]
 
-    def _update(self, seq: Sequence, tokens: list[int], now: float) -> Update:
-        done, times = seq.status is Status.FINISHED, seq.times
+    def _update(self, seq: Sequence, tokens: list[int], now: float, version: int) -> Update:
+        done, times, request = seq.status is Status.FINISHED, seq.times, seq.request
         if times.first_token is None and tokens:
             times.first_token = now
-        if done:
-            times.finished = now
         logprobs = None
-        if seq.request.params.logprobs is not None:
+        if request.params.logprobs is not None:
             logprobs = seq.logprobs[len(seq.logprobs) - len(tokens) :]
-        return Update(seq, tokens, self._text_of(seq, done), done, logprobs, now)
+        text = "" if seq.text is None else seq.text.take(done)
+        if not done:
+            return Update(request.id, seq.index, tokens, text, now, times, seq.cached_tokens, version, logprobs)
+        times.finished = now
+        ended = seq.finish_reason, seq.stop_reason, seq.grammar_error
+        return Update(request.id, seq.index, tokens, text, now, times, seq.cached_tokens, version, logprobs, *ended)
 
-    def _learn_pace(self, plan: Plan) -> None:
+    def _learn_pace(self, plan: StepPlan) -> None:
         """The time between two fetches is the later step's own, once steps run back to back."""
         now = time.perf_counter()
         if plan.is_decode and self._last_fetch and self._inflight:
@@ -266,7 +298,7 @@ class Engine:
         params = seq.request.params
         if self.tokenizer is not None and seq.request.text:
             detokenizer = self.tokenizer.stream(context=seq.request.prompt[-8:])
-            seq.extra["text"] = Text(detokenizer, params.stop, params.include_stop_str_in_output)
+            seq.text = Text(detokenizer, params.stop, params.include_stop_str_in_output)
         self.sampler.start(seq)
 
     def _stop_of(self, seq: Sequence) -> tuple[str, int | str | None] | None:
@@ -278,32 +310,23 @@ class Engine:
             return "stop", None
         if token in params.stop_token_ids and not early:
             return "stop", token
-        if "text" in seq.extra:
-            stop = seq.extra["text"].push(token, may_stop=not early)
+        if seq.text is not None:
+            stop = seq.text.push(token, may_stop=not early)
             if stop is not None:
                 return "stop", stop
         if params.structured and self.sampler.is_done(seq):
-            return "stop", seq.extra.get("error")  # where the grammar could not go on, why
+            return "stop", seq.grammar_error  # where the grammar could not go on, why
         return ("length", None) if params.max_tokens is not None and count >= params.max_tokens else None
 
-    def _text_of(self, seq: Sequence, done: bool) -> str:
-        text: Text | None = seq.extra.get("text")
-        if text is None:
-            return ""
-        if done:
-            text.flush()
-        return text.take()
-
     def _completion(self, seq: Sequence) -> Completion:
-        text = seq.extra.get("text")
         return Completion(
             index=seq.index,
             token_ids=tuple(seq.output),
-            text=text.whole if text else "",
+            text=seq.text.whole if seq.text else "",
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
             logprobs=tuple(seq.logprobs) if seq.request.params.logprobs is not None else None,
-            weights_version=seq.versions[-1][1] if seq.versions else self.runner.weights.version,
+            weights_version=seq.version if seq.versions else self.runner.weights.version,
             weights_versions=tuple(seq.versions),
             times=seq.times,
         )

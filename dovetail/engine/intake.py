@@ -15,7 +15,7 @@ import numpy as np
 
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.sampler import Sampler
-from dovetail.engine.scheduler_config import SchedulerConfig
+from dovetail.engine.scheduler import SchedulerConfig
 from dovetail.engine.sequence import Request
 from dovetail.io.tokenizer import Tokenizer
 
@@ -23,7 +23,8 @@ Prompt = str | Many[int]
 
 
 class Intake:
-    def __init__(self, config: SchedulerConfig, sampler: Sampler, tokenizer: Tokenizer | None, seed: int):
+    def __init__(self, config: SchedulerConfig, sampler: Sampler, tokenizer: Tokenizer | None, seed: int | None):
+        """`seed`: of the seeds that requests without one get, in the order they come; None: others at each start."""
         self._config, self._sampler, self._tokenizer = config, sampler, tokenizer
         self._rng = np.random.default_rng(seed)
 
@@ -41,7 +42,7 @@ class Intake:
         """`priority`: the lowest goes first. `cache_salt`: its prefixes are shared with requests of the same salt only.
         `arrival`: when it came, in seconds of time.monotonic, if that is not now. `text`: see Request."""
         self._check_call(id, priority, cache_salt, arrival)
-        tokens = self._encode(prompt)
+        tokens = self.encode(prompt)
         self.check_tokens(tokens)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling parameters are SamplingParams(...); got {params!r}")
@@ -69,9 +70,12 @@ class Intake:
         if arrival is not None and (not isinstance(arrival, int | float) or not math.isfinite(arrival)):
             raise ValueError(f"arrival is a moment of time.monotonic, in seconds; got {arrival!r}")
         if priority and self._config.policy != "priority":
-            raise ValueError("this engine serves who comes first: start it with policy='priority' to use priorities")
+            raise ValueError(
+                f"priority={priority} needs an engine that was started with policy='priority' (dovetail serve --policy "
+                "priority): this one serves requests in the order they come"
+            )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             if isinstance(prompt, bytes):
                 raise ValueError("a prompt is text or a list of token ids; got bytes: decode them first")
@@ -91,4 +95,4 @@ class Intake:
             raise ValueError(f"the prompt has {len(tokens)} tokens; with max_model_len={limit} at most {limit - 1} fit")
         if min(tokens) < 0 or max(tokens) >= vocab:
             bad = next(token for token in tokens if not 0 <= token < vocab)
-            raise ValueError(f"token id {bad} is outside the vocabulary of {vocab}")
+            raise ValueError(f"prompt: token id {bad} is outside the vocabulary of {vocab}")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def deferred_interrupt() -> Iterator[None]:
     """An interrupt that comes meanwhile is raised at the end. Who asks a second time does not want to wait."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

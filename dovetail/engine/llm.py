@@ -13,101 +13,93 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack, overload
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from dovetail.core.mesh import SERVE, Placement, make_mesh
+from dovetail.core.compute import compute_of
+from dovetail.core.mesh import Placement
 from dovetail.core.spec import init
-from dovetail.core.types import Params, Weights
+from dovetail.core.types import Params
 from dovetail.engine.bars import RequestBar, compiling
-from dovetail.engine.buckets import Buckets
-from dovetail.engine.engine import Engine
+from dovetail.engine.build import build_engine, compute_for, placement_of
+from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.intake import Prompt
-from dovetail.engine.interrupt import held_back
-from dovetail.engine.memory import held_bytes, num_pages
+from dovetail.engine.interrupt import deferred_interrupt
+from dovetail.engine.many import Conversation, as_many, is_conversation
+from dovetail.engine.options import EngineOptions, OptionKeywords
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.runner import Runner
-from dovetail.engine.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.sequence import RequestOutput, Update
 from dovetail.engine.stats import Stats
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.hub import Progress
-from dovetail.io.load import DTYPES, load
+from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.fuse import fuse_taking
+from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
 from dovetail.models.spec import spec
 
 log = logging.getLogger(__name__)
+Tools = Many[Mapping[str, Any]] | None
 
 
 class LLM:
-    """`load_format="dummy"` needs only a config.json: random weights, for measuring speed."""
+    """A model and an engine, in this process. The options are EngineOptions' fields, each documented there."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        dtype: Any = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        memory_fraction: float | None = None,
-        kv_bytes: int | None = None,
-        tensor_parallel: int = 1,
-        load_format: str = "auto",
-        prefix_caching: bool = True,
-        policy: Literal["fcfs", "priority"] = "fcfs",
-        multi_step: bool = True,
-        page_size: int = 16,
-        warm_up: bool | None = None,
-        seed: int = 0,
-        progress: Progress | None = None,
-    ):
-        """`memory_fraction`: of a device's memory (0.9 unless told), or of a CPU's free memory, for the pages alone
-        (0.2). `kv_bytes`: of each device, instead. `progress(what, done, total)`: a bar on a terminal unless told."""
+    def __init__(self, model: str | Path, *, progress: Progress | None = None, **options: Unpack[OptionKeywords]):
+        """`model`: a folder, .gguf file, hub id or catalogue name. `progress(what, done, total)`: told of loading and
+        compiling; a bar on a terminal unless given."""
         start = time.perf_counter()
-        _check_numbers(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_bytes=kv_bytes,
-            tensor_parallel=tensor_parallel, page_size=page_size,
-        )  # fmt: skip
         keep_compiled()
-        on_cpu = jax.default_backend() == "cpu"
-        placement = None
-        if tensor_parallel > 1:
-            placement = Placement(make_mesh({"tensor": tensor_parallel}, jax.devices()[:tensor_parallel]), SERVE)
-        cfg, params, self.tokenizer = _load(model, dtype, load_format, seed, placement, progress)
-        self.config, self.load_seconds = cfg, time.perf_counter() - start
-        max_model_len = _max_len(cfg, max_model_len)
-        max_num_batched_tokens = max_num_batched_tokens or (8192 if on_cpu else 16384)
-        max_pages = -(-max_model_len // page_size)
-        buckets = Buckets(max_num_seqs, max_num_batched_tokens, max_pages, page_size, growth=4 if on_cpu else 2)
-        weights = Weights(params)
+        given = EngineOptions.of(options)
+        placement = placement_of(given)
+        loaded = _load(model, given, placement, progress)
+        self._begin(*loaded, given, placement, progress, start)
 
-        def make_runner(pages: int) -> Runner:
-            return Runner(cfg, weights, buckets, page_size, pages, placement=placement)
+    @classmethod
+    def from_weights(
+        cls,
+        config: ModelConfig,
+        params: Params,
+        options: EngineOptions = EngineOptions(),
+        tokenizer: Tokenizer | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> LLM:
+        """An engine on weights that are in memory: what `dt.load` gives, or a trainer's, f32 masters with an MTP branch
+        too. They are copied: a train step may donate its own."""
+        start = time.perf_counter()
+        keep_compiled()
+        placement = placement_of(options)
+        published = publish(params, config, compute_for(options, params).dtype, placement)
+        llm = cls.__new__(cls)
+        llm._begin(config, published, tokenizer, options, placement, progress, start)
+        return llm
 
-        trial = make_runner(1)
-        step_bytes = 0 if on_cpu or kv_bytes else trial.step_memory()
-        pages = num_pages(
-            held_bytes(trial.cache), page_size, kv_bytes=kv_bytes, fraction=memory_fraction,
-            weight_bytes=held_bytes(params), step_bytes=step_bytes, most=max_num_seqs * max_pages,
-        )  # fmt: skip
-        self.runner = make_runner(pages)
-        config = SchedulerConfig(
-            max_num_seqs, max_num_batched_tokens, max_model_len, page_size, pages, prefix_caching, policy
-        )
-        self.engine = Engine(self.runner, Scheduler(config), self.tokenizer, seed, multi_step)
+    def _begin(
+        self,
+        config: ModelConfig,
+        params: Params,
+        tokenizer: Tokenizer | None,
+        options: EngineOptions,
+        placement: Placement | None,
+        progress: Progress | None,
+        start: float,
+    ) -> None:
+        self.config, self.tokenizer, self.options = config, tokenizer, options
+        self.load_seconds = time.perf_counter() - start
+        self.engine = build_engine(config, params, options, tokenizer, placement)
+        self.runner = self.engine.runner
+        self._embedder = Embedder(self.engine, lambda function: function(self.engine))
         self._count = 0
         self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
         log.info(self.describe())
-        if warm_up if warm_up is not None else not on_cpu:
+        if options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
             with compiling(self.describe(), progress) as report:
+                buckets = self.runner.buckets
                 self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), report)
         self.start_seconds = time.perf_counter() - start
 
@@ -117,8 +109,8 @@ class LLM:
         params: SamplingParams | Many[SamplingParams] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """One output a prompt, in order. A prompt is text or token ids. Many prompts show a bar."""
-        many = _as_many(prompts)
+        """One output per prompt, in order. A prompt is text or token ids. Many prompts show a bar."""
+        many = as_many(prompts)
         each = (
             list(params) if isinstance(params, Many) else [SamplingParams() if params is None else params] * len(many)
         )
@@ -127,19 +119,37 @@ class LLM:
         with _no_collection():
             return self._finish(self._add(many, each), len(many) > 8 if progress is None else progress)
 
+    @overload
+    def chat(
+        self, messages: Conversation, params: SamplingParams | None = None, tools: Tools = None, **template: Any
+    ) -> RequestOutput: ...
+    @overload
     def chat(
         self,
-        messages: Many[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        tools: Many[Mapping[str, Any]] | None = None,
+        messages: Many[Conversation],
+        params: SamplingParams | Many[SamplingParams] | None = None,
+        tools: Tools = None,
         **template: Any,
-    ) -> RequestOutput:
-        """The answer to one conversation, through the model's chat template."""
-        return self.generate([self._chat_tokens(messages, tools, template)], params)[0]
+    ) -> list[RequestOutput]: ...
+    def chat(self, messages: Any, params: Any = None, tools: Tools = None, **template: Any) -> Any:
+        """The answer to a conversation (a list of messages), through the model's chat template; to a list of
+        conversations, the list of their answers."""
+        one = is_conversation(messages)
+        if one and isinstance(params, Many):
+            raise ValueError(f"one conversation takes one SamplingParams; got {len(params)}")
+        prompts = [self._chat_tokens(each, tools, template) for each in ([messages] if one else messages)]
+        outputs = self.generate(prompts, params)
+        return outputs[0] if one else outputs
+
+    def embed(self, prompts: Prompt | Many[Prompt], pooling: Pooling = "mean") -> np.ndarray:
+        """[prompts, model dim] f32: for each a vector of length 1, pooled from its final hidden states, as a server's
+        /v1/embeddings has it."""
+        tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]
+        return np.asarray(self._embedder.embed(tokens, pooling), np.float32).reshape(len(tokens), self.config.dim)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
         """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
-        one = _as_many(prompt)
+        one = as_many(prompt)
         if len(one) != 1:
             raise ValueError(f"stream takes one prompt, text or token ids; got {len(one)}")
         (id,) = self._add(one, [params or SamplingParams()])
@@ -167,7 +177,7 @@ class LLM:
     # --- weights and memory -------------------------------------------------------------------------------------------
 
     def update_weights(self, params: Params) -> int:
-        """New weights, in the form `dt.load` gives them; their version."""
+        """New weights, as `dt.load` gives them or as a trainer has them; their version. They are copied."""
         self._rest("the weights are changed")
         return self.engine.update_weights(params)
 
@@ -193,7 +203,7 @@ class LLM:
 
     def _step(self, prompts_first: bool = False) -> list[Update]:
         """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
-        with held_back():
+        with deferred_interrupt():
             updates = self.engine.step(prompts_first)
             for update in updates:
                 if update.id in self._streams:
@@ -206,12 +216,13 @@ class LLM:
         try:
             with RequestBar(len(ids), progress) as tick:
                 while remaining:
-                    for id in {update.id for update in self._step(prompts_first=True) if update.finished} & remaining:
+                    updates = self._step(prompts_first=True)
+                    for id in {update.id for update in updates if update.finish_reason} & remaining:
                         if self.engine.is_done(id):
                             outputs[id] = self.engine.output(id)
                             remaining.discard(id)
                             tick()
-        finally:  # who interrupts this leaves nothing behind
+        finally:  # an interrupt leaves no request behind
             for id in remaining:
                 self.engine.abort(id)
         return [outputs[id] for id in ids]
@@ -241,44 +252,25 @@ class LLM:
 
 
 def _load(
-    model, dtype, load_format: str, seed: int, placement, progress
+    model: str | Path, options: EngineOptions, placement: Placement | None, progress: Progress | None
 ) -> tuple[ModelConfig, Params, Tokenizer | None]:
-    if load_format == "auto":
-        loaded = load(model, dtype, placement, progress)
-        params = loaded.params if placement else fuse_taking(loaded.params)
-        return loaded.config, params, loaded.tokenizer
-    if load_format != "dummy":
-        raise ValueError(f"load_format is auto or dummy; got {load_format!r}")
+    """A model's config, its weights in the engine's form, its tokenizer."""
+    if options.load_format == "dummy":
+        return _dummy(model, options, placement)
+    loaded = load(model, options.dtype, placement, progress)
+    params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
+    return loaded.config, params, loaded.tokenizer
+
+
+def _dummy(
+    model: str | Path, options: EngineOptions, placement: Placement | None
+) -> tuple[ModelConfig, Params, Tokenizer | None]:
     cfg = read_config(model)
-    name = dtype or ("f32" if jax.default_backend() == "cpu" else "bf16")
-    if isinstance(name, str) and name not in DTYPES:
-        raise ValueError(f"dtype is one of {', '.join(DTYPES)}; got {name!r}")
-    kind, specs = DTYPES[name] if isinstance(name, str) else jnp.dtype(name), spec(cfg)
-    params = init(specs, jax.random.key(seed), kind, shardings=placement.shardings(specs) if placement else None)
-    return cfg, params if placement else fuse_taking(params), None
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-            raise ValueError(f"{name} is an integer of at least 1; got {value!r}")
-
-
-def _max_len(cfg: ModelConfig, asked: int | None) -> int:
-    if asked is None:
-        return cfg.max_len
-    if not 2 <= asked <= cfg.max_len:
-        raise ValueError(f"max_model_len must be between 2 and the model's own {cfg.max_len}; got {asked}")
-    return asked
-
-
-def _as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
-    """One prompt (text, or ids) or many of them, as a list."""
-    if isinstance(prompts, str | bytes):
-        return [prompts]
-    if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
-        raise ValueError(f"prompts are text or lists of token ids, one or a list of them; got {repr(prompts)[:80]}")
-    return [prompts] if len(prompts) > 0 and isinstance(prompts[0], Integral) else list(prompts)
+    compute = compute_of(options.dtype or ("f32" if jax.default_backend() == "cpu" else "bf16"))
+    specs = spec(cfg)
+    places = placement.shardings(specs) if placement else None
+    params = init(specs, jax.random.key(options.seed or 0), compute.dtype, shardings=places)
+    return cfg, publish(params, cfg, compute.dtype, placement, take=True), None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """EngineLoop: an engine on a thread of its own. It takes steps while there is work, does between them what others ask
 of the engine, and waits, without turning, when there is nothing to do.
 
-It knows neither asyncio nor sockets: AsyncEngine puts the one on it, a server's child process the other.
+It knows neither asyncio nor sockets: a server's engine process puts a socket on it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from dovetail.engine.controls import CONTROLS
 from dovetail.engine.died import EngineDied as EngineDied
 from dovetail.engine.engine import Engine
 from dovetail.engine.sequence import Update
@@ -32,8 +33,8 @@ class _Asked(NamedTuple):
 
 class EngineLoop:
     """on_updates: given each step's updates (see Engine.close) on the engine's thread, which waits for it: hand them on
-    and return. on_end: called once, when the thread ends. From here on the engine belongs to the thread: nobody else
-    calls it, except what it says any thread may."""
+    and return. on_end: called once, when the thread ends. From here on the engine belongs to the thread: no other
+    thread calls it, except what it says any thread may."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class EngineLoop:
         self.engine, self._on_updates, self._on_end = engine, on_updates, on_end
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
         self._lock = threading.Lock()  # so that nothing is asked after the last look at what was
-        self._paused = self._stopping = self._ended = False
+        self._stopping = self._ended = False
         self._began: float | None = None  # what it does now; None: it waits to be asked
         self._compiled = 0.0  # when a compiler was last seen at work
         self._cause: BaseException | None = None
@@ -57,7 +58,7 @@ class EngineLoop:
 
     def submit(self, function: Callable[[Engine], T], idle: bool = False) -> Future[T]:
         """function(engine) on the engine's thread, between two steps, in the order of the calls; what it raises is the
-        future's, and harms nobody else. `idle`: no step may be under way then, so their tokens are taken in first.
+        future's alone. `idle`: no step may be under way then, so their tokens are taken in first.
         EngineDied if the thread has ended."""
         future: Future[T] = Future()
         with self._lock:
@@ -70,12 +71,12 @@ class EngineLoop:
         error."""
         return self.submit(lambda engine: self._hand_on(engine.abort(id, index)))
 
-    def pause(self) -> Future[None]:
-        """No more steps until `resume`. Who runs keeps his pages, and who comes waits."""
-        return self.submit(lambda _: self._set_paused(True), idle=True)
-
-    def resume(self) -> Future[None]:
-        return self.submit(lambda _: self._set_paused(False))
+    def control(self, name: str, *args: Any) -> Future[Any]:
+        """One of engine.controls. What it has to prepare (read files, say) it does first, on the caller's thread."""
+        control = CONTROLS[name]
+        if control.prepare is not None:
+            args = getattr(self.engine, control.prepare)(*args)
+        return self.submit(lambda engine: getattr(engine, control.method)(*args), control.idle)
 
     def stop(self) -> None:
         """End the thread after the step it is in, and wait for that."""
@@ -120,7 +121,7 @@ class EngineLoop:
 
     @property
     def _can_step(self) -> bool:
-        return not self._paused and self.engine.has_work and self.engine.blocked is None
+        return self.engine.has_work and self.engine.blocked is None
 
     def _do_asked(self) -> None:
         """Do all that was asked so far; when no step can be taken, wait for something."""
@@ -137,7 +138,7 @@ class EngineLoop:
         if asked.idle:
             try:
                 self._hand_on(self.engine.close(self.engine.drain()))
-            except BaseException:  # not the asker's fault, but the engine's end: `_end` tells him
+            except BaseException:  # not the caller's fault, but the engine's end: `_end` answers the future
                 self._asked.put(asked)
                 raise
         if asked.future.set_running_or_notify_cancel():
@@ -149,9 +150,6 @@ class EngineLoop:
     def _hand_on(self, updates: list[Update]) -> None:
         if updates:
             self._on_updates(updates)
-
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
 
     def _set_stopping(self) -> None:
         self._stopping = True
@@ -167,7 +165,7 @@ class EngineLoop:
             self._on_end(self._died())
 
     def _died(self) -> EngineDied:
-        """A new one for everybody: an exception keeps the stack of whoever raised it."""
+        """A new one for each caller: an exception keeps the stack it was raised on."""
         died = EngineDied("the engine was stopped" if self._cause is None else f"the engine died: {self._cause!r}")
         died.__cause__ = self._cause
         return died

@@ -1,15 +1,19 @@
-"""How many pages the KV pool gets: from what a page takes on a device and what the compiler says a step needs."""
+"""How many pages the KV pool gets: from what is free on the devices now, and what a page and a step take there.
+
+Free now, not the size of the card: a trainer in the same process, or another engine, may hold the rest.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-SHARE = 0.9  # of a device's memory
-CPU_SHARE = 0.2  # of the memory that is free: the machine is somebody's laptop
+from dovetail.engine.options import CPU_MEMORY_FRACTION, MEMORY_FRACTION
+
 SLACK = 512 * 2**20  # for what the allocator loses between pieces
 
 
@@ -18,36 +22,28 @@ def held_bytes(arrays: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
-def device_budget(fraction: float | None) -> int:
-    """Bytes of the device that the engine may use in all, or on a CPU the bytes its pages may."""
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ValueError(f"memory_fraction is above 0 and at most 1; got {fraction!r}")
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * (fraction or SHARE))
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * (fraction or CPU_SHARE))
+def pool_bytes(fraction: float | None, weight_bytes: int, step_bytes: int, devices: Sequence[Any] = ()) -> int:
+    """Bytes of each device (jax's first, unless given) that the pool may take, beside the engine's weights, which are
+    there already, and the largest step. The engine may use `fraction` of the device in all, but no more than is free.
+
+    On a CPU the pool may take `fraction` of the memory that is free, and steps the rest."""
+    stats = [device.memory_stats() for device in devices or jax.local_devices()[:1]]
+    if not all(each and "bytes_limit" in each for each in stats):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(free * (fraction or CPU_MEMORY_FRACTION))
+    limit = min(each["bytes_limit"] for each in stats)
+    free = min(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
+    share = int(limit * (fraction or MEMORY_FRACTION)) - weight_bytes
+    return min(share, free) - step_bytes - SLACK
 
 
-def num_pages(
-    page_bytes: int,
-    page_size: int,
-    *,
-    kv_bytes: int | None,
-    fraction: float | None,
-    weight_bytes: int,
-    step_bytes: int,
-    most: int,
-) -> int:
-    """Pages that fit, and no more than `most` (every sequence at its longest). All bytes are one device's."""
-    if kv_bytes is None:
-        kv_bytes = device_budget(fraction)
-        if jax.default_backend() != "cpu":
-            kv_bytes -= weight_bytes + step_bytes + SLACK
+def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
+    """Pages that fit into these bytes, and no more than `most` (every sequence at its longest)."""
     pages = min(kv_bytes // page_bytes, most)
     if pages < 2:
         raise ValueError(
             f"no room for the KV cache: {kv_bytes / 2**30:.2f} GiB are left for it and a page of {page_size} tokens "
-            f"takes {page_bytes / 2**20:.2f} MiB. Raise memory_fraction or kv_bytes, or lower max_num_batched_tokens"
+            f"takes {page_bytes / 2**20:.2f} MiB. Raise memory_fraction or kv_bytes, lower max_num_batched_tokens, or "
+            "free what else holds the device's memory"
         )
     return int(pages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 MAX_LOGPROBS = 20
@@ -58,7 +58,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None  # of each sampled token, with this many of the most probable beside it
     prompt_logprobs: int | None = None
-    structured: Structured | None = None
+    structured: Structured | None = None  # or a dict of its fields: {"regex": "[0-9]+"}
 
     def __post_init__(self):
         for name in ("stop", "bad_words"):
@@ -75,8 +75,7 @@ class SamplingParams:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: no token could be sampled")
-        if self.structured is not None and not isinstance(self.structured, Structured):
-            raise ValueError(f"structured must be a Structured(json=...), say; got {self.structured!r}")
+        object.__setattr__(self, "structured", _structured(self.structured))
         if self.structured and self.allowed_token_ids is not None:
             raise ValueError("structured output and allowed_token_ids contradict each other: give one of them")
         if not isinstance(self.logit_bias, Mapping):
@@ -99,6 +98,27 @@ _RANGES = (
 )  # fmt: skip
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 _INTEGERS = {"n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"}
+
+
+def check_room(name: str, max_tokens: int | None, prompt: int, context: int) -> None:
+    """ValueError if an answer of that length does not fit behind a prompt of so many tokens. `name`: what whoever asked
+    calls max_tokens. For a server and a chat: `LLM.generate` ends at the context, with finish_reason length."""
+    if max_tokens is not None and prompt + max_tokens > context:
+        message = f"{name}={max_tokens} after a prompt of {prompt} tokens is more than the context of {context} holds"
+        raise ValueError(f"{message}; at most {max(0, context - prompt)} fit")
+
+
+def _structured(value: Any) -> Structured | None:
+    """As it was given, or made of a dict of its fields."""
+    if value is None or isinstance(value, Structured):
+        return value
+    names = [each.name for each in fields(Structured)]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"structured is a Structured(...) or a dict with one of {', '.join(names)}; got {value!r}")
+    unknown = [name for name in value if name not in names]
+    if unknown:
+        raise ValueError(f"structured takes one of {', '.join(names)}; got {', '.join(map(repr, unknown))}")
+    return Structured(**value)
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

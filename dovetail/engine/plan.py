@@ -10,7 +10,7 @@ from dovetail.engine.sequence import Sequence
 @dataclass
 class Row:
     """`count` tokens of a sequence from `start` on. With `samples`, the last of them is the sequence's newest and the
-    step gives it a new token (one a step of a multi-step plan)."""
+    step gives it a new token (one per step of a multi-step plan)."""
 
     seq: Sequence
     start: int
@@ -19,7 +19,7 @@ class Row:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     rows: list[Row]
     steps: int = 1  # more than one only when every row decodes: count 1 and samples
     preempted: list[Sequence] = field(default_factory=list)

@@ -19,25 +19,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Cache, Paged, Params, Weights
-from dovetail.engine.batch import UNKNOWN, Batch, Kind, Packer, Shape, unpack
+from dovetail.engine.batch import UNKNOWN, Kind, Packer, Shape, StepArrays, unpack
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.params import MAX_LOGPROBS
-from dovetail.engine.plan import Plan
+from dovetail.engine.plan import StepPlan
 from dovetail.engine.sampler import Sampler
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, init_cache, unembed
+from dovetail.ops.dispatch import compile_options
 from dovetail.ops.paged import token_rows
 from dovetail.ops.sample import SampleInputs, adjust, advance, argmax, choose, count_tokens, logprobs
 
 
 @dataclass
-class Launched:
+class LaunchedStep:
     """A step under way, its results still on the device: tokens [steps, S], from the whole sampler log-probabilities
     (see ops.sample.logprobs) [steps, S, ...], and where they were asked for the hidden states [T, D]."""
 
-    plan: Plan
+    plan: StepPlan
     tokens: jax.Array
     logprobs: tuple[jax.Array, ...] | None = None
     hidden: jax.Array | None = None
@@ -60,13 +62,14 @@ class Runner:
         self,
         cfg: ModelConfig,
         weights: Weights,
+        compute: Compute,
         buckets: Buckets,
         page_size: int,
         num_pages: int,
         platform: str | None = None,
         placement: Placement | None = None,
     ):
-        self.cfg, self.weights, self.buckets = cfg, weights, buckets
+        self.cfg, self.weights, self.compute, self.buckets = cfg, weights, compute, buckets
         self.page_size, self.platform, self.placement = page_size, platform, placement
         self.packer = Packer(buckets.max_rows, buckets.max_pages)
         self.num_pages = num_pages
@@ -77,8 +80,9 @@ class Runner:
         self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="compile")
 
     def _allocate(self) -> None:
-        dtype = self.weights.params["embed"].dtype
-        self.cache: Cache | None = init_cache(self.cfg, self.num_pages, self.page_size, dtype, self.placement)
+        self.cache: Cache | None = init_cache(
+            self.cfg, self.num_pages, self.page_size, self.compute.dtype, self.placement
+        )
         everywhere = NamedSharding(self.placement.mesh, PartitionSpec()) if self.placement else None
         self.last = jnp.zeros(self.buckets.max_rows + 1, jnp.int32, device=everywhere)
 
@@ -87,7 +91,7 @@ class Runner:
         if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last))):
             self._allocate()
 
-    def launch(self, plan: Plan, sampler: Sampler, kind: Kind, keep_hidden: bool = False) -> Launched:
+    def launch(self, plan: StepPlan, sampler: Sampler, kind: Kind, keep_hidden: bool = False) -> LaunchedStep:
         keeps_history = kind == "full" and sampler.keeps_history(plan)
         shape = self.buckets.shape_for(plan, kind)
         if not keeps_history and not keep_hidden:
@@ -99,7 +103,7 @@ class Runner:
         out, self.cache, self.last, table = step(self.weights.params, self.cache, self.last, history, flat, inputs)
         if history is not None:
             sampler.history = table
-        return Launched(plan, *out, version=self.weights.version, padded=shape.tokens)
+        return LaunchedStep(plan, *out, version=self.weights.version, padded=shape.tokens)
 
     def _ready(self, shape: Shape, sampler: Sampler) -> Shape:
         """The shape, or while it is compiled in the background the least that is ready and holds it. On a CPU, where
@@ -123,7 +127,7 @@ class Runner:
         return any(not step.done() for step in list(self._compiled.values()))
 
     def compiled(self, shape: Shape, inputs=None, history=None, keep_hidden: bool = False) -> Callable:
-        """The step for a shape, compiled now if nobody did before; others may be compiling it already."""
+        """The step for a shape, compiled now unless it was before; another thread may be compiling it already."""
         return self._compile_later(shape, inputs, history, keep_hidden).result()
 
     def warm_up(
@@ -167,9 +171,15 @@ class Runner:
 
         flat = np.zeros(shape.size, np.int32)
         args = jax.tree.map(abstract, (self.weights.params, self.cache, self.last, history, flat, inputs))
-        static: dict[str, Any] = dict(cfg=self.cfg, shape=shape, platform=self.platform, placement=self.placement)
+        static: dict[str, Any] = dict(
+            cfg=self.cfg, shape=shape, compute=self.compute, platform=self.platform, placement=self.placement
+        )
         lowered = run_step.lower(*args, **static, keep_hidden=keep_hidden)
-        return lowered.compile(compiler_options=_options(shape, self.platform))
+        return lowered.compile(compiler_options=compile_options(self.platform, shape.tokens))
+
+    def score(self, hidden: jax.Array, targets: np.ndarray) -> tuple[jax.Array, ...]:
+        """Log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
+        return _score(self.weights.params, hidden, targets, cfg=self.cfg, compute=self.compute, platform=self.platform)
 
     def step_memory(self) -> int:
         """Bytes the largest step needs beside weights and pages: as the compiler says of a greedy one, and for a whole
@@ -179,16 +189,9 @@ class Runner:
         return int(greedy + SAMPLER_TABLES * self.buckets.max_rows * self.cfg.vocab * 4)
 
 
-def _options(shape: Shape, platform: str | None) -> dict[str, Any] | None:
-    """XLA's own matrix products win for a few rows. For more its choice is wrong and cuBLAS's are better (64 rows of an
-    8B model: 10% of a step); those also add the residual stream where it is large (see ops.norm)."""
-    on_gpu = (platform or jax.default_backend()) in ("cuda", "gpu")
-    return {"xla_gpu_enable_triton_gemm": False} if on_gpu and shape.tokens > 8 else None
-
-
 @functools.partial(
     jax.jit,
-    static_argnames=("cfg", "shape", "platform", "placement", "keep_hidden"),
+    static_argnames=("cfg", "shape", "compute", "platform", "placement", "keep_hidden"),
     donate_argnames=("cache", "last", "history"),
 )
 def run_step(
@@ -201,6 +204,7 @@ def run_step(
     *,
     cfg: ModelConfig,
     shape: Shape,
+    compute: Compute,
     platform: str | None = None,
     placement: Placement | None = None,
     keep_hidden: bool = False,
@@ -210,7 +214,7 @@ def run_step(
     batch = unpack(flat, shape)
 
     def context(kv_lens: jax.Array) -> Paged:
-        return Paged(batch.tables, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
+        return Paged(batch.tables, kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
 
     def one(i, tokens, cache, last, history):
         """Step i: feed tokens, sample, remember. Rows that do not sample keep what their slot held."""
@@ -219,8 +223,9 @@ def run_step(
         tokens = jnp.where(tokens == UNKNOWN, last[batch.slots[row]], tokens)
         ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         wanted = ends if shape.tokens > shape.rows and not keep_hidden else None  # of a prompt only its last token
-        hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
-        logits = unembed(params, cfg, hidden if wanted is not None else hidden[ends])
+        with compute.products(platform):
+            hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
+            logits = unembed(params, cfg, hidden if wanted is not None else hidden[ends])
         chosen, scores, history = _choose(logits, inputs, i, history)
         slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
         return (chosen, scores), hidden, (new_cache, last.at[slots].set(chosen), history)
@@ -232,7 +237,7 @@ def run_step(
     return _decode_loop(one, batch, (cache, last, history), shape.steps)
 
 
-def _decode_loop(one: Callable, batch: Batch, state: tuple, steps: int):
+def _decode_loop(one: Callable, batch: StepArrays, state: tuple, steps: int):
     """Several decode steps in a row, each fed with what the one before it sampled."""
     cache, last, history = state
     shapes, _, _ = jax.eval_shape(one, 0, batch.tokens, *state)
@@ -262,7 +267,8 @@ def _choose(logits: jax.Array, inputs: SampleInputs | None, i: jax.Array | int, 
     return chosen, logprobs(logits, chosen, 0 if inputs.top_k is None else MAX_LOGPROBS), history
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
-def score(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: jax.Array):
-    """Log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
-    return logprobs(unembed(params, cfg, hidden), targets, MAX_LOGPROBS)
+@functools.partial(jax.jit, static_argnames=("cfg", "compute", "platform"))
+def _score(params: Params, hidden, targets, *, cfg: ModelConfig, compute: Compute, platform: str | None):
+    with compute.products(platform):
+        logits = unembed(params, cfg, hidden)
+    return logprobs(logits, targets, MAX_LOGPROBS)

@@ -1,22 +1,20 @@
 """The sampler's host side: from sequences' SamplingParams to the arrays that dovetail.ops.sample reads.
 
 What lives where, and why:
-- On the device, in a loop of any number of steps: temperature, truncation, seed (fixed) and position (one more a step),
+- On the device, in a loop of any number of steps: temperature, truncation, seed (fixed), position (one more per step),
   bias, a mask that stays (allowed_token_ids, bad words of one token), min_tokens alone (a mask with an end), and
   penalties. Their counts are a table [slots, V] on the device: a row is written from the host when a sequence takes
-  its slot, and each sampled token is added where it lies. Sent from the host, they would be S * V * 5 bytes a step
+  its slot, and each sampled token is added where it lies. Sent from the host, they would be S * V * 5 bytes per step
   (200 MB for 256 rows of 152k tokens), and the next step could not be prepared while this one runs.
 - On the host, one step at a time with every earlier token known (`needs_host`): grammars, bad words of several tokens,
   and min_tokens beside another mask.
 
-S rows of a batch, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens a row.
+S rows of a batch, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens per row.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,52 +25,19 @@ from dovetail.engine.batch import Kind
 from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Plan, Row
+from dovetail.engine.plan import Row, StepPlan
+from dovetail.engine.sampling_state import SamplingState
 from dovetail.engine.sequence import Sequence
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI takes 300
-_KEY = "sampler"  # where a sequence's State is kept in its `extra`
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: sets the n samples' seeds far apart
-
-
-@dataclass(eq=False)
-class State:
-    """What the sampler keeps with a sequence. The defaults are a greedy row that asks for nothing."""
-
-    floats: tuple[float, ...] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # temperature, top_p, min_p, presence, frequency, repet.
-    ints: tuple[int, ...] = (0, 0, 0)  # top_k, seed_hi, seed_lo
-    bias: Mapping[int, float] = field(default_factory=dict)
-    penalized: bool = False
-    mask: np.ndarray | None = None  # [W] uint32: what holds throughout
-    early: np.ndarray | None = None  # [W] uint32: what holds until min_tokens are there
-    early_until: int = 0  # the position at which `early` ends
-    bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
-    matcher: Matcher | None = None
-    top_logprobs: int | None = None
-    fed: int = 0  # output tokens the matcher has seen
-    history_of: tuple[int | None, int] | None = None  # (slot, preemptions) for which the history row was written
-
-    @property
-    def needs_host(self) -> bool:
-        return self.matcher is not None or bool(self.bad) or (self.mask is not None and self.early is not None)
-
-    @functools.cached_property
-    def is_simple(self) -> bool:
-        """Whether the model's own logits and a temperature are all there is to it, once min_tokens are there."""
-        truncates = self.floats[1:3] != (1.0, 0.0) or self.ints[0] > 0
-        changes = self.penalized or self.bias or self.mask is not None or self.bad or self.matcher
-        return not (truncates or changes or self.top_logprobs)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.floats[0] == 0 and self.top_logprobs is None
 
 
 class _Row(NamedTuple):
     """One row of a batch."""
 
-    state: State
+    state: SamplingState
     position: int
     slot: int
     mask: np.ndarray | None
@@ -90,7 +55,7 @@ class Sampler:
         self._device = device
         self._history: jax.Array | None = None
         self._write_row = jax.jit(lambda table, slot, row: table.at[slot].set(row), donate_argnums=0)
-        self._idle = _Row(State(), 0, max_rows, None, 0)
+        self._idle = _Row(SamplingState(), 0, max_rows, None, 0)
         self._resting: dict[int, tuple[jax.Array, ...]] = {}
         self._last_mask: tuple[list[np.ndarray | None], Any] = ([], None)
 
@@ -111,24 +76,24 @@ class Sampler:
         if params.structured:
             compile_grammar(params.structured, self.tokenizer)
 
-    def start(self, seq: Sequence) -> State:
-        """The sequence's state, made on the first call. Sets extra['single_step'] where the host must see each token:
-        such a sequence may neither run several steps in a dispatch nor be scheduled while it has pending tokens."""
-        state = seq.extra.get(_KEY)
+    def start(self, seq: Sequence) -> SamplingState:
+        """The sequence's state, made on the first call. Sets `seq.single_step` where the host must see each token: such
+        a sequence may neither run several steps per dispatch nor be scheduled while it has pending tokens."""
+        state = seq.sampling
         if state is None:
-            state = seq.extra[_KEY] = self._new_state(seq)
-            seq.extra["single_step"] = state.needs_host
+            state = seq.sampling = self._new_state(seq)
+            seq.single_step = state.needs_host
         return state
 
     def needs_host(self, seq: Sequence) -> bool:
         return self.start(seq).needs_host
 
     def is_done(self, seq: Sequence) -> bool:
-        """Whether the sequence's grammar has nothing more to come, or extra['error'] says that it cannot go on: the
-        engine ends it then, with ignore_eos too."""
+        """Whether the sequence's grammar has nothing more to come, or `seq.grammar_error` says that it cannot go
+        on: the engine ends it then, with ignore_eos too."""
         state = self.start(seq)
         self._feed(seq, state)
-        return state.matcher is not None and (state.matcher.is_done or "error" in seq.extra)
+        return state.matcher is not None and (state.matcher.is_done or seq.grammar_error is not None)
 
     def kind(self, seqs: list[Sequence]) -> Kind:
         """The least that gives every one of these rows what it asks."""
@@ -141,14 +106,14 @@ class Sampler:
                 kind = "plain"
         return kind
 
-    def _new_state(self, seq: Sequence) -> State:
+    def _new_state(self, seq: Sequence) -> SamplingState:
         params = seq.request.params
         seed = (seq.request.seed + seq.index * _GOLDEN) % 2**64
         # what truncates has no meaning at temperature 0, and off it costs nothing
         top_k, top_p, min_p = (0, 1.0, 0.0) if params.greedy else (params.top_k, params.top_p, params.min_p)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         words = self._bad_words(params)
-        return State(
+        return SamplingState(
             floats=(params.temperature, top_p, min_p, *penalties),
             ints=(min(top_k, self.vocab), seed >> 32, seed & 0xFFFFFFFF),
             bias=params.logit_bias,
@@ -184,7 +149,7 @@ class Sampler:
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def inputs(self, plan: Plan, size: int, kind: Kind = "full") -> SampleInputs | None:
+    def inputs(self, plan: StepPlan, size: int, kind: Kind = "full") -> SampleInputs | None:
         """The arrays of a batch of `size` rows: the plan's, in their order, then padding. Rows that do not sample are
         as padding: greedy, masked by nothing, and kept out of `history`, which the step takes beside these.
 
@@ -221,7 +186,7 @@ class Sampler:
         slot = self._history_slot(seq, state, known) if state.penalized else self.max_rows
         return _Row(state, position, slot, *self._row_mask(seq, state, position))
 
-    def keeps_history(self, plan: Plan) -> bool:
+    def keeps_history(self, plan: StepPlan) -> bool:
         """Whether a row of the plan is penalised, so that the step must be given the history."""
         return any(row.samples and self.start(row.seq).penalized for row in plan.rows)
 
@@ -243,7 +208,7 @@ class Sampler:
         self._history, self._last_mask = None, ([], None)
         self._resting.clear()
 
-    def _history_slot(self, seq: Sequence, state: State, known: bool) -> int:
+    def _history_slot(self, seq: Sequence, state: SamplingState, known: bool) -> int:
         """The sequence's slot. Its row is written when it first samples from there, also after a preemption."""
         assert seq.slot is not None
         if state.history_of != (seq.slot, seq.preemptions):
@@ -254,7 +219,7 @@ class Sampler:
             state.history_of = (seq.slot, seq.preemptions)
         return seq.slot
 
-    def _bias(self, states: list[State]) -> tuple[Any, Any]:
+    def _bias(self, states: list[SamplingState]) -> tuple[Any, Any]:
         """ids [S, B] and values [S, B]; B is always MAX_BIAS, so that no request brings a compilation."""
         size = len(states)
         if not any(state.bias for state in states):
@@ -267,7 +232,7 @@ class Sampler:
         return ids, values
 
     def _rest(self, size: int) -> tuple[jax.Array, ...]:
-        """No bias and no mask, on the device already: nothing is sent for what nobody asked."""
+        """No bias and no mask, on the device already: nothing is sent that no request asked for."""
         if size not in self._resting:
             ids, values = jnp.full((size, MAX_BIAS), -1, jnp.int32), jnp.zeros((size, MAX_BIAS), jnp.float32)
             bits = jnp.full((size, self.words), 0xFFFFFFFF, jnp.uint32)
@@ -288,7 +253,7 @@ class Sampler:
             self._last_mask = rows, on_device
         return on_device
 
-    def _row_mask(self, seq: Sequence, state: State, position: int) -> tuple[np.ndarray | None, int]:
+    def _row_mask(self, seq: Sequence, state: SamplingState, position: int) -> tuple[np.ndarray | None, int]:
         """A row's bits [W], and the position until which they hold."""
         early = state.early if position < state.early_until else None
         if state.matcher is not None or state.bad or (early is not None and state.mask is not None):
@@ -297,7 +262,7 @@ class Sampler:
             return early, state.early_until
         return state.mask, 0 if state.mask is None else FOREVER
 
-    def _fresh_mask(self, seq: Sequence, state: State, early: np.ndarray | None) -> np.ndarray:
+    def _fresh_mask(self, seq: Sequence, state: SamplingState, early: np.ndarray | None) -> np.ndarray:
         """What depends on the tokens so far. Where nothing is left, the sequence may end, and only end."""
         bits = np.full(self.words, 0xFFFFFFFF, np.uint32) if state.mask is None else state.mask.copy()
         for *start, last in state.bad:
@@ -310,22 +275,22 @@ class Sampler:
             bits &= early
         return bits if bits.any() else self._bits(only=self.eos_ids)
 
-    def _grammar_mask(self, seq: Sequence, state: State, matcher: Matcher) -> np.ndarray:
+    def _grammar_mask(self, seq: Sequence, state: SamplingState, matcher: Matcher) -> np.ndarray:
         bits = np.zeros(self.words, np.uint32)
         self._feed(seq, state)
         try:
             matcher.fill(bits)
         except ValueError as error:  # too complex from here on, say
-            seq.extra.setdefault("error", str(error))
-        return self._bits(only=self.eos_ids) if "error" in seq.extra else bits
+            seq.grammar_error = seq.grammar_error or str(error)
+        return self._bits(only=self.eos_ids) if seq.grammar_error is not None else bits
 
-    def _feed(self, seq: Sequence, state: State) -> None:
+    def _feed(self, seq: Sequence, state: SamplingState) -> None:
         """Tells the grammar of the output tokens it has not seen. What goes wrong ends this sequence, not its batch."""
-        if state.matcher is None or "error" in seq.extra:
+        if state.matcher is None or seq.grammar_error is not None:
             return
         try:
             for token in seq.output[state.fed :]:
                 state.fed += 1
                 state.matcher.accept(token)
         except ValueError as error:
-            seq.extra["error"] = str(error)
+            seq.grammar_error = str(error)

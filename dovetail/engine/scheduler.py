@@ -17,11 +17,12 @@ import itertools
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import Literal
 
 from dovetail.engine.blocks import BlockPool
-from dovetail.engine.plan import Plan, Row
-from dovetail.engine.scheduler_config import SchedulerConfig
+from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.sequence import Sequence, Status
 from dovetail.engine.stats import Stats
 
@@ -29,6 +30,54 @@ _RANK = attrgetter("rank")
 # After each token: None to go on, or (finish_reason, stop_reason).
 CheckStop = Callable[[Sequence], tuple[str, int | str | None] | None]
 Gain = tuple[Sequence, list[int]]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The limits the scheduler works within."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # of one device step, over all sequences
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    multi_step: int = 1  # the most device steps in one plan
+    model: str = ""  # names the weights in the prefix cache's hashes
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "multi_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must hold a prompt token and a sampled one; got {self.max_model_len}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ValueError(f"policy must be 'fcfs' or 'priority'; got {self.policy!r}")
+
+    @property
+    def context(self) -> int:
+        """The most tokens of any sequence: the model's limit, or the pool's where that is smaller. The last one sampled
+        is never fed, so it needs no slot in a page."""
+        return min(self.max_model_len, self.num_pages * self.page_size + 1)
+
+    def limit_of(self, seq: Sequence) -> int:
+        """The most tokens the sequence may reach. Because of this limit a sequence alone always fits the pool, which is
+        why preemption always helps."""
+        size, asked, name = len(seq.tokens), seq.request.params.max_tokens, f"request {seq.request.id}"
+        if not seq.request.prompt:
+            raise ValueError(f"{name}: the prompt is empty; give at least one token")
+        if size >= self.max_model_len:
+            raise ValueError(
+                f"{name}: a prompt of {size} tokens leaves no room for a sampled one within "
+                f"max_model_len={self.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        if size >= self.context:
+            raise ValueError(
+                f"{name}: a prompt of {size} tokens does not fit the KV pool of {self.num_pages} "
+                f"pages x {self.page_size} tokens; shorten the prompt or give the KV cache more memory"
+            )
+        return self.context if asked is None else min(self.context, seq.prompt_len + asked)
 
 
 class Scheduler:
@@ -42,7 +91,8 @@ class Scheduler:
         self._by_request: dict[str, dict[int, Sequence]] = {}
         self._added = 0
         self._preempted: list[Sequence] = []  # since the last plan that went out
-        self._blocked: tuple[Sequence, int] | None = None  # who found too few pages, and pool.releases at that time
+        # the sequence that found too few pages, and pool.releases at that time
+        self._blocked: tuple[Sequence, int] | None = None
 
     # Coming and going
 
@@ -89,8 +139,8 @@ class Scheduler:
 
     def _let_go(self, seq: Sequence) -> None:
         """Pages and slot return at once, though a step that writes them may be under way or planned: the device runs
-        steps in order, so whoever is given them next writes, and reads, after it. In a registered page that step writes
-        nothing but what the hash names; what it writes past a stop lies in pages without one."""
+        steps in order, so the next sequence that is given them writes, and reads, after it. In a registered page that
+        step writes nothing but what the hash names; what it writes past a stop lies in pages without one."""
         assert seq.slot is not None
         self.pool.release(seq.pages)
         heapq.heappush(self._free_slots, seq.slot)
@@ -98,19 +148,19 @@ class Scheduler:
 
     # Planning a step
 
-    def schedule(self, max_steps: int | None = None, prompts_first: bool = False) -> Plan | None:
+    def schedule(self, max_steps: int | None = None, prompts_first: bool = False) -> StepPlan | None:
         """The next step, or None when nothing can be computed before a commit (or there is no work). The plan takes
         `max_steps` device steps (config.multi_step unless told) where it can, else one: each number is compiled. With
-        `prompts_first` a step that prompts alone fill is left to them: more tokens a second, but who decodes waits."""
+        `prompts_first` a step that prompts alone fill is left to them: more tokens per second, but decoding waits."""
         rows: list[Row] = []
         before = self.preemptions
         budget, stalled = self._schedule_running(rows, prompts_first and self._prompts_fill_a_step())
-        # While the running ones are short of pages nobody may join: he would be the next victim.
+        # While the running ones are short of pages none is admitted: it would be the next to be preempted.
         short = stalled or self.preemptions > before
         admitted, must_wait = (0, False) if short else self._admit(rows, budget)
         if not rows:  # no page was left for a prompt, perhaps
             return self.schedule(max_steps) if prompts_first else None
-        plan = Plan(rows, preempted=self._preempted)
+        plan = StepPlan(rows, preempted=self._preempted)
         self._preempted = []
         if max_steps is None:
             max_steps = self.config.multi_step
@@ -129,17 +179,17 @@ class Scheduler:
         return False
 
     def _schedule_running(self, rows: list[Row], only_prompts: bool) -> tuple[int, bool]:
-        """Rows for the running sequences in order; -> the budget left, and whether somebody stood still for want of
+        """Rows for the running sequences in order; -> the budget left, and whether a sequence stood still for want of
         budget or pages. The loop a decoding batch spends its time in: kept flat."""
         running, size = self.running, self.config.page_size
         budget, stalled = self.config.max_num_batched_tokens, False
-        # Victims are popped off the end while this runs: they lie behind `seq`, so nobody with a row loses his pages.
+        # Victims are popped off the end while this runs: they lie behind `seq`, so none with a row loses its pages.
         for i, seq in enumerate(running):
             start, known = seq.computed, len(seq.tokens)
             length = known + seq.pending
             if length >= seq.limit:
                 continue  # its last tokens are on their way; commit will end it
-            if seq.pending and seq.extra.get("single_step"):
+            if seq.pending and seq.single_step:
                 continue  # the host must see a token before the next is sampled (a grammar)
             count = length - start
             if count > 1:  # a prompt leaves those behind it a token each: it does not stop their decoding
@@ -169,8 +219,8 @@ class Scheduler:
             self.pool.register_range(seq, before, after)
 
     def _grow(self, seq: Sequence, end: int) -> bool:
-        """Pages for `end` tokens, at the cost of those behind `seq`. Whoever is last stands still and keeps what he
-        has: nothing is gained by preempting oneself."""
+        """Pages for `end` tokens, at the cost of those behind `seq`. The last one stands still and keeps what it
+        has: nothing is gained by preempting itself."""
         need = -(-end // self.config.page_size) - len(seq.pages)
         while (pages := self.pool.allocate(need)) is None:
             if self.running[-1] is seq:
@@ -180,7 +230,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the queue, where its rank puts it in front of all who came later. Tokens still pending arrive at
+        """Back to the queue, where its rank puts it in front of all that came later. Tokens still pending arrive at
         commit; until then it cannot start again, for its tokens are then fed from the host."""
         self._let_go(victim)
         victim.computed, victim.status = 0, Status.WAITING
@@ -190,13 +240,13 @@ class Scheduler:
         insort(self.waiting, victim, key=_RANK)
 
     def preempt_all(self) -> None:
-        """Everyone gives up his pages and computes them again: the weights have changed, or the pool is put away."""
+        """All give up their pages and compute them again: the weights have changed, or the pool is put away."""
         while self.running:
             self._preempt(self.running.pop())
 
-    def withdraw(self, plan: Plan) -> None:
+    def withdraw(self, plan: StepPlan) -> None:
         """The last plan will not run. What it would have computed is computed again, and since it may have registered
-        pages that nobody wrote, nothing of before is found again."""
+        pages that were never written, nothing of before is found again."""
         for row in plan.rows:
             if row.samples and row.seq.status is not Status.FINISHED:
                 row.seq.pending -= plan.steps
@@ -204,8 +254,8 @@ class Scheduler:
         self.reset_prefix_cache()
 
     def _admit(self, rows: list[Row], budget: int) -> tuple[int, bool]:
-        """Rows for waiting sequences in strict order; -> how many joined, and whether those who still wait (if any)
-        cannot start before somebody ends."""
+        """Rows for waiting sequences in strict order; -> how many joined, and whether those that still wait (if any)
+        cannot start before another ends."""
         admitted = 0
         while self.waiting and self._free_slots:
             seq = self.waiting[0]
@@ -231,7 +281,7 @@ class Scheduler:
         if self._blocked == (seq, pool.releases):
             return None  # only a release makes room: a long prompt is not looked up at every step
         hits = pool.find_cached(seq)
-        # All its tokens must fit, not just this chunk, and a page must be left for each who runs and will soon need
+        # All its tokens must fit, not just this chunk, and a page must be left for each that runs and will soon need
         # one; else it would be preempted before it has given a token.
         room = pool.num_free - pool.num_idle(hits) - len(self.running)
         if -(-known // size) - len(hits) > room:
@@ -249,18 +299,18 @@ class Scheduler:
         return cached
 
     def _more_steps(self, rows: list[Row], more: int) -> int:
-        """How many device steps beyond the first this plan takes: `more` if everyone may go so far, pages last and
-        nobody starts later for it, else 0. Who ends on the way takes a few steps for nothing: better than to keep
-        everyone at single steps whenever somebody is near his end."""
+        """How many device steps beyond the first this plan takes: `more` if every row may go so far, pages last and
+        no sequence starts later for it, else 0. One that ends on the way takes a few steps for nothing: better than to
+        keep all at single steps whenever one is near its end."""
         size = self.config.page_size
-        # Those without a row are ending, and who waits can start right after this plan; or they wait for the host.
+        # Those without a row are ending, and one that waits can start right after this plan; or they wait for the host.
         rowless = len(rows) < len(self.running)
-        if rowless and (self.waiting or any(seq.extra.get("single_step") for seq in self.running)):
+        if rowless and (self.waiting or any(seq.single_step for seq in self.running)):
             return 0
         for row in rows:
             seq = row.seq
             # A first token is not made to wait for others'; a grammar needs the host at each step.
-            if row.count > 1 or row.start < len(seq.request.prompt) or seq.extra.get("single_step"):
+            if row.count > 1 or row.start < len(seq.request.prompt) or seq.single_step:
                 return 0
             if seq.computed + more > min(self.config.max_model_len, self.config.num_pages * size):
                 return 0
@@ -279,7 +329,7 @@ class Scheduler:
 
     # Taking in a step's tokens
 
-    def commit(self, plan: Plan, sampled: list[list[int]], check_stop: CheckStop | None = None) -> list[Gain]:
+    def commit(self, plan: StepPlan, sampled: list[list[int]], check_stop: CheckStop | None = None) -> list[Gain]:
         """-> the sequences that gained tokens, with the tokens kept; those that ended are FINISHED now.
 
         `sampled[i]` are the tokens of the i-th row that samples, one for each of the plan's steps (fewer only if the

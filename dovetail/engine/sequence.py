@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dovetail.engine.params import SamplingParams
+from dovetail.engine.sampling_state import SamplingState
+from dovetail.engine.text import Text
 
 
 class Status(enum.Enum):
@@ -28,7 +30,14 @@ class Request:
     adapter: str | None = None
     cache_salt: str | None = None
     seed: int = 0  # params.seed, or one drawn when the request came
-    text: bool = True  # False: whoever asked makes the text of the tokens himself, and looks for `params.stop` in it
+    text: bool = True  # False: the caller makes the text of the tokens, and looks for `params.stop` in it
+
+
+class TokenLogprob(NamedTuple):
+    token: int
+    logprob: float
+    rank: int  # 1 is the most probable
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as were asked for
 
 
 @dataclass(slots=True)
@@ -63,11 +72,15 @@ class Sequence:
     preemptions: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     block_hashes: list[bytes] = field(default_factory=list)  # of its full pages, as far as they are known
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, as far as they are computed
     versions: list[tuple[int, int]] = field(default_factory=list)  # see Completion.weights_versions
-    extra: dict[str, Any] = field(default_factory=dict)  # what engine and runner keep with it: grammar, text
+    text: Text | None = None  # of its output so far; None: the caller makes the text
+    sampling: SamplingState | None = None
+    single_step: bool = False  # the host must see each token before the next is sampled (a grammar)
+    grammar_error: str | None = None  # why its grammar could not go on
     limit: int = 0  # the most tokens it may reach, prompt included; set when the scheduler takes it
-    rank: tuple = ()  # its place in the scheduler's order: its policy's priority, arrival, who was added first
+    rank: tuple = ()  # its place in the scheduler's order: its policy's priority, arrival, the order of adding
 
     def __post_init__(self):
         self.times = Times(self.request.arrival)
@@ -88,6 +101,11 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
+    def version(self) -> int:
+        """Of the weights that sampled its last token."""
+        return self.versions[-1][1] if self.versions else 0
+
+    @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 
@@ -101,7 +119,7 @@ class Completion:
     text: str
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: tuple[Any, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
     weights_version: int = 0  # the last that sampled a token of it
     weights_versions: tuple[tuple[int, int], ...] = ()  # (from which token on, version), where they changed under way
     times: Times | None = None
@@ -115,32 +133,31 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     cached_tokens: int = 0
-    prompt_logprobs: tuple[Any, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class Update(NamedTuple):
-    """What a step brought one sequence. Of `seq`, the engine's thread may change whatever is not finished: another
-    thread reads its request and times, and, once `finished`, how it ended. A tuple, because every sequence gets one at
-    every step."""
+    """What a step brought one sequence: a record for any thread. A tuple, because every sequence gets one per step."""
 
-    seq: Sequence
+    id: str  # the request's
+    index: int  # which of the request's n
     tokens: list[int]
     text: str
-    finished: bool
-    logprobs: list[Any] | None = None  # of these tokens, where they were asked for
-    time: float = 0.0  # when the engine had them, in seconds of time.monotonic
+    time: float  # when the engine had them, in seconds of time.monotonic
+    times: Times  # the sequence's own, which the engine fills in as things happen
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    weights_version: int = 0  # of the weights that sampled these tokens
+    logprobs: list[TokenLogprob] | None = None  # of these tokens, where they were asked for
+    finish_reason: str | None = None  # stop, length, abort; None: it goes on
+    stop_reason: int | str | None = None  # the token id or string that stopped it
+    error: str | None = None  # why it ended, where it was not asked to: a grammar that could not go on
     output: RequestOutput | None = None  # in a request's last update from Engine.close or abort: the whole of it
 
     @property
-    def id(self) -> str:
-        """The request's."""
-        return self.seq.request.id
-
-    @property
-    def index(self) -> int:
-        return self.seq.index
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
     def then(self, later: Update) -> Update:
-        """Both in one, for who takes them more slowly than they come."""
+        """Both in one, for a reader that takes them more slowly than they come."""
         logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or [])
         return later._replace(tokens=self.tokens + later.tokens, text=self.text + later.text, logprobs=logprobs)

@@ -29,7 +29,7 @@ def put_to_sleep(runner: Runner, level: int) -> Asleep:
     host = jax.device_get(weights.params) if level == 1 and not is_form(weights.params) else None
     pages, runner.cache = runner.cache, form_of(runner.cache)
     for array in jax.tree.leaves(pages):
-        array.delete()  # nobody else has them. Of the weights only the reference goes: they may be a trainer's own
+        array.delete()  # at once: no other reference to them is of use
     drop_weights(runner)
     return Asleep(level, host)
 

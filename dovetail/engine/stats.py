@@ -13,13 +13,13 @@ class Stats:
     # now
     running: int  # sequences: n of a request
     waiting: int
-    pages_used: int  # held by those who run
-    pages_cached: int  # held by nobody, but found again by who begins alike
+    pages_used: int  # held by running sequences
+    pages_cached: int  # held by none, but found again by a prompt that begins alike
     pages_total: int
     waste: float  # the share of the held slots that hold no token, because a sequence's last page is part-filled
     # since the start
     preemptions: int
-    prompt_tokens: int  # of those who have been scheduled
+    prompt_tokens: int  # of sequences that have been scheduled
     prefix_query_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int = 0

@@ -28,8 +28,10 @@ class Text:
             if self._limit is None:
                 self._limit = len(self._text)
 
-    def take(self) -> str:
-        """The text that has become certain since the last call."""
+    def take(self, ended: bool = False) -> str:
+        """The text that has become certain since the last call; at the sequence's end, all that is left."""
+        if ended:
+            self.flush()
         end = self._limit if self._limit is not None else len(self._text) - self._held()
         new = self._text[self._shown : end]
         self._shown = max(self._shown, end)

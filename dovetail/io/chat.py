@@ -152,7 +152,7 @@ _TOOL_HELP = (
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types alone: other objects have methods that a template has no business calling."""
+    """A copy made of JSON's types alone: other objects have methods that a template must not call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

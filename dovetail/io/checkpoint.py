@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dovetail.io.checkpoint_tier import Report, Tier, everyone
+from dovetail.io.checkpoint_tier import Report, Tier, every_process
 from dovetail.io.manifest import NotOurs
 
 log = logging.getLogger(__name__)
@@ -73,13 +73,22 @@ class Checkpoints:
     def wait(self) -> None:
         """Until what was saved is on disk, or was reported as failed."""
         done = [step for tier in self._tiers if (step := tier.settle()) is not None]
-        for tier in self._tiers if done else []:  # a step past the newest save is of a history that was given up
+        for tier in self._tiers if done else []:  # later steps are from before the run went back to an older one
             tier.drop_after(max(done))
 
     @property
     def failures(self) -> int:
         """Saves that failed in a row, in the tier where it is worst; 0 when all is well."""
         return max(tier.failures for tier in self._tiers)
+
+    def has_failed(self) -> bool:
+        """Whether the last save is missing in some tier, for any process. All call it."""
+        return not every_process(self.failures == 0)
+
+    @property
+    def problem(self) -> str:
+        """Why the last save failed, where this process knows."""
+        return next((tier.problem for tier in self._tiers if tier.failures), "another process could not write its part")
 
     def close(self) -> None:
         self.wait()
@@ -115,8 +124,8 @@ class Checkpoints:
         faults: list[str] = []
         for at, tier in self._candidates(step):
             found, fault = _attempt(tier, at, names)
-            if everyone(found is not None):
-                assert found is not None, "this process is one of everyone"
+            if every_process(found is not None):
+                assert found is not None, "every process has read it, this one too"
                 arrays, meta = found
                 return jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in names]), meta, at
             del found  # its memory is needed for the next one
@@ -136,6 +145,8 @@ class Checkpoints:
             from jax.experimental import multihost_utils
 
             count = int(multihost_utils.broadcast_one_to_all(np.int32(len(ordered))))
+            if count == 0:  # a new run
+                return []
             table = np.zeros((count, 2), np.int32)
             if jax.process_index() == 0:
                 table[:] = ordered
@@ -169,7 +180,7 @@ def _placed(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _plain(meta: dict[str, Any]) -> dict[str, Any]:
-    """A copy, as JSON gives it back: the caller may change his own while it is being written."""
+    """A copy, as JSON gives it back: the caller may change its own while it is being written."""
     try:
         return json.loads(json.dumps(meta))
     except TypeError as error:

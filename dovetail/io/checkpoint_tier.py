@@ -28,7 +28,7 @@ PROBE = ".writable"  # written before each save
 Report = Callable[[str], None]
 
 
-def kept(steps: Iterable[int], keep: int, keep_every: int) -> set[int]:
+def steps_to_keep(steps: Iterable[int], keep: int, keep_every: int) -> set[int]:
     """The newest `keep` steps, and every multiple of `keep_every`."""
     ordered = sorted(steps)
     return set(ordered[-keep:]) | {s for s in ordered if keep_every and s % keep_every == 0}
@@ -39,8 +39,8 @@ class Tier:
 
     def __init__(self, name: str, folder: str, keep: int, keep_every: int, report: Report) -> None:
         self.name, self.folder = name, _path(folder)
-        self.failures = 0  # in a row
-        self.damaged: set[int] = set()  # found so by a restore: not to be counted among those kept, nor kept
+        self.failures, self.problem = 0, ""  # in a row; why the last one failed
+        self.damaged: set[int] = set()  # found so by a restore: removed, and not counted among the newest `keep`
         self._keep, self._keep_every, self._report = keep, keep_every, report
         self._pending: int | None = None
         self._good: tuple[int, dict] | None = None  # the newest that this process knows to be whole, with its meta
@@ -79,7 +79,8 @@ class Tier:
             return
         try:
             self._prepare(step)
-            leaves = {name: (x.shape, str(x.dtype), digest(x)) for name, x in arrays.items()}
+            # one digest after the other, as in Manifest.check_arrays
+            leaves = {name: Leaf(x.shape, str(x.dtype), int(digest(x))) for name, x in arrays.items()}
             self._handler.problem = None
             self._handler.seal = lambda folder: _seal(folder, step, meta, leaves)
             self._saver.save(self.folder / f"step_{step}", args=Arrays(arrays))
@@ -107,7 +108,7 @@ class Tier:
         self.drop_after(step)
         self.damaged.discard(step)
         steps = set(self.steps())
-        self._drop(steps - kept(steps - self.damaged, self._keep, self._keep_every))
+        self._drop(steps - steps_to_keep(steps - self.damaged, self._keep, self._keep_every))
         self._tidy(self._sweep)
         return step
 
@@ -120,7 +121,7 @@ class Tier:
             self._tidy(lambda step=step: _remove(self._at(step)))
 
     def _tidy(self, work: Callable[[], None]) -> None:
-        """Process 0 removes for all. What cannot be removed is said and left: the next save comes by again."""
+        """Process 0 removes for all. What cannot be removed is reported and left to the next save."""
         try:
             if jax.process_index() == 0:
                 work()
@@ -129,13 +130,13 @@ class Tier:
 
     def _failed(self, step: int, error: Exception) -> None:
         self._good = None
-        self.failures += 1
+        self.failures, self.problem = self.failures + 1, _reason(error)
         self._tidy(self._sweep)
         left = self.steps()
         last = f"the last good one there is step {left[-1]}" if left else "there is no good one there yet"
         self._report(
-            f"the checkpoint of step {step} was not written to {self.folder}: {_reason(error)}; "
-            f"{last}; training goes on and the next save will try again"
+            f"the checkpoint of step {step} was not written to {self.folder}: {self.problem}; "
+            f"{last}; the next save will try again"
         )
 
     def _prepare(self, step: int) -> None:
@@ -146,10 +147,10 @@ class Tier:
                 self._make_ready(step)
         except OSError as error:
             problem = error
-        if not everyone(problem is None):
+        if not every_process(problem is None):
             raise problem or OSError("process 0 could not make the folder ready")
         # Every process writes into it. Find out at the first save, and not when a restore misses half.
-        if not everyone((self.folder / PROBE).exists()):
+        if not every_process((self.folder / PROBE).exists()):
             raise ValueError(
                 f"checkpoints need a folder that every process sees, and {self.folder} is not one; "
                 "put the run directory on a shared file system or in a bucket"
@@ -192,9 +193,8 @@ class Tier:
         self._saver.close()
 
 
-def _seal(folder: Any, step: int, meta: dict[str, Any], leaves: dict[str, tuple]) -> None:
-    table = {name: Leaf(shape, dtype, int(value)) for name, (shape, dtype, value) in leaves.items()}
-    Manifest(step, meta, table, manifest.sizes(folder)).write(folder)
+def _seal(folder: Any, step: int, meta: dict[str, Any], leaves: dict[str, Leaf]) -> None:
+    Manifest(step, meta, leaves, manifest.sizes(folder)).write(folder)
 
 
 def _path(folder: str) -> Any:
@@ -209,7 +209,7 @@ def _remove(path: Any) -> None:
     path.rmtree(missing_ok=True)
 
 
-def everyone(ok: bool) -> bool:
+def every_process(ok: bool) -> bool:
     """Whether every process says so. All call it, in the same order."""
     if jax.process_count() == 1:
         return ok

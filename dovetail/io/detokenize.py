@@ -142,7 +142,7 @@ class _JoinWithSpaces(_Stateless):
 
 
 class _ByteFallback:
-    """A run of <0xNN> tokens is text if the *whole run* is valid UTF-8, else one U+FFFD a byte: so the run is held."""
+    """A run of <0xNN> tokens is text if the *whole run* is valid UTF-8, else one U+FFFD per byte: it is held."""
 
     def __init__(self):
         self.run = bytearray()

@@ -17,14 +17,14 @@ import numpy as np
 
 from dovetail.io.gguf_config import hf_config
 from dovetail.io.gguf_file import GgufFile
-from dovetail.io.gguf_names import Source, sources
+from dovetail.io.gguf_names import StoredWeight, stored_weights
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
 
 # Stored as they are; every other type is dequantised to float32.
 _PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Dequantising makes several temporaries of its input's size: at this many values a time they stay small.
+# Dequantising makes several temporaries of its input's size: at this many values at a time they stay small.
 _CHUNK = 1 << 22
 
 
@@ -37,14 +37,14 @@ class GgufCheckpoint:
         self._file = GgufFile(path)
         self.path = self._file.path
         self.config: dict[str, Any] = hf_config(self._file)
-        self._sources = sources(self._file, self.config)
+        self._sources = stored_weights(self._file, self.config)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """HF name -> (shape, dtype), without reading a weight."""
         return {name: self._describe(source) for name, source in self._sources.items()}
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """One weight, or the part of it that `index` (one slice a dimension) cuts out; it may be a read-only view."""
+        """One weight, or the part of it that `index` (one slice per dimension) cuts out; it may be a read-only view."""
         source = self._source(name)
         shape, _ = self._describe(source)
         if len(index) > len(shape):
@@ -63,12 +63,12 @@ class GgufCheckpoint:
 
         return tokenizer(self._file)
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> StoredWeight:
         if name not in self._sources:
             raise ValueError(f"{self.path} holds no weight named {name!r}; `tensors()` lists the names it has.")
         return self._sources[name]
 
-    def _describe(self, source: Source) -> tuple[tuple[int, ...], np.dtype]:
+    def _describe(self, source: StoredWeight) -> tuple[tuple[int, ...], np.dtype]:
         info = self._file.tensors[source.tensor]
         shape = info.shape if source.expert is None else info.shape[1:]
         return shape, _PLAIN.get(info.type, np.dtype(np.float32))

@@ -1,6 +1,6 @@
 """A `.gguf` file's metadata as the dict that Hugging Face keeps in `config.json`.
 
-Where the file leaves a number unsaid because llama.cpp has it in its source (gemma's layer pattern, SmolLM3's layers
+Where the file lacks a number because llama.cpp has it in its source (gemma's layer pattern, SmolLM3's layers
 without rotary positions), the same number is written out here. A setting that a family's config cannot say is refused.
 """
 
@@ -23,18 +23,19 @@ FAMILIES = {
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
 }
 _MIXTRAL = ("mixtral", "MixtralForCausalLM")
 # They change what the model computes, and only the families named have a place for them.
 _RESERVED = {
     "attention.clamp_kqv": (),
-    "attention.scale": ("gemma2", "gemma3_text"),
+    "attention.scale": ("gemma2", "gemma3_text", "granite"),
     "attn_logit_softcapping": ("gemma2", "gemma3_text"),
-    "embedding_scale": (),
+    "embedding_scale": ("granite",),
     "expert_shared_count": (),
     "final_logit_softcapping": ("gemma2", "gemma3_text"),
-    "logit_scale": (),
-    "residual_scale": (),
+    "logit_scale": ("granite",),
+    "residual_scale": ("granite",),
     "rope.dimension_sections": (),
 }
 # The largest models of these families scale queries by the width of a head's share of the model, not by head_dim;
@@ -138,7 +139,7 @@ def _biases(file: GgufFile, model_type: str) -> dict[str, Any]:
     if model_type == "qwen2":  # always has them on q, k and v: its config has no such key
         return {}
     biases = {"attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    if model_type in ("llama", "smollm3"):
+    if model_type in ("llama", "smollm3", "granite"):
         biases["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     return biases
 
@@ -265,10 +266,21 @@ def _smollm3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    scales = {
+        "attention_multiplier": keys.get("attention.scale") or config["head_dim"] ** -0.5,
+        "embedding_multiplier": keys.get("embedding_scale") or 1.0,
+        "residual_multiplier": keys.get("residual_scale") or 1.0,
+        "logits_scaling": keys.get("logit_scale") or 1.0,  # a divisor in both
+    }
+    return {key: float(str(np.float32(value))) for key, value in scales.items()}  # 0.22, not its f32's digits
+
+
 _EXTRAS = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "smollm3": _smollm3,
+    "granite": _granite,
 }

@@ -1,8 +1,8 @@
 """Which tensor of a `.gguf` file holds a Hugging Face weight, and what llama.cpp's converter did to it on the way in.
 
 Three things are undone when a weight is read:
-- llama and smollm3: the rows of q and k are reordered within each head, because llama.cpp rotates neighbouring pairs
-  where Hugging Face rotates the two halves. (qwen, gemma and olmo2 are rotated in halves by llama.cpp too.)
+- llama, smollm3 and granite: the rows of q and k are reordered within each head, because llama.cpp rotates
+  neighbouring pairs where Hugging Face rotates the two halves. (It rotates qwen, gemma and olmo2 in halves too.)
 - gemma: 1 is added to every norm's weight, so that llama.cpp can use a plain RMS norm.
 - mixture of experts: the experts' matrices are stacked, [E, out, in]; Hugging Face names each by itself.
 """
@@ -26,6 +26,7 @@ _NORMS_AROUND = ("input_layernorm", "pre_feedforward_layernorm", *_NORMS_AFTER)
 _OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
 _BLOCK = {
     "llama": (*_ATTENTION, *_NORMS_BEFORE, *_MLP),
+    "granite": (*_ATTENTION, *_NORMS_BEFORE, *_MLP),
     "smollm3": (*_ATTENTION, *_NORMS_BEFORE, *_MLP),
     "mixtral": (*_ATTENTION, *_NORMS_BEFORE, "block_sparse_moe.gate"),
     "qwen2": (*_ATTENTION, *_NORMS_BEFORE, *_MLP),
@@ -41,13 +42,13 @@ _EXPERTS = {
     "qwen3_moe": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
 }
 _STACKED = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
-_REORDERED = ("llama", "mixtral", "smollm3")
+_REORDERED = ("llama", "mixtral", "smollm3", "granite")
 # Tables of rotary frequencies, not weights: the config is built from them, or they can be computed.
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredWeight:
     """Where a weight lies in the file, and what to undo when reading it."""
 
     tensor: str
@@ -56,8 +57,8 @@ class Source:
     added: float = 0.0  # what the converter added to every value
 
 
-def sources(file: GgufFile, config: dict[str, Any]) -> dict[str, Source]:
-    """HF name -> Source for every weight in the file; a tensor that no name claims is an error, not a shrug."""
+def stored_weights(file: GgufFile, config: dict[str, Any]) -> dict[str, StoredWeight]:
+    """HF name -> StoredWeight for every weight in the file; a tensor that no name claims is an error."""
     found = {name: source for name, source in _candidates(file, config) if source.tensor in file.tensors}
     claimed = {source.tensor for source in found.values()}
     for tensor in file.tensors:
@@ -69,7 +70,7 @@ def sources(file: GgufFile, config: dict[str, Any]) -> dict[str, Source]:
     return found
 
 
-def _candidates(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, Source]]:
+def _candidates(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, StoredWeight]]:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.metadata["general.architecture"])
@@ -84,17 +85,17 @@ def _candidates(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, S
         for stacked, own in zip(_STACKED, _EXPERTS[family], strict=True):
             stored = f"{names.get_name(f'model.layers.{layer}.{stacked}')}.weight"
             for expert in range(_count_experts(file, stored)):
-                yield f"model.layers.{layer}.{own.format(expert)}.weight", Source(stored, expert=expert)
+                yield f"model.layers.{layer}.{own.format(expert)}.weight", StoredWeight(stored, expert=expert)
 
 
-def _plain_source(stored: str, name: str, config: dict[str, Any]) -> Source:
+def _plain_source(stored: str, name: str, config: dict[str, Any]) -> StoredWeight:
     heads = 0
     if config["model_type"] in _REORDERED and "q_proj" in name:
         heads = config["num_attention_heads"]
     elif config["model_type"] in _REORDERED and "k_proj" in name:
         heads = config["num_key_value_heads"]
     plus_one = config["model_type"].startswith("gemma") and name.endswith("norm.weight")
-    return Source(stored, heads=heads, added=float(plus_one))
+    return StoredWeight(stored, heads=heads, added=float(plus_one))
 
 
 def _count_experts(file: GgufFile, stored: str) -> int:

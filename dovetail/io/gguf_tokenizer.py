@@ -1,6 +1,6 @@
 """The tokenizer inside a `.gguf` file: its metadata turned into a `tokenizers` pipeline.
 
-Two kinds are met. "gpt2" is byte-level BPE with a list of merges; how text is cut into words beforehand is told by a
+There are two kinds. "gpt2" is byte-level BPE with a list of merges; how text is cut into words beforehand is given by a
 name (`tokenizer.ggml.pre`) alone, so the patterns behind the names are here. "llama" is SentencePiece BPE: scores in
 place of merges, spaces written as U+2581, and bytes for what the vocabulary lacks.
 """
@@ -146,7 +146,7 @@ def _words(file: GgufFile) -> _Words:
 
 
 def _vocabulary(tokens: list[str]) -> dict[str, int]:
-    # When two tokens share a text the first keeps it, as in llama.cpp; the other can be decoded by no one anyway.
+    # When two tokens share a text the first keeps it, as in llama.cpp; no text encodes to the other.
     return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 

@@ -23,7 +23,7 @@ MTP = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")  # the one tensor tha
 FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
-class Checkpoint(Protocol):
+class TensorSource(Protocol):
     """Tensors under Hugging Face's names, wherever they come from."""
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]: ...
@@ -31,23 +31,23 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
-class Part:
+class StoredPart:
     """One of our weights in one stored tensor: `index` is its place in the weight's leading dim, or None."""
 
     def __init__(self, path: str, spec: ParamSpec, index: int | None):
         self.path, self.spec, self.index = path, spec, index
 
 
-def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[Part]]:
+def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[StoredPart]]:
     """Stored tensor name -> the parts of our weights that it holds; with `mtp`, those of models.mtp too."""
-    table: dict[str, list[Part]] = {}
+    table: dict[str, list[StoredPart]] = {}
     for path, leaf in leaves(_specs(cfg, mtp)):
         for i, name in enumerate(leaf.stored.names):
-            table.setdefault(name, []).append(Part(path, leaf, i if len(leaf.stored.names) > 1 else None))
+            table.setdefault(name, []).append(StoredPart(path, leaf, i if len(leaf.stored.names) > 1 else None))
     return table
 
 
-def match_names(source: Checkpoint, cfg: ModelConfig, where: str, mtp: bool = False) -> dict[str, str]:
+def match_names(source: TensorSource, cfg: ModelConfig, where: str, mtp: bool = False) -> dict[str, str]:
     """Our table's name -> the checkpoint's own. Every disagreement is listed in one error."""
     table, found = name_table(cfg, mtp), source.tensors()
     later = "|".join(str(i) for i in _mtp_layers(found, cfg))
@@ -78,7 +78,7 @@ def match_names(source: Checkpoint, cfg: ModelConfig, where: str, mtp: bool = Fa
 
 
 def read_params(
-    source: Checkpoint,
+    source: TensorSource,
     cfg: ModelConfig,
     dtype: Any,
     where: str,
@@ -101,7 +101,7 @@ def read_params(
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _read_leaf(source: Checkpoint, leaf: ParamSpec, names: dict[str, str], dtype: np.dtype, placement) -> jax.Array:
+def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dtype: np.dtype, placement) -> jax.Array:
     stored = [names[n] for n in leaf.stored.names]
     fetched: dict[str, np.ndarray] = {}
 
@@ -109,7 +109,7 @@ def _read_leaf(source: Checkpoint, leaf: ParamSpec, names: dict[str, str], dtype
         return leaf.stored.cut(source.read(name)).reshape(shape)
 
     def fetch(index: Any) -> np.ndarray:
-        """A part of the weight, copied once: what jax would alias is a mapped file, which somebody may yet write to.
+        """A part of the weight, copied once: jax would alias the mapped file, which another process may still write.
         Devices that hold the same part share it."""
         if (key := str(index)) not in fetched:
             part = np.empty([len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True)], dtype)
@@ -153,7 +153,7 @@ def stored_bytes(cfg: ModelConfig, params: Params) -> int:
     return num_bytes(_specs(cfg, mtp), dtype) + sum(copied) * dtype.itemsize
 
 
-def has_mtp(source: Checkpoint) -> bool:
+def has_mtp(source: TensorSource) -> bool:
     """Whether the checkpoint has weights of multi-token prediction."""
     return any(MTP.fullmatch(_text_tower(name)) for name in source.tensors())
 
@@ -167,7 +167,7 @@ def _copies(cfg: ModelConfig, mtp: bool) -> dict[str, str]:
 
 
 def _text_tower(name: str) -> str:
-    """The name a tensor of a model that also sees would have in its text model alone."""
+    """A tensor's name without the prefix that models of text and images put before their text model's."""
     name = re.sub(r"^language_model\.model\.|^model\.language_model\.(model\.)?", "model.", name)
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 

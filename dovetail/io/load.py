@@ -16,23 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
-from dovetail.io.hf import Checkpoint, match_names, read_params, stored_bytes, write_tensors
+from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.umask import umask
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.greedy import greedy
 from dovetail.models.registry import parse_config, read_config
 from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
-
-DTYPES = {
-    "f32": jnp.float32, "float32": jnp.float32, "bf16": jnp.bfloat16, "bfloat16": jnp.bfloat16,
-    "f16": jnp.float16, "float16": jnp.float16,
-}  # fmt: skip
 
 
 @dataclass
@@ -41,6 +38,7 @@ class Model:
     params: Params
     tokenizer: Tokenizer | None
     source: str
+    compute: Compute
 
     @property
     def dtype(self) -> np.dtype:
@@ -51,10 +49,11 @@ class Model:
         count = len(token_ids)
         size = max(16, 1 << (count - 1).bit_length())  # few compiled shapes
         tokens = jnp.zeros((1, size), jnp.int32).at[0, :count].set(jnp.asarray(token_ids, jnp.int32))
-        return np.asarray(_logits(self.params, self.config, tokens, jnp.int32(count))[0, :count])
+        cfg = self.config.within(count)
+        return np.asarray(_logits(self.params, cfg, tokens, jnp.int32(count), self.compute)[0, :count])
 
     def generate(self, token_ids: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        return greedy(self.params, self.config, token_ids, max_new_tokens)
+        return greedy(self.params, self.config, token_ids, max_new_tokens, self.compute)
 
     def summary(self) -> list[tuple[str, str]]:
         """Rows of what was loaded, for a table."""
@@ -66,8 +65,9 @@ class Model:
             ("attention heads", _heads(cfg)),
             ("parameters", f"{num_params(tree) / 1e6:,.1f} M"),
             ("weights", f"{num_bytes(tree, self.dtype) / 2**20:,.0f} MiB in {self.dtype.name}"),
-            ("KV cache", f"{kv_bytes_per_token(cfg, itemsize) / 2**10:,.1f} KiB a token"),
-            ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP a token"),
+            ("dtype", f"{self.compute.name}: {self.compute.describe()}"),
+            ("KV cache", f"{kv_bytes_per_token(cfg, itemsize) / 2**10:,.1f} KiB per token"),
+            ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
             ("context", f"{cfg.max_len:,} tokens"),
         ]
         if self.tokenizer:
@@ -75,12 +75,13 @@ class Model:
         return [*rows, ("from", self.source)]
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
-def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("cfg", "compute"))
+def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Array, compute: Compute) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     ctx = Packed((positions < count).astype(jnp.int32))
-    hidden, _ = forward(params, cfg, tokens, positions, ctx)
-    return unembed(params, cfg, hidden)
+    with compute.products():
+        hidden, _ = forward(params, cfg, tokens, positions, ctx)
+        return unembed(params, cfg, hidden)
 
 
 def load(
@@ -88,16 +89,17 @@ def load(
 ) -> Model:
     """A model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
 
-    dtype None: the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
+    dtype is bf16, f32, tf32 (f32 with an NVIDIA GPU's TF32 products) or f16, or a type that jax knows by such a name.
+    None: the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
     """
     path = resolve(x, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
-    dtype = _dtype(dtype, checkpoint, cfg, str(path))
-    params = read_params(checkpoint, cfg, dtype, str(path), placement, progress)
-    return Model(cfg, params, tokenizer, str(x))
+    compute = compute_of(_own_dtype(checkpoint, cfg, str(path)) if dtype is None else dtype)
+    params = read_params(checkpoint, cfg, compute.dtype, str(path), placement, progress)
+    return Model(cfg, params, tokenizer, str(x), compute)
 
 
-def open_checkpoint(path: Path) -> tuple[Checkpoint, ModelConfig, Tokenizer | None]:
+def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | None]:
     if path.suffix == ".gguf":
         from dovetail.io.gguf import GgufCheckpoint
 
@@ -121,7 +123,7 @@ def convert(
         raise ValueError(f"{dst} exists and is not an empty folder: choose another place or remove it")
     path = resolve(src, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
-    dtype = _dtype(dtype, checkpoint, cfg, str(path), keep=True)
+    dtype = _stored_dtype(checkpoint, cfg, str(path)) if dtype is None else _to_store(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         params = read_params(checkpoint, cfg, dtype, str(path), progress=progress)
     save(dst, cfg, params, tokenizer, max_shard_bytes)
@@ -139,7 +141,7 @@ def save(
         dtype = params["embed"].dtype
         hf = cfg.to_hf() | {"dtype": dtype.name}
         hf.pop("torch_dtype", None)
-        if "mtp" in params:  # so that whoever reads the folder expects layers after the last
+        if "mtp" in params:  # tells readers of the folder that layers follow the last
             hf["num_nextn_predict_layers"] = len(params["mtp"])
         (beside / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
         total = stored_bytes(cfg, params)
@@ -147,7 +149,7 @@ def save(
             pass
         if tokenizer:
             tokenizer.save(beside)
-        beside.chmod(0o755)
+        beside.chmod(0o777 & ~umask())  # mkdtemp's is 0700
         if dst.exists():
             dst.rmdir()  # only ever an empty folder
         beside.rename(dst)
@@ -156,19 +158,23 @@ def save(
         raise
 
 
-def _dtype(asked: Any, checkpoint: Checkpoint, cfg: ModelConfig, where: str, keep: bool = False) -> Any:
-    if asked is not None:
-        name = asked if isinstance(asked, str) else jnp.dtype(asked).name
-        if name not in DTYPES:
-            raise ValueError(f"dtype {asked!r} is not one of bf16, f32, f16")
-        return DTYPES[name]
-    if not keep and jax.default_backend() == "cpu":
-        return jnp.float32
-    tensors = checkpoint.tensors()  # the model's own: a table of integers or another tower beside them has no say
+def _own_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
+    return jnp.float32 if jax.default_backend() == "cpu" else _stored_dtype(checkpoint, cfg, where)
+
+
+def _stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
+    tensors = checkpoint.tensors()  # the model's own alone: not a table of integers or another tower beside them
     kinds = {jnp.dtype(tensors[name][1]) for name in match_names(checkpoint, cfg, where).values()}
     if jnp.dtype(jnp.bfloat16) in kinds:
         return jnp.bfloat16
     return jnp.float16 if kinds == {jnp.dtype(jnp.float16)} else jnp.float32
+
+
+def _to_store(asked: Any) -> Any:
+    compute = compute_of(asked)
+    if compute.name == "tf32":
+        raise ValueError("dtype 'tf32' is a way to multiply f32 weights, not to store them: ask for f32")
+    return compute.dtype
 
 
 def _heads(cfg: ModelConfig) -> str:

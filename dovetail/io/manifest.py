@@ -68,8 +68,8 @@ class Manifest:
                 raise NotOurs(_not_ours(self.step, f"{name} is {leaf} in the checkpoint and {wanted} in this run"))
 
     def check_arrays(self, arrays: dict[str, jax.Array]) -> None:
-        found = {name: digest(array) for name, array in arrays.items()}  # all are dispatched before one is waited for
-        wrong = [name for name, value in found.items() if int(value) != self.leaves[name].digest]
+        # One after the other: programs with collectives that run at once can starve each other on XLA's CPU threads.
+        wrong = [name for name, array in arrays.items() if int(digest(array)) != self.leaves[name].digest]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise Damaged(f"the bits of {wrong[0]}{more} are not those that were saved")
@@ -92,7 +92,7 @@ def read(folder: Any) -> Manifest:
 def sizes(folder: Any, within: str = "") -> dict[str, int]:
     """The bytes of every file below `folder`, but for those that change after the manifest is written."""
     found: dict[str, int] = {}
-    for path in folder.iterdir():  # by hand: for a bucket's sake, this kind of path has no recursive glob
+    for path in folder.iterdir():  # folder by folder: paths that may lie in a bucket have no recursive glob
         if path.is_dir():
             found |= sizes(path, f"{within}{path.name}/")
         elif within + path.name not in UNSIZED:

@@ -15,6 +15,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from dovetail.io.umask import umask
+
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
@@ -69,7 +71,7 @@ class SafetensorFolder:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, int]]:
-    """(name, shape, dtype, byte offset) of each tensor. The library checks the file; offsets it keeps to itself."""
+    """(name, shape, dtype, byte offset) of each tensor. The library checks the file, but does not give offsets."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -105,7 +107,9 @@ def write_shards(
 
     def flush() -> None:
         shards.append(list(pending))
-        save_file(pending, _part(folder, len(shards)), metadata={"format": "pt"})
+        part = _part(folder, len(shards))
+        save_file(pending, part, metadata={"format": "pt"})
+        part.chmod(0o666 & ~umask())  # the library's is 0600
         pending.clear()
 
     for name, nbytes, array in tensors:

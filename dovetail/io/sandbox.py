@@ -1,4 +1,4 @@
-"""The Jinja environment chat templates run in: they come from strangers, so they get text, loops and nothing else.
+"""The Jinja environment of chat templates: they come with downloaded models, so they get text, loops and nothing else.
 
 What is refused: private and mutating attributes, ranges over 100,000, more than MAX_PASSES loop passes and macro calls,
 huge repeats, powers and field widths. It is not a limit on memory: a template that doubles a string often enough still
@@ -160,7 +160,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         counter = self.extensions[Generation.identifier]
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             if isinstance(node, nodes.For) and not node.recursive:
-                # A sandboxed call costs microseconds: once a loop, not once a pass.
+                # A sandboxed call costs microseconds: once per loop, not once per pass.
                 node.iter = counter.call_method("counted", [cast(nodes.Expr, node.iter)], lineno=node.lineno)
             else:
                 tick = counter.call_method("tick", lineno=node.lineno)

@@ -14,10 +14,13 @@ from tokenizers.processors import TemplateProcessing
 from dovetail.io import tokenizer_files
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.detokenize import Detokenizer, token_bytes
+from dovetail.io.fewest import Fewest
 
 # Joins punctuation back to its word after WordPiece; order matters.
 _CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))
 _CLEANUP += ((" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
+
+_LONG = 4096  # characters, which take some milliseconds
 
 _ORDER = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
@@ -76,7 +79,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The ids of `text`, with BOS/EOS where this tokenizer adds them. Special tokens in it become their ids."""
+        if isinstance(text, str) and len(text) > _LONG:
+            return self.encode_batch([text], add_special)[0]  # it releases Python's lock: other threads run meanwhile
         return self.backend.encode(_checked_text(text), add_special_tokens=add_special).ids
+
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether `text` has more than `most` tokens for certain, found without tokenizing it. False: it may have."""
+        return self._fewest.exceeds(_checked_text(text), most)
 
     def encode_batch(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -89,7 +98,7 @@ class Tokenizer:
 
     def stream(self, skip_special: bool = True, context: Iterable[int] = (), keep: Collection[int] = ()) -> Detokenizer:
         """Decodes ids one at a time. `context`: ids before the first, such as the prompt's last few. `keep`: special
-        tokens that are written even so, for a parser of tool calls needs its markers."""
+        tokens that are written all the same: a parser of tool calls needs its markers."""
         clean = _clean_up if self._cleans_up else None
         special = self.special_ids.difference(keep) if keep else self.special_ids
         return Detokenizer(self.backend, special, skip_special=skip_special, context=context, clean=clean)
@@ -205,6 +214,10 @@ class Tokenizer:
         )
 
     @cached_property
+    def _fewest(self) -> Fewest:
+        return Fewest(self.backend)
+
+    @cached_property
     def _cleans_up(self) -> bool:
         # transformers ignores the setting for BPE, whose spaces are the text's own.
         wanted = self.extra.get("clean_up_tokenization_spaces", False)
@@ -217,7 +230,7 @@ class Tokenizer:
         return frozenset(range(self.vocab_size)) - frozenset(self.backend.get_vocab().values())
 
     def _known(self, ids: Iterable[int]) -> list[int]:
-        """The ids as Python ints; the library would leave out unknown ones without a word."""
+        """The ids as Python ints; the library would drop unknown ones silently."""
         ids = [int(i) for i in ids]
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size or not self._gaps.isdisjoint(ids)):
             bad = next(i for i in ids if not 0 <= i < self.vocab_size or i in self._gaps)

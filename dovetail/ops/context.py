@@ -25,10 +25,11 @@ from jax import lax
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed
-from dovetail.ops.attention import choose_packed, keys_of_heads, log_once, packed_attention
+from dovetail.ops.dispatch import choose_packed, log_once, packed_kernel
+from dovetail.ops.packed import keys_of_heads
 from dovetail.ops.ring import Ring, ring_attention
 
-GATHER_BYTES = 512 << 20  # of keys and values a device; their gradients are as much again
+GATHER_BYTES = 512 << 20  # of keys and values per device; their gradients are as much again
 NOWHERE = -1  # the segment of keys that no query is in
 HEADS = ("batch", "length", "heads", None)
 KEYS = ("batch", "length", "kv_heads", None)
@@ -42,6 +43,11 @@ class Slices:
     count: int
     length: int
     reach: int
+
+
+def is_cut(placement: Placement | None, length: int) -> bool:
+    """Whether rows of this length lie in slices over the mesh's context axis."""
+    return placement is not None and placement.partition(("length",), (length,))[0] is not None
 
 
 def slices_of(placement: Placement, length: int, window: int | None = None) -> Slices:
@@ -61,14 +67,14 @@ def context_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """As ops.attention.packed_attention, for rows that lie in slices (ops.attention.is_cut)."""
+    """As ops.packed.packed_attention, for rows that lie in slices (is_cut)."""
     placement = ctx.placement
     assert placement is not None
     k, v = keys_of_heads(placement, q, k, v)
     slices = slices_of(placement, q.shape[1], window)
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap)
     if choose_way(placement, k, v, window) == "ring":
-        log_once("packed", "ring over context")
+        log_once("packed attention", "ring over context")
         ring = Ring(slices.axis, slices.count, slices.reach, **options)
         run = functools.partial(ring_attention, ring)
     else:
@@ -116,7 +122,7 @@ def gather_and_run(
         first = lax.axis_index(slices.axis) - slices.reach
         is_there = first + jnp.arange(k.shape[1]) // slices.length >= 0
         key_segments = jnp.where(is_there, seen(slices, segments), NOWHERE)
-        kernel = _implementation(platform, q, v, options["softcap"], sinks)
+        kernel = packed_kernel(choose_packed(platform, q, v, options["softcap"], sinks), gathered=True)
         return kernel(q, k, v, Packed(segments), **options, sinks=sinks, key_segments=key_segments)
 
     return run(q, stored, segments, sinks)
@@ -131,16 +137,3 @@ def seen(slices: Slices, x: jax.Array) -> jax.Array:
     steps = range(slices.reach, 0, -1)
     before = [lax.ppermute(x, slices.axis, [(i, i + s) for i in range(slices.count - s)]) for s in steps]
     return jnp.concatenate([*before, x], axis=1)
-
-
-def _implementation(platform: str | None, q, v, softcap: float | None, sinks: jax.Array | None) -> Callable:
-    """The packed kernel for queries that are the last of their keys."""
-    name = choose_packed(platform, q, v, softcap, sinks)
-    log_once("packed", f"{name}, gathered over context")
-    if name == "cudnn":
-        from dovetail.ops.kernels.gpu.context import packed_attention as implementation
-    elif name == "splash":
-        from dovetail.ops.kernels.tpu.context import packed_attention as implementation
-    else:
-        implementation = packed_attention
-    return implementation

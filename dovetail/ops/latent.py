@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are one small latent a token.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are one small latent per token.
 
 Packed: the latent is expanded to heads and attention is the usual one (of rows cut along their length it is the small
 latents that are gathered, and each device expands them for its heads). Paged: the cache holds latents, and the
-expansion is folded into the query and the output, so that decoding reads C numbers a token, not 2 N H.
+expansion is folded into the query and the output, so that decoding reads C numbers per token, not 2 N H.
 
 N heads, D the part of a head without position, E the rotary part, R the latent's rank, V the values' dim.
 """
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.attention import attend, is_cut, store
-from dovetail.ops.context import choose_way, gather_and_run, per_slice, slices_of
+from dovetail.ops.attention import attend, store
+from dovetail.ops.context import choose_way, gather_and_run, is_cut, per_slice, slices_of
+from dovetail.ops.linear import matmul, per_head
 from dovetail.ops.paged import Gather, paged_attention, write_latents
 
 
@@ -37,10 +38,10 @@ def latent_attention(
     """([..., N, V], what was stored)."""
     if isinstance(ctx, Paged):
         pages = write_latents(ctx, entry, jnp.concatenate([latent, k_rope], axis=-1))
-        q = jnp.concatenate([jnp.einsum("tnd,ndr->tnr", q_nope, k_up), q_rope], axis=-1)
+        q = jnp.concatenate([per_head(q_nope, k_up, transposed=True), q_rope], axis=-1)
         read = functools.partial(_read_latents, rank=latent.shape[-1])
         out = paged_attention(ctx, q, pages, read=read, scale=scale)
-        return jnp.einsum("tnr,nvr->tnv", out, v_up), pages
+        return per_head(out, v_up), pages
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     placement = ctx.placement
     if placement is not None and is_cut(placement, q.shape[1]):
@@ -53,9 +54,9 @@ def latent_attention(
 
 def _expand(latent: jax.Array, k_rope: jax.Array, k_up: jax.Array, v_up: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Every head's keys [..., N, D + E] and values [..., N, V]; the rotary part is common to all heads."""
-    k_nope = jnp.einsum("...r,ndr->...nd", latent, k_up)
+    k_nope = matmul(latent, k_up)
     shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("...r,nvr->...nv", latent, v_up)
+    return jnp.concatenate([k_nope, shared], axis=-1), matmul(latent, v_up)
 
 
 def _over_context(ctx: Packed, placement: Placement, q, latent, k_rope, k_up, v_up, scale: float) -> jax.Array:

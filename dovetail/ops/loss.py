@@ -1,6 +1,6 @@
 """Cross entropy of a batch whose logits are never all in memory at once.
 
-The logits of 32k tokens over 128k words are 16 GiB in f32. They are made a chunk of tokens at a time, and where a
+The logits of 32k tokens over 128k words are 16 GiB in f32. They are made one chunk of tokens at a time, and where a
 gradient is asked for, each chunk's part of it is taken in the same pass, while its logits are there: the backward
 pass only scales what the forward pass kept, and no logit is computed twice.
 
@@ -8,7 +8,7 @@ Products run in the dtype of `hidden` and are summed in f32; `head` may be an f3
 f32. On a mesh each device chunks its own tokens and sums its own part of the head's gradient, so the loop holds no
 collective but those of a split vocabulary; the parts are added up once, at the end.
 
-B rows, T tokens, D model dim, V vocabulary; G groups of tokens (one a device that holds different ones), n chunks of
+B rows, T tokens, D model dim, V vocabulary; G groups of tokens (one per device that holds different ones), n chunks of
 C tokens each.
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.chips import LOGITS_BYTES
 from dovetail.core.mesh import Placement, Rules, constrain
-from dovetail.core.types import is_one_gpu
+from dovetail.ops.dispatch import has_loss_kernel
 
-# The logits of one chunk on one device. Each chunk reads the head twice and reads and writes its whole f32 gradient, so
-# small chunks are slow: for C tokens that traffic is about 2 (FLOP/s / bandwidth) / C of the products' time, a fifth on
-# an H200 with 2048 tokens (1 GiB of 128k words), and more than their whole with 256.
-ACCELERATOR_BYTES = 1 << 30
+# The logits of one chunk on one device, LOGITS_BYTES of an accelerator. Each chunk reads the head twice and reads and
+# writes its whole f32 gradient, so small chunks are slow: for C tokens that traffic is about 2 (FLOP/s / bandwidth) / C
+# of the products' time, a fifth on an H200 with 2048 tokens (1 GiB of 128k words), and more than their whole with 256.
 CPU_BYTES = 64 << 20
 
 
@@ -37,6 +37,7 @@ def cross_entropy(
     targets: jax.Array,
     mask: jax.Array,
     *,
+    scale: float = 1.0,
     softcap: float | None = None,
     z: float = 0.0,
     dtype: Any = jnp.float32,
@@ -48,12 +49,13 @@ def cross_entropy(
     The loss is the sum of -log p(target) + z * logsumexp(logits)^2; a caller divides by the number of targets of the
     whole step, so that microbatches add up to exactly the large batch. The metrics carry no gradient: `nll` and `z`,
     the two parts of the loss, and `correct`, the weight of the tokens whose target no other word outdoes.
-    A target may be anything where the mask is 0. `chunk` is the tokens whose logits a device holds at a time, and
-    `dtype` what they are held in: bf16 halves what is read and written (all else is computed in f32).
+    A target may be anything where the mask is 0. Logits are multiplied by `scale`, then capped. `chunk` is the tokens
+    whose logits a device holds at a time, and `dtype` what they are held in: bf16 halves what is read and written (all
+    else is computed in f32).
     """
     _check(hidden, head, targets, mask, chunk)
     plan = _plan(hidden, head, softcap, z, chunk, placement, jnp.dtype(dtype))
-    loss, metrics = _cross_entropy(plan, hidden, head, targets, mask.astype(jnp.float32))
+    loss, metrics = _cross_entropy(plan, _scaled(hidden, scale), head, targets, mask.astype(jnp.float32))
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
@@ -62,6 +64,7 @@ def token_logprobs(
     head: jax.Array,
     targets: jax.Array,
     *,
+    scale: float = 1.0,
     softcap: float | None = None,
     chunk: int | None = None,
     placement: Placement | None = None,
@@ -73,7 +76,12 @@ def token_logprobs(
     """
     _check(hidden, head, targets, targets, chunk)
     plan = _plan(hidden, head, softcap, 0.0, chunk, placement)
-    return _token_logprobs(plan, hidden, head, targets)
+    return _token_logprobs(plan, _scaled(hidden, scale), head, targets)
+
+
+def _scaled(hidden: jax.Array, scale: float) -> jax.Array:
+    """Scaled logits are those of scaled hidden states, which are fewer."""
+    return hidden if scale == 1.0 else (hidden.astype(jnp.float32) * scale).astype(hidden.dtype)
 
 
 def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array, chunk: int | None) -> None:
@@ -106,7 +114,7 @@ class _Plan:
     chunks: int  # n
     chunk: int  # C
     placement: Placement | None
-    one_gpu: bool
+    fused: bool  # cross entropy and its gradient in one kernel
 
     @property
     def groups(self) -> int:
@@ -164,8 +172,8 @@ def _plan(
     tokens = rows * length // (row_groups * length_groups)
     held = words // (placement.size("vocab") if placement else 1)
     chunks, chunk = _cut(tokens, chunk or max(1, _chunk_bytes(placement) // (dtype.itemsize * held)))
-    one_gpu = is_one_gpu(placement.platform if placement else None, placement)
-    return _Plan(softcap, z, dtype, rows, length, row_groups, length_groups, chunks, chunk, placement, one_gpu)
+    fused = has_loss_kernel(placement)
+    return _Plan(softcap, z, dtype, rows, length, row_groups, length_groups, chunks, chunk, placement, fused)
 
 
 def _groups(placement: Placement | None, logical: str, dim: int) -> tuple[tuple[str, ...], int]:
@@ -176,7 +184,7 @@ def _groups(placement: Placement | None, logical: str, dim: int) -> tuple[tuple[
 
 def _chunk_bytes(placement: Placement | None) -> int:
     platform = placement.platform if placement else jax.default_backend()
-    return CPU_BYTES if platform == "cpu" else ACCELERATOR_BYTES
+    return CPU_BYTES if platform == "cpu" else LOGITS_BYTES
 
 
 def _cut(tokens: int, most: int) -> tuple[int, int]:
@@ -228,7 +236,7 @@ def _dlogits(plan: _Plan, logits: jax.Array, targets: jax.Array, lse: jax.Array,
 
 def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: jax.Array, dtype: Any):
     """Both of the above; on a GPU alone from one kernel."""
-    if not plan.one_gpu:
+    if not plan.fused:
         logits = _capped(plan, raw)
         logp, lse, best = _score(logits, targets)
         return logp, lse, best, _dlogits(plan, logits, targets, lse, weight).astype(dtype)
@@ -278,8 +286,8 @@ def _cross_entropy_forward(plan: _Plan, hidden, head, targets, mask):
     return _totals(sums), (plan.join(dh), plan.reduced(dhead), plan.join(loss), jnp.zeros((0,), head.dtype))
 
 
-def _cross_entropy_backward(plan: _Plan, kept, cotangent):
-    dh, dhead, loss, like_head = kept  # like_head holds nothing but its dtype
+def _cross_entropy_backward(plan: _Plan, saved, cotangent):
+    dh, dhead, loss, like_head = saved  # like_head holds nothing but its dtype
     g = cotangent[0]
     scaled = (g * dh.astype(jnp.float32)).astype(dh.dtype)
     return scaled, (g * dhead).astype(like_head.dtype), None, g * loss
@@ -318,8 +326,8 @@ def _token_logprobs_forward(plan: _Plan, hidden, head, targets):
     return plan.join(logp), (hidden, head, targets, plan.join(lse))
 
 
-def _token_logprobs_backward(plan: _Plan, kept, cotangent):
-    hidden, head, targets, lse = kept
+def _token_logprobs_backward(plan: _Plan, saved, cotangent):
+    hidden, head, targets, lse = saved
     head_VD = plan.gathered(head, hidden.dtype)
 
     def step(dhead, chunk):

@@ -4,13 +4,12 @@
 (token, expert) pairs by expert and multiplies each group by its own weights. With experts split over a mesh axis each
 device runs its own experts on its row of devices' tokens and the partial sums are added.
 
-T tokens, D model dim, E experts, F their width, k experts a token, M = T k.
+T tokens, D model dim, E experts, F their width, k experts per token, M = T k.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
 from dovetail.ops.glu import Glu
+from dovetail.ops.linear import grouped, matmul
 
 ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate_bias, up_bias [E, F], down_bias [E, D]
 
@@ -62,9 +62,9 @@ def route(router: Router, logits: jax.Array, bias: jax.Array | None = None) -> t
 def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
     grouped = choice.reshape(-1, router.groups, router.experts // router.groups)
     best, _ = lax.top_k(grouped, 2 if router.group_score == "top2" else 1)
-    _, kept = lax.top_k(best.sum(axis=-1), router.top_groups)
-    keep = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(len(kept))[:, None], kept].set(True)
-    return jnp.repeat(keep, grouped.shape[-1], axis=-1).reshape(choice.shape)
+    _, chosen = lax.top_k(best.sum(axis=-1), router.top_groups)
+    allowed = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(len(chosen))[:, None], chosen].set(True)
+    return jnp.repeat(allowed, grouped.shape[-1], axis=-1).reshape(choice.shape)
 
 
 class RouterStats(NamedTuple):
@@ -96,8 +96,7 @@ def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax
 
 def experts_reference(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: ExpertWeights, glu: Glu):
     """x [T, D] -> [T, D]."""
-    gate = jnp.einsum("td,efd->tef", x, params["gate"]) + params.get("gate_bias", 0)
-    up = jnp.einsum("td,efd->tef", x, params["up"]) + params.get("up_bias", 0)
+    gate, up = (matmul(x, params[name], params.get(f"{name}_bias")) for name in ("gate", "up"))
     out = jnp.einsum("tef,edf->ted", glu(gate, up), params["down"]) + params.get("down_bias", 0)
     share = jnp.zeros(out.shape[:2], jnp.float32).at[jnp.arange(len(x))[:, None], chosen].add(weights)
     return jnp.einsum("ted,te->td", out, share.astype(out.dtype))
@@ -115,35 +114,18 @@ def experts(
     """x [T, D] or [B, T, D], weights and chosen [T, k] or [B T, k] -> as x. On a mesh each device takes its own part of
     the rows and of their length; `platform` (None: where jax runs by default) chooses the grouped matmul."""
     chosen, weights = (a.reshape(*x.shape[:-1], -1) for a in (chosen, weights))
-    multiply = _implementation(platform)
     if placement is None or placement.mesh.size == 1:
-        return _flat(x, weights, chosen, params, glu, multiply)
-    return _sharded(x, weights, chosen, params, glu, placement, multiply)
+        return _flat(x, weights, chosen, params, glu, platform)
+    return _sharded(x, weights, chosen, params, glu, platform, placement)
 
 
-Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # rows [M, in], weights [E, out, in], sizes [E]
-
-
-def _implementation(platform: str | None) -> Multiply:
-    """Our kernel on NVIDIA GPUs, where XLA's own would run every expert on every row."""
-    if (platform or jax.default_backend()) in ("cuda", "gpu"):
-        from dovetail.ops.kernels.gpu.grouped import grouped_matmul
-
-        return grouped_matmul
-    return lambda rows, w, sizes: lax.ragged_dot_general(rows, w, sizes, _PER_GROUP)
-
-
-# rows [M, in] in groups, weights [E, out, in]: HF's layout, no transpose is made
-_PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-
-
-def _flat(x, weights, chosen, params: ExpertWeights, glu: Glu, multiply: Multiply, **options) -> jax.Array:
+def _flat(x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, **options) -> jax.Array:
     rows, weights, chosen = (a.reshape(-1, a.shape[-1]) for a in (x, weights, chosen))
-    return _grouped(rows, weights, chosen, params, glu, multiply, **options).reshape(x.shape)
+    return _grouped(rows, weights, chosen, params, glu, platform, **options).reshape(x.shape)
 
 
 def _grouped(
-    x, weights, chosen, params: ExpertWeights, glu: Glu, multiply: Multiply, first_expert=0, bias_share=1.0
+    x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, first_expert=0, bias_share=1.0
 ) -> jax.Array:
     """The sorted path over the experts that `params` holds, the first of which is `first_expert`."""
     T, k = chosen.shape
@@ -157,7 +139,7 @@ def _grouped(
     sorted_group = jnp.minimum(group[order], num_experts - 1)
 
     def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = multiply(inputs, params[name], sizes)
+        y = grouped(inputs, params[name], sizes, platform)
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 
@@ -188,7 +170,7 @@ _deal.defvjp(_deal_forward, _deal_backward)
 
 
 def _sharded(
-    x, weights, chosen, params: ExpertWeights, glu: Glu, placement: Placement, multiply: Multiply
+    x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, placement: Placement
 ) -> jax.Array:
     """Tokens split over the batch axes and the context axis, experts over the expert axis, their width over the tensor
     axis."""
@@ -205,9 +187,9 @@ def _sharded(
             x, weights, chosen = (lax.all_gather(a, "expert", tiled=True) for a in (x, weights, chosen))
         first = lax.axis_index("expert") * params["gate"].shape[0] if is_split else 0
         width_parts = mesh.shape["tensor"] if specs["gate"][1] is not None else 1
-        # the down projection's bias would be added once a part of the width
+        # the down projection's bias would be added once per part of the width
         shares = dict(first_expert=first, bias_share=1.0 / width_parts)
-        out = _flat(x, weights, chosen, params, glu, multiply, **shares)
+        out = _flat(x, weights, chosen, params, glu, platform, **shares)
         if width_parts > 1:
             out = lax.psum(out, "tensor")
         if is_split:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.types import Packed, Paged, is_one_gpu
+from dovetail.core.types import Packed, Paged
+from dovetail.ops.dispatch import norm_kernel
 
 MANY = 1024  # tokens from which the product that made a delta had better add it itself (cuBLAS can; XLA sees to it)
 
@@ -28,9 +29,8 @@ def add_rms_norm(
     offset: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """(x + delta, its norm) for x and delta [..., D]; a weight of None stands for no norm."""
-    if isinstance(ctx, Paged) and weight is not None and is_one_gpu(ctx.platform, ctx.placement):
-        from dovetail.ops.kernels.gpu.norm import add_rms_norm as kernel
-
+    kernel = norm_kernel(ctx) if weight is not None else None
+    if kernel is not None:
         if delta is not None and x.shape[0] >= MANY:
             x, delta = x + delta, None
         return kernel(x, delta, weight, eps, offset)

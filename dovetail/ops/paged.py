@@ -37,7 +37,7 @@ def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.A
 
 def _rank(ends: jax.Array, values: jax.Array) -> jax.Array:
     """How many of the ascending `ends` are at or below each value. By comparing with all: a search by halves is a loop
-    of small kernels on a GPU, a hundred microseconds a step."""
+    of small kernels on a GPU, a hundred microseconds per step."""
     return jnp.searchsorted(ends, values, side="right", method="compare_all").astype(jnp.int32)
 
 
@@ -136,7 +136,7 @@ def paged_attention(
 
 def _tile(num_tokens: int, num_seqs: int) -> int:
     if num_tokens <= num_seqs:
-        return 1  # at most one new token a sequence: nothing to share
+        return 1  # at most one new token per sequence: nothing to share
     return SMALL_TILE if num_tokens <= 8 * num_seqs else TILE
 
 

@@ -1,7 +1,8 @@
 """Ring attention, as one device of the ring runs it: its queries stay and every slice of keys comes by once.
 
-Both passes walk the same way, block by block; in the backward pass the gradients of keys and values travel with them
-and at last go home. Of the forward pass only the output and the softmax's denominators are kept (arXiv 2310.01889).
+Both passes go through the blocks in the same order. In the backward pass the gradients of keys and values travel with
+them around the ring, and end on the device that owns them. Of the forward pass only the output and the softmax's
+denominators are saved (arXiv 2310.01889).
 
 B rows, T tokens of a slice, N query heads, K key heads, H head dim.
 """
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dovetail.ops.attention import attend_block
+from dovetail.ops.packed import attend_block
 from dovetail.ops.softmax import MASKED
 
 BLOCK = 1024  # the most queries, and the most keys, whose scores exist at once
@@ -79,8 +80,8 @@ def _forward_keeping(ring: Ring, q, k, v, segments, sinks):
     return out, (q, k, v, segments, sinks, out, lse)
 
 
-def _backward(ring: Ring, kept, d_out):
-    q, k, v, segments, sinks, out, lse = kept
+def _backward(ring: Ring, saved, d_out):
+    q, k, v, segments, sinks, out, lse = saved
     d_out = d_out.astype(jnp.float32)
     drawn = (d_out * out).sum(axis=-1)  # [B, T, N]: what a larger denominator takes from all keys alike
 

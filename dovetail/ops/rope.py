@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,42 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary table. `dim` is how many dims of a head turn; `kind` how the frequencies are stretched."""
+    """One rotary table. The first `dim` dims of a head turn, the others pass; `kind` is how the frequencies are
+    stretched.
+
+    LongRoPE divides them by one of two lists of factors, and a sequence has one for all its positions: transformers
+    takes the short list for a sequence of at most `original_len` tokens and the long one for a longer one. The keys in
+    a cache cannot change with a sequence that grows, so here the list follows from how long sequences may get
+    (`within`), which is how vLLM chooses too.
+    """
 
     theta: float
     dim: int
-    kind: str = "default"  # default, linear, llama3, yarn, proportional
+    kind: str = "default"  # default, linear, llama3, yarn, proportional, longrope
     factor: float = 1.0
-    original_len: int = 0  # llama3, yarn: the context the model was first trained on
+    original_len: int = 0  # llama3, yarn, longrope: the context the model was first trained on
     low_freq: float = 1.0  # llama3
     high_freq: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole dims
-    magnitude: float = 1.0  # yarn: factor on cos and sin
+    magnitude: float = 1.0  # yarn, longrope: factor on cos and sin
     share: float = 1.0  # proportional: the share of the dims that turn
     interleaved: bool = False  # pairs are (0, 1), (2, 3)... rather than (0, dim/2), (1, dim/2 + 1)...
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()  # longrope
+    is_long: bool = False  # longrope: the long factors, for sequences that may outgrow original_len
+
+    def within(self, length: int) -> Rope:
+        """The same where no sequence is longer than `length`."""
+        return replace(self, is_long=length > self.original_len) if self.kind == "longrope" else self
 
     def inv_freq(self) -> np.ndarray:
-        """[dim / 2] f32 radians a position."""
+        """[dim / 2] f32 radians per position."""
         exponent = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        if self.kind == "longrope":
+            factors = np.asarray(self.long_factors if self.is_long else self.short_factors, np.float32)
+            return (1.0 / (factors * np.float32(self.theta) ** exponent)).astype(np.float32)
         inv = (1.0 / np.float32(self.theta) ** exponent).astype(np.float32)
         if self.kind in ("linear", "proportional"):
             turning = int(self.share * self.dim // 2)
@@ -77,9 +94,16 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def longrope_magnitude(factor: float, original_len: int) -> float:
+    """The same for LongRoPE (arXiv 2402.13753)."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0
+
+
 def rotate(x: jax.Array, rope: Rope, tables: tuple) -> jax.Array:
-    """x [..., heads, dim]. Interleaved input comes out as halves: a dot product of two such vectors is the same."""
+    """x [..., heads, head dim]; the dims past `rope.dim` pass as they are. Interleaved input comes out as halves: a dot
+    product of two such vectors is the same."""
     cos, sin = (t[..., None, :] for t in tables)
-    x32 = x.astype(jnp.float32)
-    a, b = (x32[..., 0::2], x32[..., 1::2]) if rope.interleaved else jnp.split(x32, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    turning, passing = x[..., : rope.dim].astype(jnp.float32), x[..., rope.dim :]
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if rope.interleaved else jnp.split(turning, 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, passing], axis=-1) if passing.shape[-1] else turned

@@ -4,7 +4,7 @@ Pure functions of arrays, exact, with no state of the host. The order is vLLM's:
 temperature, min-p, top-k, and top-p over what those leave (`choose`). A row draws from its own (seed, position) alone,
 so its tokens do not depend on its row, its batch or its neighbours.
 
-S rows, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens a row, N slots of the history table.
+S rows, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens per row, N slots of the history table.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def argmax(logits: jax.Array) -> jax.Array:
 
 
 def gumbel_argmax(logits: jax.Array, seed_hi: jax.Array, seed_lo: jax.Array, position: jax.Array) -> jax.Array:
-    """One token a row, drawn from softmax(logits [S, V]); the noise is a function of (seed, position) [S] alone.
+    """One token per row, drawn from softmax(logits [S, V]); the noise is a function of (seed, position) [S] alone.
 
     The maximum of a block's logits with Gumbel noise is itself Gumbel, about the block's logsumexp. So a block is drawn
     first, then a token of it: the same distribution for V / BLOCK + BLOCK random numbers in place of V.
@@ -240,13 +240,13 @@ def choose(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
     def draw(logits: jax.Array) -> jax.Array:
         is_greedy = inputs.temperature == 0
         # From the top down: however low the temperature, nothing overflows and the most probable stays at 0.
-        kept = (logits - _top(logits)) / jnp.maximum(inputs.temperature, COLDEST)[:, None]
+        scaled = (logits - _top(logits)) / jnp.maximum(inputs.temperature, COLDEST)[:, None]
         if inputs.top_k is not None and inputs.top_p is not None and inputs.min_p is not None:
-            kept = truncate(kept, inputs.top_k, inputs.top_p, inputs.min_p)
-        drawn = gumbel_argmax(kept, inputs.seed_hi, inputs.seed_lo, inputs.position)
+            scaled = truncate(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
+        drawn = gumbel_argmax(scaled, inputs.seed_hi, inputs.seed_lo, inputs.position)
         return jnp.where(is_greedy, greedy, drawn)
 
-    if inputs.top_k is None:  # little to save, and a branch costs a GPU a word with the host
+    if inputs.top_k is None:  # little to save, and on a GPU a branch waits for the host
         return draw(logits)
     return lax.cond(jnp.any(inputs.temperature > 0), draw, lambda _: greedy, logits)
 

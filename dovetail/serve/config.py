@@ -1,4 +1,4 @@
-"""ServerConfig: what a server was started with: where it listens, who may ask, and how much."""
+"""ServerConfig: the options of a server: where it listens, who may use it, and its limits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     body_bytes: int = 16 * 2**20
-    body_seconds: float = 30.0  # for a client to send it
+    body_seconds: float = 30.0  # for a client to send the body
     prompt_tokens: int | None = None  # None: as many as the model takes
     n: int = 64
     queue: int = 1024  # prompts that wait for their first token
     request_seconds: float = 600.0
-    drain_seconds: float = 30.0  # after SIGTERM, for what is under way
-    step_seconds: float = 300.0  # that a step of the engine may take before it counts as dead; 0: any
+    drain_seconds: float = 30.0  # after SIGTERM, for requests under way
+    step_seconds: float = 300.0  # for one step of the engine, which then counts as dead; 0: no limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    names: tuple[str, ...]  # what the model is called in requests; the first is what answers say
+    names: tuple[str, ...]  # the model's names in requests; answers give the first
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class ServerConfig:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody who can reach it may ask it: no key, and not on the loopback interface alone."""
+        """Whether anybody who can reach it may use it: no key, and not on the loopback interface only."""
         return not self.api_keys and not is_loopback(self.host)
 
 

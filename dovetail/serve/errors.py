@@ -1,8 +1,9 @@
-"""What a client is told when something is wrong: OpenAI's error shape (Anthropic's on its routes), and no more than it
-needs to know. What went wrong inside is logged under an id, and the id is all that goes out."""
+"""ApiError: errors as clients read them, in OpenAI's shape (in Anthropic's on its routes). Of an internal error the
+client gets only an id, under which the log has the details."""
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from fastapi import Response
 from dovetail.engine.died import EngineDied
 
 log = logging.getLogger(__name__)
+RETRY_SECONDS = 5  # after a 503: a restart, or waking up, takes about that time
 
 # status -> (OpenAI's type, Anthropic's type)
 _TYPES = {
@@ -24,6 +26,7 @@ _TYPES = {
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
@@ -73,34 +76,36 @@ def is_anthropic(path: str) -> bool:
 _PARAMETERS = frozenset(
     "n max_tokens min_tokens temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed "
     "logit_bias allowed_token_ids bad_words stop stop_token_ids logprobs prompt_logprobs priority cache_salt "
-    "tool_choice tools".split()
+    "tool_choice tools prompt".split()
 )
 
 
 def refused(error: ValueError) -> ApiError:
-    """A ValueError that says what is wrong with a request. Such messages begin with the name of what they are about."""
+    """400 for a ValueError about a request. Such messages begin with the name of the parameter that is wrong."""
     message = str(error)
     first = message.partition(" ")[0].partition("[")[0].partition("=")[0].rstrip(":")
     return bad(message, param=first if first in _PARAMETERS else None)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any failure, as what may be told of it."""
+    """Any failure, as an error that a client may see."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDied):
-        log.error("the engine died under a request")  # what of is in the engine's own log
-        return ApiError(503, "the engine has stopped; try again in a moment", code="engine_died", retry_after=5)
+        log.error("the engine died during a request")  # the engine's own log has the reason
+        return ApiError(
+            503, "the engine has stopped; try again in a moment", code="engine_died", retry_after=RETRY_SECONDS
+        )
     id = uuid.uuid4().hex[:12]
     log.error("request failed, error id %s", id, exc_info=error)
     return ApiError(500, f"something went wrong in the server; its log has it under {id}", code="internal_error")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """pydantic's list of errors as the one that says most: what we refuse by name, else what lies deepest (of a union's
-    members, the one that was meant fails furthest in)."""
+    """The most telling of pydantic's errors: a field refused by name, else the deepest, and among those one whose value
+    has the right type, or the last in its list (of a union's members, the one that was meant fails furthest in)."""
     named = [each for each in errors if each["type"] in ("unknown_field", "refused_field")]
-    error = named[0] if named else max(errors, key=lambda each: len(each["loc"]))
+    error = named[0] if named else max(errors, key=_depth)
     where = _param(error["loc"])
     if named:
         where = f"{where}.{error['ctx']['name']}" if where else error["ctx"]["name"]
@@ -109,8 +114,20 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad("the request's body is not JSON", code="json_invalid")
     if error["type"] == "missing":
         return bad(f"{where or 'body'} is missing", where, "missing_required_parameter")
-    message = str(error["msg"]).removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ") + _got(error)
     return bad(f"{where}: {message}" if where else f"the request's body: {message}", where, "invalid_value")
+
+
+def _depth(error: Mapping[str, Any]) -> tuple[int, bool, int]:
+    last = error["loc"][-1] if error["loc"] else None
+    return len(error["loc"]), not error["type"].endswith("_type"), last if isinstance(last, int) else -1
+
+
+def _got(error: Mapping[str, Any]) -> str:
+    """The value that came, if it is short."""
+    given = error.get("input")
+    is_short = isinstance(given, bool | int | float) or (isinstance(given, str) and len(given) <= 40)
+    return f"; got {json.dumps(given)}" if is_short else ""
 
 
 _LABELS = {"str", "int", "float", "bool", "body", "query", "constrained-str", "constrained-int", "json", "none"}

@@ -10,9 +10,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from dovetail.train.guard.abort import on_abort
+from dovetail.train.guard.exits import LOST
 
 PORT = 8476  # of the coordinator, where the environment names only its host
 
@@ -38,14 +42,19 @@ def detect(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def start(environ: Mapping[str, str] | None = None) -> Cluster | None:
-    """Join the others, once; None where this process is alone. Before anything asks jax for its devices."""
-    import jax
-
+    """Join the others, once; None where this process is alone: then jax is not imported. Before anything asks jax for
+    its devices."""
     cluster = detect(os.environ if environ is None else environ)
     if cluster is None and environ is None and _on_tpu_vm():
         cluster = Cluster("cloud tpu")
-    if cluster is None or jax.distributed.is_initialized():
+    if cluster is None:
+        return None
+    import jax
+
+    if jax.distributed.is_initialized():
         return cluster
+    on_abort(lambda: _not_all_came(cluster))
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from train.guard.stop
     if cluster.coordinator is None:
         jax.distributed.initialize()
         return Cluster(cluster.kind, None, jax.process_count(), jax.process_index())
@@ -56,6 +65,17 @@ def start(environ: Mapping[str, str] | None = None) -> Cluster | None:
         local_device_ids=None if cluster.local is None else [cluster.local],
     )
     return cluster
+
+
+def _not_all_came(cluster: Cluster) -> None:
+    """jax aborts the process when it has waited for the others for five minutes."""
+    where = f" at {cluster.coordinator}" if cluster.coordinator else ""
+    print(
+        f"error: the {cluster.processes or ''} processes of the run did not all meet{where}: see that each was "
+        "started, with its own index, and that this host reaches process 0's",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    os._exit(LOST)
 
 
 def _on_tpu_vm() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,24 @@ def _whole(x: jax.Array) -> Any:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(x, tiled=True)
+
+
+class Command:
+    """What a recipe runs on exported folders (`eval.command`), beside the training and one at a time. What it prints is
+    kept in RUN/eval."""
+
+    def __init__(self, line: str, folder: Path, remark: Callable[[str], object]):
+        self._line, self._folder, self._remark = line, folder / "eval", remark
+        self._process: subprocess.Popen | None = None
+
+    def start(self, exported: Path) -> None:
+        self.wait()
+        self._folder.mkdir(exist_ok=True)
+        line = self._line.replace("{folder}", str(exported))
+        with (self._folder / f"{exported.name}.txt").open("w") as file:
+            self._process = subprocess.Popen(line, shell=True, stdout=file, stderr=subprocess.STDOUT)
+
+    def wait(self) -> None:
+        if self._process is not None and (code := self._process.wait()):
+            self._remark(f"eval.command exited with {code}: see {self._folder}")
+        self._process = None

@@ -25,8 +25,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dovetail.core.spec import ParamSpec, leaves, tree_map
+from dovetail.core.training import Optimizer
 from dovetail.train.muon import is_hidden_matrix, scale_by_muon
-from dovetail.train.settings import Optimizer
 
 Rate = Callable[[jax.typing.ArrayLike], jax.Array]
 

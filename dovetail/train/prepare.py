@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform as machine
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,25 +14,30 @@ import numpy as np
 import optax
 
 from dovetail.core.chips import chip_of, usable_bytes
+from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
+from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
-from dovetail.train.derive import Derived, derive
-from dovetail.train.model import read_model
+from dovetail.models.registry import read_model
+from dovetail.ops.dispatch import compile_options
+from dovetail.plan.derive import Derived, derive
+from dovetail.train.objective import Objective, step_context
 from dovetail.train.optim import Rate, make_optimizer
+from dovetail.train.rows import check_columns
 from dovetail.train.schedule import learning_rate
-from dovetail.train.settings import Pretrain
-from dovetail.train.state import TrainState, batch_form, init_state, state_form, train_specs
-from dovetail.train.step import Step, make_eval, make_step
+from dovetail.train.state import TrainState, batch_form, init_state, state_form
+from dovetail.train.step import Evaluate, Step, make_eval, make_step
 
 DOCUMENTS = (1, 15, 63, 255)  # with the padding at a row's end a power of two
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A recipe on a mesh. `settings` has nothing left open."""
+    """A recipe and what it is to lessen, on a mesh. `settings` has nothing left open."""
 
     cfg: ModelConfig
+    objective: Objective
     derived: Derived
     placement: Placement
     optimizer: optax.GradientTransformation
@@ -38,25 +45,32 @@ class Ready:
     platform: str
 
     @property
-    def settings(self) -> Pretrain:
+    def settings(self) -> Training:
         return self.derived.settings
 
     @cached_property
     def form(self) -> TrainState:
-        return state_form(self.cfg, self.settings, self.optimizer, self.placement)
+        return state_form(self.specs, self.settings, self.optimizer, self.placement)
+
+    @cached_property
+    def batch_form(self) -> Batch:
+        return batch_form(self.settings, self.objective.columns, self.placement)
+
+    @cached_property
+    def specs(self) -> Any:
+        """Of the weights that are trained."""
+        return self.objective.specs(self.cfg)
 
     def lower(self, documents: int | None = None) -> jax.stages.Lowered:
         """The step for batches whose rows hold no more than so many documents."""
-        step = make_step(self.cfg, self.settings, self.optimizer, self.rate, self.placement, self.platform, documents)
+        ctx = step_context(self.settings, self.placement, self.platform, documents)
+        step = make_step(self.cfg, self.settings, self.objective, self.optimizer, self.rate, ctx)
         places = jax.tree.map(lambda leaf: leaf.sharding, self.form)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        return jitted.trace(self.form, batch_form(self.settings, self.placement)).lower(
-            lowering_platforms=(self.platform,)
-        )
+        return jitted.trace(self.form, self.batch_form).lower(lowering_platforms=(self.platform,))
 
     def compile(self, documents: int | None = None) -> Step:
-        # cuBLAS's products are as good as those XLA would make itself, and half the compile time is choosing among them
-        options: dict[str, Any] | None = {"xla_gpu_enable_triton_gemm": False} if self.platform == "cuda" else None
+        options = compile_options(self.platform, self.settings.tokens_per_step)
         return self.lower(documents).compile(compiler_options=options)  # type: ignore[return-value]
 
     def bucket(self, documents: int) -> int | None:
@@ -65,17 +79,17 @@ class Ready:
             return None
         return next((n for n in DOCUMENTS if n >= documents), self.settings.length)
 
-    def evaluate(self) -> Any:
-        """(params, batch) -> (sum of -log p, targets), compiled."""
-        fn = make_eval(self.cfg, self.settings, self.placement, self.platform)
-        return jax.jit(fn).lower(self.form.params, batch_form(self.settings, self.placement)).compile()
+    def evaluate(self) -> Evaluate:
+        """(params, batch) -> (sums, what they are divided by), compiled."""
+        fn = make_eval(self.cfg, self.objective, step_context(self.settings, self.placement, self.platform))
+        return jax.jit(fn).lower(self.form.params, self.batch_form).compile()  # type: ignore[return-value]
 
     def init(self, params: Params | None = None) -> TrainState:
-        return init_state(self.cfg, self.settings, self.optimizer, self.placement, params)
+        return init_state(self.cfg, self.specs, self.settings, self.optimizer, self.placement, params)
 
     def rows_here(self) -> tuple[int, int]:
         """(which share of a batch's rows this process loads, of how many)."""
-        form: Any = batch_form(self.settings, self.placement).tokens
+        form: Any = self.batch_form.tokens
         places = form.sharding.addressable_devices_indices_map(form.shape).values()
         spans = [index[0].indices(form.shape[0])[:2] for index in places]
         first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
@@ -83,7 +97,8 @@ class Ready:
 
     def put(self, rows: Batch) -> Batch:
         """This process's rows (see rows_here) as its part of the batch of all."""
-        form = batch_form(self.settings, self.placement)
+        form = self.batch_form
+        check_columns(rows, form)
         if jax.process_count() == 1:
             return jax.tree.map(lambda x, f: jax.device_put(np.asarray(x, f.dtype), f.sharding), rows, form)
         return jax.tree.map(
@@ -91,25 +106,46 @@ class Ready:
         )
 
 
-def prepare(settings: Pretrain, devices: Sequence[Any] | None = None, platform: str | None = None) -> Ready:
+def prepare(
+    settings: Training, objective: Objective, devices: Sequence[Any] | None = None, platform: str | None = None
+) -> Ready:
     """Lay a recipe over the devices that are there, or over those given (of a topology that is not, say)."""
     cfg = read_model(settings.model)
     devices = list(devices if devices is not None else jax.devices())
     first = devices[0]
-    derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), _usable(devices))
+    own = set(jax.local_devices())
+    here = [device for device in devices if device in own]  # others, and those of a topology, do not say what they have
+    on_host = bool(here) and first.platform == "cpu"
+    usable = host_share(len(here)) if on_host else usable_bytes(here[0]) if here else None
+    derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), usable, on_host)
     platform = platform or ("cuda" if first.platform == "gpu" else str(first.platform))
-    return make_ready(cfg, derived, Placement(make_mesh(derived.axes, devices), TRAIN), platform)
+    return make_ready(cfg, derived, objective, Placement(make_mesh(derived.axes, devices), TRAIN), platform)
 
 
-def make_ready(cfg: ModelConfig, derived: Derived, placement: Placement, platform: str) -> Ready:
+def make_ready(cfg: ModelConfig, derived: Derived, objective: Objective, placement: Placement, platform: str) -> Ready:
     """A derived recipe on a mesh, which may be an abstract one: then it can be lowered, and nothing else."""
     settings = derived.settings
+    cfg = cfg.within(settings.length)
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
-    optimizer = make_optimizer(settings.optimizer, rate, train_specs(cfg, settings), platform)
-    return Ready(cfg, derived, placement, optimizer, rate, platform)
+    optimizer = make_optimizer(settings.optimizer, rate, objective.specs(cfg), platform)
+    return Ready(cfg, objective, derived, placement, optimizer, rate, platform)
 
 
-def _usable(devices: Sequence[Any]) -> int | None:
-    """The memory that one of the devices has, if one is this process's: others, and those of a topology, do not say."""
-    own = set(jax.local_devices())
-    return next((usable_bytes(device) for device in devices if device in own), None)
+def host_share(devices: int) -> int | None:
+    """Bytes for each CPU device, of which this process has `devices`: those of all processes on a host share its
+    memory. The least of all hosts, for every process must come to the same plan."""
+    rows = [(zlib.crc32(machine.node().encode()) >> 1, (host_memory() or 0) >> 20, devices)]
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        rows = multihost_utils.process_allgather(np.asarray(rows[0], np.int32)).tolist()  # MiB, for they have 31 bits
+    return least_share(rows)
+
+
+def least_share(rows: Sequence[Sequence[int]]) -> int | None:
+    """Of (host, its MiB or 0 where it does not say, devices of a process there), the least bytes for a device."""
+    shares = []
+    for host in {host for host, _, _ in rows}:
+        memory = min(size for at, size, _ in rows if at == host)
+        shares.append((memory << 20) // sum(count for at, _, count in rows if at == host))
+    return min(shares) or None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dovetail.train.settings import Schedule
+from dovetail.core.training import Schedule
 
 
 def learning_rate(schedule: Schedule, lr: float, total_steps: int) -> Callable[[jax.typing.ArrayLike], jax.Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dovetail.core.compute import compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import abstract, init
-from dovetail.core.types import Batch, Params
+from dovetail.core.training import Training
+from dovetail.core.types import Batch, Column, Params
 from dovetail.models.config import ModelConfig
-from dovetail.models.mtp import with_mtp
 from dovetail.models.spec import spec
-from dovetail.train import health
+from dovetail.train.guard import health
 from dovetail.train.optim import state_shardings
-from dovetail.train.settings import Pretrain
-
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 @jax.tree_util.register_dataclass
@@ -33,16 +32,12 @@ class TrainState:
     ema: Params | None = None  # f32
 
 
-def train_specs(cfg: ModelConfig, settings: Pretrain) -> Any:
-    return with_mtp(spec(cfg), cfg) if settings.loss.mtp else spec(cfg)
-
-
 def state_form(
-    cfg: ModelConfig, settings: Pretrain, optimizer: optax.GradientTransformation, placement: Placement
+    specs: Any, settings: Training, optimizer: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
-    """The state as shapes with shardings: what a checkpoint is restored into, and a step compiled for."""
-    specs = train_specs(cfg, settings)
-    params = abstract(specs, DTYPES[settings.precision.params])
+    """The state as shapes with shardings: what a checkpoint is restored into, and a step compiled for. `specs` are of
+    the weights that are trained."""
+    params = abstract(specs, compute_of(settings.precision.params).dtype)
     shardings = placement.shardings(specs)
     everywhere = NamedSharding(placement.mesh, PartitionSpec())
     opt = jax.eval_shape(optimizer.init, params)
@@ -63,19 +58,21 @@ def _placed(shapes: Any, shardings: Any) -> Any:
 
 def init_state(
     cfg: ModelConfig,
-    settings: Pretrain,
+    specs: Any,
+    settings: Training,
     optimizer: optax.GradientTransformation,
     placement: Placement,
     params: Params | None = None,
 ) -> TrainState:
     """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place).
-    What was given without layers of multi-token prediction gets random ones where they are trained."""
-    form = state_form(cfg, settings, optimizer, placement)
+    What an objective trains besides the model's own weights (layers of multi-token prediction) is random where it is
+    not given."""
+    form = state_form(specs, settings, optimizer, placement)
     places = jax.tree.map(lambda leaf: leaf.sharding, form)
-    specs, given = train_specs(cfg, settings), params or {}
-    missing = {name: part for name, part in specs.items() if name not in given and (name == "mtp" or params is None)}
+    given, own = params or {}, spec(cfg)
+    missing = {name: part for name, part in specs.items() if name not in given and (params is None or name not in own)}
     std = float(cfg.to_hf().get("initializer_range") or 0.02)
-    key, dtype = jax.random.key(settings.seed), DTYPES[settings.precision.params]
+    key, dtype = jax.random.key(settings.seed), compute_of(settings.precision.params).dtype
     params = {**given, **init(missing, key, dtype, std, {name: places.params[name] for name in missing})}
     # compiled, so that every process makes its own part, and no two fields share a buffer (they are donated)
     opt = jax.jit(optimizer.init, out_shardings=places.opt)(params)
@@ -90,10 +87,17 @@ def _as_f32(params: Params) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32) + 0.0, params)
 
 
-def batch_form(settings: Pretrain, placement: Placement) -> Batch:
-    """A step's batch as shapes with shardings."""
+def batch_form(settings: Training, columns: Mapping[str, Column], placement: Placement) -> Batch:
+    """A step's batch as shapes with shardings; `columns` are those that its objective declares."""
     shape = (settings.batch, settings.length)
     at = placement.sharding(("batch", "length"), shape)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at)
     mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
-    return Batch(ids, ids, ids, ids, mask)
+    further = {name: _column_form(one, shape, placement) for name, one in columns.items()}
+    return Batch(ids, ids, ids, ids, mask, further)
+
+
+def _column_form(column: Column, shape: tuple[int, int], placement: Placement) -> Any:
+    axes = ("batch", "length") if column.per_token else ("batch",)
+    own = shape[: len(axes)]
+    return jax.ShapeDtypeStruct(own, jnp.dtype(column.dtype), sharding=placement.sharding(axes, own))

@@ -118,11 +118,12 @@ def test_all_fail_and_there_is_still_a_table(tmp_path, capsys):
     ElementTree.parse(tmp_path / "plot.svg")
 
 
-def test_several_tokens_an_event(tmp_path, capsys):
+def test_several_tokens_per_event(tmp_path, capsys):
     with serving(lambda i: Reply([(0.0, "t"), (0.08, "t")], usage=9)) as fake:
         figures = bench(fake, Load(requests=1, concurrency=1, output=16), tmp_path)
     assert figures["output_tokens"] == 9 and figures["tokens_per_event"] == 4.5
-    assert 9 <= figures["tpot_ms"]["p50"] < 40 and figures["itl_ms"]["p50"] >= 75
+    gap = figures["itl_ms"]["p50"]  # a busy machine may read the first event late
+    assert 40 <= gap < 320 and figures["tpot_ms"]["p50"] == pytest.approx(gap / 8, rel=0.05)
     out = capsys.readouterr().out
     assert "TPOT says more than ITL" in out and "1 answers were shorter" in out
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -16,7 +17,7 @@ from fake_openai import Reply, says, serving
 
 from dovetail.cli import chat as module
 from dovetail.cli.chat import Chat
-from dovetail.cli.chat_partner import Options, Remote, Thought, _between_steps
+from dovetail.cli.chat_partner import Local, Options, Remote, Thought, _between_steps
 from dovetail.cli.save import save
 
 
@@ -177,6 +178,12 @@ def test_an_answer_that_is_cut_off_says_so(talk):
     assert err == "(cut off at 9 tokens: --max-tokens sets it)\n"
 
 
+def test_without_a_limit_the_answer_is_as_long_as_the_server_has_room(talk):
+    with serving(lambda i: says("a", finish_reason="length")) as fake:
+        _, err = talk(fake.url, "one", max_tokens=None)
+    assert "max_tokens" not in fake.bodies[0] and err.startswith("(cut off: the context is full")
+
+
 def test_reasoning_is_shown_and_not_sent_back(talk):
     thought = Reply([(0, {"reasoning_content": "hmm. "}), (0, "42")])
     with serving(lambda i: thought) as fake:
@@ -231,6 +238,15 @@ def test_a_local_engine_is_stopped_between_steps(monkeypatch, capsys):
     assert chat.run() and chat.turns == [user("hi"), assistant("one step, to its end")]
     assert signal.getsignal(signal.SIGINT) is before
     assert capsys.readouterr().err == "(stopped)\n"
+
+
+def test_a_local_engine_refuses_a_limit_beyond_its_context():
+    tokenizer = SimpleNamespace(encode_chat=lambda messages: [1] * 5)
+    config = SimpleNamespace(context=16)
+    local = Local.__new__(Local)
+    local._llm = SimpleNamespace(tokenizer=tokenizer, engine=SimpleNamespace(scheduler=SimpleNamespace(config=config)))
+    with pytest.raises(ValueError, match="max_tokens=12 after a prompt of 5 tokens"):
+        next(local.answer([user("hi")], Options(0, 12)))
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step():

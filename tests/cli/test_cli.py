@@ -14,6 +14,8 @@ from dovetail.cli.info import info
 from dovetail.cli.progress import bar
 from dovetail.cli.tour import tour
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = (
     "tour", "pull", "convert", "info", "bench", "serve", "chat", "pretrain", "recipes", "data", "report", "eval",
     "compile",
@@ -161,7 +163,7 @@ def test_the_tour(smollm2_gguf, optimised):
 def test_info():
     out = dovetail("info")
     assert out.returncode == 0, out.stderr
-    for word in ("jax", "devices", "cpu", "Packed", "Paged"):
+    for word in ("jax", "devices", "cpu", "tf32", "packed attention", "paged attention"):
         assert word in out.stdout
 
 

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from dovetail.cli import compile as command
-from dovetail.train import topology
-from dovetail.train.topology import gpu_devices, parse, tpu_devices
+from dovetail.plan import topology
+from dovetail.plan.topology import gpu_devices, parse, tpu_devices
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 app = typer.Typer()

@@ -39,7 +39,7 @@ def test_the_driver_says_what_may_be_used():
 def test_figures():
     assert CHIPS["H200"].bf16 == 989e12 and CHIPS["H200"].hbm == 141 * GIB
     assert CHIPS["v5p"].network == 540e9 and CHIPS["H100"].network == 450e9
-    # tokens a device at which gathering weights hides behind products, as the scaling book has it: 2550 over 3 axes
+    # tokens per device at which gathering weights hides behind products, as the scaling book has it: 2550 over 3 axes
     assert CHIPS["v5p"].bf16 / CHIPS["v5p"].network == pytest.approx(850)
     assert CHIPS["H100"].bf16 / CHIPS["H100"].network == pytest.approx(2198, rel=1e-3)
 

@@ -111,7 +111,7 @@ def test_an_error_in_a_process_is_told_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenise, "SMALLEST_PART", 5_000)
     path = write(tmp_path / "a.jsonl", ["x" * 99] * 200)
     path.write_text(path.read_text() + "oops\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl line 201: expected one JSON object a line, got 'oops'"):
+    with pytest.raises(ValueError, match=r"a\.jsonl line 201: expected one JSON object per line, got 'oops'"):
         tokenise.prepare(data(path), directory=tmp_path / "cache", processes=2)
     assert not [p for p in (tmp_path / "cache").iterdir() if not p.name.startswith(".")]
 

@@ -131,7 +131,11 @@ def lines(*lines):
 
 
 BROKEN = {
-    "not JSON": (lines(b'{"text": "x"}', b"", b"{oops"), {}, r"a\.jsonl line 3: expected one JSON object a line, got"),
+    "not JSON": (
+        lines(b'{"text": "x"}', b"", b"{oops"),
+        {},
+        r"a\.jsonl line 3: expected one JSON object per line, got",
+    ),
     "no object": (lines(b"[1]"), {}, "line 1: expected a JSON object with the key 'text', got list"),
     "no such key": (
         lines(b'{"body": "x"}'),

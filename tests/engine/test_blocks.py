@@ -70,7 +70,7 @@ def test_shared_pages_are_counted_and_over_release_is_caught():
     assert pool.num_used == 1
     pool.release(pages)
     assert pool.num_used == 0
-    with pytest.raises(AssertionError, match="nobody holds it"):
+    with pytest.raises(AssertionError, match="no sequence holds it"):
         pool.release(pages)
 
 

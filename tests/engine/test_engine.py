@@ -12,7 +12,6 @@ from reference_models import reference
 import dovetail as dt
 from dovetail.engine.llm import LLM
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.sequence import Status
 from dovetail.models.spec import kv_bytes_per_token
 
 pytestmark = pytest.mark.slow  # some forty compiled steps
@@ -101,12 +100,16 @@ def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeyp
     engine.drain()
 
 
+OTHER_KINDS = ("deepseek-v3", "gpt-oss", "gemma4-per-layer", "phi4-mini", "granite4", "glm4")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("deepseek-v3", "gpt-oss", "gemma4-per-layer"))],
+    ["gemma3", *(pytest.param(n, marks=pytest.mark.thorough) for n in OTHER_KINDS)],
 )
 def test_other_kinds_of_attention(name):
-    """A sliding window, latent attention, sinks, layers that share keys and values."""
+    """A sliding window, latent attention, sinks, layers that share keys and values, heads of which a part turns, scaled
+    residuals and logits."""
     prompts = mixed_prompts(10, seed=1)
     expected = [theirs(reference(name)[0], prompt) for prompt in prompts]
     engine = variant(make_llm(name), pages=44, steps=4)
@@ -115,6 +118,15 @@ def test_other_kinds_of_attention(name):
     engine = variant(engine, caching=False, steps=1)
     assert tokens_of(engine.generate(prompts[:3], GREEDY)) == expected[:3]
     check_clean(engine)
+
+
+def test_longrope_within_the_original_context():
+    """There transformers takes the short factors, and so does an engine that is told of no longer sequence."""
+    model, folder = reference("phi4-mini", original_max_position_embeddings=200)
+    prompts = mixed_prompts(3, seed=2)
+    assert max(map(len, prompts)) + NEW <= 200
+    engine = LLM(folder, **OPTIONS | {"max_model_len": 200})
+    assert tokens_of(engine.generate(prompts, GREEDY)) == [theirs(model, prompt) for prompt in prompts]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -269,7 +281,7 @@ def test_stream(llm, expected):
     assert [token for update in updates for token in update.tokens] == expected[0]
     assert [update.finished for update in updates] == [False] * (len(updates) - 1) + [True]
     for update in engine.stream(PROMPTS[0], GREEDY):
-        assert update.seq.status is Status.RUNNING
+        assert not update.finished
         break
     engine.engine.drain()
     check_clean(engine)

@@ -39,7 +39,7 @@ def llm(smollm2_gguf) -> LLM:
 def prompts(llm) -> list[list[int]]:
     """Mixed lengths, 3 to 30 tokens and some of 100, more than a chunk, from here and there in the text."""
     ids = llm.tokenizer.encode(TEXT * 4)
-    lengths = [100 - i // 8 if i % 16 == 5 else 3 + i * 17 % 28 for i in range(64)]
+    lengths = [100 - i // 8 if i % 16 == 5 else 3 + i * 17 % 28 for i in range(32)]
     return [ids[7 * i : 7 * i + length] for i, length in enumerate(lengths)]
 
 
@@ -51,7 +51,7 @@ def expected(smollm2_gguf, tmp_path_factory, prompts) -> list[list[int]]:
     # those of about a length together, padded on the left: one by one they would take minutes
     ordered = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     found: list[list[int]] = [[] for _ in prompts]
-    for some in (ordered[:30], ordered[30:60], ordered[60:]):
+    for some in (ordered[:15], ordered[15:30], ordered[30:]):
         for i, tokens in zip(some, _generate(model, [prompts[i] for i in some]), strict=True):
             found[i] = tokens
     return found
@@ -76,13 +76,14 @@ def answer(llm, question) -> str:
     return variant(llm).generate(question, replace(GREEDY, max_tokens=24))[0].completions[0].text
 
 
-def test_64_prompts_together(llm, prompts, expected):
+def test_32_prompts_together(llm, prompts, expected):
     assert min(map(len, prompts)) == 3 and max(map(len, prompts)) == 100
     engine = variant(llm, caching=False, steps=1)
     assert tokens_of(engine.generate(prompts, GREEDY, progress=False)) == expected
 
 
-def test_64_prompts_in_so_few_pages_that_some_are_preempted(llm, prompts, expected):
+@pytest.mark.thorough  # a small model's are in test_engine
+def test_32_prompts_in_so_few_pages_that_some_are_preempted(llm, prompts, expected):
     engine = variant(llm, pages=40, steps=4)
     outputs = engine.generate(prompts, GREEDY, progress=False)
     assert tokens_of(outputs) == expected
@@ -102,6 +103,21 @@ def test_chat_and_stream_give_one_text(llm, question, answer):
     updates = list(engine.stream(question, asked))
     assert len(updates) > 12 and "".join(update.text for update in updates) == answer
     assert answer == llm.tokenizer.decode([token for update in updates for token in update.tokens])
+
+
+def test_a_list_of_conversations_gives_a_list(llm, answer):
+    engine = variant(llm)
+    asked = replace(GREEDY, max_tokens=24)
+    other = [{"role": "user", "content": "What is the capital of France?"}]
+    found = engine.chat([other, QUESTION], asked)
+    assert [output.completions[0].text for output in found][1] == answer and "Paris" in found[0].completions[0].text
+    (one,) = engine.chat([QUESTION], [replace(asked, max_tokens=2)])
+    assert len(one.completions[0].token_ids) == 2
+    for wrong in ([], "Hi", [QUESTION, QUESTION[0]], [["Hi"]], [5]):
+        with pytest.raises(ValueError, match="messages"):
+            engine.chat(wrong, asked)
+    with pytest.raises(ValueError, match="one conversation takes one SamplingParams; got 2"):
+        engine.chat(QUESTION, [asked, asked])
 
 
 @pytest.mark.parametrize("steps", [1, 4])

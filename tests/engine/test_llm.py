@@ -5,13 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import jax
+import numpy as np
 import pytest
 from engine.engines import GREEDY, NEW, PAGE, make_llm, mixed_prompts, tokens_of, variant
+from reference_models import reference
 
+from dovetail.core.types import Packed
+from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
-from dovetail.engine.memory import device_budget, held_bytes
+from dovetail.engine.memory import SLACK, held_bytes, num_pages, pool_bytes
+from dovetail.engine.options import EngineOptions, OptionKeywords
+from dovetail.engine.scheduler import Scheduler
+from dovetail.io.load import load
+from dovetail.models.decoder import forward
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = mixed_prompts(6, most=60)
 
@@ -70,7 +81,7 @@ def test_sleep_gives_the_memory_back_and_wake_the_same_tokens(answers):
 
 @pytest.mark.parametrize("weights_first", [True, False])
 def test_after_the_deeper_sleep_new_weights_must_come(llm, answers, weights_first):
-    params = llm.runner.weights.params
+    params = load(reference("llama3.1")[1]).params
     llm.sleep(level=2)
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((llm.runner.weights.params, llm.runner.cache)))
     if weights_first:
@@ -91,7 +102,7 @@ def test_steps_may_be_compiled_while_the_engine_sleeps(llm, answers):
     """As they are in the background after a start."""
     shape, steps = llm.runner.buckets.largest(), llm.runner._compiled
     for level in (1, 2):
-        params = llm.runner.weights.params
+        params = load(reference("llama3.1")[1]).params
         compiled = {key: steps.pop(key) for key in list(steps)}
         llm.sleep(level)
         llm.runner.compiled(shape)
@@ -165,6 +176,45 @@ def test_who_interrupts_generate_leaves_nothing_behind(llm, answers):
     llm.sleep()
     llm.wake()
     assert tokens_of(llm.generate(PROMPTS[:2], GREEDY)) == answers[:2]
+
+
+# --- embeddings, seeds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_equal_a_direct_forward(shared, pooling):
+    model = load(reference("llama3.1")[1])
+    vectors = shared.embed(PROMPTS[:2], pooling)
+    assert vectors.shape == (2, model.config.dim) and vectors.dtype == np.float32
+    for prompt, vector in zip(PROMPTS, vectors, strict=False):
+        tokens = np.asarray([prompt], np.int32)
+        where = np.arange(len(prompt))[None]
+        hidden = np.asarray(forward(model.params, model.config, tokens, where, Packed(np.ones_like(tokens)))[0])[0]
+        want = hidden.mean(0) if pooling == "mean" else hidden[-1]
+        np.testing.assert_allclose(vector, want / np.linalg.norm(want), atol=2e-5)
+
+
+def test_bad_embeddings_are_refused(shared):
+    assert shared.embed([]).shape == (0, shared.config.dim)
+    with pytest.raises(ValueError, match="pooling is mean or last; got 'max'"):
+        shared.embed([[3]], "max")
+    with pytest.raises(ValueError, match="token id 1000 is outside the vocabulary"):
+        shared.embed([[3], [1000]])
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        shared.embed("text")
+
+
+def test_requests_without_a_seed_repeat_only_where_the_engine_has_one(shared):
+    asked = replace(GREEDY, temperature=1.5)
+
+    def sampled(seed: int | None) -> list[list[int]]:
+        llm = variant(shared)
+        llm.engine = Engine(shared.runner, Scheduler(shared.engine.scheduler.config), None, seed)
+        return tokens_of(llm.generate(PROMPTS[:2] * 2, asked))
+
+    first = sampled(7)
+    assert first == sampled(7) != sampled(8) and first[0] != first[2], "each request has a seed of its own"
+    assert sampled(None) != sampled(None)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -283,5 +333,41 @@ def test_dummy_weights_on_two_devices_answer_as_on_one():
 
 
 def test_a_share_of_memory_is_honoured_on_a_cpu_too():
-    little, more = (device_budget(fraction) for fraction in (0.01, 0.5))
+    little, more = (pool_bytes(fraction, 0, 0) for fraction in (0.01, 0.5))
     assert little < more / 20
+
+
+def test_the_pool_takes_what_is_free_on_the_fullest_device():
+    """A trainer may hold most of a card: a share of the card is then more than there is."""
+    GiB = 2**30
+
+    def devices(*in_use: int):
+        return [
+            SimpleNamespace(memory_stats=lambda n=n: {"bytes_limit": 80 * GiB, "bytes_in_use": n * GiB}) for n in in_use
+        ]
+
+    def pool(fraction, *in_use: int) -> float:
+        return (pool_bytes(fraction, 10 * GiB, 2 * GiB, devices(*in_use)) + SLACK) / GiB
+
+    assert pool(0.5, 10) == 40 - 10 - 2, "the weights alone: its share"
+    assert pool(None, 10) == 72 - 10 - 2
+    assert pool(0.9, 60) == 20 - 2, "what is free, less a step"
+    assert pool(0.9, 10, 70) == 10 - 2
+    with pytest.raises(ValueError, match="free what else holds"):
+        num_pages(pool_bytes(0.9, 10 * GiB, 2 * GiB, devices(79)), 2**20, 16, most=100)
+
+
+def test_options_are_checked_and_unknown_ones_refused_with_what_was_meant():
+    with pytest.raises(ValueError, match=r"no option 'max_num_seq'\. Did you mean 'max_num_seqs'\?"):
+        make_llm("llama3.1", max_num_seq=3)
+    with pytest.raises(ValueError, match="policy must be one of 'fcfs', 'priority'; got 'random'"):
+        EngineOptions.of({"policy": "random"})
+    with pytest.raises(ValueError, match="seed is an integer of at least 0"):
+        EngineOptions(seed=-1)
+    assert EngineOptions(dtype="f32") == EngineOptions.of({"dtype": "f32"})
+
+
+def test_editors_are_shown_the_options_that_there_are():
+    hints = get_type_hints(EngineOptions)
+    assert get_type_hints(OptionKeywords) == hints
+    assert all(EngineOptions.help(name) for name in hints)

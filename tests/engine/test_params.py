@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.params import SamplingParams, Structured, check_room
 
 NAN = float("nan")
 REFUSED = [
@@ -17,7 +17,8 @@ REFUSED = [
     ("logit_bias", {"5": 1.0}), ("logit_bias", {-1: 1.0}), ("logit_bias", [5]), ("allowed_token_ids", ()),
     ("allowed_token_ids", ("5",)), ("allowed_token_ids", 5), ("stop_token_ids", (-1,)), ("stop_token_ids", (1.5,)),
     ("stop", ""), ("stop", ("a", "")), ("stop", (5,)), ("stop", None), ("bad_words", ("",)), ("bad_words", 3),
-    ("ignore_eos", 1), ("include_stop_str_in_output", "no"), ("structured", {"json": {}}),
+    ("ignore_eos", 1), ("include_stop_str_in_output", "no"), ("structured", {"jsn": {}}),
+    ("structured", {}), ("structured", {"regex": 5}), ("structured", "json"),
 ]  # fmt: skip
 
 
@@ -50,6 +51,20 @@ def test_what_is_taken():
     )
     assert params.stop == ("end",) and params.bad_words == ("x",) and params.stop_token_ids == (1,)
     assert SamplingParams(temperature=0).greedy and not params.greedy
+
+
+def test_structured_may_be_a_dict():
+    params = SamplingParams(structured={"choice": ["a", "b"]})  # type: ignore[arg-type]
+    assert params.structured == Structured(choice=("a", "b"))
+    with pytest.raises(ValueError, match="structured takes one of json, regex, choice, grammar; got 'choices'"):
+        SamplingParams(structured={"choices": ["a"]})  # type: ignore[arg-type]
+
+
+def test_an_answer_must_fit_behind_its_prompt():
+    check_room("max_tokens", None, 5, 16)
+    check_room("max_tokens", 11, 5, 16)
+    with pytest.raises(ValueError, match=r"max_tokens=12 after a prompt of 5 .* context of 16 holds; at most 11 fit"):
+        check_room("max_tokens", 12, 5, 16)
 
 
 @pytest.mark.parametrize("given", [dict(regex=5), dict(grammar=5), dict(json=5)])

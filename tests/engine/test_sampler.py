@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dovetail.engine.params import SamplingParams, Structured
-from dovetail.engine.plan import Plan, Row
+from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.sampler import MAX_BIAS, Sampler
 from dovetail.engine.sequence import Request, Sequence
 from dovetail.io.tokenizer import Tokenizer
@@ -52,12 +52,12 @@ def make(prompt=(1, 2, 3), slot: int = 0, index: int = 0, seed: int = 0, **param
     return Sequence(request, slot=slot, index=index)
 
 
-def plan_for(*seqs: Sequence, steps: int = 1) -> Plan:
+def plan_for(*seqs: Sequence, steps: int = 1) -> StepPlan:
     """As the scheduler leaves it: the tokens to come are already counted as pending."""
     rows = [Row(seq, seq.length - 1, 1, True) for seq in seqs]
     for seq in seqs:
         seq.pending += steps
-    return Plan(rows, steps)
+    return StepPlan(rows, steps)
 
 
 def run(sampler: Sampler, step, logits: np.ndarray, *seqs: Sequence, size: int = 4) -> list[int]:
@@ -99,7 +99,7 @@ def test_min_tokens_ends_within_a_dispatch_of_several_steps(sampler, step):
 
 def test_min_tokens_beside_another_mask_needs_the_host(sampler, step):
     seq = make(min_tokens=2, allowed_token_ids=(EOS, 8))
-    assert sampler.needs_host(seq) and seq.extra["single_step"]
+    assert sampler.needs_host(seq) and seq.single_step
     assert [run(sampler, step, slope(7, EOS), seq)[0] for _ in range(3)] == [8, 8, EOS]
 
 
@@ -163,7 +163,7 @@ def test_a_grammar_that_breaks_ends_its_sequence_alone(make_tokenizer):
     logits = np.zeros((4, tokenizer.vocab_size), np.float32)
     tokens = ops.sample(logits, sampler.inputs(plan_for(plain, guided), 4), sampler.history)
     assert np.asarray(tokens)[:2].tolist() == [0, tokenizer.eos_id]
-    assert sampler.is_done(guided) and "cannot go on" in guided.extra["error"] and "error" not in plain.extra
+    assert sampler.is_done(guided) and "cannot go on" in guided.grammar_error and plain.grammar_error is None
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_rows_that_do_not_sample_are_as_padding(sampler):
     busy = make(prompt=range(1, 9), slot=1, presence_penalty=1.0, temperature=1.0, allowed_token_ids=(3,))
     decoding = make(slot=0, temperature=0.5, top_k=5)
     decoding.tokens.append(4)
-    inputs = sampler.inputs(Plan([Row(busy, 0, 4, False), Row(decoding, 3, 1, True)]), 4)
+    inputs = sampler.inputs(StepPlan([Row(busy, 0, 4, False), Row(decoding, 3, 1, True)]), 4)
     assert inputs.temperature.tolist() == [0, 0.5, 0, 0] and inputs.top_k.tolist() == [0, 5, 0, 0]
     assert inputs.position.tolist() == [0, 4, 0, 0]
     assert inputs.slot.tolist() == [SLOTS] * 4 and inputs.mask_until.tolist() == [0] * 4

@@ -204,7 +204,7 @@ def test_multi_step_waits_for_nobody():
     driver.step()
     assert len(driver.plans[-1].rows) == 2 and driver.plans[-1].steps == 1, "c begins at once"
     (grammar,) = add(scheduler, "d", [1], max_tokens=5)
-    grammar.extra["single_step"] = True
+    grammar.single_step = True
     scheduler.abort("b")
     driver.drain()
     assert all(plan.steps == 1 for plan in driver.plans if grammar in [row.seq for row in plan.rows])
@@ -213,7 +213,7 @@ def test_multi_step_waits_for_nobody():
 def test_a_sequence_that_needs_the_host_is_not_planned_ahead():
     scheduler = make(multi_step=4)
     (grammar,), (free,) = add(scheduler, "a", [1], max_tokens=4), add(scheduler, "b", [2], max_tokens=8)
-    grammar.extra["single_step"] = True
+    grammar.single_step = True
     driver = Driver(scheduler)
     while scheduler.has_work:
         pending = grammar.pending

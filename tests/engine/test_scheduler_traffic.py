@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dovetail.engine.sequence import Status
 
+pytestmark = pytest.mark.slow
+
 
 def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
     scheduler, cfg = driver.scheduler, driver.scheduler.config
@@ -27,7 +29,7 @@ def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
         and before[0].status is Status.RUNNING
         and before[0] not in [row.seq for row in plan.rows]
     ):
-        assert before[0].length >= before[0].limit or before[0].extra.get("single_step")
+        assert before[0].length >= before[0].limit or before[0].single_step
 
 
 class Traffic(RuleBasedStateMachine):
@@ -63,7 +65,7 @@ class Traffic(RuleBasedStateMachine):
         )  # fmt: skip
         fits = len(prompt) < cfg.max_model_len and len(prompt) <= cfg.num_pages * cfg.page_size
         for seq in seqs:
-            seq.extra["single_step"] = single and priority == 2
+            seq.single_step = single and priority == 2
             if fits:
                 self.scheduler.add(seq)
                 self.seqs.append(seq)

@@ -10,10 +10,10 @@ from checkpoint_cases import cut, exact, mesh_of, saved, state, target
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dovetail.io.checkpoint import Checkpoints
-from dovetail.io.checkpoint_tier import kept
+from dovetail.io.checkpoint_tier import steps_to_keep
 from dovetail.io.digest import digest
 
-# Of a damaged checkpoint's other reads tensorstore tells an event loop that Orbax has closed by then.
+# tensorstore reports a damaged checkpoint's other reads to an event loop that Orbax has closed by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
 
 
@@ -120,7 +120,7 @@ def test_bad_arguments_are_refused(open_at, tmp_path):
 
 
 def test_the_newest_and_the_milestones_are_kept(open_at):
-    assert kept([10, 20, 30, 40, 50], 2, 20) == {20, 40, 50}
+    assert steps_to_keep([10, 20, 30, 40, 50], 2, 20) == {20, 40, 50}
     checkpoints = saved(open_at(keep=2, keep_every=4), 1, 2, 3, 4, 5, 6, 7)
     assert checkpoints.steps() == [4, 6, 7]
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, half-written or finds the disk full is never used, and never what stops a run."""
+"""A checkpoint that is damaged, half-written or met a full disk is never used, and never stops a run."""
 
 import random
 import resource
@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from checkpoint_cases import cut, data_files, exact, flip, saved, state, target
 
-# Of a damaged checkpoint's other reads tensorstore tells an event loop that Orbax has closed by then.
+# tensorstore reports a damaged checkpoint's other reads to an event loop that Orbax has closed by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
 
 
@@ -108,7 +108,7 @@ def test_a_step_set_aside_is_found_when_its_second_save_never_ended(open_at, tmp
 # --- a disk that takes no more ----------------------------------------------------------------------------------------
 
 
-# Orbax closes its event loop at the first error, while tensorstore still has others to tell it of.
+# Orbax closes its event loop at the first error, while tensorstore still has others to report.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_failed_write_is_reported_and_the_next_save_tried(open_at, tmp_path, problems):
     checkpoints = saved(open_at(keep=1), 1)
@@ -151,7 +151,7 @@ FULL_DISK = """
     with ballast.open("r+b") as file:
         file.truncate(ballast.stat().st_size - int(sys.argv[2]))
     save(2), save(3)
-    # Orbax may tell of the first save's end (its folder is gone) only in the second
+    # Orbax may report the first save's end (its folder is gone) only in the second
     assert len(problems) == 2 and all("was not written" in p for p in problems), problems
     assert "no space is left" in problems[0], problems
     assert checkpoints.steps() == [1], checkpoints.steps()
@@ -170,7 +170,7 @@ def test_a_full_disk(tmp_path, room):
     mount = 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"'
     inside = ["unshare", "-rm", "sh", "-c", mount, str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a small disk")
+        pytest.skip("this machine does not allow mounting a small disk")
     command = [*inside, sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path), str(room)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.stdout == "survived\n", found.stderr[-3000:]

@@ -29,6 +29,7 @@ BLOCKS = {
     "llama": ATTENTION | BEFORE | MLP,
     "mixtral": ATTENTION | BEFORE | {"block_sparse_moe.gate": "ffn_gate_inp"},
     "smollm3": ATTENTION | BEFORE | MLP,
+    "granite": ATTENTION | BEFORE | MLP,
     "qwen2": ATTENTION | BEFORE | MLP,
     "qwen3": ATTENTION | BEFORE | MLP | QK_NORMS,
     "qwen3_moe": ATTENTION | BEFORE | QK_NORMS | {"mlp.gate": "ffn_gate_inp"},
@@ -40,6 +41,7 @@ EXPERT_NAMES = {
     "mixtral": {"w1": "gate", "w2": "down", "w3": "up"},
     "qwen3_moe": {"gate_proj": "gate", "down_proj": "down", "up_proj": "up"},
 }
+REORDERED = ("llama", "mixtral", "smollm3", "granite")
 EXPERT_PREFIX = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
 ARCH = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 
@@ -82,7 +84,7 @@ def stored_weights(model_type: str, weights: dict[str, np.ndarray]) -> dict[str,
         module, suffix = name.rsplit(".", 1)
         if "experts" in name:
             continue
-        if ARCH.get(model_type, model_type) in ("llama", "smollm3") and module.endswith(("q_proj", "k_proj")):
+        if model_type in REORDERED and module.endswith(("q_proj", "k_proj")):
             value = to_llama_cpp_order(value, HEADS if module.endswith("q_proj") else KV)
         if model_type.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1
@@ -272,7 +274,7 @@ def test_config_of_a_llama(tiny):
     }  # fmt: skip
 
 
-def test_config_says_what_llama_cpp_leaves_unsaid(tiny):
+def test_config_has_the_numbers_that_only_llama_cpps_source_has(tiny):
     gemma2 = GgufCheckpoint(tiny("gemma2")).config
     assert gemma2["layer_types"] == ["sliding_attention", "full_attention"] * 2
     assert (gemma2["attn_logit_softcapping"], gemma2["final_logit_softcapping"]) == (50.0, 30.0)
@@ -283,6 +285,11 @@ def test_config_says_what_llama_cpp_leaves_unsaid(tiny):
     everywhere = GgufCheckpoint(tiny("gemma3_text", {"gemma3.attention.sliding_window": None})).config
     assert everywhere["layer_types"] == ["full_attention"] * LAYERS
     assert GgufCheckpoint(tiny("smollm3")).config["no_rope_layers"] == [1, 1, 1, 0]
+    scales = {"attention.scale": 0.0078125, "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 10.0}
+    granite = GgufCheckpoint(tiny("granite", {f"granite.{key}": value for key, value in scales.items()})).config
+    assert (granite["attention_multiplier"], granite["embedding_multiplier"]) == (0.0078125, 12.0)
+    assert (granite["residual_multiplier"], granite["logits_scaling"]) == (0.22, 10.0)
+    assert GgufCheckpoint(tiny("granite")).config["attention_multiplier"] == DIM**-0.5
     moe = GgufCheckpoint(tiny("qwen3_moe")).config
     assert (moe["num_experts"], moe["num_experts_per_tok"], moe["norm_topk_prob"]) == (EXPERTS, 2, True)
     assert GgufCheckpoint(tiny("mixtral")).config["num_local_experts"] == EXPERTS

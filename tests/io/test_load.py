@@ -1,9 +1,11 @@
-"""Loading: bad input is told in one sentence and leaves nothing behind; odd but right checkpoints load."""
+"""Loading: bad input gets one sentence and leaves nothing behind; odd but right checkpoints load."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import sys
 import tracemalloc
 from pathlib import Path
@@ -198,9 +200,26 @@ def test_an_empty_destination_is_used(tmp_path, cli):
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
+@pytest.mark.parametrize("shard", [60_000, 2**30], ids=["shards", "one"])
+def test_what_is_written_has_the_modes_that_the_user_wants(tmp_path, shard):
+    before = os.umask(0o027)
+    try:
+        out = convert(reference("llama2")[1], tmp_path / "out", max_shard_bytes=shard)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(out.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o640}
+
+
+def test_tf32_is_no_way_to_store(tmp_path, cli):
+    assert load(reference("llama2")[1], dtype="tf32").dtype == jnp.float32
+    code, said = cli("convert", reference("llama2")[1], tmp_path / "out", "--dtype", "tf32")
+    assert code == 2 and "ask for f32" in said and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("dtype", ["int8", "fp12", "float64"])
 def test_a_dtype_of_no_kind(dtype, tmp_path, cli):
-    with pytest.raises(ValueError, match=f"{dtype}.* is not one of bf16, f32, f16"):
+    with pytest.raises(ValueError, match=f"{dtype}.* is not one of bf16, f32, tf32, f16"):
         load(reference("llama2")[1], dtype=dtype)
     code, said = cli("convert", reference("llama2")[1], tmp_path / "out", "--dtype", dtype)
     assert code == 2 and dtype in said and not list(tmp_path.iterdir())
@@ -226,7 +245,7 @@ def test_a_save_that_is_stopped_half_way_leaves_nothing(error, code, tmp_path, c
 
 
 def as_tower(folder: Path, model_type: str, rename, beside: list[str]) -> None:
-    """Make a text model's folder that of one which also sees: names, other towers, a config around the config."""
+    """Turn a text model's folder into that of one with images: names, other towers, a config around the config."""
     towers = {f"{name}.weight": np.ones((3, 3), np.float32) for name in beside}
     edit_tensors(folder, lambda t: {rename(k): v for k, v in t.items()} | towers)
     text = json.loads((folder / "config.json").read_text())
@@ -250,7 +269,7 @@ def current(name: str) -> str:  # what transformers writes now
         ("gemma4-per-layer", current, ["model.vision_tower.layers.0", "model.embed_vision.p", "model.audio_tower.x"]),
     ],
 )
-def test_the_text_tower_of_a_model_that_also_sees(name, rename, beside, tmp_path):
+def test_the_text_tower_of_a_model_of_text_and_images(name, rename, beside, tmp_path):
     source = copy_of(name, tmp_path / "source")
     as_tower(source, name[:6], rename, beside)
     model = load(source)

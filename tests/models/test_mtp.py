@@ -28,6 +28,8 @@ from dovetail.models.registry import parse_config, read_config
 from dovetail.models.spec import spec
 from dovetail.ops.loss import cross_entropy
 
+pytestmark = pytest.mark.slow
+
 VOCAB, DIM = BASE["vocab_size"], BASE["hidden_size"]
 
 
@@ -240,7 +242,7 @@ def test_every_family_can_have_it(name):
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     batch = Batch(tokens, tokens, tokens, tokens, jax.ShapeDtypeStruct((2, 16), jnp.float32))
     found = jax.eval_shape(functools.partial(predict, cfg=cfg), params, batch=batch, ctx=Packed(tokens))
-    assert [x.shape for x in found] == [(2, 16, DIM)]
+    assert [x.shape for x in found] == [(2, 16, cfg.dim)]
 
 
 def test_names_are_those_of_published_checkpoints():

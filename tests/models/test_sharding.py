@@ -26,6 +26,7 @@ MODELS = {
     "gpt-oss, 5 experts": ("gpt-oss", {}),
     "deepseek-v3": ("deepseek-v3", {}),
     "qwen3-moe": ("qwen3-moe", {}),
+    "phi4-mini": ("phi4-mini", {}),  # q, k and v in one stored tensor
     "gemma4-moe": ("gemma4-moe", dict(num_experts=8, layer_types=("sliding_attention", "full_attention"))),
 }
 MESHES = {
@@ -36,8 +37,16 @@ MESHES = {
 }
 RULES = {"train": TRAIN, "serve": SERVE}
 FAST = {("dense", "three axes", "train"), ("gpt-oss", "three axes", "train"), ("deepseek-v3", "three axes", "serve")}
+USUAL = {("dense", "tensor", "serve"), ("dense", "fsdp", "train"), ("gpt-oss", "expert", "train")}
+
+
+def _marks(case: tuple[str, str, str]):
+    usual = case in USUAL or case[1] == "three axes"
+    return () if case in FAST else pytest.mark.slow if usual else pytest.mark.thorough
+
+
 CASES = [
-    pytest.param(model, mesh, rules, marks=() if (model, mesh, rules) in FAST else pytest.mark.slow)
+    pytest.param(model, mesh, rules, marks=_marks((model, mesh, rules)))
     for model in MODELS
     for mesh in MESHES
     for rules in RULES
@@ -193,7 +202,7 @@ def paged(model, placement: Placement | None = None) -> np.ndarray:
     return np.concatenate(logits)
 
 
-@pytest.mark.parametrize("mesh", ["three axes", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["three axes", pytest.param("tensor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "model",
     ["dense", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m not in ("dense", "gpt-oss, 5 experts"))],

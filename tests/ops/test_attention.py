@@ -11,9 +11,12 @@ import pytest
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.attention import choose_packed, on_mesh, packed_attention
+from dovetail.ops.dispatch import choose_packed
 from dovetail.ops.kernels.tpu.packed import packed_attention as splash
+from dovetail.ops.packed import on_mesh, packed_attention
 from dovetail.ops.paged import BLOCK, paged_attention, read_heads, write_heads
+
+pytestmark = pytest.mark.slow
 
 N, K, H, SCALE = 4, 2, 16, 0.3
 OPTIONS = {

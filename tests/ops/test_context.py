@@ -12,10 +12,14 @@ import pytest
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed
 from dovetail.ops import context, ring
-from dovetail.ops.attention import attend, is_cut, packed_attention
+from dovetail.ops.attention import attend
+from dovetail.ops.context import is_cut
 from dovetail.ops.kernels.gpu.context import packed_attention as cudnn
 from dovetail.ops.kernels.tpu.context import packed_attention as splash
 from dovetail.ops.latent import latent_attention
+from dovetail.ops.packed import packed_attention
+
+pytestmark = pytest.mark.slow
 
 B, T, N, K, H, SCALE = 4, 48, 4, 2, 8, 0.3
 OPTIONS = {

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from dovetail.core.types import Paged
-from dovetail.ops.attention import choose_paged
+from dovetail.ops.dispatch import choose_paged
 from dovetail.ops.kernels.cpu import paged
 from dovetail.ops.kernels.cpu.paged import paged_attention as kernel
 from dovetail.ops.paged import paged_attention as reference
+
+pytestmark = pytest.mark.slow
 
 PAGE = 4
 # (new tokens, tokens in all) of each sequence; then tokens and rows of padding

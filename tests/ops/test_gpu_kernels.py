@@ -18,6 +18,8 @@ from dovetail.ops.norm import rms_norm
 from dovetail.ops.paged import write_heads
 from dovetail.ops.rope import Rope, rotate
 
+pytestmark = pytest.mark.slow
+
 TOKENS, PAGES, PAGE = 10, 6, 16
 # two sequences, the second at its first page; then padding
 CTX = Paged(*(jnp.asarray(x, jnp.int32) for x in ([[3, 1], [2, 5], [0, 0]], [20, 5, 0], [0, 6, 7, 7], [2])))

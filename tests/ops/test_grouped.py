@@ -12,9 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
-from dovetail.ops import moe
+from dovetail.ops import linear, moe
 from dovetail.ops.glu import Glu
 from dovetail.ops.kernels.gpu.grouped import Blocks, default_blocks, grouped_matmul, tiles_of
+
+pytestmark = pytest.mark.slow
 
 M, K, N = 70, 40, 24
 SIZES = {
@@ -124,7 +126,7 @@ def flat_reference(x, weights, chosen, params, glu):
 )
 @pytest.mark.thorough
 def test_experts_by_the_kernel_are_the_reference(monkeypatch, axes):
-    monkeypatch.setattr(moe, "_implementation", lambda platform: interpreted)
+    monkeypatch.setattr(linear, "grouped_kernel", lambda platform: interpreted)
     placement = Placement(make_mesh(axes), TRAIN) if axes else None
     ours = outputs_and_gradients(functools.partial(moe.experts, placement=placement))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), ours, outputs_and_gradients(flat_reference))
@@ -145,7 +147,7 @@ def test_a_device_computes_its_own_tokens(monkeypatch, axes, tokens_a_device):
         seen.append(len(x))
         return ragged(x, w, sizes)
 
-    monkeypatch.setattr(moe, "_implementation", lambda platform: multiply)
+    monkeypatch.setattr(linear, "grouped_kernel", lambda platform: multiply)
     placement = Placement(make_mesh(axes), TRAIN)
     ours = outputs_and_gradients(functools.partial(moe.experts, placement=placement))
     assert set(seen) == {tokens_a_device * TOP}

@@ -33,11 +33,15 @@ def arrays(name: str):
 
 
 @pytest.mark.slow  # the interpreter takes its time
-@pytest.mark.parametrize("extras, splits", [(False, 1), (True, 4)], ids=["plain", "window and sinks, in parts"])
+@pytest.mark.parametrize(
+    "extras, splits",
+    [pytest.param(False, 1, marks=pytest.mark.thorough), (True, 4)],
+    ids=["plain", "all options, in parts"],
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_equals_the_reference(name, extras, splits):
     ctx, q, pages, sinks, count = arrays(name)
-    options = dict(scale=0.2, window=9 if extras else None, sinks=sinks if extras else None)
+    options = dict(scale=0.2, window=9, sinks=sinks, softcap=3.0) if extras else dict(scale=0.2)
     expected = reference(ctx, q, pages, **options)
     got = kernel(ctx, q, pages, splits=splits, block=16, interpret=True, **options)
     np.testing.assert_allclose(got[:count], expected[:count], atol=2e-6)

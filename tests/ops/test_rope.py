@@ -16,6 +16,10 @@ from dovetail.ops.rope import Rope, rotate
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 YARN = dict(factor=40.0, original_max_position_embeddings=4096)
+LONGROPE = dict(
+    short_factor=[1 + i / 9 for i in range(64)], long_factor=[1.5 + i for i in range(64)],
+    original_max_position_embeddings=4096,
+)  # fmt: skip
 KINDS = {
     "default": dict(rope_type="default", rope_theta=10_000.0),
     "large base": dict(rope_type="default", rope_theta=5_000_000.0),
@@ -29,19 +33,22 @@ KINDS = {
         rope_type="yarn", rope_theta=150_000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
         original_max_position_embeddings=4096,
     ),
+    "longrope": dict(rope_type="longrope", rope_theta=10_000.0, **LONGROPE),
+    "longrope, factor given": dict(rope_type="longrope", rope_theta=10_000.0, **LONGROPE, attention_factor=1.25),
     "yarn, factor given": dict(rope_type="yarn", rope_theta=10_000.0, **YARN, attention_factor=1.25),
 }  # fmt: skip
 
 
-def both(params: dict, head_dim: int = 64):
-    """(our Rope, transformers' inverse frequencies, its factor on cos and sin)."""
+def both(params: dict, head_dim: int = 64, length: int | None = 131_072):
+    """(our Rope, transformers' inverse frequencies, its factor on cos and sin), for sequences of that length."""
+    params = {key: value[: head_dim // 2] if isinstance(value, list) else value for key, value in params.items()}
     config = LlamaConfig(
         hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=131_072,
         rope_parameters=dict(params),
     )  # fmt: skip
     kind = params["rope_type"]
     compute = ROPE_INIT_FUNCTIONS.get(kind, LlamaRotaryEmbedding.compute_default_rope_parameters)
-    theirs, factor = compute(config, device="cpu")
+    theirs, factor = compute(config, device="cpu", seq_len=length)
     f = Fields(config.to_dict(), "config.json")
     return read_rope(f, head_dim, rope_dict(f, 1.0)), theirs.numpy(), factor
 
@@ -68,6 +75,26 @@ def test_turned_heads(kind):
     )
     ours = rotate(jnp.asarray(x), rope, rope.tables(jnp.asarray(positions)))
     np.testing.assert_allclose(ours, expected[0].transpose(0, 1).numpy(), atol=5e-4)  # f32 angles up to 4095
+
+
+@pytest.mark.parametrize("length", [1, 4096, 4097, 131_072])
+def test_the_length_of_sequences_chooses_between_the_factors(length):
+    rope, theirs, factor = both(KINDS["longrope"], 64, length)
+    assert rope.is_long, "without a limit the long factors, for the model has 131,072 positions"
+    rope = rope.within(length)
+    assert rope.is_long == (length > 4096) and rope.magnitude == pytest.approx(factor)
+    np.testing.assert_allclose(rope.inv_freq(), theirs, rtol=1e-6)
+    plain = Rope(10_000.0, 8)
+    assert plain.within(length) == plain
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_part_of_a_head_turns_and_the_rest_passes(interleaved):
+    rope = Rope(10_000.0, 8, interleaved=interleaved)
+    x, tables = jax.random.normal(jax.random.key(0), (5, 3, 20)), rope.tables(jnp.arange(5))
+    turned = rotate(x, rope, tables)
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    np.testing.assert_array_equal(turned[..., :8], rotate(x[..., :8], rope, tables))
 
 
 def test_interleaved_pairs_turn_as_complex_numbers():

@@ -12,6 +12,8 @@ from scipy.stats import chisquare
 
 from dovetail.ops import sample as ops
 
+pytestmark = pytest.mark.slow
+
 V = 200  # more than a block, and not a whole number of them
 W = -(-V // 32)
 

@@ -9,6 +9,8 @@ from ops.test_paged_kernel import BATCHES, arrays
 
 from dovetail.ops.paged import paged_attention
 
+pytestmark = pytest.mark.slow
+
 USABLE = [name for name, (new, *_) in BATCHES.items() if min(new) > 0]  # upstream takes no sequence without a new token
 
 

@@ -6,7 +6,7 @@ from xla_flags import flags
 
 @pytest.fixture(scope="session")
 def tokenizer(smollm2_gguf):
-    from dovetail.serve.server import read_tokenizer
+    from dovetail.serve.http.server import read_tokenizer
 
     return read_tokenizer(smollm2_gguf)
 
@@ -16,10 +16,12 @@ def real(smollm2_gguf, tokenizer):
     """The real model, over the real engine process."""
     from serve.servers import running
 
-    from dovetail.serve.client import EngineClient
+    from dovetail.engine.options import EngineOptions
+    from dovetail.serve.remote.client import EngineClient
 
     async def engine():
-        options = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256, policy="priority")
+        size = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256)
+        options = EngineOptions(**size, policy="priority", seed=None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XLA_FLAGS", flags(1, quick=False))  # as `optimised`
             return await EngineClient.start(smollm2_gguf, options)

@@ -1,4 +1,4 @@
-"""What the API's tests share: a server on a free port in a thread, and an engine that says what it is told to."""
+"""What the API's tests share: a server on a free port in a thread, and an engine with scripted answers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from dovetail.engine.died import EngineDied
 from dovetail.engine.stats import Stats
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve import child
-from dovetail.serve.app import make_app
 from dovetail.serve.config import ServerConfig
-from dovetail.serve.messages import Delta, Logprob, Times
-from dovetail.serve.server import Server, listening_socket
+from dovetail.serve.http.app import make_app
+from dovetail.serve.http.server import Server, listening_socket
+from dovetail.serve.remote import child
+from dovetail.serve.remote.wire import Delta, DeltaTimes, Logprob
 
 MODEL = "smollm2"
 
@@ -61,17 +61,19 @@ def _signal_when(condition: Callable[[], bool], event: threading.Event) -> None:
     event.set()
 
 
-# The engine's process, with a device that does not answer while a file is there.
+# The engine's process, with a device that does not answer while a file exists, and is slow while FILE.slow exists.
 _HANGS = """
 import pathlib, sys, time
 from dovetail.engine.engine import Engine
-from dovetail.serve import process
+from dovetail.serve.remote import process
 
 step = Engine.step
 
 def wait_and_step(self):
     while pathlib.Path(sys.argv[1]).exists():
         time.sleep(0.02)
+    if pathlib.Path(sys.argv[1] + ".slow").exists():
+        time.sleep(0.03)
     return step(self)
 
 Engine.step = wait_and_step
@@ -81,7 +83,7 @@ process.main(int(sys.argv[2]))
 
 @contextmanager
 def hanging(file: Path):
-    """Engines that are started meanwhile take no step while the file is there."""
+    """Engines started meanwhile take no step while the file exists, and slow ones while FILE.slow does."""
     command, child.COMMAND = child.COMMAND, (sys.executable, "-c", _HANGS, str(file))
     try:
         yield
@@ -90,18 +92,23 @@ def hanging(file: Path):
 
 
 class Script:
-    """An engine of scripted answers: each request is given the next text, a token at a time."""
+    """An engine of scripted answers: each request is given the next text, one token at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, pause: float = 0.0):
-        self.tokenizer, self.pause = tokenizer, pause
-        self.info = SimpleNamespace(max_model_len=512, vocab=tokenizer.vocab_size)
+    def __init__(self, tokenizer: Tokenizer, delay: float = 0.0, max_num_seqs: int = 64):
+        self.tokenizer, self.delay = tokenizer, delay
+        self.info = SimpleNamespace(max_model_len=512, vocab=tokenizer.vocab_size, max_num_seqs=max_num_seqs)
         self.trouble: str | None = None
+        self.rest: str | None = None
         self.texts: list[str | list[int]] = []
         self.asked: list[Any] = []  # (prompt's text, params, priority, cache_salt)
         self.ended: list[str] = []  # how each request ended: "whole", or "left"
         self.called: list[Any] = []
         self.aborted: set[str] = set()
         self.dies = False
+
+    @property
+    def unready(self) -> str | None:
+        return self.trouble or self.rest
 
     async def generate(self, id, prompt, params, *, priority=0, cache_salt=None):
         self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params, priority, cache_salt))
@@ -113,18 +120,18 @@ class Script:
         ended = "left"
         try:
             for i, token in enumerate(tokens):
-                await asyncio.sleep(self.pause)
+                await asyncio.sleep(self.delay)
                 if self.dies and i == 2:
                     raise EngineDied("the engine died: somewhere/secret.py")
                 if id in self.aborted:
                     for index in range(params.n):
-                        yield Delta(id, index, [], Times(0.0), finished=True, finish_reason="abort")
+                        yield Delta(id, index, [], DeltaTimes(0.0), finished=True, finish_reason="abort")
                     return
                 last = i == len(tokens) - 1
                 reason = ("stop" if token == self.tokenizer.eos_id else "length") if last else None
                 for index in range(params.n):
                     logprobs = None if params.logprobs is None else [Logprob(token, -0.5, 1, ((token, -0.5),))]
-                    delta = Delta(id, index, [token], Times(0.0), logprobs, last, reason, cached_tokens=3)
+                    delta = Delta(id, index, [token], DeltaTimes(0.0), logprobs, last, reason, cached_tokens=3)
                     if params.prompt_logprobs is not None and last and index == params.n - 1:
                         delta.prompt_logprobs = [None, *(Logprob(token, -0.5, 1, ()) for token in prompt[1:])]
                     yield delta
@@ -149,20 +156,9 @@ class Script:
     async def close(self):
         self.trouble = "it was stopped"
 
-    def __getattr__(self, name):
-        if name not in (
-            "sleep",
-            "wake",
-            "pause_steps",
-            "resume",
-            "reset_prefix_cache",
-            "update_weights",
-            "stop_profile",
-        ):
-            raise AttributeError(name)
+    async def stop_profile(self):
+        self.called.append(("stop_profile",))
 
-        async def call(*args):
-            self.called.append((name, *args))
-            return 7
-
-        return call
+    async def control(self, name, *args):
+        self.called.append((name, *args))
+        return 7

@@ -12,8 +12,10 @@ import numpy as np
 
 from dovetail.core.recipe import read
 from dovetail.core.types import Batch
-from dovetail.train.loop import Run
+from dovetail.train import run as runs
+from dovetail.train.next_token import next_token
 from dovetail.train.prepare import prepare
+from dovetail.train.run import Ran
 from dovetail.train.settings import Pretrain
 
 CONFIG = {
@@ -73,11 +75,11 @@ def not_a_number(*indices: int):
     return spoil
 
 
-def run(settings: Pretrain, folder: Path, spoil=lambda index, batch: batch, devices: int = 1) -> tuple[int, Run]:
+def run(settings: Pretrain, folder: Path, spoil=lambda index, batch: batch, devices: int = 1) -> tuple[int, Ran]:
     """(exit code, the run), on the first devices."""
-    ready = prepare(settings, jax.devices()[:devices])
-    one = Run(ready, folder, Numbers(settings, spoil), Numbers(settings), show=False)
-    return one.go(), one
+    ready = prepare(settings, next_token(settings), jax.devices()[:devices])
+    one = runs.run(ready, folder, Numbers(settings, spoil), Numbers(settings), show=False)
+    return one.code, one
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -86,5 +88,5 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: line[k] for k in ("step", "loss", "grad_norm", "lr") if k in line} for line in lines]
 
 
-def weights(one: Run) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(one.state.params)]
+def weights(one: Ran) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(one.at.state.params)]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from train.runs import metrics, model_folder
 from xla_flags import flags
 
-from dovetail.train.exits import PREEMPTED
+from dovetail.train.guard.exits import PREEMPTED
 
 pytestmark = pytest.mark.slow
 STEPS = 40
@@ -91,6 +91,7 @@ def start_both(place: Path, folder: Path) -> list[subprocess.Popen]:
     ]
 
 
+@pytest.mark.thorough  # two processes go on in test_processes, other meshes read a checkpoint in test_meshes
 def test_two_processes_go_on_where_one_stopped(place, straight):
     folder = place / "two"
     shutil.copytree(straight, folder)

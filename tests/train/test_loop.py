@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -12,13 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from train.runs import metrics, not_a_number, run, settings_for, weights
+from train.runs import Numbers, metrics, not_a_number, run, settings_for, weights
 
+from dovetail.train import run as runs
 from dovetail.train import step as step_module
-from dovetail.train.exits import PREEMPTED, QUARANTINE, TROUBLE
+from dovetail.train.guard.exits import PREEMPTED, QUARANTINE, TROUBLE
+from dovetail.train.next_token import next_token
+from dovetail.train.prepare import prepare
+from dovetail.train.report.goodput import Goodput
+from dovetail.train.report.summary import read, summary
 
 # Of a damaged checkpoint's other reads tensorstore tells an event loop that Orbax has closed by then.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.slow,
+]
 
 
 def records(folder: Path) -> list[dict]:
@@ -41,8 +50,12 @@ def test_a_run_learns_measures_saves_exports_and_reports(tmp_path):
     held_out = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     held_out = [line["held_out_loss"] for line in held_out if "held_out_loss" in line]
     assert len(held_out) == 2 and held_out[1] < held_out[0]
+    found = read(tmp_path / "run")
+    assert found.evals[-1]["weights"] == "averaged"
+    assert dict(summary(found))["held-out loss"] == f"{held_out[1]:.4f} (averaged weights)"
+    assert "held out, averaged weights" in (tmp_path / "run/report.html").read_text()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/export/step_60")
-    np.testing.assert_allclose(theirs.model.embed_tokens.weight.detach().numpy(), np.asarray(one.state.ema["embed"]))
+    np.testing.assert_allclose(theirs.model.embed_tokens.weight.detach().numpy(), np.asarray(one.at.state.ema["embed"]))
     assert "<svg" in (tmp_path / "run/report.html").read_text()
     assert one.goodput.share > 0
 
@@ -58,11 +71,38 @@ def test_going_on_is_bitwise_the_straight_run(tmp_path):
         return batch
 
     code, first = run(settings, tmp_path / "cut", stop_once)
-    assert code == PREEMPTED and 4 < first.step < 12 and first.checkpoints.latest() == first.step
+    assert code == PREEMPTED and 4 < first.at.step < 12 and first.checkpoints.latest() == first.at.step
     code, second = run(settings, tmp_path / "cut")
     assert code == 0 and metrics(tmp_path / "cut") == metrics(tmp_path / "straight")
     for a, b in zip(weights(straight), weights(second), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_recipe_that_has_changed_is_told_and_followed(tmp_path):
+    run(settings_for(tmp_path), tmp_path / "run")
+    changed = settings_for(tmp_path, steps=14, optimizer={"lr": 3e-4}, log_every=2)
+    code, one = run(changed, tmp_path / "run")
+    assert code == 0 and one.at.step == 14 and metrics(tmp_path / "run")[-1]["lr"] < 3.1e-4
+    (told,) = [text for text in one.remarks if "the recipe has changed" in text]
+    assert "steps 12 -> 14" in told and "optimizer.lr 0.01 -> 0.0003" in told and "log_every 1 -> 2" in told
+    _, same = run(changed, tmp_path / "run")
+    assert not [text for text in same.remarks if "the recipe has changed" in text]
+    with pytest.raises(ValueError, match=r"other data, batch or length \(batch 8 -> 4\)"):
+        run(settings_for(tmp_path, batch=4), tmp_path / "run")
+
+
+def test_what_a_process_did_that_saved_nothing_is_lost(tmp_path):
+    """It is killed before its first checkpoint: the next one begins anew, and the steps are no goodput."""
+    settings, path = settings_for(tmp_path, steps=4), tmp_path / "goodput.json"
+    with Goodput(path) as ledger:
+        ledger.begin()
+        time.sleep(0.01)
+        ledger.step(3)
+    again = Goodput(path)
+    ready = prepare(settings, next_token(settings), jax.devices()[:1])
+    runs.run(ready, tmp_path / "run", Numbers(settings), goodput=again, show=False)
+    kinds = {kind: seconds for kind, seconds, _ in again.table()}
+    assert kinds["lost"] >= 0.01 and again.starts == 2 and "other" not in kinds
 
 
 def test_a_bad_batch_is_replayed_left_out_and_recorded(tmp_path):
@@ -70,7 +110,7 @@ def test_a_bad_batch_is_replayed_left_out_and_recorded(tmp_path):
     code, one = run(settings, tmp_path / "run", not_a_number(6))
     (record,) = records(tmp_path / "run")
     assert code == 0 and record["batch"] == 6 and record["what"] == "skip" and record["kind"] == "non-finite loss"
-    assert one.step == 12 and one.cursor == 13  # twelve updates from thirteen batches
+    assert one.at.step == 12 and one.at.cursor == 13  # twelve updates from thirteen batches
     assert all(np.isfinite(leaf).all() for leaf in weights(one))
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
 
@@ -78,7 +118,7 @@ def test_a_bad_batch_is_replayed_left_out_and_recorded(tmp_path):
 def test_bad_batches_in_a_row_roll_the_run_back_past_them(tmp_path):
     code, one = run(settings_for(tmp_path), tmp_path / "run", not_a_number(5, 6, 7))
     assert code == 0 and [r["what"] for r in records(tmp_path / "run")] == ["skip", "skip", "rollback"]
-    assert one.step == 12 and one.cursor == 4 + 8 + 4  # batches 4 to 7 are passed over
+    assert one.at.step == 12 and one.at.cursor == 4 + 8 + 4  # batches 4 to 7 are passed over
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
 
 
@@ -109,15 +149,15 @@ def flipped_once(monkeypatch, device: int, at_call: int):
             calls.append(index)
         return np.float32(2.0**60 if index == device and len(calls) == at_call else 1.0)
 
-    def gradients(params, cfg, settings, batch, placement, *rest):
-        grads, *more = real(params, cfg, settings, batch, placement, *rest)
+    def gradients(params, cfg, objective, batch, ctx, *rest):
+        grads, *more = real(params, cfg, objective, batch, ctx, *rest)
 
         def local(g):
             where = jax.lax.axis_index("data")
             return g * jax.pure_callback(flip, jax.ShapeDtypeStruct((), jnp.float32), where)
 
         whole = PartitionSpec()
-        mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        mapped = jax.shard_map(local, mesh=ctx.placement.mesh, in_specs=whole, out_specs=whole, check_vma=False)
         return {**grads, "norm": mapped(grads["norm"])}, *more
 
     monkeypatch.setattr(step_module, "gradients", gradients)

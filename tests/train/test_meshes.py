@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 from train_cases import recipe, some_batch, write_model
 
-from dovetail.train.prepare import prepare
-from dovetail.train.settings import Loss, Mesh, Optimizer, Pretrain
+from dovetail.core.training import Mesh, Optimizer
+from dovetail.io.checkpoint import Checkpoints
+from dovetail.train.next_token import next_token
+from dovetail.train.prepare import Ready, prepare
+from dovetail.train.settings import Loss, Pretrain
+
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 MODELS = {
@@ -61,7 +66,7 @@ def settings(model: str) -> Pretrain:
 
 def curve(wanted: Pretrain, devices: int) -> list[dict[str, np.ndarray]]:
     """The metrics of a few steps, each on a batch of its own."""
-    ready = prepare(wanted, jax.devices()[:devices])
+    ready = prepare(wanted, next_token(wanted), jax.devices()[:devices])
     state, step = ready.init(), ready.lower().compile()
     found = []
     for turn in range(STEPS):
@@ -100,3 +105,31 @@ def test_in_parts_recomputed_and_folded(model):
     axes = dict(data=1, fsdp=2, tensor=2) if model == "dense" else dict(data=1, fsdp=2, expert=2)
     changes: dict[str, Any] = dict(accumulate=2, remat="attention", scan=True, mesh=Mesh(**axes))
     agree(curve(dataclasses.replace(settings(model), **changes), 4), on_one(model))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+DENSE = [mesh for mesh, (_, axes) in MESHES.items() if "expert" not in axes]
+EXPERT = [mesh for mesh in MESHES if mesh not in DENSE]
+READ = [  # and by which mesh a checkpoint is read, too
+    (model, mesh, some[i - 1]) for model, some in (("dense", DENSE), ("moe", EXPERT)) for i, mesh in enumerate(some)
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "onto"), READ)
+def test_a_checkpoint_of_any_mesh_is_read_by_it_and_by_another(tmp_path, model, mesh, onto):
+    def on(name: str) -> Ready:
+        devices, axes = MESHES[name]
+        wanted = dataclasses.replace(settings(model), mesh=Mesh(**{"data": 1, "fsdp": 1} | axes))
+        return prepare(wanted, next_token(wanted), jax.devices()[:devices])
+
+    state = on(mesh).init()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {"cursor": 3})
+        for name in (mesh, onto):
+            form = on(name).form
+            again, meta, step = checkpoints.restore(form)
+            assert (meta, step) == ({"cursor": 3}, 1)
+            for found, wanted, place in zip(*map(jax.tree.leaves, (again, state, form)), strict=True):
+                assert found.sharding == place.sharding
+                np.testing.assert_array_equal(found, wanted)

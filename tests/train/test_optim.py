@@ -16,12 +16,14 @@ from reference_models import BASE, FAMILIES
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.spec import ParamSpec, Stored, abstract, leaves, tree_map
+from dovetail.core.training import Optimizer
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from dovetail.train.muon import RMS, is_hidden_matrix, matrix_shape, orthogonalize
 from dovetail.train.optim import clip, ema_update, global_norm, make_optimizer, state_shardings
 from dovetail.train.rounding import apply
-from dovetail.train.settings import Optimizer
+
+pytestmark = pytest.mark.slow
 
 LR = 1e-2
 V, D, N, H, F, E = 24, 16, 4, 6, 32, 8

@@ -6,9 +6,9 @@ from typer.testing import CliRunner
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.core.spec import matmul_flops, num_params
+from dovetail.models.registry import read_model, shipped_models
 from dovetail.models.spec import spec
-from dovetail.train.derive import derive, smallest
-from dovetail.train.model import read_model, shipped_models
+from dovetail.plan.derive import derive, smallest
 from dovetail.train.settings import Pretrain
 
 # published parameters, and for a mixture of experts those one token multiplies (its embedding is a look-up)

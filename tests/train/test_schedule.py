@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from dovetail.core.training import Schedule
 from dovetail.train.schedule import learning_rate
-from dovetail.train.settings import Schedule
 
 LR, STEPS = 2e-3, 100
 

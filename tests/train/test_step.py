@@ -16,25 +16,31 @@ from reference_models import reference
 from train_cases import CONFIGS, alone, packed, recipe, some_batch
 
 from dovetail.core.spec import abstract, init
+from dovetail.core.training import Optimizer, Precision
 from dovetail.core.types import Packed
 from dovetail.io.hf import write_tensors
 from dovetail.io.load import load
 from dovetail.io.safetensor_folder import SafetensorFolder
-from dovetail.models.registry import parse_config
+from dovetail.models.decoder import trunk
+from dovetail.models.registry import parse_config, read_model
+from dovetail.models.repeats import Repeat, repeats
 from dovetail.models.spec import spec
-from dovetail.models.trunk import Run, runs, trunk
-from dovetail.train import health
-from dovetail.train.model import read_model
+from dovetail.train.guard import health
+from dovetail.train.next_token import next_token
+from dovetail.train.objective import step_context
 from dovetail.train.optim import global_norm, make_optimizer
 from dovetail.train.schedule import learning_rate
-from dovetail.train.settings import Loss, Optimizer, Precision
-from dovetail.train.state import TrainState, init_state, train_specs
+from dovetail.train.settings import Loss
+from dovetail.train.state import TrainState, init_state
 from dovetail.train.step import gradients, make_eval, make_step
+
+pytestmark = pytest.mark.slow
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "settings"))
 def grads_of(params, cfg, settings, batch):
-    return gradients(params, cfg, settings, batch, alone())
+    parts = settings.accumulate or 1
+    return gradients(params, cfg, next_token(settings), batch, step_context(settings, alone()), parts)
 
 
 def config(name: str, **changes):
@@ -43,15 +49,16 @@ def config(name: str, **changes):
 
 def fresh(cfg, settings):
     """Weights far enough from 0 that every part of the model matters."""
-    return init(train_specs(cfg, settings), jax.random.key(settings.seed), jnp.float32, std=0.15)
+    return init(next_token(settings).specs(cfg), jax.random.key(settings.seed), jnp.float32, std=0.15)
 
 
 def trainer(cfg, settings, params=None):
     """(a state, a jitted step) on one device; the state is not donated, so that it can be looked at."""
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
-    optimizer = make_optimizer(settings.optimizer, rate, train_specs(cfg, settings))
-    state = init_state(cfg, settings, optimizer, alone(), params)
-    return state, jax.jit(make_step(cfg, settings, optimizer, rate, alone()))
+    objective = next_token(settings)
+    optimizer = make_optimizer(settings.optimizer, rate, objective.specs(cfg))
+    state = init_state(cfg, objective.specs(cfg), settings, optimizer, alone(), params)
+    return state, jax.jit(make_step(cfg, settings, objective, optimizer, rate, step_context(settings, alone())))
 
 
 def same(a, b) -> None:
@@ -79,7 +86,10 @@ def near(ours, theirs) -> None:
 # ---------------------------------------------------------------------------------------------------- against PyTorch
 
 DOCUMENTS = [np.random.default_rng(i).integers(3, 160, n).tolist() for i, n in enumerate((19, 12))]
-REFERENCES = ["llama3.1", "gemma3", "mixtral", pytest.param("qwen3-moe", marks=pytest.mark.thorough)]
+REFERENCES = [
+    "llama3.1", "gemma3", "mixtral", "granite3",
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3-moe", "phi4-mini", "glm4")),
+]  # fmt: skip
 
 
 def torch_loss(model) -> torch.Tensor:
@@ -185,23 +195,23 @@ def test_a_batch_in_parts_is_the_batch(name):
 
 
 FOLDED = {
-    "deep": [Run(0, 1, 4)],
-    "local": [Run(0, 2, 2), Run(4, 1, 1)],
-    "latent": [Run(0, 1, 1), Run(1, 1, 2)],
+    "deep": [Repeat(0, 1, 4)],
+    "local": [Repeat(0, 2, 2), Repeat(4, 1, 1)],
+    "latent": [Repeat(0, 1, 1), Repeat(1, 1, 2)],
 }
 
 
 def test_equal_layers_are_found():
-    assert runs(read_model("llama3-8b")) == [Run(0, 1, 32)]
-    assert runs(read_model("gemma3-4b")) == [Run(0, 6, 5), Run(30, 1, 4)], "five local layers to a global one"
-    assert runs(read_model("deepseek-v3")) == [Run(0, 1, 3), Run(3, 1, 58)]
+    assert repeats(read_model("llama3-8b")) == [Repeat(0, 1, 32)]
+    assert repeats(read_model("gemma3-4b")) == [Repeat(0, 6, 5), Repeat(30, 1, 4)], "five local layers to a global one"
+    assert repeats(read_model("deepseek-v3")) == [Repeat(0, 1, 3), Repeat(3, 1, 58)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("deep", "latent"))])
 def test_remat_and_scan_change_nothing(name):
     cfg = config(name)
-    assert runs(cfg) == FOLDED[name]
+    assert repeats(cfg) == FOLDED[name]
     plain = recipe(loss=EXTRAS if name == "latent" else Loss())
     params, batch = fresh(cfg, plain), some_batch(1)
     grads, metrics, loads = grads_of(params, cfg, plain, batch)
@@ -342,8 +352,8 @@ def test_weights_that_were_given_get_the_layers_they_lack():
 def test_held_out_loss_is_the_training_loss_without_extras():
     cfg, settings = config("moe"), recipe(loss=EXTRAS)
     params, batch = fresh(cfg, settings), some_batch(5)
-    total, count = jax.jit(make_eval(cfg, settings, alone()))(params, batch)
-    np.testing.assert_allclose(total / count, grads_of(params, cfg, settings, batch)[1]["loss"], rtol=1e-6)
+    sums, count = jax.jit(make_eval(cfg, next_token(settings), step_context(settings, alone())))(params, batch)
+    np.testing.assert_allclose(sums["loss"] / count, grads_of(params, cfg, settings, batch)[1]["loss"], rtol=1e-6)
 
 
 def test_a_batch_without_targets_is_no_fault():

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 
-from dovetail.serve.tools.notation import JSON, Reader, State, as_json
+from dovetail.serve.tools.notation import JSON, State, ValueReader, as_json
 
 _ARGUMENTS = ("arguments", "parameters")
-_KEYS = {"name", *_ARGUMENTS, "type", "id"}  # before the arguments, any other key tells that this is no call
+_KEYS = {"name", *_ARGUMENTS, "type", "id"}  # with any other key before the arguments, the object is not a call
 
 
 class Envelope:
-    """Reads the object and lets the text of its arguments through.
+    """Reads the object and passes on the text of its arguments.
 
     `name` is None until it is certain that this is a call: its name is known and its arguments have begun. Models also
-    write the arguments as a string that holds the object, or as null. Where a marker came before it (`certain`), they
-    may be missing too, or come before the name, for which they then wait.
-    What goes wrong after the arguments (a brace too few) is no part of the call: it ends there.
+    write the arguments as a string that holds the object, or as null. After a marker (`certain`) they may also be
+    missing, or come before the name; they are then passed on when the name is known.
+    An error after the arguments (a missing brace) does not break the call: it ends there.
     """
 
     def __init__(self, certain: bool):
@@ -24,10 +24,10 @@ class Envelope:
         self.name: str | None = None
         self._certain = certain
         self._name: str | None = None
-        self._arguments: str | None = None  # what is written and was not taken; None: they have not begun
+        self._arguments: str | None = None  # written and not taken yet; None: they have not begun
         self._step = self._brace
         self._key = ""
-        self._reader: Reader | None = None  # of the string or value that is open
+        self._reader: ValueReader | None = None  # of the string or value that is open
 
     def push(self, text: str, at: int) -> int:
         while self.state is State.OPEN:
@@ -82,7 +82,7 @@ class Envelope:
     # --- strings and values, which may come in many pieces ------------------------------------------------------------
 
     def _read(self, step, text: str, at: int) -> int:
-        self._reader, self._step = Reader(JSON), step
+        self._reader, self._step = ValueReader(JSON), step
         return step(text, at)
 
     def _read_key(self, text: str, at: int) -> int:
@@ -136,7 +136,7 @@ class Envelope:
         at = reader.push(text, at)
         return (at if reader.state is State.OPEN else self._end_value(reader, at, then)), reader.take()
 
-    def _end_value(self, reader: Reader, at: int, then) -> int:
+    def _end_value(self, reader: ValueReader, at: int, then) -> int:
         if reader.state is State.BROKEN:
             return self._fail(at)
         self._reader, self._step = None, then

@@ -1,4 +1,4 @@
-"""What a model's text turns out to be, piece by piece; and the whole message that the pieces make."""
+"""The events of a model's text, piece by piece, and the whole message that they make."""
 
 from __future__ import annotations
 

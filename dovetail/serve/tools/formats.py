@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls and reasoning: one small table each, and how a model's is found.
+"""The formats in which models write tool calls and reasoning: one small table each, and how a model's is chosen.
 
 To add a format, add a table; where its arguments are written in a notation of their own, add that to `notation`.
 """
@@ -13,7 +13,7 @@ from dovetail.serve.tools.envelope import Envelope
 from dovetail.serve.tools.head import ARGUMENTS, KEY, NAME, SPACE, Head
 from dovetail.serve.tools.ids import call_id, short_id
 from dovetail.serve.tools.named import Arguments, Named
-from dovetail.serve.tools.notation import GEMMA, JSON, PYTHON, Notation, Reader
+from dovetail.serve.tools.notation import GEMMA, JSON, PYTHON, Notation, ValueReader
 from dovetail.serve.tools.parameters import Parameters
 from dovetail.serve.tools.schema import types_of
 
@@ -26,7 +26,7 @@ class ToolFormat:
     name: str
     opens: tuple[str, ...] = ()  # markers before a call, or before a list of them
     closes: tuple[str, ...] = ()  # markers after it
-    bare: tuple[str, ...] = ()  # how a call may also begin without a marker; then only a known function is a call
+    bare: tuple[str, ...] = ()  # how a call may begin without a marker; then only a known function is a call
     envelope: bool = False  # a call may be {"name": ..., "arguments": {...}}
     heads: tuple[Head, ...] = ()  # a call may be a name and then its arguments ...
     notation: Notation | None = JSON  # ... in this notation; None: as <parameter=...> tags
@@ -35,7 +35,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts the parser must see, though they may be special tokens: a detokenizer has to keep these."""
+        """The texts that the parser must see although they may be special tokens: a detokenizer must keep them."""
         return tuple(marker for marker in self.opens + self.closes + self.inner if len(marker) > 1)
 
     def call(self, first: str, certain: bool, parameters: Mapping[str, Mapping[str, Any]]) -> Envelope | Named | None:
@@ -45,7 +45,7 @@ class ToolFormat:
         return Named(self.heads, lambda name: self._arguments(parameters.get(name))) if self.heads else None
 
     def _arguments(self, schema: Mapping[str, Any] | None) -> Arguments:
-        return Parameters(lambda key: types_of(schema, key)) if self.notation is None else Reader(self.notation)
+        return Parameters(lambda key: types_of(schema, key)) if self.notation is None else ValueReader(self.notation)
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ReasoningFormat:
     name: str
     open: str
     close: str
-    tokens: tuple[str, ...] = ()  # what of these are tokens, where it is not the two of them
-    starts_inside: bool = False  # whether the prompt has opened it, when nobody says otherwise
-    anywhere: bool = False  # whether it may open after the answer has begun; else the marker there is only text
+    tokens: tuple[str, ...] = ()  # the tokens in `open` and `close`, where they are not these two themselves
+    starts_inside: bool = False  # whether the prompt opens it, unless the caller says otherwise
+    anywhere: bool = False  # whether it may open after the answer has begun; else the marker is text there
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -90,13 +90,13 @@ def _mistral(name: str) -> ToolFormat:
     return ToolFormat(name, ("[TOOL_CALLS]",), envelope=True, heads=_MISTRAL_HEADS, inner=inner, new_id=short_id)
 
 
-# Formats of one family read alike; they differ in what `grammar_for` writes.
+# Formats of one family are read alike; they differ in what `grammar_for` writes.
 TOOL_FORMATS = {
     each.name: each
     for each in (
         # <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
         ToolFormat("hermes", ("<tool_call>",), ("</tool_call>",), envelope=True),
-        # <tool_call><function=f><parameter=a>1</parameter></function></tool_call>; the outer tag is at times left out
+        # <tool_call><function=f><parameter=a>1</parameter></function></tool_call>; the outer tag is sometimes left out
         ToolFormat(
             "qwen3_coder", ("<tool_call>",), ("</tool_call>",), bare=("<function=",), envelope=True,
             heads=(Head("<function=", NAME, ">", ARGUMENTS),), notation=None,
@@ -138,32 +138,32 @@ def format_for(template: str = "", tokens: Collection[str] = (), *, name: str | 
     """The format of tool calls: the one named ("none" for None), else by the model's chat template, else by its special
     tokens (fine-tunes keep those of their base model, so the template comes first).
 
-    Where neither tells, it is Hermes's: it is what most models without a format of their own were shown.
+    Otherwise it is Hermes's: most models without a format of their own have seen it in training.
     """
     if name is not None:
         return _named("tool-call format", name, TOOL_FORMATS)
-    return TOOL_FORMATS[_tools_told_by(template) or _tools_told_by("\n".join(tokens)) or "hermes"]
+    return TOOL_FORMATS[_tool_format_in(template) or _tool_format_in("\n".join(tokens)) or "hermes"]
 
 
 def reasoning_for(
     template: str = "", tokens: Collection[str] = (), *, name: str | None = None
 ) -> ReasoningFormat | None:
-    """The format of reasoning, found likewise; None where nothing tells of any.
+    """The format of reasoning, chosen in the same way; None where neither shows one.
 
-    What the prompt has opened already is asked of the prompt (`ReasoningFormat.opened_by`), not of the template.
+    Whether a prompt has already opened it is seen in the prompt (`ReasoningFormat.opened_by`), not in the template.
     """
     if name is not None:
         return _named("reasoning format", name, REASONING_FORMATS)
-    return REASONING_FORMATS.get(_reasoning_told_by(template) or _reasoning_told_by("\n".join(tokens)))
+    return REASONING_FORMATS.get(_reasoning_format_in(template) or _reasoning_format_in("\n".join(tokens)))
 
 
 def special_ids(tokenizer: Tokenizer, *formats: ToolFormat | ReasoningFormat | None) -> dict[str, int]:
-    """The formats' markers that are special tokens of this model: a detokenizer must keep them, a grammar name them."""
+    """The formats' markers that are special tokens of this model: a detokenizer must keep and a grammar name them."""
     special = {tokenizer.token(token): token for token in tokenizer.special_ids}
     return {marker: special[marker] for each in formats if each for marker in each.markers if marker in special}
 
 
-def _tools_told_by(text: str) -> str:
+def _tool_format_in(text: str) -> str:
     if "<|tool_call>" in text:
         return "gemma4"
     if _BEGIN_CALLS in text:
@@ -178,14 +178,14 @@ def _tools_told_by(text: str) -> str:
     return "llama3_json" if "<|python_tag|>" in text or '{"name": function name, "parameters"' in text else ""
 
 
-def _reasoning_told_by(text: str) -> str:
+def _reasoning_format_in(text: str) -> str:
     if "<|channel>" in text:
         return "gemma4"
     if "[THINK]" in text:
         return "mistral"
     if "<think>" in text:
         return "qwen3"
-    # A template that only takes reasoning away is that of the first R1 models, which may leave out the opening.
+    # A template that only removes reasoning is that of the first R1 models, which may leave out the opening.
     return "deepseek_r1" if "</think>" in text else ""
 
 

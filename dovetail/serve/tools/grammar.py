@@ -1,4 +1,4 @@
-"""Grammars that make a model call a tool: what tool_choice "required", or a function's name, asks of the engine."""
+"""Grammars that make a model call a tool: for tool_choice "required", a function's name, and strict tools."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dovetail.serve.tools.schema import parameters_by_name
 
 @dataclass(frozen=True)
 class _Written:
-    """How a format's calls are written, as the models' templates write them. {name} is the function's."""
+    """How a format's calls are written, as in the models' templates. {name} is the function's."""
 
-    before: str  # its arguments
+    before: str  # before its arguments
     after: str
     first: str = ""  # before the first call
     between: str = ""
@@ -44,7 +44,7 @@ _WRITTEN = {
     "gemma4": _Written("<|tool_call>call:{name}{", "}<tool_call|>", fields=grammar_fields.GEMMA),
 }  # fmt: skip
 # Where a tool's arguments are not a set of declared ones, there are no fields to write: the call is then written in
-# the format's own wrapper with its arguments as JSON, which the format's parser reads as well.
+# the format's own wrapper with JSON arguments, which the format's parser reads as well.
 _AS_JSON = {
     "qwen3_coder": _WRITTEN["hermes"],
     "llama4_pythonic": _Written('{"name": "{name}", "parameters": ', "}", "[", ", ", "]"),
@@ -78,7 +78,7 @@ def grammar_for(
     allowed = _allowed(parameters_by_name(tools), choice)
     several = parallel and choice in ("required", "auto")
     if choice == "auto":
-        thinking = _thinking(lark, reasoning, True) if in_reasoning else ""  # else it is text like any
+        thinking = _thinking(lark, reasoning, True) if in_reasoning else ""  # else it is ordinary text
         return lark.source(thinking + _text_or_calls(lark, tool_format, allowed, several))
     calls = _calls(lark, tool_format.name, allowed, several)
     return lark.source(_thinking(lark, reasoning, in_reasoning) + calls)
@@ -99,7 +99,7 @@ def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str
 
 
 def _text_or_calls(lark: Lark, form: ToolFormat, allowed: dict[str, Mapping[str, Any]], several: bool) -> str:
-    """One lexer reads both, so text ends with the opening, not before it: what follows is the call without it."""
+    """One lexer reads text and calls, so the text ends with the opening marker and the call follows without it."""
     written = _WRITTEN[form.name]
     opening = next((m for m in form.opens if (written.first or written.before).startswith(m)), None)
     if opening is None:
@@ -109,7 +109,7 @@ def _text_or_calls(lark: Lark, form: ToolFormat, allowed: dict[str, Mapping[str,
 
 
 def _calls(lark: Lark, name: str, allowed: dict[str, Mapping[str, Any]], several: bool, opened: str = "") -> str:
-    """`opened`: what of the first call is there already."""
+    """`opened`: the beginning of the first call that is written already."""
     written = _WRITTEN[name]
     call = lark.one_of([_call(lark, name, function, schema) for function, schema in allowed.items()])
     first = call

@@ -1,4 +1,4 @@
-"""Grammars of arguments that are not written as JSON: a field for each declared parameter, in the schema's order."""
+"""Grammars of arguments that are not written as JSON: one field per declared parameter, in the schema's order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COMBINED = ("$ref", "anyOf", "oneOf", "allOf", "not", "if", "patternProperties"
 
 @dataclass(frozen=True)
 class Style:
-    before: str  # a field's value; {key} is its name
+    before: str  # before a field's value; {key} is its name
     between: str
-    value: Callable[[Lark, Schema, Schema], str]  # from the field's schema and the document that it is part of
+    value: Callable[[Lark, Schema, Schema], str]  # from the field's schema and the document it is part of
 
 
 def are_declared(schema: Schema) -> bool:
-    """Whether the arguments are a set of declared ones and nothing else."""
+    """Whether the schema declares every argument."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or any(word in schema for word in _COMBINED):
         return False
@@ -31,12 +31,12 @@ def are_declared(schema: Schema) -> bool:
 
 
 def closed(schema: Schema) -> Schema:
-    """A function that declares no parameters takes none, though JSON Schema would let any in."""
+    """A function that declares no parameters takes none, although JSON Schema would allow any."""
     return {"additionalProperties": False, **schema} if schema.get("properties") == {} else schema
 
 
 def write(lark: Lark, style: Style, schema: Schema, root: Schema | None = None) -> str:
-    """Optional fields may be left out. `rest`: what may follow a field; `none`: what may come when none has yet."""
+    """Optional fields may be left out. `rest`: what may follow a field; `none`: what may come before any field has."""
     root = schema if root is None else root
     between = lark.text(style.between) + " " if style.between else ""
     rest = none = lark.rule('""')
@@ -54,7 +54,7 @@ def write(lark: Lark, style: Style, schema: Schema, root: Schema | None = None) 
 
 
 def _tag_value(lark: Lark, schema: Schema, root: Schema) -> str:
-    """A string as it is, with the newline and the tag that end it; any other value as JSON."""
+    """A string as it is, then the newline and the tag that end it; any other value as JSON."""
     end = "\n</parameter>\n"
     if _listed(schema, root):
         values = [value if isinstance(value, str) else json.dumps(value) for value in _listed(schema, root)]

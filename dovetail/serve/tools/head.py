@@ -10,8 +10,8 @@ class Blank(str):
     """A part of a head that is a pattern and not a text."""
 
 
-# Functions are [a-zA-Z0-9_-] to OpenAI; servers of tools also use dots, colons and slashes. The bound is what keeps a
-# text that only looks like a call from being held back for long.
+# OpenAI's function names are [a-zA-Z0-9_-]; tool servers also use dots, colons and slashes. The bound limits how long a
+# text that only looks like a call is buffered.
 NAME = Blank(r"[\w.:/\-]{1,128}")
 KEY = Blank(r"\w{1,128}")
 SPACE = Blank(r"\s{0,16}")
@@ -30,7 +30,7 @@ class Head:
         self._whole, self._beginning = re.compile("".join(map(_group, parts))), re.compile(beginning(*parts))
 
     def find(self, text: str, at: int) -> Found | bool:
-        """The head at this place; else whether it may yet become one."""
+        """The head at this position; else whether it may still become one."""
         whole = self._whole.match(text, at)
         if whole:
             return Found(whole["name"], whole.start("arguments"))

@@ -1,4 +1,4 @@
-"""A grammar in llguidance's Lark, as it is being written."""
+"""Lark: writes a grammar in llguidance's Lark notation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# As templates write JSON. To leave it open would also leave the model the choice to write white space without end.
+# As templates write JSON. Flexible white space would let the model write white space without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 
 class Lark:
-    """special: the ids of texts that are special tokens. Those are matched as tokens: spelled out, they would be
-    another text to the model."""
+    """special: the ids of texts that are special tokens. They are matched as tokens: spelled in ordinary tokens, the
+    model would read another text."""
 
     def __init__(self, special: Mapping[str, int]):
         self._special = dict(special)
@@ -36,13 +36,13 @@ class Lark:
         )
 
     def until(self, end: str) -> str:
-        """Any text, and then this one, which it does not hold."""
+        """Any text that does not contain `end`, and then `end`."""
         if end in self._special:
             return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
         return self.rule("/(?s:.*)/", f"[suffix={_literal(end)}]")
 
     def without(self, texts: Sequence[str]) -> str:
-        """Any text that holds none of these; special tokens are never text."""
+        """Any text that contains none of these; special tokens are never text."""
         written = [re.escape(text).replace("/", r"\/") for text in texts if text not in self._special]
         if not written:
             return self.rule("/(?s:.*)/")
@@ -51,7 +51,7 @@ class Lark:
         return name
 
     def json(self, schema: Mapping[str, Any], compact: bool = False) -> str:
-        """JSON by a schema."""
+        """JSON that follows a schema."""
         return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT if compact else _SPACING})}"
 
     def one_of(self, bodies: list[str]) -> str:

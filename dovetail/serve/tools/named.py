@@ -10,7 +10,7 @@ from dovetail.serve.tools.notation import State
 
 
 class Arguments(Protocol):
-    """What reads arguments in a format's own notation and writes them as JSON."""
+    """Reads arguments in a format's own notation and writes them as JSON."""
 
     state: State
 
@@ -20,7 +20,7 @@ class Arguments(Protocol):
 
 
 class Named:
-    """`name` is None until the head is whole; until then nothing is read."""
+    """`name` is None until the head is complete; until then nothing is read."""
 
     def __init__(self, heads: tuple[Head, ...], arguments: Callable[[str], Arguments]):
         self.state, self.complete = State.OPEN, False

@@ -1,8 +1,8 @@
 """Values as models write them (JSON, Python literals, Gemma's notation), read as they come and written as JSON.
 
-What is JSON already passes through unchanged, character by character. What models slip into is put right where there is
-only one way to mean it: a raw newline in a string, single quotes, True and None, a comma before a closing bracket, a
-backslash that escapes nothing. Anything else is broken, and what was written until then is the beginning of valid JSON.
+JSON passes through unchanged, character by character. Common errors of models are corrected where the meaning is clear:
+a raw newline in a string, single quotes, True and None, a comma before a closing bracket, a backslash that escapes
+nothing. Anything else is broken, and what was written until then is the beginning of valid JSON.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Notation:
-    quotes: tuple[str, ...]  # what a string stands between; of two that begin alike, the longer first
-    raw: tuple[str, ...] = ()  # those of them between which a backslash is only a backslash
+    quotes: tuple[str, ...]  # around strings; of two that begin alike, the longer first
+    raw: tuple[str, ...] = ()  # those of the quotes within which a backslash escapes nothing
     call: bool = False  # the whole is (name=value, ...) and tuples are lists
-    bare: bool = False  # a word that is no literal is a string without quotes
+    bare: bool = False  # a word that is not a literal is a string without quotes
 
 
 JSON = Notation(quotes=('"', "'"))
@@ -47,22 +47,22 @@ _LITERALS = {"true": "true", "True": "true", "false": "false", "False": "false",
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 
-class _Frame(NamedTuple):
+class _Bracket(NamedTuple):
     """An object or list that is open."""
 
     close: str
     separator: str  # between a key and its value; "" in a list
 
 
-class Reader:
-    """Reads one value. `push` returns how far it has read: it leaves what it cannot decide yet (half a word, half an
-    escape, half a quote) to be pushed again with what follows. `take` gives the JSON written since the last time."""
+class ValueReader:
+    """Reads one value. `push` returns how far it has read: what it cannot decide yet (half a word, half an escape, half
+    a quote) must be pushed again with what follows. `take` returns the JSON written since the last call."""
 
     def __init__(self, notation: Notation):
         self.state = State.OPEN
         self._notation = notation
         self._out: list[str] = []
-        self._frames: list[_Frame] = []
+        self._brackets: list[_Bracket] = []
         self._step = self._call if notation.call else self._value
         self._comma = ""  # a comma and the space after it: written once it is known that something follows
         self._quote, self._in_key = "", False
@@ -85,44 +85,44 @@ class Reader:
         self._out.clear()
         return written
 
-    # --- what may come next: each step reads something and says what follows, or leaves it all ------------------------
+    # --- what may come next: each step reads something and sets the next step, or reads nothing -----------------------
 
     def _call(self, text: str, at: int) -> int:
-        return self._open(_Frame(")", "="), at) if text[at] == "(" else self._fail(at)
+        return self._open(_Bracket(")", "="), at) if text[at] == "(" else self._fail(at)
 
     def _value(self, text: str, at: int) -> int:
         match text[at]:
             case "{":
-                return self._open(_Frame("}", ":"), at)
+                return self._open(_Bracket("}", ":"), at)
             case "[":
-                return self._open(_Frame("]", ""), at)
+                return self._open(_Bracket("]", ""), at)
             case "(" if self._notation.call:
-                return self._open(_Frame(")", ""), at)
+                return self._open(_Bracket(")", ""), at)
         return self._text(text, at, key=False)
 
     def _item(self, text: str, at: int) -> int:
         """A value, or the end of the list."""
-        return self._close(at) if text[at] == self._frames[-1].close else self._value(text, at)
+        return self._close(at) if text[at] == self._brackets[-1].close else self._value(text, at)
 
     def _key(self, text: str, at: int) -> int:
         """A key, or the end of the object."""
-        return self._close(at) if text[at] == self._frames[-1].close else self._text(text, at, key=True)
+        return self._close(at) if text[at] == self._brackets[-1].close else self._text(text, at, key=True)
 
     def _separator(self, text: str, at: int) -> int:
-        if text[at] != self._frames[-1].separator:
+        if text[at] != self._brackets[-1].separator:
             return self._fail(at)
         self._write(":" if text[at] == ":" else ": ")
         self._step = self._value
         return at + 1
 
     def _next(self, text: str, at: int) -> int:
-        """A comma, or the end of what is open."""
-        if text[at] == self._frames[-1].close:
+        """A comma, or the end of the open object or list."""
+        if text[at] == self._brackets[-1].close:
             return self._close(at)
         if text[at] != ",":
             return self._fail(at)
         self._comma = ","
-        self._step = self._key if self._frames[-1].separator else self._item
+        self._step = self._key if self._brackets[-1].separator else self._item
         return at + 1
 
     def _string(self, text: str, at: int) -> int:
@@ -152,15 +152,15 @@ class Reader:
             self._out.append(space[0])
         return space.end()
 
-    def _open(self, frame: _Frame, at: int) -> int:
-        self._write("{" if frame.separator else "[")
-        self._frames.append(frame)
-        self._step = self._key if frame.separator else self._item
+    def _open(self, bracket: _Bracket, at: int) -> int:
+        self._write("{" if bracket.separator else "[")
+        self._brackets.append(bracket)
+        self._step = self._key if bracket.separator else self._item
         return at + 1
 
     def _close(self, at: int) -> int:
         self._comma = ""
-        self._out.append("}" if self._frames.pop().separator else "]")
+        self._out.append("}" if self._brackets.pop().separator else "]")
         self._after_value()
         return at + 1
 
@@ -191,7 +191,7 @@ class Reader:
             return None
         if key:
             return _quoted(word)
-        if self._notation.bare:  # an odd number (007) may be a text that looks like one
+        if self._notation.bare:  # 007, say, is no JSON number and may be a text
             return _LITERALS.get(word) or (word if _NUMBER.fullmatch(word) else _quoted(word))
         return literal(word)
 
@@ -225,7 +225,7 @@ class Reader:
 
     def _after_value(self) -> None:
         self._step = self._next
-        if not self._frames:
+        if not self._brackets:
             self.state = State.DONE
 
     def _fail(self, at: int) -> int:
@@ -245,8 +245,8 @@ def literal(word: str) -> str | None:
 
 
 def as_json(text: str) -> str | None:
-    """The JSON of one whole value in JSON's notation, as loosely as `Reader` takes it; None if it is none."""
-    reader = Reader(JSON)
+    """The JSON of one whole value in JSON's notation, as tolerantly as `ValueReader` reads it; None if it is none."""
+    reader = ValueReader(JSON)
     end = reader.push(text + " ")  # the space ends a word
     return reader.take().strip() if reader.state is State.DONE and not text[end:].strip() else None
 
@@ -257,5 +257,5 @@ def _quoted(text: str) -> str:
 
 @cache
 def _plain(quote: str) -> re.Pattern[str]:
-    """Characters that a JSON string holds as they are and that do not begin the quote."""
+    """Characters that need no escape in a JSON string and do not begin the quote."""
     return re.compile(r'[^"\\\x00-\x1f' + re.escape(quote[0]) + "]*")

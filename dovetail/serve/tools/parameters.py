@@ -1,4 +1,4 @@
-"""Arguments as tags, `<parameter=key>value</parameter>`, whose values only the tool's schema can tell apart."""
+"""Arguments as tags, `<parameter=key>value</parameter>`, whose types only the tool's schema tells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.serve.tools.notation import State, as_json, literal
 _OPEN, _CLOSE, _END, _OUTER_END = "<parameter=", "</parameter>", "</function>", "</tool_call>"
 _KEY = re.compile(_OPEN + r"([^<>\n]{1,256})>")
 _HALF_KEY = re.compile(_OPEN + r"[^<>\n]{0,256}")
-# Values are not escaped, so one may itself hold </parameter>: the one that ends it is followed by what can follow.
+# Values are not escaped, so one may contain </parameter> itself: the one that ends it is followed by one of these.
 _FOLLOWING = (_OPEN, _END, _OUTER_END)
 _NEWLINE = Blank(r"\n?")
 _VALUE_END = re.compile(rf"{_NEWLINE}{_CLOSE}(?={SPACE}(?:{'|'.join(_FOLLOWING)}))")
@@ -22,8 +22,8 @@ _HALF_END = re.compile(rf"(?:{'|'.join(beginning(_NEWLINE, _CLOSE, SPACE, tag) f
 class Parameters:
     """Reads the tags after `<function=name>`, up to `</function>`, and writes an object.
 
-    A string is written as it comes, without the newline at either end that the template puts there. A value of another
-    type is converted once it is whole; one that does not fit its type is a string after all, so that the arguments are
+    A string is written as it comes, without the newline that the template puts at either end. A value of another type
+    is converted once it is complete; one that does not fit its type is written as a string, so that the arguments are
     JSON whatever the model wrote. Where `</function>` is missing, `</tool_call>` ends the call too.
     """
 
@@ -34,7 +34,7 @@ class Parameters:
         self._any = False
         self._step = self._tag
         self._types: frozenset[str] = frozenset()
-        self._value: list[str] = []  # of a type that is converted at its end
+        self._value: list[str] = []  # pieces of a value that is converted at its end
 
     def push(self, text: str, at: int = 0) -> int:
         while self.state is State.OPEN and at < len(text):
@@ -80,7 +80,7 @@ class Parameters:
         end = _VALUE_END.search(text, at)
         if end is None:
             half = _HALF_END.search(text, at)
-            assert half is not None  # nothing, at the end, is a beginning too
+            assert half is not None  # it matches at least the empty text at the end
             self._write(text[at : half.start()])
             return half.start()
         self._write(text[at : end.start()])
@@ -100,7 +100,7 @@ class Parameters:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value of one of these types; of a string if it can be nothing else."""
+    """The JSON of a value of one of these types; a string if it fits none of them."""
     value = text.strip()
     found = literal(value)
     if found is not None:

@@ -1,4 +1,4 @@
-"""Tools as OpenAI's requests describe them: what each one is called and of which types its parameters are."""
+"""Tools as OpenAI's requests describe them: the name of each, and the types of its parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parameters_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[
 
 
 def types_of(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
-    """The JSON types that a parameter may have: a string's where nothing is said of it."""
+    """The JSON types that a parameter may have; string where the schema does not say."""
     schema = parameters or {}
     declared = schema.get("properties")
     if isinstance(declared, Mapping) and key in declared:
@@ -34,7 +34,7 @@ def types_of(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
 
 
 def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within the same document points to; the schema itself if it is none, or points nowhere."""
+    """The target of a reference within the document; the schema itself if it is not a reference, or has no target."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema

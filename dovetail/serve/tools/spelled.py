@@ -1,6 +1,6 @@
-"""Tools for a model whose template has no place for them: told in words, and calls in the history as text.
+"""Tools for a model whose template does not take them: described in the system message, with earlier calls as text.
 
-It is what Hermes's template says, which most models have met; their calls are then read in Hermes's format.
+The words are those of Hermes's template, which most models have seen; their calls are then read in Hermes's format.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _AFTER = (
 
 
 def spell(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the tools in the system's, and with calls as the text that made them."""
-    spelled = [_called(message) for message in messages]
+    """The messages with the tools described in the system message, and with calls as the text that made them."""
+    spelled = [_with_calls_as_text(message) for message in messages]
     if not tools:
         return spelled
-    told = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _AFTER
+    described = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _AFTER
     if spelled[0]["role"] == "system":
-        spelled[0]["content"] = f"{spelled[0]['content']}\n\n{told}"
+        spelled[0]["content"] = f"{spelled[0]['content']}\n\n{described}"
         return spelled
-    return [{"role": "system", "content": told}, *spelled]
+    return [{"role": "system", "content": described}, *spelled]
 
 
-def _called(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     calls = [
         f"<tool_call>\n{json.dumps(dict(call['function']), ensure_ascii=False)}\n</tool_call>"

@@ -1,4 +1,4 @@
-"""The one machine that takes a model's text apart, as it comes, into reasoning, content and tool calls."""
+"""StreamParser: splits a model's text, as it comes, into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dovetail.serve.tools.named import Named
 from dovetail.serve.tools.notation import State
 from dovetail.serve.tools.schema import parameters_by_name
 
-# What may stand between a marker and the first call, and between calls: a list's brackets, separators, the end of a
-# fenced block, a brace too many. Where no call follows, what closes is dropped and the rest is content after all.
+# What may come between a marker and the first call, and between calls: a list's brackets, separators, the end of a
+# fenced block, an extra brace. Where no call follows, closing characters are dropped and the rest is content.
 _BEFORE = re.compile(r"\s*(?:\[\s*)?")
 _BETWEEN = re.compile(r"[\s,;\]}`]*")
 _CLOSING = re.compile(r"(?:\s*[\]}`]+)*")
 
 
 class StreamParser:
-    """Feed it text in any pieces with `push`, then `finish`: however the text is cut, the events say the same.
+    """Give it text in pieces of any size with `push`, then call `finish`: the pieces do not change what the events say.
 
-    Text: a marker cut in two is held back until it is decided; what only looked like one is content, untouched. White
-    space next to markers is dropped; content before, between and after calls is kept. Markers within arguments and
-    within reasoning are text there.
+    Text: what may be the beginning of a marker is buffered until that is decided; if it is not one, it is content,
+    unchanged. White space next to markers is dropped; content before, between and after calls is kept. Markers within
+    arguments and within reasoning are text there.
 
     Calls: a call starts once its name is known and its arguments have begun; from there on the arguments stream. One
     that is malformed before that is content. Arguments that are cut off (by max_tokens) or turn out malformed are left
-    as they are, the beginning of valid JSON, and the call ends with complete=False: closing them would hand the client
-    a shortened call that looks whole, and it might run it. OpenAI too sends them cut off, with finish_reason "length".
-    A function that is not among `tools` is passed on, for the client to answer that there is none; but where no marker
-    came before it (Llama's formats) it is content, since nothing else tells such a call from an answer in JSON.
+    as they are, the beginning of valid JSON, and the call ends with complete=False: closing them would give the client
+    a shortened call that looks complete, and it might run it. OpenAI also sends them cut off, with finish_reason
+    "length". A function that is not among `tools` is passed on, so that the client can answer that there is none; but
+    without a marker before it (Llama's formats) it is content, since only that tells a call from an answer in JSON.
 
     in_reasoning: whether the prompt has opened the reasoning (`ReasoningFormat.opened_by`); None: as the format says.
     The text must come with those special tokens that are among the formats' `markers`, and without the end token.
@@ -56,11 +56,11 @@ class StreamParser:
         self._marker = re.compile("|".join(re.escape(m) for m in sorted(self._markers, key=len, reverse=True)))
         self._events: list[Event] = []
         self._text = ""  # not read yet
-        self._space = ""  # read, and dropped if a marker follows
-        self._said = False  # whether there was content
-        self._marked = False  # whether there was reasoning, or a call
-        self._fresh = True  # whether nothing but space has come since the start, or since the last of those
-        self._thought = False  # whether this block of reasoning holds any text yet
+        self._space = ""  # read; dropped if a marker follows
+        self._has_content = False
+        self._saw_marker = False  # whether there was reasoning or a call
+        self._fresh = True  # whether only space has come since the start, or since the last reasoning or call
+        self._has_thought = False  # whether this block of reasoning has text
         self._forget_opening("")
         self._index = -1  # of the last call
         inside = reasoning_format.starts_inside if reasoning_format and in_reasoning is None else bool(in_reasoning)
@@ -73,12 +73,12 @@ class StreamParser:
     def finish(self, truncated: bool = False) -> list[Event]:
         """The text has ended. `truncated`: it was cut off (finish_reason "length") and not ended by the model.
 
-        What was held back is decided now. A marker and the beginning of a call after it, or of the next call in a list,
-        are content if the model ended there, since it meant to write just that; if it was cut off, they are dropped."""
+        What is buffered is decided now. A marker and the beginning of a call after it, or of the next call in a list,
+        are content if the model ended there, since it wrote just that; if it was cut off, they are dropped."""
         events = self._run()
         while self._step in (self._read_gap, self._read_call) and not self._started:
             if self._inside and not self._text and self._call is None:
-                break  # nothing but separators has come since the last call
+                break  # only separators have come since the last call
             if truncated and (self._goes_on() if self._inside else self._opening):
                 break
             self._give_back()
@@ -87,19 +87,19 @@ class StreamParser:
         return made.merge(events + self._take())
 
     def _goes_on(self) -> bool:
-        """Whether what follows a call is the beginning of another rather than content."""
-        return re.search("[,;{]", self._held + self._gap + self._text) is not None
+        """Whether what follows a call begins another call rather than content."""
+        return re.search("[,;{]", self._buffered + self._gap + self._text) is not None
 
     def _end(self) -> None:
         if self._started:
             assert self._call is not None
             self._events.append(CallEnd(self._index, self._call.complete))
         elif self._step in (self._read_opening, self._read_reasoning):
-            self._think(self._text)
+            self._add_reasoning(self._text)
         elif self._step == self._read_content:
-            self._say(self._text)
-            if not (self._fresh and self._marked):
-                self._content(self._space)
+            self._add_content(self._text)
+            if not (self._fresh and self._saw_marker):
+                self._emit_content(self._space)
 
     def _run(self) -> list[Event]:
         while self._step():
@@ -115,35 +115,35 @@ class StreamParser:
     def _read_content(self) -> bool:
         for found in self._marker.finditer(self._text) if self._markers else ():
             if self._counts(found[0], found.start()):
-                self._say(self._text[: found.start()])
+                self._add_content(self._text[: found.start()])
                 self._text = self._text[found.start() :]
                 self._enter(found[0])
                 return True
         end = len(self._text) - _half_marker(self._text, self._markers)
-        self._say(self._text[:end])
+        self._add_content(self._text[:end])
         self._text = self._text[end:]
         return False
 
     def _read_opening(self) -> bool:
-        """The opening of reasoning: where the prompt had it, there is none, though models at times write it again."""
+        """The opening of reasoning. It is absent where the prompt has it, though models sometimes repeat it."""
         assert self._reasoning is not None
         self._text = self._text.lstrip()
         if len(self._text) < len(self._reasoning.open) and self._reasoning.open.startswith(self._text):
             return False
         self._text = self._text.removeprefix(self._reasoning.open)
-        self._thought, self._step = False, self._read_reasoning
+        self._has_thought, self._step = False, self._read_reasoning
         return True
 
     def _read_reasoning(self) -> bool:
         assert self._reasoning is not None
         before, close, after = self._text.partition(self._reasoning.close)
         if close:
-            self._think(before)
+            self._add_reasoning(before)
             self._mark()
             self._text, self._step = after, self._read_content
             return True
         end = len(self._text) - _half_marker(self._text, (self._reasoning.close,))
-        self._think(self._text[:end])
+        self._add_reasoning(self._text[:end])
         self._text = self._text[end:]
         return False
 
@@ -164,14 +164,14 @@ class StreamParser:
         if self._call is None:
             self._give_back()
         else:
-            self._held, self._gap, self._step = self._held + self._gap, "", self._read_call
+            self._buffered, self._gap, self._step = self._buffered + self._gap, "", self._read_call
         return True
 
     def _read_call(self) -> bool:
         call = self._call
         assert call is not None
         read = call.push(self._text, 0)
-        self._held, self._text = self._held + self._text[:read], self._text[read:]
+        self._buffered, self._text = self._buffered + self._text[:read], self._text[read:]
         if not self._started and not self._may_be(call):
             self._give_back()
             return True
@@ -185,7 +185,7 @@ class StreamParser:
         return True
 
     def _skip(self) -> bool:
-        """The rest of a call that is broken: up to the next marker, it is nothing."""
+        """Drop the rest of a broken call, up to the next marker."""
         markers = [marker for marker in self._format.opens + self._format.closes if len(marker) > 1]
         found = [at for at in (self._text.find(marker) for marker in markers) if at >= 0]
         at = min(found) if found else len(self._text) - _half_marker(self._text, markers)
@@ -196,11 +196,11 @@ class StreamParser:
     # --- markers ------------------------------------------------------------------------------------------------------
 
     def _counts(self, marker: str, at: int) -> bool:
-        """Whether a marker means something where it stands."""
+        """Whether a marker counts as one at this position."""
         fresh = self._fresh and not self._text[:at].strip()
         if self._reasoning and marker == self._reasoning.open:
             return fresh or self._reasoning.anywhere
-        return marker not in self._format.closes or (fresh and self._marked)
+        return marker not in self._format.closes or (fresh and self._saw_marker)
 
     def _enter(self, marker: str) -> None:
         if self._reasoning and marker == self._reasoning.open:
@@ -214,12 +214,12 @@ class StreamParser:
             self._step = self._read_gap
 
     def _read_marker(self, marker: str) -> None:
-        """One that comes where a call may begin: the next in a row, or the end."""
-        if not self._inside and (marker in self._format.closes or marker in self._held):
-            self._give_back()  # it closes what held nothing, or opens it twice
+        """A marker where a call may begin: it opens the next call, or ends the list."""
+        if not self._inside and (marker in self._format.closes or marker in self._buffered):
+            self._give_back()  # it closes an empty list, or opens it twice
             return
         if marker in self._format.opens and not self._inside:
-            self._held += self._gap + marker
+            self._buffered += self._gap + marker
             self._gap, self._opening = "", self._opening or marker
         elif marker in self._format.opens:
             self._forget_opening(marker)
@@ -228,11 +228,11 @@ class StreamParser:
         self._text = self._text[len(marker) :]
 
     def _forget_opening(self, marker: str) -> None:
-        self._opening = marker  # that the calls came after; "" for none
+        self._opening = marker  # before the calls; "" for none
         self._inside = 0  # calls since then
-        self._held, self._gap = marker, ""  # all of what may become a call, to be given back if it does not
+        self._buffered, self._gap = marker, ""  # all that may become a call; content if it does not
         self._call: Envelope | Named | None = None
-        self._started = False  # whether it is certain that it is a call
+        self._started = False  # whether it is certainly a call
 
     def _may_be(self, call: Envelope | Named) -> bool:
         if call.name is None:
@@ -244,43 +244,43 @@ class StreamParser:
             self._started, self._index = True, self._index + 1
             self._events.append(CallStart(self._index, self._new_id(), name))
             self._mark()
-        self._held = ""
+        self._buffered = ""
         self._events += [CallArguments(self._index, arguments)] if arguments else []
 
     def _give_back(self) -> None:
-        """It is no call: what followed a call, or followed the opening, is read again; the opening is content."""
-        whole = self._held + self._gap + self._text
+        """It is not a call: the opening is content, and what follows it, or follows the last call, is read again."""
+        whole = self._buffered + self._gap + self._text
         closing = _CLOSING.match(whole)
         assert closing is not None
         at = closing.end() if self._inside else len(self._opening) or 1
         if not self._inside:
-            self._say(whole[:at])
+            self._add_content(whole[:at])
         self._forget_opening("")
         self._text, self._step = whole[at:], self._read_content
 
-    # --- what is said -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def _mark(self) -> None:
-        self._space, self._marked, self._fresh = "", True, True
+        self._space, self._saw_marker, self._fresh = "", True, True
 
-    def _say(self, text: str) -> None:
-        """Content, but for the space at its end, which is kept back. After a marker, content begins without space."""
+    def _add_content(self, text: str) -> None:
+        """Content, except the space at its end, which waits for what follows. After a marker it begins without it."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
         if body:
             self._fresh = False
-            self._content(body.lstrip() if self._marked and not self._said else body)
+            self._emit_content(body.lstrip() if self._saw_marker and not self._has_content else body)
 
-    def _content(self, text: str) -> None:
-        self._said |= bool(text)
+    def _emit_content(self, text: str) -> None:
+        self._has_content |= bool(text)
         self._events += [Content(text)] if text else []
 
-    def _think(self, text: str) -> None:
-        text = self._space + (text if self._thought else text.lstrip())
+    def _add_reasoning(self, text: str) -> None:
+        text = self._space + (text if self._has_thought else text.lstrip())
         body = text.rstrip()
         self._space = text[len(body) :]
-        self._thought |= bool(body)
+        self._has_thought |= bool(body)
         self._events += [Reasoning(body)] if body else []
 
 
@@ -292,13 +292,13 @@ def parse(
     truncated: bool = False,
     **options: Any,
 ) -> Parsed:
-    """The whole text at once, through the same machine. `options` are those of StreamParser."""
+    """The whole text at once, through the same parser. `options` are those of StreamParser."""
     parser = StreamParser(tool_format, reasoning_format, **options)
     return made.collect(parser.push(text) + parser.finish(truncated))
 
 
 def _half_marker(text: str, markers: Iterable[str]) -> int:
-    """How much of the text's end is the beginning of a marker."""
+    """How many characters at the text's end are the beginning of a marker."""
     markers = tuple(markers)
     for size in range(min(max(map(len, markers), default=0) - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-size:]) for marker in markers):

@@ -37,39 +37,39 @@ def _as_pointer(context: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-_pointer: Any = _as_pointer  # called without the context
+pointer: Any = _as_pointer  # called without the context
 
 
 @njit
-def _words(address, count):
-    return carray(_pointer(address), count, np.int64)
+def words(address, count):
+    return carray(pointer(address), count, np.int64)
 
 
 @njit
 def argument(frame, i):
-    return _words(_words(frame[9], i + 1)[i], 6)
+    return words(words(frame[9], i + 1)[i], 6)
 
 
 @njit
 def result(frame, i):
-    return _words(_words(frame[14], i + 1)[i], 6)
+    return words(words(frame[14], i + 1)[i], 6)
 
 
 @njit
 def data(buffer):
-    return _pointer(buffer[3])
+    return pointer(buffer[3])
 
 
 @njit
 def dims(buffer):
-    return _words(buffer[5], buffer[4])
+    return words(buffer[5], buffer[4])
 
 
 @njit
 def is_question(frame):
     """Whether XLA only asks for the version (an extension of kind 1); then it is answered."""
-    if frame[1] == 0 or _words(frame[1], 2)[1] & 0xFFFFFFFF != 1:
+    if frame[1] == 0 or words(frame[1], 2)[1] & 0xFFFFFFFF != 1:
         return False
-    metadata = _words(_words(frame[1], 4)[3], 5)
+    metadata = words(words(frame[1], 4)[3], 5)
     metadata[3] = 1 << 32  # 0.1: two ints
     return True

@@ -24,7 +24,7 @@ def packed_attention(
     key_segments,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ):
-    """As ops.attention.packed_attention. cuDNN's own causal mask takes the queries to be the first of their keys, so
+    """As ops.packed.packed_attention. cuDNN's own causal mask takes the queries to be the first of their keys, so
     all of it is in the mask given."""
     assert softcap is None and sinks is None
     T, S = q.shape[1], k.shape[1]

@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from dovetail.core.compute import is_traced_exact
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -159,6 +161,8 @@ def weights_product(
     """dy [M, N] and x [M, K] -> [E, N, K]: each group's dy^T x. Blocks: rows of N, cols of K, inner of M."""
     (M, N), K, E = dy.shape, x.shape[1], len(sizes)
     default = replace(Blocks(), inner=Blocks.inner * 2 // x.dtype.itemsize)
+    if is_traced_exact(x.dtype):  # no tensor core: less fits the registers
+        default = Blocks(rows=64, cols=128, inner=16, num_warps=4)
     b = _fit(blocks or default, K, M)
     b = replace(b, rows=min(b.rows, _power(N)))
     num_rows, num_cols = pl.cdiv(N, b.rows), pl.cdiv(K, b.cols)

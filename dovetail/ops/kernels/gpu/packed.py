@@ -17,11 +17,11 @@ from dovetail.core.types import Packed
 
 
 def packed_attention(q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None):
-    """As ops.attention.packed_attention; soft caps and sinks are not cuDNN's (choose_packed sees to that)."""
+    """As ops.packed.packed_attention; soft caps and sinks are not cuDNN's (choose_packed sees to that)."""
     assert softcap is None and sinks is None
     if ctx.documents is not None and ctx.documents > 1:
-        return _told(q, k, v, ctx.segment_ids, ctx.documents + 1, scale, window)  # padding is one more
-    mask = None  # one document: the padding behind it sees it, and nobody looks at the padding
+        return _with_bounds(q, k, v, ctx.segment_ids, ctx.documents + 1, scale, window)  # padding is one more
+    mask = None  # one document: the padding behind it sees it, and the padding's results are not used
     if ctx.documents is None:
         mask = (ctx.segment_ids[:, :, None] == ctx.segment_ids[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
@@ -30,7 +30,7 @@ def packed_attention(q, k, v, ctx: Packed, *, scale: float, window: int | None =
     ).astype(jnp.result_type(q))  # fmt: skip
 
 
-def _told(q, k, v, segment_ids: jax.Array, most: int, scale: float, window: int | None) -> jax.Array:
+def _with_bounds(q, k, v, segment_ids: jax.Array, most: int, scale: float, window: int | None) -> jax.Array:
     # jax.nn.dot_product_attention has no argument for documents yet; the function below it has
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 

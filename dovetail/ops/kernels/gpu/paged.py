@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from dovetail.core.compute import is_traced_exact
 from dovetail.core.types import Paged
 from dovetail.ops.paged import tiles_of
 from dovetail.ops.softmax import MASKED
@@ -48,7 +49,7 @@ def paged_attention(
     group = 1 << (N // K - 1).bit_length()
     num_seqs = ctx.kv_lens.shape[0]
     decode = num_seqs >= T  # at most one new token a sequence
-    rows = rows or (max(16, group) if decode else 64)
+    rows = rows or _rows(decode, group, is_traced_exact(q.dtype))
     tile = 1 if decode else rows // group
     tile_seq, first, count, position = tiles_of(ctx, T, tile)
     splits = splits or _splits(tile_seq.shape[0] * K, ctx.block_tables.shape[1] * pages.shape[1], decode)
@@ -70,6 +71,13 @@ def paged_attention(
         name=f"paged_attention_{'decode' if decode else 'mixed'}",
     )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H))
     return _join(out.reshape(splits, T, N, H), lse.reshape(splits, T, N), sinks).astype(q.dtype)
+
+
+def _rows(decode: bool, group: int, exact: bool) -> int:
+    """Those of a tile: 16 at least for a tensor core. Without one, 64 do not fit the registers: six times as slow."""
+    if decode:
+        return max(16, group)
+    return max(32, group) if exact else 64
 
 
 def _splits(programs: int, max_keys: int, decode: bool) -> int:
@@ -95,6 +103,8 @@ def _kernel(
     place = (first + offset) * N + head * G + query_head
     q_pos = position + offset
     lanes = jnp.arange(H)[None, :]
+    # the approximate one, of 11 bits, would be all that is left of f32
+    tanh = jnp.tanh if q_ref.dtype == jnp.float32 else plgpu.approx_tanh
     q = plgpu.load(q_ref.at[place[:, None], lanes], mask=real[:, None], other=0.0)
 
     begin = jnp.maximum(position - window + 1, 0) // block if window else 0
@@ -113,9 +123,9 @@ def _kernel(
         masks: dict[str, Any] = {} if all_visible else dict(mask=in_use[:, None], other=0.0)
         k = plgpu.load(pages_ref.at[k_row, lanes], **masks)
         v = plgpu.load(pages_ref.at[k_row + 1, lanes], **masks)
-        scores = plgpu.dot(q, k.T) * (scale * LOG2E if softcap is None else scale)
+        scores = plgpu.dot(q, k.T) * (scale * LOG2E if softcap is None else scale / softcap)
         if softcap is not None:
-            scores = plgpu.approx_tanh(scores / softcap) * (softcap * LOG2E)
+            scores = tanh(scores) * (softcap * LOG2E)
         distance = q_pos[:, None] - k_pos[None, :]
         visible = (distance >= 0) & (distance < window) if window else distance >= 0
         scores = scores if all_visible else jnp.where(visible, scores, MASKED)

@@ -14,7 +14,7 @@ from dovetail.ops.kernels.tpu.packed import LANES, _blocks
 def packed_attention(
     q, k, v, ctx: Packed, *, scale: float, window=None, softcap=None, sinks=None, key_segments, interpret: bool = False
 ):
-    """As ops.attention.packed_attention, for T and S multiples of 128. The kernel's output and denominators are named
+    """As ops.packed.packed_attention, for T and S multiples of 128. The kernel's output and denominators are named
     `attention`, for ops.context to keep."""
     assert sinks is None
     B, T, N, H = q.shape

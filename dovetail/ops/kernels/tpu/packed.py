@@ -15,7 +15,7 @@ LANES = 128
 def packed_attention(
     q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None, interpret: bool = False
 ):
-    """As ops.attention.packed_attention, for T a multiple of 128. Heads narrower than a TPU's lanes are padded."""
+    """As ops.packed.packed_attention, for T a multiple of 128. Heads narrower than a TPU's lanes are padded."""
     assert sinks is None
     B, T, N, H = q.shape
     K = k.shape[2]

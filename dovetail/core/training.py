@@ -1,0 +1,239 @@
+"""What a training recipe may say. Each class refuses what it cannot honour, in a sentence that says what would do.
+
+`Training` is what every kind of training needs. Each kind inherits it and adds its own, as `train.settings.Pretrain`
+does its data and its loss, so that a recipe's keys stay flat (`optimizer.lr`, `data.seed`).
+
+A 0 (or an empty string, or None) means "derive it": `plan.derive` does so from the model and the hardware, and prints
+how. Read from YAML by `core.recipe`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dovetail.core.choice import not_negative, one_of, require
+from dovetail.core.recipe import Count
+
+OPTIMIZERS = ("adamw", "muon", "adafactor")
+SCHEDULES = ("cosine", "wsd", "linear", "constant")
+REMATS = ("none", "dots", "attention", "full")  # from the most memory to the most recomputation
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: str = "adamw"
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # the greatest global norm of a gradient; 0: no clipping
+    momentum: float = 0.95  # of Muon, for the weights that are matrices
+
+    def __post_init__(self) -> None:
+        one_of("name", self.name, OPTIMIZERS)
+        require(0 < self.lr < math.inf, f"lr must be above 0, such as 3e-4; got {self.lr}")
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"{name} must be at least 0 and below 1; got {value}")
+        require(self.eps > 0, f"eps must be above 0, such as 1e-8; got {self.eps}")
+        not_negative(self, "weight_decay", "clip")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run: warmup, then the named curve down to `final` of it."""
+
+    name: str = "cosine"
+    warmup: int = 0  # steps
+    decay: float = 0.2  # wsd: the last share of the run, in which the rate falls
+    final: float = 0.1  # the share of lr left at the end
+
+    def __post_init__(self) -> None:
+        one_of("name", self.name, SCHEDULES)
+        not_negative(self, "warmup")
+        require(0 < self.decay < 1, f"decay must be a share of the run between 0 and 1; got {self.decay}")
+        require(0 <= self.final <= 1, f"final must be a share of lr from 0 to 1; got {self.final}")
+
+
+@dataclass(frozen=True)
+class Precision:
+    compute: str = "bf16"  # tf32: f32 whose products a GPU makes in TF32, several times as fast
+    params: str = "f32"  # the masters; bf16 ones are updated with stochastic rounding
+    logits: str = ""  # what the loss's logits are held in; as compute, unless given
+
+    def __post_init__(self) -> None:
+        one_of("compute", self.compute, ("bf16", "f32", "tf32"))
+        one_of("logits", self.logits, ("", "bf16", "f32"))
+        one_of("params", self.params, ("f32", "bf16"))
+
+
+@dataclass(frozen=True)
+class Health:
+    spike: float = 10.0  # a gradient norm above this multiple of its running geometric mean is a spike
+    warmup: int = 20  # steps before spikes are judged
+    replays: int = 1  # of a bad step on the same batch, to tell data from hardware
+    max_skips: int = 10  # batches left out before the run stops
+    max_rollbacks: int = 2
+    hang_seconds: float = 1800.0  # without a step, after which every thread's stack is written; 0: never
+    lost_seconds: float = 20.0  # without a sign of life from one process, after which all of them end
+
+    def __post_init__(self) -> None:
+        require(self.lost_seconds >= 2, f"lost_seconds must be at least 2; got {self.lost_seconds}")
+        require(self.spike > 1, f"spike must be a multiple above 1, such as 10; got {self.spike}")
+        not_negative(self, "warmup", "replays", "max_skips", "max_rollbacks", "hang_seconds")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int = 500  # steps; 0: not by steps
+    minutes: float = 0.0  # 0: not by the clock
+    keep: int = 3  # the newest ones
+    keep_every: int = 0  # and every multiple of this many steps, for good; 0: none
+    durable: str = ""  # a second folder or bucket, slower and safer
+    durable_every: int = 0  # steps
+    export_hf: int = 0  # steps between exports to a Hugging Face folder; 0: none
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every", "minutes", "keep_every", "durable_every", "export_hf")
+        require(
+            self.keep >= 1, f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {self.keep}"
+        )
+        require(
+            bool(self.durable) == bool(self.durable_every),
+            "durable_every and durable belong together: a folder or bucket, and the steps between two copies into it; "
+            f"got durable={self.durable!r}, durable_every={self.durable_every}",
+        )
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int = 0  # steps between measurements of the held-out loss; 0: none
+    batches: int = 8
+    command: str = ""  # run as a process of its own on the exported folder
+    command_every: int = 0  # steps
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every", "command_every")
+        require(self.batches >= 1, f"batches must be at least 1; got {self.batches} (every=0 measures nothing)")
+        require(
+            bool(self.command) == bool(self.command_every),
+            "command_every and command belong together: what to run, and every how many steps; "
+            f"got command={self.command!r}, command_every={self.command_every}",
+        )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices along each axis; their product, without slices, is the number of devices. 0 is derived."""
+
+    data: int = 0
+    fsdp: int = 0
+    expert: int = 1
+    tensor: int = 1
+    context: int = 1  # the sequence, split over devices
+    slices: int = 1  # groups of devices joined by the slower network; each holds an equal part of `data`
+
+    def __post_init__(self) -> None:
+        not_negative(self, "data", "fsdp", "expert")
+        for name in ("tensor", "context", "slices"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} must be at least 1 (it is not derived); got {value}")
+        require(
+            self.data % self.slices == 0,
+            f"data must be a multiple of the {self.slices} slices, for it alone crosses from one to another; "
+            f"got {self.data}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    ALTERNATIVES: ClassVar = (("steps", "tokens"),)  # giving one puts away the other of a recipe below
+
+    model: str  # the name of a shipped config, or a config.json, or the folder that holds one
+    batch: int  # rows of one step over all devices
+    length: int  # tokens of one row
+    steps: Count = 0
+    tokens: Count = 0  # in place of steps: 10B, 300M
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    health: Health = Health()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    mesh: Mesh = Mesh()
+    remat: str = ""
+    scan: bool | None = None  # equal layers as a loop: compile time stays flat in depth
+    accumulate: int = 0  # microsteps per step
+    per_device: int = 0  # rows of one microstep on one device
+    ema: float = 0.0  # decay of an average of the weights; 0: none is kept
+    seed: int = 0
+    log_every: int = 1
+    profile: str = ""  # "10:13": trace steps 10, 11 and 12
+    init: str = ""  # a folder of weights to start from
+
+    def __post_init__(self) -> None:
+        require(bool(self.model), "model must name a model or a config.json; it is empty")
+        require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}")
+        require(self.length >= 2, f"length must be at least 2 tokens; got {self.length}")
+        self._check_duration()
+        if self.remat:
+            one_of("remat", self.remat, REMATS)
+        not_negative(self, "accumulate", "per_device", "seed")
+        require(
+            self.accumulate == 0 or self.batch % self.accumulate == 0,
+            f"accumulate must divide batch, so that microsteps are equal; got {self.accumulate} and {self.batch} rows",
+        )
+        require(0 <= self.ema < 1, f"ema must be a decay below 1, such as 0.999, or 0 for none; got {self.ema}")
+        require(self.log_every >= 1, f"log_every must be at least 1 step; got {self.log_every}")
+        _ = self.profile_window
+
+    def _check_duration(self) -> None:
+        not_negative(self, "steps", "tokens")
+        require(
+            bool(self.steps) != bool(self.tokens),
+            "steps or tokens must say how long to train, and not both; "
+            f"got steps={self.steps:,} and tokens={self.tokens:,}",
+        )
+        warmup = self.schedule.warmup
+        require(
+            warmup <= self.total_steps,
+            f"schedule.warmup must end within the run, which has {self.total_steps:,} steps; it is {warmup:,}: "
+            f"lower it, as with schedule.warmup={self.total_steps // 10}, or train longer",
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def total_steps(self) -> int:
+        """`tokens` is rounded up to a whole step."""
+        return self.steps or -(-self.tokens // self.tokens_per_step)
+
+    @property
+    def profile_window(self) -> tuple[int, int] | None:
+        """(first, one past the last) step to trace."""
+        if not self.profile:
+            return None
+        first, colon, end = self.profile.partition(":")
+        good = bool(colon) and first.isdecimal() and end.isdecimal() and int(first) < int(end)
+        require(good, f"profile must be two steps, first:end with first < end, such as 10:13; got {self.profile!r}")
+        return int(first), int(end)
+
+    # --- what each kind of training says of itself --------------------------------------------------------------------
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether layers of multi-token prediction are trained too: the memory plan counts them."""
+        return False
+
+    @property
+    def rows_key(self) -> dict[str, Any]:
+        """What decides which rows a batch holds, by the recipe's keys: a run goes on only where it is the same."""
+        return {"batch": self.batch, "length": self.length}
+
+    def check_model(self, cfg: Any) -> None:
+        """Refuse what this model (a models.config.ModelConfig) cannot do."""

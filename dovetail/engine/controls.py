@@ -1,0 +1,24 @@
+"""The controls of a running engine, each declared once: the method that carries it out, and what that needs. An
+EngineLoop calls them by name, a server's process carries name and arguments to one, and the HTTP routes name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Control:
+    method: str  # of Engine; called on the engine's thread, between two steps
+    idle: bool = False  # no step may be under way: their tokens are taken in first
+    prepare: str | None = None  # of Engine too: makes the method's arguments beforehand, on the caller's thread
+    change: str | None = None  # what a request is told meanwhile, where no request is answered afterwards
+
+
+CONTROLS = {
+    "sleep": Control("sleep", idle=True, change="the engine is going to sleep"),
+    "wake": Control("wake"),
+    "pause": Control("pause", idle=True, change="the engine is being paused"),
+    "resume": Control("resume"),
+    "reset_prefix_cache": Control("reset_prefix_cache"),
+    "update_weights": Control("swap_weights", idle=True, prepare="read_weights"),
+}

@@ -1,0 +1,93 @@
+"""EngineOptions: what an engine is told when it is built. LLM, `dovetail serve` and the engine's process take the same.
+
+Nothing but the standard library is imported here: a command line shows these before it loads jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+
+from dovetail.core.choice import did_you_mean, one_of, require
+
+Policy = Literal["fcfs", "priority"]
+LoadFormat = Literal["auto", "dummy"]
+MEMORY_FRACTION = 0.9  # of a device
+CPU_MEMORY_FRACTION = 0.2  # of the memory that is free: the machine is often somebody's laptop
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Beside each option is its help, which the command line shows too. None: chosen by the model and the device."""
+
+    dtype: Annotated[Any, "bf16, f32, tf32 or f16; otherwise the weights' own, on a CPU f32."] = None
+    max_model_len: Annotated[int | None, "Most tokens of a prompt and its answer; otherwise the model's limit."] = None
+    max_num_seqs: Annotated[int, "Most sequences in one step."] = 256
+    max_num_batched_tokens: Annotated[int | None, "Most tokens in one step; otherwise 16384, on a CPU 8192."] = None
+    memory_fraction: Annotated[
+        float | None,
+        "Share of the device's memory for weights, KV pages and steps in all (0.9), never more than is free at the "
+        "start. On a CPU: share of the free memory for the KV pages alone (0.2).",
+    ] = None
+    kv_bytes: Annotated[int | None, "Bytes of each device for the KV pages, in place of memory_fraction."] = None
+    tensor_parallel: Annotated[int, "Devices to split the model over."] = 1
+    load_format: Annotated[LoadFormat, "auto; or dummy: random weights from a config.json, to measure speed."] = "auto"
+    prefix_caching: Annotated[bool, "Prompts that begin alike share KV pages."] = True
+    policy: Annotated[Policy, "fcfs: first come, first served; priority: requests of the lowest number first."] = "fcfs"
+    multi_step: Annotated[bool, "Several decode steps per dispatch while no request waits."] = True
+    page_size: Annotated[int, "Tokens per KV page."] = 16
+    warm_up: Annotated[bool | None, "Compile the common steps at the start; otherwise everywhere but on a CPU."] = None
+    seed: Annotated[int | None, "Seeds the requests that bring no seed; None: differently at each start."] = 0
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_bytes", "tensor_parallel", "page_size"):
+            _check_count(name, getattr(self, name), least=1)
+        _check_count("max_model_len", self.max_model_len, least=2)
+        _check_count("seed", self.seed, least=0)
+        fraction = self.memory_fraction
+        require(
+            fraction is None or (isinstance(fraction, Real) and not isinstance(fraction, bool) and 0 < fraction <= 1),
+            f"memory_fraction is above 0 and at most 1; got {fraction!r}",
+        )
+        one_of("load_format", self.load_format, ("auto", "dummy"))
+        one_of("policy", self.policy, ("fcfs", "priority"))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> EngineOptions:
+        """From keywords as a user types them; an unknown one is refused with what was probably meant."""
+        known = [option.name for option in fields(cls)]
+        for name in given:
+            hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
+            require(name in known, f"an engine has no option {name!r}.{hint}")
+        return cls(**given)
+
+    @classmethod
+    def help(cls, name: str) -> str:
+        return get_type_hints(cls, include_extras=True)[name].__metadata__[0]
+
+
+class OptionKeywords(TypedDict, total=False):
+    """EngineOptions' fields as keyword arguments, for editors and type checkers; a test holds the two together."""
+
+    dtype: Any
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    memory_fraction: float | None
+    kv_bytes: int | None
+    tensor_parallel: int
+    load_format: LoadFormat
+    prefix_caching: bool
+    policy: Policy
+    multi_step: bool
+    page_size: int
+    warm_up: bool | None
+    seed: int | None
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if value is not None and not (is_integer and int(value) >= least):
+        raise ValueError(f"{name} is an integer of at least {least}; got {value!r}")

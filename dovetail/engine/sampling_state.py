@@ -1,0 +1,44 @@
+"""SamplingState: what the sampler keeps with a sequence, made of its SamplingParams once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dovetail.engine.grammar import Matcher
+
+
+@dataclass(eq=False)
+class SamplingState:
+    """The defaults are a greedy row that asks for nothing. W = ceil(V / 32) words of mask, V vocabulary."""
+
+    floats: tuple[float, ...] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # temperature, top_p, min_p, presence, frequency, repet.
+    ints: tuple[int, ...] = (0, 0, 0)  # top_k, seed_hi, seed_lo
+    bias: Mapping[int, float] = field(default_factory=dict)
+    penalized: bool = False
+    mask: np.ndarray | None = None  # [W] uint32: what holds throughout
+    early: np.ndarray | None = None  # [W] uint32: what holds until min_tokens are there
+    early_until: int = 0  # the position at which `early` ends
+    bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    matcher: Matcher | None = None
+    top_logprobs: int | None = None
+    fed: int = 0  # output tokens the matcher has seen
+    history_of: tuple[int | None, int] | None = None  # (slot, preemptions) for which the history row was written
+
+    @property
+    def needs_host(self) -> bool:
+        return self.matcher is not None or bool(self.bad) or (self.mask is not None and self.early is not None)
+
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether the model's own logits and a temperature are all there is to it, once min_tokens are there."""
+        truncates = self.floats[1:3] != (1.0, 0.0) or self.ints[0] > 0
+        changes = self.penalized or self.bias or self.mask is not None or self.bad or self.matcher
+        return not (truncates or changes or self.top_logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.floats[0] == 0 and self.top_logprobs is None

@@ -1,0 +1,135 @@
+"""Attention over heads: its weights, its forward, and what it costs.
+
+D model dim, N heads, K key heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from dovetail.core.mesh import Placement
+from dovetail.core.spec import ParamSpec
+from dovetail.core.types import Context, Params
+from dovetail.ops.attention import attend, rotate_store, split_heads, store
+from dovetail.ops.dispatch import rotates_and_stores
+from dovetail.ops.linear import is_joined, joined_matmul, matmul, matmuls
+from dovetail.ops.norm import rms_norm
+from dovetail.ops.rope import Rope, rotate
+
+
+@dataclass(frozen=True)
+class Attention:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None  # None: no positions (SmolLM3's every fourth layer)
+    window: int | None = None
+    softcap: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: str = ""  # "head": over each head's dims; "all": over the heads together (OLMo)
+    v_norm: bool = False  # values are normed too, without a weight (Gemma 4)
+    k_is_v: bool = False  # the key projection gives the values as well (Gemma 4)
+    sinks: bool = False  # a learnt logit per head that takes weight and gives nothing (GPT-OSS)
+    kv_from: int | None = None  # reads the keys and values of this earlier layer (Gemma 4)
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The products of the layer's input, each with its heads."""
+        own = [] if self.kv_from is not None else ["k"] if self.k_is_v else ["k", "v"]
+        return {"q": self.heads} | dict.fromkeys(own, self.kv_heads)
+
+    def spec(self, declare: Callable[..., ParamSpec], norm: Callable[..., ParamSpec], D: int) -> dict[str, ParamSpec]:
+        N, K, H = self.heads, self.kv_heads, self.head_dim
+        tree = {"o": declare("attn.o", (D, N, H), ("embed", "heads", None), (D, N * H))}
+        for x, heads in self.projections.items():
+            axis = "heads" if x == "q" else "kv_heads"
+            tree[x] = declare(f"attn.{x}", (heads, H, D), (axis, None, "embed"), (heads * H, D))
+            if self.qkv_bias:
+                shape, bias = (heads, H), dict(init="zeros", active=0.0)
+                tree[f"{x}_bias"] = declare(f"attn.{x}_bias", shape, (axis, None), (math.prod(shape),), **bias)
+        if self.out_bias:
+            tree["o_bias"] = declare("attn.o_bias", (D,), (None,), init="zeros", active=0.0)
+        if self.qk_norm:
+            tree["q_norm"] = norm("attn.q_norm", H if self.qk_norm == "head" else N * H)
+            if "k" in tree:
+                tree["k_norm"] = norm("attn.k_norm", H if self.qk_norm == "head" else K * H)
+        if self.sinks:
+            tree["sinks"] = declare("attn.sinks", (N,), ("heads",), active=0.0)
+        return tree
+
+    # --- the forward --------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
+    ) -> tuple[jax.Array, Any]:
+        """x [..., D] -> (every head's output [..., N, H], the layer's entry of the cache). eps, offset: the norms'."""
+        in_one = is_joined(p, self.projections) and "v" in self.projections
+        if in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm):
+            qkv = joined_matmul(x, p, self.projections)
+            assert qkv is not None and qkv.shape[-3] == 1
+            norms = (p["q_norm"], p["k_norm"]) if self.qk_norm else None
+            q, entry = rotate_store(ctx, entry, qkv.reshape(*x.shape[:-1], *qkv.shape[-2:]), table, norms, eps, offset)
+        else:
+            q, entry = self._store(p, x, table, ctx, entry, eps, offset)
+        out = attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, sinks=p.get("sinks"))
+        return checkpoint_name(out, "attention"), entry
+
+    def _store(self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float):
+        q, *kv = matmuls(x, p, self.projections)
+        q = self._turned(self._normed(q, p.get("q_norm"), eps, offset), table)
+        if kv:
+            k, v = kv[0], kv[-1]
+            k = self._turned(self._normed(k, p.get("k_norm"), eps, offset), table)
+            entry = store(ctx, entry, k, rms_norm(v, None, eps) if self.v_norm else v)
+        return q, entry
+
+    def _turned(self, x: jax.Array, table: tuple) -> jax.Array:
+        return rotate(x, self.rope, table) if self.rope else x
+
+    def _normed(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
+        """x [..., N, H], normed head by head or all heads together."""
+        if weight is None:
+            return x
+        if self.qk_norm == "all":
+            return rms_norm(x.reshape(*x.shape[:-2], -1), weight, eps, offset).reshape(x.shape)
+        return rms_norm(x, weight, eps, offset)
+
+    def merge(self, p: Params, x: jax.Array) -> jax.Array:
+        """[..., N, H] -> [..., D]."""
+        return matmul(x, p["o"], p.get("o_bias"), dims=2)
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def cache_row(self) -> tuple[int, int] | None:
+        """What the cache holds of one token: (rows, dim); None for a layer that reads another's."""
+        return None if self.kv_from is not None else (2 * self.kv_heads, self.head_dim)
+
+    def pages_partition(self, placement: Placement) -> PartitionSpec:
+        return split_heads(placement, self.kv_heads)[1]
+
+    @property
+    def flops_per_key(self) -> float:
+        """Of one query against one key and its value, over all heads: a multiply and an add for each dim of both."""
+        return 4.0 * self.heads * self.head_dim
+
+    def keys_seen(self, length: float) -> float:
+        """At most, by a query with `length` tokens to see."""
+        return min(length, self.window) if self.window else length
+
+    def activations(self, tensor: int) -> tuple[int, int, int]:
+        """Elements per token on one of `tensor` devices: (q and k once rotated, the outputs of its products, the
+        attention's output)."""
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return (q + k) // tensor, (q + 2 * k) // tensor, q // tensor

@@ -1,0 +1,121 @@
+"""One layer: attention and its feed-forward half, each added to the residual stream. A layer's description
+(models.config) says what it does; no family is known here by name.
+
+Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D model dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.mesh import constrain
+from dovetail.core.types import Context, Packed, Paged, Params
+from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
+from dovetail.ops.linear import matmul, matmuls
+from dovetail.ops.moe import RouterStats, experts, route, router_stats
+from dovetail.ops.norm import add_rms_norm, rms_norm
+
+Table = tuple[jax.Array, jax.Array] | tuple[()]  # cos and sin of a Rope; nothing for a layer without
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream between two layers. Serving leaves a layer's last addition to whoever reads the stream next,
+    for a kernel that norms adds on its way; training keeps one array per layer, not two."""
+
+    x: jax.Array  # [..., D]
+    pending: jax.Array | None = None  # yet to be added
+
+    def add_and_norm(self, delta: jax.Array | None, weight: jax.Array | None, cfg: ModelConfig, ctx: Context):
+        """(the stream with everything added to it, its norm)."""
+        assert self.pending is None or delta is None
+        pending = self.pending if delta is None else delta
+        x, h = add_rms_norm(ctx, self.x, pending, weight, cfg.norm_eps, cfg.norm_offset)
+        return Residual(by_token(ctx, x)), h
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "layer"))  # equal layers are traced and lowered once
+def block(
+    p: Params,
+    stream: Residual,
+    table: Table,
+    ctx: Context,
+    entry: Any,
+    extra: jax.Array | None,
+    rows: jax.Array | None = None,
+    *,
+    cfg: ModelConfig,
+    layer: Layer,
+) -> tuple[Residual, Any, RouterStats | None]:
+    """(the stream after this layer, the layer's cache, how its router dealt the tokens out). `extra` is the layer's own
+    embedding of the tokens; past the attention only `rows` of them go on, where they are given."""
+    stream, h = stream.add_and_norm(None, p.get("attn_norm"), cfg, ctx)
+    h, entry = layer.attn(p["attn"], h, table, ctx, entry, cfg.norm_eps, cfg.norm_offset)
+    if rows is not None:
+        stream, h, extra = Residual(stream.x[rows]), h[rows], None if extra is None else extra[rows]
+    h = _to_add(p.get("attn_post_norm"), cfg, layer.attn.merge(p["attn"], h))
+    stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx)
+    h, stats = _feed_forward(p, cfg, layer, stream.x, h, ctx)
+    h = _to_add(p.get("mlp_post_norm"), cfg, h)
+    if isinstance(ctx, Paged) and extra is None and "scalar" not in p:
+        return Residual(stream.x, h), entry, stats
+    x = stream.x + h
+    if extra is not None and layer.mlp is not None:
+        gate = layer.mlp.glu.activate(matmul(x, p["per_layer"]["gate"]))
+        x = x + norm(p["per_layer"]["norm"], cfg, matmul(gate * extra, p["per_layer"]["proj"]))
+    return Residual(by_token(ctx, x * p["scalar"] if "scalar" in p else x)), entry, stats
+
+
+def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context):
+    """Of h, the norm of x."""
+    if layer.mlp is None:
+        assert layer.moe is not None
+        return _moe(p["moe"], cfg, layer.moe, h, h, ctx)
+    if layer.moe is None:
+        return _mlp(p["mlp"], layer.mlp, h), None
+    dense = norm(p["mlp_out_norm"], cfg, _mlp(p["mlp"], layer.mlp, h))
+    sparse, stats = _moe(p["moe"], cfg, layer.moe, norm(p["moe_norm"], cfg, x), x, ctx)
+    return dense + norm(p["moe_post_norm"], cfg, sparse), stats
+
+
+def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
+    gate, up = matmuls(x, p, mlp.projections)
+    return matmul(mlp.glu(gate, up), p["down"], p.get("down_bias"))
+
+
+def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context):
+    """Experts see x, the router sees router_x (the same, except in Gemma 4)."""
+    if moe.scaled_router:
+        router_x = rms_norm(router_x, None, cfg.norm_eps) * p["router_scale"] * cfg.dim**-0.5
+    # f32: two experts' scores may differ by less than bf16 can tell
+    logits = matmul(router_x.astype(jnp.float32), p["router"].astype(jnp.float32), p.get("router_bias"))
+    weights, chosen = route(moe.router, logits, p.get("choice_bias"))
+    stats = router_stats(moe.router, logits, chosen, ctx.segment_ids > 0) if isinstance(ctx, Packed) else None
+    if moe.scaled_router:
+        weights = weights * p["expert_scale"][chosen]
+    out = experts(x, weights, chosen, p["experts"], moe.glu, ctx.placement, ctx.platform)
+    return (out + _mlp(p["shared"], moe.shared, x) if moe.shared else out), stats
+
+
+def _to_add(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """What half of a block adds to the residual stream, from what it computed."""
+    x = norm(weight, cfg, x)
+    if cfg.residual_scale == 1.0:
+        return x
+    return (x.astype(jnp.float32) * cfg.residual_scale).astype(x.dtype)  # the scale itself has more digits than bf16
+
+
+def norm(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    return x if weight is None else rms_norm(x, weight, cfg.norm_eps, cfg.norm_offset)
+
+
+def by_token(ctx: Context, x: jax.Array) -> jax.Array:
+    """Activations are split by token alone."""
+    dims = ("batch", "length") if isinstance(ctx, Packed) else ("batch",)
+    return constrain(x, ctx.placement, *dims, *(None,) * (x.ndim - len(dims)))

@@ -1,0 +1,33 @@
+"""What the backward pass keeps of a layer, by name; the rest it computes again.
+
+none       everything
+dots       what weights' products give, and attention's output: the rest is cheap to compute again
+attention  attention's output and each layer's input
+full       each layer's input alone
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def remember(run: Callable, remat: str, in_scan: bool = False) -> Callable:
+    """`run` with what its backward pass keeps. What is static is given to it by keyword."""
+    if remat == "none":
+        return run
+    keep = jax.checkpoint_policies
+    attention = keep.save_only_these_names("attention")
+    policy = {
+        "dots": keep.save_from_both_policies(keep.dots_with_no_batch_dims_saveable, attention),
+        "attention": attention,
+        "full": keep.nothing_saveable,
+    }[remat]
+
+    def again(*args: Any, **static: Any) -> Any:
+        return jax.checkpoint(functools.partial(run, **static), policy=policy, prevent_cse=not in_scan)(*args)
+
+    return again

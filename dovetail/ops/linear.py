@@ -1,0 +1,122 @@
+"""The products of activations with weights, all of them: nothing else multiplies a weight.
+
+A weight is an array in Hugging Face's order, [out, in]. It may also be an object that knows its own products (a
+quantised weight, one with an adapter: see Weight); each function below asks it, and no caller needs to know.
+
+Several weights with the same input may be held as one (models.publish), so that their products are one: `matmuls` takes
+either form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dovetail.ops.dispatch import few_rows, few_rows_kernel, grouped_kernel
+
+ARRAYS = (jax.Array, np.ndarray)
+PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out
+# rows [M, in] in groups, weights [E, out, in]: no transpose is made
+_PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+
+class Weight(Protocol):
+    """A weight that is no array. A pytree (jax.tree_util.register_dataclass), with the shape that the array would have;
+    each method is the function of the same name below."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array: ...
+    def per_head(self, x: jax.Array, transposed: bool) -> jax.Array: ...
+    def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array: ...
+
+
+def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
+    """x [..., *in] and w [*out, *in], of which the last `dims` are the input's -> [..., *out]."""
+    if not isinstance(w, ARRAYS):
+        y = cast(Weight, w).matmul(x, dims, out_dtype)
+    else:
+        # as matrices: XLA's CPU backend copies a weight of three dims, transposed, at every call
+        out, size = w.shape[: w.ndim - dims], math.prod(w.shape[w.ndim - dims :])
+        rows = x.reshape(*x.shape[: x.ndim - dims], size)
+        y = _product(rows, w.reshape(-1, size), out_dtype).reshape(*rows.shape[:-1], *out)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
+    """x [..., in] and w [out, in]."""
+    if few_rows(x, w):
+        return _few_rows_product(x, w)
+    return jnp.einsum("...d,fd->...f", x, w, preferred_element_type=out_dtype)
+
+
+@jax.custom_vjp
+def _few_rows_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, w, cpu=few_rows_kernel, default=lambda x, w: x @ w.T)
+
+
+def _few_rows_forward(x: jax.Array, w: jax.Array):
+    return _few_rows_product(x, w), (x, w)
+
+
+def _few_rows_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array):
+    x, w = saved
+    return g @ w, g.T @ x
+
+
+_few_rows_product.defvjp(_few_rows_forward, _few_rows_backward)
+
+
+def per_head(x: jax.Array, w: Any, transposed: bool = False) -> jax.Array:
+    """x [..., N, in] and w [N, out, in] -> [..., N, out]; transposed, x [..., N, out] -> [..., N, in]."""
+    if not isinstance(w, ARRAYS):
+        return cast(Weight, w).per_head(x, transposed)
+    return jnp.einsum(PER_HEAD[transposed], x, w)
+
+
+def grouped(rows: jax.Array, w: Any, sizes: jax.Array, platform: str | None = None) -> jax.Array:
+    """rows [M, in], the first sizes[0] of which are for w[0], and so on; w [E, out, in] -> [M, out]. Rows after the
+    last group come out undefined."""
+    if not isinstance(w, ARRAYS):
+        return cast(Weight, w).grouped(rows, sizes, platform)
+    kernel = grouped_kernel(platform)
+    return kernel(rows, w, sizes) if kernel else lax.ragged_dot_general(rows, jnp.asarray(w), sizes, _PER_GROUP)
+
+
+# --- joined weights ---------------------------------------------------------------------------------------------------
+#
+# Joined, weights [n_i, .., in] are one [parts, sum(n_i) / parts, .., in]: each of the parts has its share of every one
+# of them, so that each device of a mesh can have one.
+
+
+def joined_name(names: Mapping[str, int]) -> str:
+    return "+".join(names)
+
+
+def is_joined(p: Mapping[str, Any], names: Mapping[str, int]) -> bool:
+    return len(names) > 1 and joined_name(names) in p
+
+
+def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> list[jax.Array]:
+    """x times the weights of p with these names (name -> its first dim), each with its bias where there is one."""
+    y = joined_matmul(x, p, names)
+    if y is None:
+        return [matmul(x, p[name], p.get(f"{name}_bias")) for name in names]
+    at, parts = x.ndim - 1, y.shape[x.ndim - 1]
+    ends = [sum(list(names.values())[: i + 1]) // parts for i in range(len(names) - 1)]
+    return [
+        part.reshape(*part.shape[:at], parts * part.shape[at + 1], *part.shape[at + 2 :])
+        for part in jnp.split(y, ends, axis=at + 1)
+    ]
+
+
+def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:
+    """[..., parts, sum / parts, ..]: the one product, where p holds the weights joined."""
+    joined = joined_name(names)
+    return matmul(x, p[joined], p.get(f"{joined}_bias")) if is_joined(p, names) else None

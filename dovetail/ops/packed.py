@@ -1,0 +1,103 @@
+"""Packed attention: the exact reference, and what runs a kernel that knows one device on a mesh of them.
+
+B rows, T queries, S keys, N query heads, K key heads, G = N / K, H head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.mesh import Placement
+from dovetail.core.types import Packed
+from dovetail.ops.softmax import cap_and_mask, is_visible
+
+
+def packed_attention(
+    q: jax.Array,  # [B, T, N, H]
+    k: jax.Array,  # [B, S, K, H]; S is T without `key_segments`
+    v: jax.Array,  # [B, S, K, Hv]
+    ctx: Packed,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    key_segments: jax.Array | None = None,  # [B, S]
+) -> jax.Array:
+    """The exact reference. Queries go in chunks that see only the keys they may reach, so scores are never [T, T].
+
+    With `key_segments` there are S >= T keys and the queries are the last T of them (ops.context)."""
+    T = q.shape[1]
+    key_segments = ctx.segment_ids if key_segments is None else key_segments
+    before = key_segments.shape[1] - T
+    chunk = max(128, -(-T // 16))  # small enough for a core's cache, few enough to compile
+    # A chunk's probabilities are computed again in the backward pass, not kept: memory stays linear in T.
+    one = jax.checkpoint(functools.partial(_attend_chunk, scale=scale, window=window, softcap=softcap))
+    outputs = []
+    for start in range(0, T, chunk):
+        rows = slice(start, min(start + chunk, T))
+        keys = slice(max(0, before + start - window + 1) if window else 0, before + rows.stop)
+        positions = before + jnp.arange(rows.start, rows.stop), jnp.arange(keys.start, keys.stop)
+        segments = ctx.segment_ids[:, rows], key_segments[:, keys]
+        outputs.append(one(q[:, rows], k[:, keys], v[:, keys], segments, positions, sinks))
+    return jnp.concatenate(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+
+
+def _attend_chunk(q, k, v, segments, positions, sinks, **options):
+    return attend_block(q, k, v, segments, positions, sinks, **options)[0].astype(v.dtype)
+
+
+def attend_block(q, k, v, segments, positions, sinks=None, *, scale, window, softcap) -> tuple[jax.Array, jax.Array]:
+    """Some queries over some keys: (out [B, T, N, H], log of the softmax's denominator [B, T, N]), both f32.
+
+    `segments` ([B, T], [B, S]) and `positions` ([T], [S]) are the queries' and the keys'."""
+    B, T, N, H = q.shape
+    K, G = k.shape[2], N // k.shape[2]
+    # a key head's queries are rows of one product, [T * G, H] @ [H, S]: many small products would be far slower
+    q_rows = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
+    scores = jnp.einsum("bkrh,bskh->bkrs", q_rows, k, preferred_element_type=jnp.float32) * scale
+    visible = is_visible(positions[0][:, None], positions[1], window)
+    visible = visible & (segments[0][:, :, None] == segments[1][:, None, :])  # [B, T, S]
+    scores = cap_and_mask(scores.reshape(B, K, T, G, -1), visible[:, None, :, None], softcap)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(K, 1, G, 1)
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
+    rows = weights.reshape(B, K, T * G, -1).astype(v.dtype)
+    out = jnp.einsum("bkrs,bskh->bkrh", rows, v, preferred_element_type=jnp.float32)
+    # divided last: the output is smaller than the scores
+    out = (out.reshape(B, K, T, G, -1) / total).transpose(0, 2, 1, 3, 4).reshape(B, T, N, -1)
+    return out, (top + jnp.log(total))[..., 0].transpose(0, 2, 1, 3).reshape(B, T, N)
+
+
+def on_mesh(run: Callable, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Packed, **options: Any) -> jax.Array:
+    """Run a packed kernel that knows one device on a mesh of them: each gets its rows and its heads."""
+    placement = ctx.placement
+    if placement is None or placement.mesh.size == 1:
+        return run(q, k, v, ctx, **options)
+    axes = ("batch", None, "heads", None)
+    k, v = keys_of_heads(placement, q, k, v)
+    specs = [placement.partition(axes, x.shape) for x in (q, k, v)]
+
+    def local(q, k, v, segment_ids):
+        return run(q, k, v, Packed(segment_ids, ctx.platform), **options)
+
+    rows = placement.partition(("batch", None), ctx.segment_ids.shape)
+    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(*specs, rows), out_specs=specs[0], check_vma=False)
+    return mapped(q, k, v, ctx.segment_ids)
+
+
+def keys_of_heads(placement: Placement, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """k and v, their heads repeated where a device that gets a part of the queries' heads would not get their keys'."""
+    if q.shape[2] % placement.size("heads") or k.shape[2] % placement.size("kv_heads") == 0:
+        return k, v
+    return jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)

@@ -1,0 +1,183 @@
+"""What one device holds in a training step, counted from the declared weights before anything is allocated.
+
+Weights, moments and gradients follow the sharding rules leaf by leaf. Activations are what the backward pass needs:
+each layer's saved values by remat policy, and one layer's working set. The counts are of bytes; they lean to the high
+side, since XLA's fusion is not known here.
+
+D model dim, V vocabulary, F width of the feed-forward, E devices along the expert axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from jax.sharding import AbstractMesh
+
+from dovetail.core.chips import LOGITS_BYTES
+from dovetail.core.compute import compute_of
+from dovetail.core.mesh import MESH_AXES, TRAIN, Placement
+from dovetail.core.spec import leaves
+from dovetail.core.training import Training
+from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.mtp import mtp_depth, mtp_layer, with_mtp
+from dovetail.models.spec import spec
+
+BYTES = {name: compute_of(name).dtype.itemsize for name in ("bf16", "f32", "tf32")}
+LOOPED = 1.8  # times as much is kept by a loop over layers without remat: XLA makes no value of a turn again
+_SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that cut weights
+Axes = Mapping[str, int]  # mesh axis -> devices along it
+Shape = tuple[tuple[int, ...], tuple[str | None, ...]]  # a weight's shape and logical axes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device at the worst moment of a step."""
+
+    weights: int  # masters, the copy to compute with, an average where one is kept
+    optimizer: int
+    gradients: int
+    gathered: int  # the weights of two layers made whole for their products, and of the two embeddings' gradients
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: int) -> Memory:
+    """With `rows` of the batch on each device in one microstep."""
+    fixed = _state(cfg, settings, axes, rows)
+    tokens = rows * settings.length // axes.get("context", 1)
+    itemsize = BYTES[settings.precision.compute]
+    saved, working = _activations(cfg, _mtp_layers(cfg, settings), axes.get("tensor", 1), axes.get("expert", 1), remat)
+    if remat == "none" and settings.scan:
+        saved = int(saved * LOOPED)
+    vocab = cfg.vocab // (axes.get("tensor", 1) if cfg.vocab % axes.get("tensor", 1) == 0 else 1)
+    chunk = min(LOGITS_BYTES, tokens * vocab * 4)
+    return Memory(*fixed, activations=tokens * itemsize * (saved + working), logits=2 * chunk)
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def _state(cfg: ModelConfig, settings: Training, axes: Axes, rows: int) -> tuple[int, int, int, int]:
+    """(weights, optimizer, gradients, gathered)."""
+    mtp, optimizer = _mtp_layers(cfg, settings), settings.optimizer.name
+    elements, moments, gathered = _elements(cfg, mtp, optimizer, tuple((name, axes.get(name, 1)) for name in _SPLITS))
+    shards = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
+    accumulates = rows * shards < settings.batch  # a sum in f32 beside the microstep's own
+    gradients = elements * (BYTES[settings.precision.params] + (4 if accumulates else 0))
+    compute = BYTES[settings.precision.compute]
+    return elements * bytes_per_weight(settings), 4 * moments, gradients, gathered * compute
+
+
+@functools.lru_cache(maxsize=4096)
+def _elements(cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
+    """What one device holds, in numbers: weights, moments, weights made whole."""
+    placement = _placement(dict(axes))
+    elements = moments = 0
+    for shape, count in _shapes(cfg, mtp).items():
+        local = _local(shape, placement)
+        elements += local * count
+        moments += _moments(optimizer, shape, local) * count
+    return elements, moments, _gathered(cfg, dict(axes))
+
+
+def bytes_per_weight(settings: Training) -> int:
+    """The master, the copy to compute with where that has another dtype, the average where one is kept."""
+    master, compute = BYTES[settings.precision.params], BYTES[settings.precision.compute]
+    return master + (compute if compute != master else 0) + (master if settings.ema else 0)
+
+
+def _moments(optimizer: str, shape: Shape, local: int) -> int:
+    """f32 numbers that the optimizer keeps for a weight of which a device holds `local` elements."""
+    dims = sorted(shape[0])[-2:]
+    is_matrix = len(shape[0]) >= 2
+    if optimizer == "muon":  # one momentum for a matrix of a layer, Adam's two for the rest
+        return local if is_matrix and "vocab" not in shape[1] else 2 * local
+    if optimizer == "adafactor" and is_matrix and dims[0] >= 128:  # a mean over each of the two largest dims
+        return math.ceil(local / dims[0]) + math.ceil(local / dims[1])
+    return local if optimizer == "adafactor" else 2 * local
+
+
+def _gathered(cfg: ModelConfig, axes: Axes) -> int:
+    """A layer's weights are whole (over fsdp and context) while they are used, the next layer's arrive meanwhile, and
+    a layer's gradient is whole before it is scattered. The head is whole, and its gradient is summed so in f32."""
+    whole = _placement({**axes, "fsdp": 1, "context": 1})
+    embedding = _local(((cfg.vocab, cfg.dim), ("vocab", "embed")), whole)
+    split = axes.get("fsdp", 1) * axes.get("context", 1) > 1
+    largest = max(sum(_local(shape, whole) for shape in kind) for kind in _layer_kinds(cfg))
+    return 3 * largest * split + 3 * embedding  # numbers of the compute dtype, of which f32 takes two
+
+
+def _placement(axes: Axes) -> Placement:
+    mesh = AbstractMesh(tuple(axes.get(name, 1) for name in MESH_AXES), MESH_AXES)
+    return Placement(cast(Any, mesh), TRAIN)
+
+
+def _local(shape: Shape, placement: Placement) -> int:
+    """Elements of a weight on one device."""
+    parts = placement.partition(shape[1], shape[0])
+    names = [name for part in parts if part for name in ((part,) if isinstance(part, str) else part)]
+    return math.prod(shape[0]) // math.prod(placement.mesh.shape[name] for name in names)
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(cfg: ModelConfig, mtp: int) -> Counter[Shape]:
+    """How many weights of each shape."""
+    specs = with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
+    return Counter((leaf.shape, leaf.axes) for _, leaf in leaves(specs))
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
+    """The weights of one layer of each kind."""
+    layers = spec(cfg)["layers"]
+    one_each = {layer: i for i, layer in enumerate(cfg.layers)}.values()
+    return [[(leaf.shape, leaf.axes) for _, leaf in leaves(layers[i])] for i in one_each]
+
+
+def _mtp_layers(cfg: ModelConfig, settings: Training) -> int:
+    return mtp_depth(cfg) if settings.trains_mtp else 0
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _activations(cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str) -> tuple[int, int]:
+    """Elements per token: saved from forward to backward over all layers, and one layer's working set."""
+    layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
+    saved = sum(_saved(cfg.dim, layer, tensor, expert, remat) * n for layer, n in layers.items())
+    largest = max(_saved(cfg.dim, layer, tensor, expert, "none") for layer in layers)
+    # a layer's values again, where they were not saved, and their gradients
+    return saved, largest * (1 if remat == "none" else 2)
+
+
+def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str) -> int:
+    """Elements per token that one layer keeps under a policy."""
+    inputs, kept, out = layer.attn.activations(tensor)
+    hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
+    if remat == "full":
+        return D
+    if remat == "attention":
+        return D + out
+    if remat == "dots":  # the products' outputs
+        return 3 * D + kept + 2 * hidden + ends
+    return 6 * D + kept + inputs + out + 3 * hidden + 2 * ends
+
+
+def _feed_forward_elements(D: int, layer: Layer, tensor: int, expert: int) -> tuple[int, int]:
+    """(F of one product, what a token's copies for its experts add). Experts on E devices see the tokens of all E."""
+    hidden, ends = (layer.mlp.width if layer.mlp else 0), 0
+    if layer.moe:
+        copies = layer.moe.router.top_k * expert
+        hidden += copies * layer.moe.width + (layer.moe.shared.width if layer.moe.shared else 0)
+        ends = copies * D
+    return hidden // tensor, ends

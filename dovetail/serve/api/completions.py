@@ -1,0 +1,154 @@
+"""/v1/completions: how it is answered. Several prompts run at the same time; their choices are listed in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from dovetail.serve.api.completions_request import CompletionRequest
+from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, event
+from dovetail.serve.api.merge_streams import merge_streams
+from dovetail.serve.api.usage import Usage
+from dovetail.serve.errors import ApiError, bad
+from dovetail.serve.talk.answer import Ask, Step
+from dovetail.serve.talk.service import Service
+from dovetail.serve.tools.events import Content
+
+PATH = "/v1/completions"
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(PATH)
+    async def completions(body: CompletionRequest) -> Response:
+        """The text that follows a prompt."""
+        service.check_model(body.model)
+        asks = await asyncio.to_thread(_asks, service, body)
+        service.check(asks)
+        made = _Completion(service, body, asks)
+        if body.stream:
+            return EventStream(made.chunks(), lambda error: event(error.body(PATH)))
+        return JsonAnswer(made.whole())
+
+    return router
+
+
+def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
+    params, asks = body.params(service.config.defaults), []
+    for prompt in body.prompts():
+        tokens = prompt
+        if isinstance(prompt, str):
+            tokens = service.prompts.encode(prompt, body.add_special_tokens, service.prompts.max_tokens)
+        if not tokens:
+            raise bad("prompt is empty: give at least one token", "prompt")
+        if body.echo:
+            _echoed(service, body, tokens)
+        asks.append(Ask(prompt=tokens, params=params, **body.ask_options))
+    return asks
+
+
+class _Choice:
+    """One of the answers, as far as it has come."""
+
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.steps: list[Step] = []
+        self.shown = 0  # characters sent so far, for text_offset
+        self.begun = False
+
+
+class _Completion:
+    def __init__(self, service: Service, body: CompletionRequest, asks: list[Ask]):
+        self._service, self._body, self._asks = service, body, asks
+        self._usage = Usage(asks)
+        self._choices = [_Choice(ask) for ask in asks for _ in range(body.n)]
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
+            "model": service.name,
+        }  # fmt: skip
+        self._scores_prompt = asks[0].params.prompt_logprobs is not None
+
+    async def _steps(self) -> AsyncGenerator[tuple[_Choice, Step]]:
+        answers = [self._service.answer(ask) for ask in self._asks]
+        async with aclosing(merge_streams(answers)) as steps:
+            async for at, step in steps:
+                if self._body.max_tokens == 0:
+                    step = step._replace(events=[], tokens=[], logprobs=step.logprobs and [])
+                self._usage.count(step, at)
+                yield self._choices[at * self._body.n + step.index], step
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The prompt's log-probabilities are last from the engine and first in an answer: with them, all comes at the
+        end."""
+        if self._scores_prompt:
+            whole = await self.whole()
+            for choice in whole["choices"]:
+                yield event({**self._head, "choices": [choice]})
+        else:
+            async for choice, step in self._steps():
+                yield event({**self._head, "choices": [self._shown(choice, [step])]} | self._no_usage())
+        if self._body.with_usage:
+            yield event({**self._head, "choices": [], "usage": self._usage.openai()})
+        yield DONE
+
+    async def whole(self) -> dict[str, Any]:
+        async for choice, step in self._steps():
+            choice.steps.append(step)
+        choices = [self._shown(choice, choice.steps) for choice in self._choices]
+        return {**self._head, "choices": choices, "usage": self._usage.openai()}
+
+    def _no_usage(self) -> dict[str, Any]:
+        return {"usage": None} if self._body.with_usage else {}
+
+    def _shown(self, choice: _Choice, steps: list[Step]) -> dict[str, Any]:
+        """The JSON of what these steps add to a choice."""
+        first, choice.begun = not choice.begun, True
+        text = "".join(each.text for step in steps for each in step.events if isinstance(each, Content))
+        if first and self._body.echo:
+            text = _echoed(self._service, self._body, choice.ask.prompt) + text
+        end = next((step for step in steps if step.finish_reason is not None), None)
+        found = {
+            "index": self._choices.index(choice),
+            "text": text,
+            "logprobs": self._logprobs(choice, steps, first) if self._body.logprobs is not None else None,
+            "finish_reason": end.finish_reason if end else None,
+            "stop_reason": end.stop_reason if end else None,
+        }
+        if self._scores_prompt:
+            found["prompt_logprobs"] = self._service.token_text.prompt(self._prompt_logprobs(choice))
+        if self._body.return_token_ids:
+            found["token_ids"] = [token for step in steps for token in step.tokens]
+            found["prompt_token_ids"] = choice.ask.prompt if first else None
+        choice.shown += len(text)
+        return found
+
+    def _logprobs(self, choice: _Choice, steps: list[Step], first: bool) -> dict[str, Any]:
+        tokens = [token for step in steps for token in step.tokens]
+        logprobs: list = [each for step in steps for each in step.logprobs or ()]
+        offset = choice.shown
+        if first and self._body.echo:
+            tokens, logprobs = choice.ask.prompt + tokens, [*(self._prompt_logprobs(choice) or ()), *logprobs]
+        return self._service.token_text.completion(tokens, logprobs, offset)
+
+    def _prompt_logprobs(self, choice: _Choice) -> list | None:
+        """They come with one of the request's n answers and belong to all of them."""
+        at = self._choices.index(choice) // self._body.n * self._body.n
+        for other in self._choices[at : at + self._body.n]:
+            for step in other.steps:
+                if step.prompt_logprobs is not None:
+                    return list(step.prompt_logprobs)
+        raise ApiError(500, "the engine sent no log-probabilities of the prompt", code="internal_error")
+
+
+def _echoed(service: Service, body: CompletionRequest, prompt: list[int]) -> str:
+    try:
+        return service.tokenizer.decode(prompt, body.skip_special_tokens)
+    except ValueError as error:
+        raise bad(f"echo: {error}", "prompt") from None

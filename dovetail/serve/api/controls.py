@@ -1,0 +1,113 @@
+"""The controls, for the operator of the server: profiles, sleep, pause, the prefix cache and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from dovetail.serve.api.arguments import arguments, described
+from dovetail.serve.api.delivery import json_answer
+from dovetail.serve.api.fields import Body, Int, Refused
+from dovetail.serve.errors import refused
+from dovetail.serve.talk.service import Service
+
+T = TypeVar("T")
+_WAIT = "requests under way wait, and go on afterwards"  # vLLM's mode keep
+
+
+class SleepRequest(Body):
+    level: Annotated[Int, Field(ge=1, le=2)] = 1
+    refused: ClassVar = {"mode": Refused(_WAIT, ("keep",))}
+
+
+class WakeRequest(Body):
+    refused: ClassVar = {"tags": Refused("weights and pages come back together")}
+
+
+class PauseRequest(Body):
+    refused: ClassVar = {
+        "mode": Refused(_WAIT, ("keep",)),
+        "wait_for_inflight_requests": Refused(_WAIT, (False,)),
+        "clear_cache": Refused("send /reset_prefix_cache", (False,)),
+    }
+
+
+class ResetRequest(Body):
+    refused: ClassVar = {
+        "reset_running_requests": Refused("running requests keep their pages", (False,)),
+        "reset_external": Refused("there is no cache outside the engine", (False,)),
+    }
+
+
+class WeightsRequest(Body):
+    path: Annotated[str, Field(min_length=1)]
+
+
+class ControlRoute(NamedTuple):
+    control: str  # one of engine.controls
+    body: type[Body]  # its fields are the control's arguments, in their order
+    status: str | None  # what the answer says; None: the control's own answer, a version of the weights
+    help: str | None = None
+
+
+CONTROL_ROUTES = {
+    "/sleep": ControlRoute(
+        "sleep", SleepRequest, "asleep",
+        "Free the device's memory; level 2 drops the weights too. Requests get 503 until /wake_up.",
+    ),
+    "/wake_up": ControlRoute("wake", WakeRequest, "awake"),
+    "/pause": ControlRoute(
+        "pause", PauseRequest, "paused", "No more steps until /resume: requests under way wait, new ones get 503."
+    ),
+    "/resume": ControlRoute("resume", Body, "running"),
+    "/reset_prefix_cache": ControlRoute("reset_prefix_cache", ResetRequest, "empty"),
+    "/update_weights": ControlRoute(
+        "update_weights", WeightsRequest, None,
+        "Load weights from a path on the server's machine and swap them in between two steps.",
+    ),
+}  # fmt: skip
+
+
+def profile(service: Service, folder: str) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/start_profile")
+    async def start_profile(_: Body = arguments(Body)) -> Response:
+        """Write a trace for xprof to the server's --profile-dir, until /stop_profile."""
+        await _done(service.backend.start_profile(folder))
+        return json_answer({"status": "profiling"})
+
+    @router.post("/stop_profile")
+    async def stop_profile(_: Body = arguments(Body)) -> Response:
+        await _done(service.backend.stop_profile())
+        return json_answer({"status": "written"})
+
+    return router
+
+
+def admin(service: Service) -> APIRouter:
+    """For reinforcement learning and operations. The gate checks the admin key before each of these."""
+    router = APIRouter()
+    for path, route in CONTROL_ROUTES.items():
+        extra = described(route.body) if route.body.model_fields else None
+        add = router.post(path, name=path.strip("/"), description=route.help, openapi_extra=extra)
+        add(_endpoint(service, route))
+    return router
+
+
+def _endpoint(service: Service, route: ControlRoute) -> Callable[..., Awaitable[Response]]:
+    async def control(asked: Body = arguments(route.body)) -> Response:
+        answer = await _done(service.backend.control(route.control, *asked.model_dump().values()))
+        return json_answer({"weights_version": answer} if route.status is None else {"status": route.status})
+
+    return control
+
+
+async def _done(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except ValueError as error:
+        raise refused(error) from None

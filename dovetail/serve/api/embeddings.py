@@ -1,0 +1,70 @@
+"""/v1/embeddings: one vector per text, pooled from the model's last hidden states."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from fastapi import APIRouter, Response
+
+from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
+from dovetail.serve.api.delivery import JsonAnswer
+from dovetail.serve.api.fields import Body, Refused
+from dovetail.serve.api.generation_request import Tokens
+from dovetail.serve.errors import bad
+from dovetail.serve.talk.service import Service
+
+
+class EmbeddingRequest(Body):
+    model: str | None = None
+    input: str | Batch | Tokens | TokenBatch
+    encoding_format: Literal["float", "base64"] = "float"
+    pooling: Literal["mean", "last"] = "mean"  # of the last hidden states
+    user: str | None = None
+    refused: ClassVar = {"dimensions": Refused("the model was not trained to be cut short")}
+
+    def inputs(self) -> list[Any]:
+        return as_many(self.input, "input")
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest) -> Response:
+        """One vector per text, pooled from the model's last hidden states."""
+        service.check_model(body.model)
+        return JsonAnswer(_embeddings(service, body))
+
+    return router
+
+
+async def _embeddings(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
+    most = min(service.max_len, service.config.limits.prompt_tokens or service.max_len)
+
+    def encode() -> list[list[int]]:
+        return [service.prompts.encode(each, most=most) if isinstance(each, str) else each for each in body.inputs()]
+
+    prompts = await asyncio.to_thread(encode)
+    for prompt in prompts:
+        if not prompt:
+            raise bad("input is empty: give at least one token", "input")
+        if len(prompt) > most:
+            raise bad(f"input: a text has {len(prompt)} tokens, and this server takes at most {most}", "input")
+    service.check_ready()
+    service.inflight.check([1] * len(prompts))
+    try:
+        vectors = await service.backend.embed(prompts, body.pooling)
+    except ValueError as error:
+        raise bad(f"input: {str(error).removeprefix('prompt: ')}", "input") from None
+    form = _base64 if body.encoding_format == "base64" else list
+    data = [{"object": "embedding", "index": i, "embedding": form(vector)} for i, vector in enumerate(vectors)]
+    total = sum(map(len, prompts))
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return {"object": "list", "data": data, "model": service.name, "usage": usage}
+
+
+def _base64(vector: Any) -> str:
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

@@ -1,0 +1,147 @@
+"""GenerationRequest: the fields that the chat and completions routes share, and those that both refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from dovetail.engine.params import MAX_LOGPROBS, SamplingParams, Structured
+from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, Token
+from dovetail.serve.errors import bad, refused
+
+Texts = str | Annotated[list[str], Field(max_length=64)]
+TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)]
+Tokens = Annotated[list[Token], Field(max_length=65536)]
+
+
+class StructuredOutputs(Body):
+    """Exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    refused: ClassVar = {
+        "json_object": Refused('send {"json": {}}', (False,)),
+        "structural_tag": Refused("send a grammar, or tools with tool_choice"),
+    }
+
+    def structured(self) -> Structured:
+        try:
+            choice = None if self.choice is None else tuple(self.choice)
+            return Structured(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
+        except ValueError as error:
+            raise bad(str(error), "structured_outputs") from None
+
+
+class StreamOptions(Body):
+    include_usage: Flag = False
+    refused: ClassVar = {
+        "continuous_usage_stats": Refused("usage comes once, at the end: include_usage", (False,)),
+        "include_obfuscation": Refused("events are not padded", (False,)),
+    }
+
+
+_STRUCTURED = "send structured_outputs {json, regex, choice or grammar}"
+
+
+class GenerationRequest(Body):
+    model: str | None = None
+    n: Int = 1
+    best_of: Int | None = None  # all samples are returned, so it can only be n
+    temperature: Num | None = None
+    top_p: Num | None = None
+    top_k: Int | None = None
+    min_p: Num | None = None
+    presence_penalty: Num | None = None
+    frequency_penalty: Num | None = None
+    repetition_penalty: Num | None = None
+    logit_bias: dict[str, Num] | None = None
+    seed: Int | None = None
+    stop: Texts | None = None
+    stop_token_ids: Tokens | None = None
+    include_stop_str_in_output: Flag | None = None
+    ignore_eos: Flag | None = None
+    min_tokens: Int | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: Texts | None = None
+    prompt_logprobs: Int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Int = 0  # the lowest goes first; needs a server with --policy priority
+    cache_salt: str | None = None
+    skip_special_tokens: Flag = True
+    return_token_ids: Flag = False
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # a label of the caller: no answer depends on it
+
+    refused: ClassVar = {
+        "use_beam_search": Refused("there is no beam search; n samples", (False,)),
+        "length_penalty": Refused("it belongs to beam search", (1.0, 1)),
+        "truncate_prompt_tokens": Refused("shorten the prompt before it is sent"),
+        "logits_processors": Refused("a request brings no code"),
+        "spaces_between_special_tokens": Refused("text is as the tokenizer decodes it", (True,)),
+        "kv_transfer_params": Refused("there is one engine"),
+        "lora_request": Refused("there are no adapters"),
+        "thinking_token_budget": Refused("thinking is not counted separately; use max_tokens"),
+        "return_tokens_as_token_ids": Refused("send return_token_ids", (False,)),
+        **{f"guided_{name}": Refused(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},
+    }
+
+    def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
+        """The engine's parameters. What a request leaves out comes from the model's `defaults`, else from the engine's.
+        max_tokens None: no limit."""
+        if self.best_of is not None and self.best_of != self.n:
+            why = "all n samples are returned, so best_of can only be n; choose among them by logprobs"
+            raise bad(f"best_of={self.best_of} with n={self.n} is not supported: {why}", "best_of")
+        values: dict[str, Any] = {"max_tokens": None, **defaults}
+        if max_tokens is not None:
+            values["max_tokens"] = max_tokens
+        values |= {name: getattr(self, name) for name in _SAME_NAMES if getattr(self, name) is not None}
+        if self.top_k == -1:  # vLLM's value for off
+            values["top_k"] = 0
+        if self.logit_bias:
+            values["logit_bias"] = _by_id(self.logit_bias)
+        if self.structured_outputs is not None:
+            if more.get("structured") is not None:
+                raise bad(
+                    "response_format and structured_outputs contradict each other: send one", "structured_outputs"
+                )
+            values["structured"] = self.structured_outputs.structured()
+        try:
+            return SamplingParams(**values | {name: value for name, value in more.items() if value is not None})
+        except ValueError as error:
+            raise refused(error) from None
+
+    def check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options is for a request with stream: true", "stream_options")
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def ask_options(self) -> dict[str, Any]:
+        """The fields of Ask besides its prompt and parameters."""
+        return {
+            "priority": self.priority, "cache_salt": self.cache_salt, "skip_special": self.skip_special_tokens,
+            "limit": next((name for name in LIMITS if getattr(self, name, None) is not None), None),
+        }  # fmt: skip
+
+
+LIMITS = ("max_completion_tokens", "max_tokens")  # the names that a request may use for an answer's most tokens
+# Names that mean the same here and in SamplingParams.
+_SAME_NAMES = (
+    "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop stop_token_ids "
+    "include_stop_str_in_output ignore_eos min_tokens allowed_token_ids bad_words prompt_logprobs"
+).split()
+
+
+def _by_id(bias: dict[str, float]) -> dict[int, float]:
+    """Keys as integers: in JSON they are strings."""
+    if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in bias):
+        raise bad("logit_bias takes token ids as its keys", "logit_bias")
+    return {int(key): value for key, value in bias.items()}

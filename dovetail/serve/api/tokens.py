@@ -1,0 +1,81 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from dovetail.serve.api.chat_request import Message, Tool
+from dovetail.serve.api.delivery import json_answer
+from dovetail.serve.api.fields import Body, Flag
+from dovetail.serve.api.generation_request import Tokens
+from dovetail.serve.errors import bad
+from dovetail.serve.talk.prompts import Conversation
+from dovetail.serve.talk.service import Service
+
+
+class TokenizeRequest(Body):
+    """A prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: Flag | None = None
+    add_generation_prompt: Flag = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: Flag = False
+
+    def conversation(self) -> Conversation:
+        return Conversation(
+            messages=[message.plain(f"messages.{i}") for i, message in enumerate(self.messages or ())],
+            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            template=self.chat_template,
+            template_kwargs=self.chat_template_kwargs or {},
+            add_generation_prompt=self.add_generation_prompt,
+        )
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Tokens
+    skip_special_tokens: Flag = False
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The tokens of a prompt, or of messages as the model's template writes them."""
+        service.check_model(body.model)
+        return json_answer(await asyncio.to_thread(_tokenize, service, body))
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        try:
+            text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
+        except ValueError as error:
+            raise bad(str(error), "tokens") from None
+        return json_answer({"prompt": text})
+
+    return router
+
+
+def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad("expected one of prompt and messages", "prompt")
+    if body.prompt is not None:
+        for name in ("tools", "chat_template", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise bad(f"{name} goes with messages, not with a prompt", name)
+        found = service.prompts.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        found = service.prompts.encode(service.prompts.text(body.conversation()), bool(body.add_special_tokens))
+    texts = [service.tokenizer.token(token) for token in found] if body.return_token_strs else None
+    return {"count": len(found), "max_model_len": service.max_len, "tokens": found, "token_strs": texts}

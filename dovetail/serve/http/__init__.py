@@ -1,0 +1,1 @@
+"""The server: the application with its routes, the gate that every request passes, long bodies, and the socket."""

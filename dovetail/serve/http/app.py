@@ -1,0 +1,63 @@
+"""The HTTP application: every route, behind the gate."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import Lifespan
+
+from dovetail import __version__
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.serve.api import anthropic, chat, completions, controls, embeddings, responses, status, tokens
+from dovetail.serve.config import ServerConfig
+from dovetail.serve.http.gate import Gate, handle_errors
+from dovetail.serve.http.long_bodies import LongBodies
+from dovetail.serve.remote.backend import Backend
+from dovetail.serve.talk.service import Service
+
+
+def make_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """An ASGI application. It closes the backend when the server stops. Its Service is app.state.service."""
+    long = LongBodies(backend, tokenizer, config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI):
+        yield
+        long.close()
+        await backend.close()
+
+    app = routed(backend, tokenizer, config, lifespan)
+    app.add_middleware(Gate, config=config, long=long)
+    if config.allow_origins:  # outermost: errors need the headers too, or a browser hides them
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return app
+
+
+def routed(
+    backend: Backend, tokenizer: Tokenizer, config: ServerConfig, lifespan: Lifespan[FastAPI] | None = None
+) -> FastAPI:
+    """The routes alone."""
+    service = Service(backend, tokenizer, config)
+    app = FastAPI(title="Dovetail", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for router in (
+        chat.routes,
+        completions.routes,
+        responses.routes,
+        anthropic.routes,
+        tokens.routes,
+        embeddings.routes,
+        status.models,
+        status.state,
+    ):
+        app.include_router(router(service))
+    if config.profile_dir is not None:
+        app.include_router(controls.profile(service, config.profile_dir))
+    if config.admin_key is not None:
+        app.include_router(controls.admin(service))
+    handle_errors(app)
+    return app

@@ -1,0 +1,191 @@
+"""Gate: every request passes it before a route sees it. It checks the key and the body's size and time, and it turns
+every exception into an answer, so that no traceback leaves the server."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dovetail.serve.api.controls import CONTROL_ROUTES
+from dovetail.serve.api.delivery import while_connected
+from dovetail.serve.config import ServerConfig, is_loopback
+from dovetail.serve.errors import ApiError, as_api_error, bad, from_validation
+from dovetail.serve.http.long_bodies import LONG, LongBodies
+
+OPEN = {"/health", "/ping", "/ready"}  # a load balancer has no key
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB-F]")
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, config: ServerConfig, long: LongBodies):
+        self._app, self._config, self._long = app, config, long
+        # Without a key, a web page could reach this server through a host name of its own (DNS rebinding).
+        self._any_host = bool(config.api_keys) or not is_loopback(config.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            self._check(scope)
+            body = await self._body(scope, receive)
+            if isinstance(body, Response):
+                await body(scope, receive, watched)
+            else:
+                await self._app(scope, _replay(body, receive), watched)
+        except Exception as error:
+            api_error = as_api_error(error)
+            if not started:
+                await api_error.response(scope["path"])(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers, path = Headers(scope=scope), scope["path"]
+        if not self._any_host and not _is_local(headers.get("host", "")):
+            raise ApiError(403, "this server has no key, so it answers to localhost and IP addresses only")
+        if path in OPEN or scope["method"] == "OPTIONS":
+            return
+        if path in CONTROL_ROUTES:
+            keys: Iterable[str] = (self._config.admin_key,) if self._config.admin_key else ()
+        else:
+            keys = self._config.api_keys
+        if keys and not _is_one_of(_key(headers), keys):
+            raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | Response:
+        """Read the whole body, so that its size and time are bounded in one place. A long one may already be answered
+        here: then the answer is returned."""
+        limits, headers, body = self._config.limits, Headers(scope=scope), bytearray()
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        ended = await self._read(receive, body, LONG)
+        if len(body) <= LONG:
+            _check_type(body, headers.get("content-type", ""))
+            check_text(body)
+            return bytes(body)
+        async with self._long.place():
+            if not ended:
+                await self._read(receive, body, limits.body_bytes)
+            _check_type(body, headers.get("content-type", ""))
+            answer = await while_connected(receive, self._long.answer(scope, body))
+        if answer is None:
+            raise bad("the client disconnected while its request was read")
+        return answer
+
+    async def _read(self, receive: Receive, body: bytearray, upto: int) -> bool:
+        """Append what arrives to `body`, until it is complete (True) or longer than `upto` (False)."""
+        limits = self._config.limits
+        try:
+            ended = await asyncio.wait_for(_read(receive, body, min(upto, limits.body_bytes)), limits.body_seconds)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
+        if len(body) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        return ended
+
+
+async def _read(receive: Receive, body: bytearray, upto: int) -> bool:
+    while len(body) <= upto:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise bad("the client disconnected while it sent the body")
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return True
+    return False
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body, then what follows it."""
+    rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return rest.pop() if rest else await receive()
+
+    return replay
+
+
+def _check_type(body: bytes | bytearray, given: str) -> None:
+    """Without this check any web page could send requests: browsers send other types, or none, without asking first
+    (CORS)."""
+    kind = given.partition(";")[0].strip().lower()
+    if body and kind != "application/json" and not re.fullmatch(r"application/[^/]+\+json", kind):
+        got = f"got {given[:80]!r}" if given else "it is missing"
+        raise ApiError(
+            415, f"Content-Type: expected application/json; {got}", param="Content-Type", code="content_type"
+        )
+
+
+def check_text(body: bytes | bytearray) -> None:
+    """JSON can hold half a surrogate pair, which is not text: it can be neither tokenized nor sent back."""
+    if _HALF_PAIR.search(body):
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise bad("the body holds half of a surrogate pair, which is not valid Unicode") from None
+        except (ValueError, RecursionError):
+            pass  # not JSON: the route says so
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes, the most that this server takes", code="too_large")
+
+
+def _key(headers: Headers) -> str:
+    """OpenAI's clients send a bearer token, Anthropic's x-api-key."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _is_one_of(key: str, keys: Iterable[str]) -> bool:
+    """In constant time: every key is compared, and comparing takes the same time wherever they differ."""
+    given = key.encode()
+    return sum([hmac.compare_digest(given, each.encode()) for each in keys]) > 0
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    name = name.strip("[]").lower()
+    return (
+        name in ("", "localhost")
+        or name.endswith(".localhost")
+        or re.fullmatch(r"[0-9.]+|[0-9a-f:]+", name) is not None
+    )
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Errors that a route raises, as answers."""
+
+    async def api_error(request: Request, error: Any):
+        return error.response(request.url.path)
+
+    async def invalid(request: Request, error: Any):
+        return from_validation(error.errors()).response(request.url.path)
+
+    async def http_error(request: Request, error: Any):
+        path = request.url.path
+        what = {404: f"there is no route {path[:200]}", 405: f"{path[:200]} does not take {request.method}"}
+        answer = ApiError(error.status_code, what.get(error.status_code, str(error.detail))).response(path)
+        answer.headers.update(error.headers or {})  # Allow
+        return answer
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http_error)

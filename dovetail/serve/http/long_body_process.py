@@ -1,0 +1,118 @@
+"""The process that reads long requests: `python -m dovetail.serve.http.long_body_process FD`, started by
+http.long_bodies with an inherited socket.
+
+It runs the server's own routes over an engine that does nothing. What they answer without the engine, which is every
+refusal and every tokenizer route, is the answer; a request that reaches the engine is valid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import sys
+from typing import IO, Any, NoReturn
+
+import msgspec
+from fastapi import FastAPI
+from starlette.types import Message, Scope
+
+from dovetail.serve.errors import as_api_error
+from dovetail.serve.http.app import routed
+from dovetail.serve.http.gate import check_text
+from dovetail.serve.remote.wire import LENGTH
+
+NICE = 19  # the server's streams go first where there are few cores
+
+
+def main(fd: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends, by closing the socket
+    os.nice(NICE)
+    with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
+        tokenizer, (config, info) = pickle.loads(_read(wire)), pickle.loads(_read(wire))
+        engine = _NoEngine(info)
+        app = routed(engine, tokenizer, config)  # type: ignore[arg-type]
+        with asyncio.Runner() as runner:
+            while head := _read(wire):
+                reply = msgspec.msgpack.encode(runner.run(_answer(app, engine, head, _read(wire))))
+                sock.sendall(LENGTH.pack(len(reply)) + reply)
+
+
+def _read(wire: IO[bytes]) -> bytes:
+    """The next message; empty at the end."""
+    size = wire.read(LENGTH.size)
+    return wire.read(LENGTH.unpack(size)[0]) if len(size) == LENGTH.size else b""
+
+
+async def _answer(app: FastAPI, engine: _NoEngine, head: bytes, body: bytes) -> list[Any] | None:
+    """Status, headers and body; None if the engine was asked."""
+    method, path, query, headers = msgspec.msgpack.decode(head)
+    scope: Scope = {"type": "http", "http_version": "1.1", "method": method, "path": path}
+    scope |= {"query_string": query, "headers": headers}
+    engine.asked, out = False, _Out()
+    try:
+        check_text(body)
+        await app(scope, _Body(body), out)
+    except Exception as error:
+        if not engine.asked:
+            out = _Out()
+            await as_api_error(error).response(path)(scope, _Body(b""), out)
+    return None if engine.asked else [out.status, out.headers, out.body]
+
+
+class _NoEngine:
+    """Notes that it was asked, and raises."""
+
+    trouble = unready = None
+
+    def __init__(self, info: Any):
+        self.info, self.asked = info, False
+
+    async def generate(self, *_: Any, **__: Any):
+        self._note()
+        yield
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        async def call(*_: Any, **__: Any) -> None:
+            self._note()
+
+        return call
+
+    def _note(self) -> NoReturn:
+        self.asked = True
+        raise RuntimeError("there is no engine here")
+
+
+class _Body:
+    """The `receive` of a client that has sent its body and waits."""
+
+    def __init__(self, body: bytes):
+        self._rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def __call__(self) -> Message:
+        if not self._rest:
+            await asyncio.Event().wait()
+        return self._rest.pop()
+
+
+class _Out:
+    """The `send` that collects an application's answer."""
+
+    def __init__(self):
+        self.status, self.headers, self.body = 500, [], b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message["headers"])
+        else:
+            self.body += message.get("body", b"")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

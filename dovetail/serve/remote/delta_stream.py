@@ -1,0 +1,44 @@
+"""DeltaStream: a request's deltas between the engine's process and their reader."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dovetail.serve.remote.wire import Delta
+
+
+class DeltaStream:
+    """At most one delta waits per sequence: later ones are joined to it, so a slow reader costs no more memory than its
+    answer."""
+
+    def __init__(self, n: int):
+        self._open = n  # sequences whose last delta has not come
+        self._waiting: dict[int, Delta] = {}
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        """No more deltas will come."""
+        return self._open == 0 or self._error is not None
+
+    def put(self, delta: Delta) -> None:
+        earlier = self._waiting.pop(delta.index, None)  # back to the end: the request's last delta stays last
+        self._waiting[delta.index] = delta if earlier is None else earlier.then(delta)
+        self._open -= delta.finished
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> Delta | None:
+        """The next delta; None after the last. Raises the error that `fail` was given once none is left."""
+        while not self._waiting:
+            if self._open == 0:
+                return None
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        return self._waiting.pop(next(iter(self._waiting)))

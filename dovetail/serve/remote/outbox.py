@@ -1,0 +1,85 @@
+"""Outbox: sends the messages of the engine's process, in a thread of its own, so that neither encoding them nor a slow
+parent delays a step. While the parent does not read, later updates of a sequence are joined to earlier ones, so what
+waits is bounded by what the requests may generate."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from queue import Empty, SimpleQueue
+
+from dovetail.engine.sequence import Update
+from dovetail.serve.remote.wire import Delta, Deltas, DeltaTimes, FromEngine, Logprob, frame
+
+
+class Outbox:
+    def __init__(self, sock: socket.socket):
+        self._socket = sock
+        self._queue: SimpleQueue[list[Update] | FromEngine | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, item: list[Update] | FromEngine) -> None:
+        self._queue.put(item)
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Send what is queued, if the parent takes it within `seconds`."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            while self._send(self._waiting()):
+                pass
+        except OSError:  # the parent is gone
+            os._exit(0)
+
+    def _waiting(self) -> list[list[Update] | FromEngine | None]:
+        """Everything that is queued; waits for the first item."""
+        items = [self._queue.get()]
+        try:
+            while True:
+                items.append(self._queue.get_nowait())
+        except Empty:
+            return items
+
+    def _send(self, items: list[list[Update] | FromEngine | None]) -> bool:
+        """Send in order; False after the last item."""
+        joined: dict[tuple[str, int], Update] = {}
+        for item in items:
+            if isinstance(item, list):
+                for update in item:
+                    key = update.id, update.index
+                    joined[key] = joined.pop(key).then(update) if key in joined else update
+                continue
+            self._send_updates(joined)
+            if item is None:
+                return False
+            self._socket.sendall(frame(item))
+        self._send_updates(joined)
+        return True
+
+    def _send_updates(self, joined: dict[tuple[str, int], Update]) -> None:
+        if joined:
+            self._socket.sendall(frame(Deltas([_delta(update) for update in joined.values()])))
+            joined.clear()
+
+
+def _delta(update: Update) -> Delta:
+    times, output = update.times, update.output
+    delta = Delta(
+        update.id,
+        update.index,
+        update.tokens,
+        DeltaTimes(times.arrival, times.scheduled, times.first_token, times.finished),
+        [Logprob(*entry) for entry in update.logprobs] if update.logprobs is not None else None,
+        cached_tokens=update.cached_tokens,
+        weights_version=update.weights_version,
+    )
+    if update.finished:
+        delta.finished, delta.finish_reason, delta.stop_reason = True, update.finish_reason, update.stop_reason
+        delta.error = update.error
+    if output is not None and output.prompt_logprobs is not None:
+        delta.prompt_logprobs = [entry and Logprob(*entry) for entry in output.prompt_logprobs]
+    return delta

@@ -1,0 +1,116 @@
+"""Supervisor: starts the engine's process again when it dies, waiting longer each time, and gives up after too many
+deaths in a short time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+from dovetail.engine.died import EngineDied
+from dovetail.serve.remote.child import Child, ShowProgress
+from dovetail.serve.remote.control_state import ControlState
+from dovetail.serve.remote.watchdog import watch
+from dovetail.serve.remote.wire import Start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    """When to start again. A start that fails counts as a death. If an engine answered a request before it died, the
+    count begins anew."""
+
+    deaths: int = 3  # after so many ...
+    seconds: float = 60.0  # ... within this time it is not started again
+    backoff: float = 0.5  # seconds before the first restart; doubled before each further one
+    longest_backoff: float = 30.0
+    step_seconds: float = 300.0  # a step that takes longer counts as a death; 0: no limit
+
+
+class Supervisor:
+    def __init__(self, start: Start, limits: RestartLimits, progress: ShowProgress | None = None):
+        self._start, self._limits, self._progress = start, limits, progress
+        self.control_state = ControlState()
+        self._child: Child | None = None
+        self._why = "the engine is starting"
+        self._deaths: list[float] = []
+        self._task: asyncio.Task | None = None
+        self._watching: asyncio.Task | None = None
+        self.restarts = 0
+        self.gave_up = False
+
+    async def start(self) -> None:
+        """Start the first child; an error in the model or an option is raised and not tried again."""
+        self._use(await Child.spawn(self._start, self._progress))
+        self._task = asyncio.create_task(self._keep_running())
+
+    def _use(self, child: Child) -> None:
+        self._child = child
+        if self._limits.step_seconds:
+            self._watching = asyncio.create_task(watch(child, self._limits.step_seconds))
+
+    @property
+    def child(self) -> Child:
+        """The running one; EngineDied, with the reason, if there is none."""
+        if self._child is None or not self._child.is_alive:
+            raise EngineDied(self._why)
+        return self._child
+
+    async def close(self, seconds: float) -> None:
+        for task in (self._task, self._watching):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        if self._child is not None:
+            await self._child.stop(seconds)
+        self._why = "the engine was stopped"
+
+    async def _keep_running(self) -> None:
+        """Wait for a death, wait for the backoff, start again; return when it gives up."""
+        child = self._child
+        while True:
+            if child is not None:
+                await child.ended.wait()
+                self._note_death(child.why, child.served)
+            if self._gives_up():
+                return
+            await asyncio.sleep(min(self._limits.backoff * 2 ** (len(self._deaths) - 1), self._limits.longest_backoff))
+            child = await self._spawn()
+
+    def _note_death(self, why: str, served: bool) -> None:
+        now = time.monotonic()
+        recent = [] if served else [death for death in self._deaths if now - death <= self._limits.seconds]
+        self._deaths = [*recent, now]
+        self._why = f"{why}; it is being started again"
+        log.error("%s (death %d of %d)", self._why, len(self._deaths), self._limits.deaths)
+
+    def _gives_up(self) -> bool:
+        if len(self._deaths) < self._limits.deaths:
+            return False
+        count, seconds = self._limits.deaths, self._limits.seconds
+        self._why = f"the engine died {count} times within {seconds:g} s and is not started again: see the server's log"
+        self.gave_up = True
+        log.critical(self._why)
+        return True
+
+    async def _spawn(self) -> Child | None:
+        try:
+            child = await Child.spawn(self._start, self._progress)
+            await self._restore(child)
+        except Exception as error:
+            self._note_death(f"the engine could not be started: {error}", served=False)
+            return None
+        self._use(child)
+        self.restarts += 1
+        return child
+
+    async def _restore(self, child: Child) -> None:
+        try:
+            await self.control_state.restore(child)
+        except BaseException:
+            await child.stop(0.0)
+            raise

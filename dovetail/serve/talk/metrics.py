@@ -1,0 +1,89 @@
+"""Metrics for Prometheus, under the names that dashboards for vLLM read.
+
+Its own registry: three kinds of numbers and their text form are less code than the dependency on prometheus_client.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from dovetail.engine.stats import Stats
+
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_BETWEEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+_WHOLE = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_REASONS = ("stop", "length", "abort", "error")
+
+
+class Histogram:
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]):
+        self.name, self.help, self._bounds = name, help, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def lines(self, labels: str) -> Iterator[str]:
+        yield from _head(self.name, self.help, "histogram")
+        total = 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{self.name}_bucket{{{labels},le="{bound}"}} {total}'
+        yield f"{self.name}_sum{{{labels}}} {self._sum}"
+        yield f"{self.name}_count{{{labels}}} {total}"
+
+
+class ServerMetrics:
+    """Counted in the HTTP process; the engine's own numbers come from its Stats."""
+
+    def __init__(self, model: str):
+        name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._labels = f'engine="0",model_name="{name}"'
+        self.first_token = Histogram("vllm:time_to_first_token_seconds", "From a request to its first.", _FIRST_TOKEN)
+        self.between = Histogram("vllm:inter_token_latency_seconds", "From a token to the next.", _BETWEEN)
+        self.whole = Histogram("vllm:e2e_request_latency_seconds", "From a request to its last token.", _WHOLE)
+        self.prompt_tokens = self.generated_tokens = 0
+        self.finished: dict[str, int] = dict.fromkeys(_REASONS, 0)
+
+    def text(self, stats: Stats | None) -> str:
+        """`stats` None: the engine does not answer, so its numbers are left out."""
+        lines = [line for each in self._counters(stats) for line in self._number(*each)]
+        lines += _head("vllm:request_success_total", "Finished sequences.", "counter")
+        for reason, count in self.finished.items():
+            lines.append(f'vllm:request_success_total{{{self._labels},finished_reason="{reason}"}} {count}')
+        for histogram in (self.first_token, self.between, self.whole):
+            lines += histogram.lines(self._labels)
+        return "\n".join(lines) + "\n"
+
+    def _counters(self, stats: Stats | None) -> Iterator[tuple[str, str, str, float]]:
+        yield "vllm:prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens
+        yield "vllm:generation_tokens_total", "counter", "Tokens of answers.", self.generated_tokens
+        if stats is None:
+            return
+        yield "vllm:num_requests_running", "gauge", "Sequences in the batch.", stats.running
+        yield "vllm:num_requests_waiting", "gauge", "Sequences that wait for room.", stats.waiting
+        yield "vllm:kv_cache_usage_perc", "gauge", "How full the KV pool is; 1 is full.", stats.pages_share
+        yield "vllm:num_preemptions_total", "counter", "Sequences put back to wait.", stats.preemptions
+        yield "vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", stats.prefix_query_tokens
+        yield "vllm:prefix_cache_hits_total", "counter", "Of those, found.", stats.prefix_hit_tokens
+
+    def _number(self, name: str, kind: str, help: str, value: float) -> Iterator[str]:
+        yield from _head(name, help, kind)
+        yield f"{name}{{{self._labels}}} {value}"
+
+
+def _head(name: str, help: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {help}"
+    yield f"# TYPE {name} {kind}"

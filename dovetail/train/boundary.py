@@ -1,0 +1,94 @@
+"""What a run does between two steps, when nothing is under way: measure, export, save."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from dovetail.core.compute import compute_of
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.train.export import Command, export
+from dovetail.train.position import Position
+from dovetail.train.prepare import Ready
+from dovetail.train.report.goodput import Goodput
+from dovetail.train.report.metrics import AVERAGED, TRAINED, RunMetrics
+from dovetail.train.rows import Rows
+from dovetail.train.saves import Saves
+from dovetail.train.step import Evaluate
+from dovetail.train.trace import Trace
+
+
+class Boundary:
+    def __init__(
+        self,
+        ready: Ready,
+        folder: Path,
+        saves: Saves,
+        metrics: RunMetrics,
+        goodput: Goodput,
+        held_out: Rows | None,
+        tokenizer: Tokenizer | None,
+    ):
+        self._ready, self._settings, self._folder = ready, ready.settings, folder
+        self._saves, self._metrics, self._goodput = saves, metrics, goodput
+        self._held_out, self._tokenizer = held_out, tokenizer
+        self._first = jax.process_index() == 0
+        self._total = self._settings.total_steps
+        self._command = Command(self._settings.eval.command, folder, metrics.remark)
+        self.trace = Trace(self._settings.profile_window, folder, self._first, metrics.remark)
+
+    def is_at(self, step: int) -> bool:
+        return step == self._total or bool(self._due(step)) or self.trace.is_boundary(step)
+
+    def visit(self, at: Position, stopping: bool, signalled: bool) -> None:
+        """`stopping`: a save is wanted now; `signalled`: because the run is told to end."""
+        due, over = self._due(at.step), at.step == self._total
+        self.trace.end(at.step, leaving=over or signalled)
+        if self._held_out and ("evaluate" in due or (over and self._settings.eval.every)):
+            self._evaluate(at, self._held_out)
+        if "export" in due or "command" in due or (over and self._settings.checkpoint.export_hf):
+            self._export(at, "command" in due)
+        if ("save" in due or over or stopping) and at.step:
+            self._saves.save(at, durable=over or signalled)
+
+    def end(self) -> None:
+        """Wait for what runs beside the training."""
+        self._command.wait()
+
+    def _due(self, step: int) -> set[str]:
+        s = self._settings
+        every = {
+            "save": s.checkpoint.every, "evaluate": s.eval.every, "export": s.checkpoint.export_hf,
+            "command": s.eval.command_every,
+        }  # fmt: skip
+        return {what for what, n in every.items() if n and step and step % n == 0}
+
+    def _evaluate(self, at: Position, rows: Rows) -> None:
+        """The mean of each measure over the held-out batches."""
+        with self._goodput.span("eval"):
+            start, weight, totals = time.monotonic(), 0.0, {}
+            for i in range(self._settings.eval.batches):
+                sums, more = self._evaluator(at.state.ema or at.state.params, self._ready.put(rows.batch(i)))
+                totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+                weight += float(more)
+            means = {f"held_out_{name}": total / (weight or 1.0) for name, total in totals.items()}
+            weights = AVERAGED if at.state.ema else TRAINED
+            self._metrics.evaluated(at.step, means, time.monotonic() - start, weights)
+
+    @cached_property
+    def _evaluator(self) -> Evaluate:
+        with self._goodput.span("compile"):
+            return self._ready.evaluate()
+
+    def _export(self, at: Position, command: bool) -> None:
+        """The averaged weights, where there are any."""
+        folder = self._folder / "export" / f"step_{at.step}"
+        with self._goodput.span("checkpoint"):
+            dtype = compute_of(self._settings.precision.compute).dtype
+            export(folder, self._ready.cfg, at.state.ema or at.state.params, self._tokenizer, dtype)
+        self._metrics.remark(f"exported to {folder}")
+        if command and self._first:
+            self._command.start(folder)

@@ -1,0 +1,1 @@
+"""What watches over a run: its health, hangs, signals, and the other processes."""

@@ -1,0 +1,263 @@
+"""What to do about a bad step: plain Python, no jax.
+
+The loop runs the bad step again on the same batch and the same state, and shows the doctor both results. Equal: the
+batch is at fault, and is left out. Different: the hardware is, and the host is named. Too many bad batches: the state
+is in doubt, and the run goes back to its last good checkpoint and past the batches up to here, `max_rollbacks` times.
+
+RUN_DIR/health.jsonl has a line for each finding. It is read at the start, so that a run that was killed leaves out the
+same batches and has the same budget left.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import math
+import os
+import platform
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dovetail.core.training import Health
+from dovetail.train.guard.exits import PREEMPTED, QUARANTINE, TROUBLE
+
+log = logging.getLogger(__name__)
+
+FILE = "health.jsonl"
+WINDOW = 1000  # batches among which max_skips are counted
+IN_A_ROW = 3  # bad batches one after the other: it is the state and not the data
+NEAR = 1e-2  # relative: how far two runs of a step may differ where the arithmetic's order is not fixed
+
+
+class Decision(enum.Enum):
+    SKIP = "skip"  # leave the batch out and go on
+    QUARANTINE = "quarantine"  # exit: hardware
+    ROLLBACK = "rollback"  # restore the last good checkpoint; `Doctor.skips` then passes over the batches at fault
+    STOP = "stop"  # exit: the budget is spent
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One run of a step."""
+
+    loss: float
+    grad_norm: float
+    checksums: Mapping[int, int] = field(default_factory=dict)  # device id -> train.guard.health.checksums
+
+    @property
+    def bits(self) -> tuple[bytes, bytes]:
+        return struct.pack("<f", self.loss), struct.pack("<f", self.grad_norm)
+
+    @property
+    def kind(self) -> str:
+        """The word for the record."""
+        finite = math.isfinite(self.loss), math.isfinite(self.grad_norm)
+        return "spike" if all(finite) else "non-finite loss" if not finite[0] else "non-finite gradient"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    decision: Decision
+    reason: str  # one sentence for the user
+    exit_code: int | None = None  # for QUARANTINE and STOP
+    hosts: tuple[str, ...] = ()
+    processes: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+
+
+class Doctor:
+    """Every process has one and reaches the same verdict, for it sees the same numbers; process 0 writes it down."""
+
+    def __init__(
+        self,
+        settings: Health,
+        run_dir: str | os.PathLike,
+        *,
+        process: int = 0,
+        owners: Mapping[int, tuple[int, str]] | None = None,
+        replicas: Sequence[Sequence[int]] = (),
+        exact: bool = True,
+    ) -> None:
+        """`owners`: device id -> (process index, host name), of all devices. `replicas`: groups of ids whose checksums
+        must be equal (health.replicas). `exact`: whether the platform gives the same bits for the same step; where it
+        does not, results are equal when they are near each other."""
+        self.settings, self.process, self.exact = settings, process, exact
+        self.host = platform.node()
+        self._owners = dict(owners or {})
+        self._replicas = [list(group) for group in replicas]
+        self._path = Path(run_dir) / FILE
+        self._skipped: list[tuple[int, int]] = []  # first and last batch of each range left out
+        self._recent: list[int] = []  # single batches skipped since the last rollback
+        self._rollbacks = 0
+        for record in read(run_dir):
+            self._remember(record)
+
+    def skips(self, batch: int) -> bool:
+        """Whether a batch was found at fault before, and is to be left out."""
+        return any(first <= batch <= last for first, last in self._skipped)
+
+    def examine(self, step: int, batch: int, results: Sequence[StepResult], back_to: int | None = None) -> Verdict:
+        """The verdict on a bad step, recorded.
+
+        `results` has the step's own first, then its replays. `back_to` is the batch at which the last good checkpoint
+        would go on; None when there is no checkpoint.
+        """
+        step, batch = int(step), int(batch)
+        first, *replays = results
+        changed = [again for again in replays if not self._equal(first, again)]
+        split = {device for result in results for device in self.outliers(result)}
+        if changed or split:
+            verdict = self._hardware(first, changed, split)
+        else:
+            verdict = self._data(first, batch, back_to)
+        record = self._record(step, batch, verdict, results, back_to)
+        self._remember(record)
+        if self.process == 0:
+            append(self._path, record)
+        return verdict
+
+    # --- hardware -----------------------------------------------------------------------------------------------------
+
+    def _equal(self, a: StepResult, b: StepResult) -> bool:
+        if self.exact:
+            return a.bits == b.bits and dict(a.checksums) == dict(b.checksums)
+        return all(_near(x, y) for x, y in ((a.loss, b.loss), (a.grad_norm, b.grad_norm)))
+
+    def outliers(self, result: StepResult) -> list[int]:
+        """Devices that hold something else than their replicas do."""
+        groups = [{d: result.checksums[d] for d in group if d in result.checksums} for group in self._replicas]
+        return [device for group in groups for device in disagreement(group)]
+
+    def _hardware(self, first: StepResult, changed: list[StepResult], split: set[int]) -> Verdict:
+        moved = {d for again in changed for d, value in again.checksums.items() if first.checksums.get(d) != value}
+        # Of two replicas that disagree, the one at fault is the one that changed from run to run.
+        devices = sorted((split & moved) or split or moved)
+        owners = sorted({self._owners.get(device, (self.process, self.host)) for device in devices})
+        processes, hosts = [p for p, _ in owners], [h for _, h in owners]
+        mine = not devices or self.process in processes
+        hosts = list(dict.fromkeys(hosts)) or [self.host]
+        named = f"devices {devices} of {', '.join(hosts)}" if devices else f"which device is not known ({self.host})"
+        what = "the same step on the same batch gave two results" if changed else "replicas hold different values"
+        return Verdict(
+            Decision.QUARANTINE,
+            f"{what}: the hardware is at fault, {named}",
+            QUARANTINE if mine else PREEMPTED,  # the others are to be started again
+            tuple(hosts),
+            tuple(processes) or (self.process,),
+            tuple(devices),
+        )
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _data(self, first: StepResult, batch: int, back_to: int | None) -> Verdict:
+        trouble = self._trouble(batch)
+        if not trouble:
+            return Verdict(Decision.SKIP, f"{first.kind} on batch {batch}, also when replayed: the batch is left out")
+        if self._rollbacks < self.settings.max_rollbacks and back_to is not None:
+            return Verdict(Decision.ROLLBACK, f"{trouble}: back to the last good checkpoint, and past batch {batch}")
+        spent = "there is no checkpoint to go back to"
+        if back_to is not None:
+            spent = f"the run went back {self._rollbacks} times already (health.max_rollbacks)"
+        return Verdict(Decision.STOP, f"{trouble}, and {spent}", TROUBLE)
+
+    def _trouble(self, batch: int) -> str:
+        """Why leaving out one more batch would not do; "" when it does."""
+        recent = {b for b in self._recent if batch - WINDOW < b < batch} | {batch}
+        if all(batch - i in recent for i in range(IN_A_ROW)):
+            return f"{IN_A_ROW} bad batches in a row, the last being {batch}"
+        if len(recent) > self.settings.max_skips:
+            return f"{len(recent)} bad batches among the last {WINDOW} (health.max_skips {self.settings.max_skips})"
+        return ""
+
+    # --- the record ---------------------------------------------------------------------------------------------------
+
+    def _record(
+        self, step: int, batch: int, verdict: Verdict, results: Sequence[StepResult], back_to: int | None
+    ) -> dict[str, Any]:
+        record: dict[str, Any] = {
+            "time": time.time(),
+            "host": self.host,
+            "process": self.process,
+            "step": step,
+            "batch": batch,
+            "what": verdict.decision.value,
+            "kind": results[0].kind,
+            "reason": verdict.reason,
+            "values": [_values(result) for result in results],
+        }
+        if verdict.decision is Decision.QUARANTINE:
+            record["at_fault"] = {"hosts": verdict.hosts, "processes": verdict.processes, "devices": verdict.devices}
+        if verdict.decision is Decision.ROLLBACK:
+            record["back_to"] = back_to
+        return record
+
+    def _remember(self, record: Mapping[str, Any]) -> None:
+        what, batch = record.get("what"), record.get("batch")
+        if not isinstance(batch, int):
+            return
+        if what == Decision.SKIP.value:
+            self._skipped.append((batch, batch))
+            self._recent.append(batch)
+        elif what == Decision.ROLLBACK.value:
+            self._skipped.append((int(record["back_to"]), batch))
+            self._recent, self._rollbacks = [], self._rollbacks + 1
+
+
+def disagreement(found: Mapping[int, int]) -> list[int]:
+    """The ids of the devices whose checksum is not that of most; all of them when there is no majority."""
+    values = list(found.values())
+    most = max(set(values), key=values.count, default=None)
+    if most is None or len(set(values)) == 1:
+        return []
+    if values.count(most) * 2 <= len(values):
+        return sorted(found)
+    return sorted(device for device, value in found.items() if value != most)
+
+
+def _near(x: float, y: float) -> bool:
+    """Two values that are not finite are near each other: which of inf and nan comes out hangs on the order."""
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return math.isfinite(x) == math.isfinite(y)
+    return math.isclose(x, y, rel_tol=NEAR)
+
+
+def _values(result: StepResult) -> dict[str, Any]:
+    """Floats with their bits: JSON has no nan, and the bits are what was compared."""
+    plain = {
+        name: value if math.isfinite(value) else repr(value)
+        for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))
+    }
+    bits = dict(zip(("loss_bits", "grad_norm_bits"), (b[::-1].hex() for b in result.bits), strict=True))
+    return plain | bits | {"checksums": {str(device): value for device, value in result.checksums.items()}}
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """One write of one line: readers never see half of it. A full disk is no reason to stop a run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            torn = bool(end := os.fstat(file).st_size) and os.pread(file, 1, end - 1) != b"\n"
+            os.write(file, ("\n" * torn + json.dumps(record) + "\n").encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        log.warning("could not write to %s (%s): %s", path, error, record)
+
+
+def read(run_dir: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a run so far. A line that a full disk cut short is passed over."""
+    path = Path(run_dir) / FILE
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            log.warning("a line of %s cannot be read: %.80s", path, line)
+    return found

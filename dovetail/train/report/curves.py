@@ -1,0 +1,241 @@
+"""Curves for a report, as SVG by hand: no plotting package, and colours that follow the page's light or dark theme."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
+from statistics import fmean
+
+LEFT, RIGHT, TOP, BOTTOM = 52, 22, 30, 26  # around the plot
+LINE_POINTS, RAW_POINTS = 300, 900  # more than a screen shows say nothing more
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    points: Points
+    style: str = "line"  # line | raw (faint, behind, with its extremes) | dots (joined)
+    colour: int = 0  # of the page's palette
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment worth a dashed line."""
+
+    x: float
+    text: str
+
+
+STYLE = """
+svg.chart{display:block;width:100%;height:auto}
+svg.chart text{font:11px system-ui,sans-serif;fill:var(--dim)}
+svg.chart .title{font-size:13px;font-weight:600;fill:var(--ink)}
+svg.chart .grid{stroke:var(--rule)}
+svg.chart .axis{stroke:var(--dim);opacity:.6}
+svg.chart .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
+svg.chart .raw{fill:none;stroke-width:1;opacity:.28}
+svg.chart .mark{stroke:var(--bad);stroke-dasharray:4 3}
+svg.chart .cursor{stroke:var(--dim);stroke-dasharray:2 2;visibility:hidden}
+svg.chart .told{fill:var(--ink);visibility:hidden}
+"""
+
+# Where the pointer is, the chart says what was there. A chart's points travel in its data-points.
+SCRIPT = """
+for (const svg of document.querySelectorAll('svg.chart[data-points]')) {
+  const {left, right, low, high, width, series} = JSON.parse(svg.dataset.points);
+  const cursor = svg.querySelector('.cursor'), told = svg.querySelector('.told'), names = svg.querySelector('.names');
+  const see = on => { for (const e of [cursor, told]) e.style.visibility = on ? 'visible' : 'hidden';
+                      names.style.visibility = on ? 'hidden' : 'visible'; };
+  svg.addEventListener('pointerleave', () => see(false));
+  svg.addEventListener('pointermove', event => {
+    const at = (event.clientX - svg.getBoundingClientRect().left) * width / svg.getBoundingClientRect().width;
+    if (at < left || at > right) return see(false);
+    const x = low + (at - left) / (right - left) * (high - low);
+    const near = p => p.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
+    const found = series.map(([name, p]) => [name, near(p)]);
+    const px = left + (found[0][1][0] - low) / (high - low) * (right - left);
+    cursor.setAttribute('x1', px); cursor.setAttribute('x2', px);
+    told.textContent = 'step ' + found[0][1][0] + ': ' + found.map(([name, p]) => name + ' ' + p[1]).join(', ');
+    see(true);
+  });
+}
+"""
+
+
+def chart(title: str, series: Sequence[Series], *, form: Callable[[float], str], marks: Sequence[Mark] = (),
+          width: int = 520, height: int = 230, log: bool = False, zero: bool = False) -> str:  # fmt: skip
+    """Curves over the steps. `form` writes a value; `zero`: the axis begins there. Empty where there is nothing."""
+    series = [Series(s.name, _finite(s.points, log), s.style, s.colour) for s in series]
+    series = [s for s in series if s.points]
+    if not series:
+        return ""
+    frame = _Frame.around(series, width, height, log, zero)
+    parts = [_text(LEFT, 16, title, "title"), frame.grid(form)]
+    parts += [_mark(frame, mark) for mark in marks if frame.low <= mark.x <= frame.high]
+    for each in sorted(series, key=lambda s: s.style != "raw"):
+        parts.append(_draw(frame, each))
+    parts += [_names(series, width - RIGHT), f'<line class="cursor" y1="{TOP}" y2="{height - BOTTOM}"/>']
+    parts.append(_text(width - RIGHT, 16, "", "told", "end"))
+    data = escape(json.dumps(_hover_data(frame, series, form), separators=(",", ":")), quote=True)
+    return (
+        f'<svg class="chart" role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}" '
+        f'data-points="{data}">{"".join(parts)}</svg>'
+    )
+
+
+def smooth(points: Points, log: bool = False) -> list[tuple[float, float]]:
+    """The mean (`log`: the geometric one, which a spike does not carry off) around each point, over a 40th of the run.
+    Centred, so that it does not lag behind a falling loss; less wide near the ends."""
+    points = _finite(points, log)
+    if log:
+        return [(x, 10.0**y) for x, y in smooth([(x, math.log10(y)) for x, y in points])]
+    sums = [0.0, *accumulate(y for _, y in points)]
+    most, last = len(points) // 80, len(points) - 1
+    out = []
+    for i, (x, _) in enumerate(points):
+        reach = min(most, i, last - i)
+        out.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+    return out
+
+
+# --- the frame: from values to the place on paper ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Frame:
+    low: float
+    high: float
+    bottom: float  # of the values (of their logarithm, if log)
+    top: float
+    width: int
+    height: int
+    log: bool
+
+    @classmethod
+    def around(cls, series: Sequence[Series], width: int, height: int, log: bool, zero: bool) -> _Frame:
+        xs = [x for s in series for x, _ in s.points]
+        ys = [math.log10(y) if log else y for s in series for _, y in s.points]
+        bottom, top = (min([0.0, *ys]) if zero else min(ys)), max(ys)
+        room = (top - bottom) * 0.06 or abs(top) * 0.1 or 1.0
+        low, high = min(xs), max(xs)
+        return cls(low, high if high > low else low + 1, bottom - (0 if zero else room), top + room, width, height, log)
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.low) / (self.high - self.low) * (self.width - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        value = math.log10(value) if self.log else value
+        return self.height - BOTTOM - (value - self.bottom) / (self.top - self.bottom) * (self.height - TOP - BOTTOM)
+
+    def grid(self, form: Callable[[float], str]) -> str:
+        right, base, parts = self.width - RIGHT, self.height - BOTTOM, []
+        for value in (_log_ticks if self.log else _ticks)(self.bottom, self.top, max(4, self.height // 40)):
+            y = self.y(value)
+            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/>')
+            parts.append(_text(LEFT - 6, y + 4, form(value), "", "end"))
+        for value in _ticks(self.low, self.high, 6, whole=True):
+            parts.append(_text(self.x(value), base + 16, f"{value:,.0f}", "", "middle"))
+        return "".join([*parts, f'<path class="axis" d="M{LEFT} {base}H{right}"/>'])
+
+
+def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
+    """At most `most` round numbers in [low, high]."""
+    rough = (high - low) / most
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough)
+    step = max(1.0, step) if whole else step
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers between 10**low and 10**high: as fine a choice as fits."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+        found = [d * 10.0**p for p in powers for d in digits if low <= math.log10(d) + p <= high]
+        if len(found) <= most:
+            return found
+    return found[:: -(-len(found) // most)]
+
+
+# --- what is drawn in it ----------------------------------------------------------------------------------------------
+
+
+def _finite(points: Points, log: bool) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if y is not None and math.isfinite(y) and (y > 0 or not log)]
+
+
+def _draw(frame: _Frame, series: Series) -> str:
+    points = _extremes(series.points, RAW_POINTS) if series.style == "raw" else _means(series.points, LINE_POINTS)
+    if series.style == "dots":
+        points = list(series.points)
+    at = [f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points]
+    colour = f'style="stroke:var(--c{series.colour})"'
+    path = f'<path class="{"raw" if series.style == "raw" else "line"}" {colour} d="M{"L".join(at)}"/>'
+    if series.style != "dots":
+        return path
+    fill = f'style="fill:var(--c{series.colour})"'
+    return path + "".join(
+        f'<circle r="{3 if len(points) < 60 else 2}" {fill} cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"/>'
+        for x, y in points
+    )
+
+
+def _buckets(points: Points, most: int) -> list[Points]:
+    size = len(points) / most
+    return [points[int(i * size) : int((i + 1) * size)] for i in range(most)]
+
+
+def _means(points: Points, most: int) -> list[tuple[float, float]]:
+    if len(points) <= most:
+        return list(points)
+    return [(fmean(x for x, _ in b), fmean(y for _, y in b)) for b in _buckets(points, most)]
+
+
+def _extremes(points: Points, most: int) -> list[tuple[float, float]]:
+    """No spike is averaged away."""
+    if len(points) <= most:
+        return list(points)
+    out = []
+    for b in _buckets(points, most // 2):
+        low, high = min(b, key=lambda p: p[1]), max(b, key=lambda p: p[1])
+        out += sorted({low, high})
+    return out
+
+
+def _mark(frame: _Frame, mark: Mark) -> str:
+    x = f"{frame.x(mark.x):.1f}"
+    line = f'<line class="mark" x1="{x}" x2="{x}" y1="{TOP}" y2="{frame.height - BOTTOM}">'
+    return f"{line}<title>{escape(mark.text)}</title></line>"
+
+
+def _names(series: Sequence[Series], right: float) -> str:
+    """Which colour is what, at the right of the title; not needed for one curve alone."""
+    parts, x = [], right
+    named = [s for s in series if s.style != "raw"]
+    for each in reversed(named if len(named) > 1 else []):
+        x -= 6.2 * len(each.name)
+        parts.append(_text(x, 16, each.name, ""))
+        parts.append(f'<rect x="{x - 15:.1f}" y="10" width="11" height="4" style="fill:var(--c{each.colour})"/>')
+        x -= 26
+    return f'<g class="names">{"".join(parts)}</g>'
+
+
+def _hover_data(frame: _Frame, series: Sequence[Series], form: Callable[[float], str]) -> dict:
+    """What the page's script needs to show the values under the pointer."""
+    each = []
+    for s in series:
+        if s.style != "raw":
+            points = list(s.points) if s.style == "dots" else _means(s.points, LINE_POINTS)
+            each.append([s.name, [[round(x), form(y)] for x, y in points]])
+    return dict(left=LEFT, right=frame.width - RIGHT, low=frame.low, high=frame.high, width=frame.width, series=each)
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
+    kind = f' class="{style}"' if style else ""
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,218 @@
+"""Metrics: what a run says of itself while it goes on. `metrics.jsonl`, TensorBoard scalars, and the live line.
+
+It takes numbers that are on the host already, so it never waits for the device. A step's line must be recorded before
+the checkpoint of that step is committed: after a resume at step k the lines up to k are there, each once, and the later
+ones are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.io.whole_file import write_whole
+from dovetail.train.report.environment import environment
+from dovetail.train.report.goodput import Goodput
+from dovetail.train.report.live import Live, Standing
+
+FILE = "metrics.jsonl"
+EVAL = "eval"  # the kind of a line that holds what was measured on held-out data
+TRAINED, AVERAGED = "trained", "averaged"  # the weights that it was measured with: the average where a recipe sets ema
+WINDOW = 20  # reports over which the live line's rate is taken
+
+
+@dataclass(frozen=True)
+class Work:
+    """What MFU needs: a token's training FLOPs in both conventions, and the FLOP/s of all chips together (None where
+    the chip is not known)."""
+
+    full: float
+    causal: float
+    peak: float | None = None
+
+    def mfu(self, tokens_per_second: float) -> dict[str, float]:
+        if not self.peak:
+            return {}
+        return {
+            "mfu_causal": tokens_per_second * self.causal / self.peak,
+            "mfu_full": tokens_per_second * self.full / self.peak,
+        }
+
+
+class RunMetrics:
+    """`step`: the last one done before this process, 0 for a new run. Only a `first` process writes and shows."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        steps: int,
+        step: int = 0,
+        work: Work | None = None,
+        goodput: Goodput | None = None,
+        first: bool = True,
+        tensorboard: bool = True,
+        show: bool = True,
+    ):
+        self._folder, self._work, self._goodput, self._first = Path(folder), work, goodput, first
+        self._step, self._recent = step, []
+        self._board = self._live = None
+        if not first:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        drop_after(self._folder / FILE, step)
+        _describe_run(self._folder / "run.json", steps)
+        self._file = open(self._folder / FILE, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._live = Live(steps, step) if show else None
+        self._board = _board(self._folder / "tensorboard", step, self.remark) if tensorboard else None
+
+    def record(self, step: int, values: Mapping[str, float], seconds: float, tokens: int) -> None:
+        """The results of `step`. `seconds` and `tokens` are of all steps since the last report."""
+        if step <= self._step:
+            raise ValueError(f"step {self._step} was reported already; got step {step} after it")
+        many, self._step = step - self._step, step
+        rate = tokens / seconds if seconds > 0 else 0.0
+        speed: dict[str, float] = {"seconds": seconds, "tokens": tokens, "tokens_per_second": rate}
+        if self._work:
+            speed |= self._work.mfu(rate)
+        if memory := device_memory():
+            speed["memory"] = memory
+        if self._goodput:
+            speed["goodput"] = self._goodput.share
+        self._write({"step": step, **values, **speed})
+        if self._live:
+            self._recent = [*self._recent, (many, seconds, tokens)][-WINDOW:]
+            self._live.show(self._standing(step, values, speed))
+
+    def evaluated(self, step: int, values: Mapping[str, float], seconds: float = 0.0, weights: str = TRAINED) -> None:
+        """What was measured on held-out data after `step`, with these `weights`: a line of its own."""
+        self._write({"step": step, "kind": EVAL, **values, "weights": weights, "seconds": seconds})
+        if self._live:
+            told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+            of = f" (of the {weights} weights)" if weights != TRAINED else ""
+            self._live.remark(f"step {step:,}: {told}{of}", value=values.get("held_out_loss"))
+
+    def rewind(self, step: int) -> None:
+        """The run went back to `step`: what was said of later ones is not true any more."""
+        self._step, self._recent = step, []
+        if not self._first:
+            return
+        self._file.close()
+        drop_after(self._folder / FILE, step)
+        self._file = open(self._folder / FILE, "a", encoding="utf-8")  # noqa: SIM115
+        if self._live:
+            self._live.rewind(step)
+
+    def remark(self, text: str) -> None:
+        """A sentence above the live line."""
+        if self._live:
+            self._live.remark(text)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.close()
+        if self._board:
+            self._board.close()
+        if self._first:
+            self._file.close()
+
+    def __enter__(self) -> RunMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if not self._first:
+            return
+        plain = {key: _plain(value) for key, value in line.items()}
+        self._file.write(json.dumps(plain | {"time": round(time.time(), 3)}) + "\n")
+        self._file.flush()  # the system has it now, whatever becomes of us
+        if self._board:
+            for name, value in plain.items():
+                if name not in ("step", "kind", "weights") and value is not None:
+                    self._board.add_scalar(f"{line.get('kind', 'train')}/{name}", value, line["step"])
+
+    def _standing(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> Standing:
+        """The last values, and rates over the last reports: a single step's dance."""
+        steps, seconds, tokens = (sum(column) for column in zip(*self._recent, strict=True))
+        rate = tokens / seconds if seconds else 0.0
+        mfu = self._work.mfu(rate) if self._work else {}
+        return Standing(
+            step, values, rate, seconds / steps, mfu.get("mfu_causal"), mfu.get("mfu_full"), speed.get("memory"),
+            speed.get("goodput"),
+        )  # fmt: skip
+
+
+class Remarks:
+    """Sentences of a run; those made before there is a live line are shown above it once there is."""
+
+    def __init__(self) -> None:
+        self.early: list[str] = []
+        self._show: Callable[[str], object] | None = None
+
+    def __call__(self, text: str) -> None:
+        if self._show:
+            self._show(text)
+        else:
+            self.early.append(text)
+
+    def show_with(self, show: Callable[[str], object]) -> None:
+        self._show = show
+        for text in self.early:
+            show(text)
+
+
+def drop_after(path: str | Path, step: int) -> None:
+    """Leave the lines up to `step` and no torn one, or the file as it was if it holds no others."""
+    path = Path(path)
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if (found := _step_of(line)) is not None and found <= step]
+    if len(kept) < len(lines):
+        write_whole(path, "".join(kept))
+
+
+def _step_of(line: str) -> int | None:
+    """None for a line that a kill cut short."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def device_memory() -> int | None:
+    """The most bytes this process's first device has held; None where it does not say (a CPU)."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: a loss that is not a number is null."""
+    if isinstance(value, str | int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _describe_run(path: Path, steps: int) -> None:
+    """Written anew by each process: the last one's machine is the one to know."""
+    write_whole(path, json.dumps({"steps": steps, "pid": os.getpid(), "environment": environment()}, indent=1) + "\n")
+
+
+def _board(folder: Path, step: int, remark: Callable[[str], None]):
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        remark("no TensorBoard scalars: `pip install tensorboardX` if you want them")
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1 if step else None, max_queue=1000, flush_secs=20)

@@ -1,0 +1,167 @@
+"""A run's report: what its folder holds, read once, for the page (train.report.page) and for the terminal's table.
+
+A report can be made at any moment, of a run that goes on, has ended or has died: whatever file is missing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dovetail.train.report import goodput
+from dovetail.train.report.live import clock_text, short
+from dovetail.train.report.metrics import AVERAGED, EVAL, FILE
+
+HELD_OUT = "held_out_loss"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint or an export."""
+
+    step: int
+    kind: str
+    bytes: int
+    time: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    name: str
+    steps: list[dict[str, Any]]  # a line of metrics.jsonl each
+    evals: list[dict[str, Any]]
+    total: int | None  # steps that were planned
+    ledger: goodput.Goodput | None = None
+    health: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    recipe: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def curve(self, name: str, of: Sequence[dict[str, Any]] | None = None) -> list[tuple[int, float]]:
+        """(step, value) where there is one."""
+        return [(line["step"], line[name]) for line in (self.steps if of is None else of) if line.get(name) is not None]
+
+    def last(self, name: str) -> float | None:
+        return points[-1][1] if (points := self.curve(name)) else None
+
+    def typical(self, name: str) -> float | None:
+        """The median, without the first step: it compiles."""
+        values = [value for _, value in self.curve(name)]
+        return median(values[1:] or values) if values else None
+
+    @property
+    def held_out(self) -> list[tuple[int, float]]:
+        """From lines of their own, or beside what a step says."""
+        return sorted(self.curve(HELD_OUT) + self.curve(HELD_OUT, self.evals))
+
+    @property
+    def held_out_of(self) -> str:
+        """The weights it was measured with last, where they are not those that are trained: "averaged weights"."""
+        return f"{AVERAGED} weights" if self.evals and self.evals[-1].get("weights") == AVERAGED else ""
+
+
+def read(folder: str | Path) -> RunRecord:
+    folder = Path(folder)
+    if not (folder / FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder} is not a run's folder: it has no {FILE}; give the one that `dovetail pretrain` writes"
+        )
+    lines = [line for line in read_lines(folder / FILE) if isinstance(line.get("step"), int)]
+    about = _json(folder / "run.json")
+    ledger = folder / "goodput.json"
+    return RunRecord(
+        name=folder.resolve().name,
+        steps=sorted((line for line in lines if "kind" not in line), key=lambda line: line["step"]),
+        evals=sorted((line for line in lines if line.get("kind") == EVAL), key=lambda line: line["step"]),
+        total=about.get("steps"),
+        ledger=goodput.Goodput.stored(ledger) if ledger.is_file() else None,
+        health=read_lines(folder / "health.jsonl"),
+        saved=_saved(folder / "checkpoints", "checkpoint") + _saved(folder / "export", "export"),
+        recipe=_text(folder / "recipe.yaml"),
+        environment=about.get("environment", {}),
+    )
+
+
+def summary(run: RunRecord) -> list[tuple[str, str]]:
+    """The rows of the terminal's table, and the page's first figures."""
+    step = run.steps[-1]["step"] if run.steps else 0
+    rows = [("steps", f"{step:,}" + (f" of {run.total:,}" if run.total else ""))]
+    tokens = sum(value for _, value in run.curve("tokens"))
+    rows += [("tokens", short(tokens))] if tokens else []
+    if (loss := run.last("loss")) is not None:
+        rows.append(("loss", f"{loss:.4f}"))
+    if run.held_out:
+        best_at, best = min(run.held_out, key=lambda point: point[1])
+        notes = [f"best {best:.4f} at {best_at:,}"] if best < run.held_out[-1][1] else []
+        notes = [run.held_out_of, *notes] if run.held_out_of else notes
+        rows.append(("held-out loss", f"{run.held_out[-1][1]:.4f}" + (f" ({'; '.join(notes)})" if notes else "")))
+    if (rate := run.typical("tokens_per_second")) is not None:
+        rows.append(("speed", f"{short(rate)} tok/s"))
+    causal, full = run.typical("mfu_causal"), run.typical("mfu_full")
+    if causal is not None and full is not None:
+        rows.append(("MFU", f"{causal:.1%} causal, {full:.1%} full"))
+    if (memory := run.last("memory")) is not None:
+        rows.append(("device memory", f"{memory / 2**30:.1f} GiB"))
+    return rows + _time_rows(run)
+
+
+def _time_rows(run: RunRecord) -> list[tuple[str, str]]:
+    rows = []
+    if run.ledger:
+        starts = f", {run.ledger.starts} starts" if run.ledger.starts > 1 else ""
+        starts += f" and {clock_text(run.ledger.between)} between them" if starts and run.ledger.between else ""
+        rows += [("time", clock_text(run.ledger.wall) + starts), ("goodput", f"{run.ledger.share:.1%}")]
+        losses = [(kind, share) for kind, _, share in run.ledger.table() if kind != "step" and share >= 0.005]
+        if losses:
+            rows.append(("lost to", ", ".join(f"{kind} {share:.1%}" for kind, share in losses[:4])))
+    if run.health:
+        rows.append(("health events", f"{len(run.health):,}"))
+    checkpoints = [saved for saved in run.saved if saved.kind == "checkpoint"]
+    if checkpoints:
+        rows.append(("last checkpoint", f"step {checkpoints[-1].step:,}"))
+    return rows
+
+
+def when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; a line that is being written, or was cut short, is left out."""
+    found = []
+    for line in _text(path).splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _saved(folder: Path, kind: str) -> list[Saved]:
+    """Whatever in `folder` is named by a step, such as 500 or step_500."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (named := re.fullmatch(r"(?:\D*_)?(\d+)", path.name)) and path.is_dir():
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            found.append(Saved(int(named[1]), kind, size, path.stat().st_mtime))
+    return sorted(found, key=lambda saved: saved.step)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

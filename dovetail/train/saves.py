@@ -1,0 +1,131 @@
+"""A run's checkpoints: whole states, each with the number of the next batch and the recipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dovetail.core.compute import compute_of
+from dovetail.core.recipe import dump
+from dovetail.io.checkpoint import Checkpoints
+from dovetail.train.changes import changes
+from dovetail.train.guard.stop import Together
+from dovetail.train.position import Position
+from dovetail.train.prepare import Ready
+from dovetail.train.report.goodput import Goodput
+
+
+class Saves:
+    """As a context it waits for what is still being written."""
+
+    def __init__(self, ready: Ready, folder: Path, goodput: Goodput, remark: Callable[[str], None]):
+        self._ready, self._settings, self._folder = ready, ready.settings, folder
+        self._goodput, self._remark = goodput, remark
+        self._by_clock, self._saved_at, self._lost = Together("save"), time.monotonic(), False
+        wanted = self._settings.checkpoint
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints", durable=wanted.durable, keep=wanted.keep, keep_every=wanted.keep_every,
+            durable_every=wanted.durable_every, on_problem=remark,
+        )  # fmt: skip
+
+    def __enter__(self) -> Saves:
+        self.checkpoints.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.checkpoints.__exit__(kind, error, trace)
+
+    # --- where a run begins -------------------------------------------------------------------------------------------
+
+    def open(self) -> Position:
+        """The newest good checkpoint, or a new state."""
+        with self._goodput.span("restore"):
+            at = self._resumed() if self.checkpoints.latest() is not None else None
+        if at is None:
+            self._goodput.restored(0)  # what a process that saved nothing did
+            with self._goodput.span("init"):
+                at = Position(self._ready.init(_given_weights(self._ready)))
+        self._saved_at = time.monotonic()
+        return at
+
+    def _resumed(self) -> Position:
+        at, recipe = self._restored()
+        self._remark(f"going on after step {at.step:,}, from {self._folder / 'checkpoints'}")
+        if changed := changes(recipe, self._settings):
+            self._remark(f"the recipe has changed since it was saved: {', '.join(changed.values())}")
+        return at
+
+    def restore(self) -> Position:
+        with self._goodput.span("restore"):
+            return self._restored()[0]
+
+    def _restored(self) -> tuple[Position, dict[str, Any]]:
+        """(the newest good checkpoint, the recipe that it was saved with)."""
+        state, meta, step = self.checkpoints.restore(self._ready.form)
+        key = self._settings.rows_key
+        if meta["data"] != key:
+            changed = changes(meta["recipe"], self._settings)
+            told = [text for name, text in changed.items() if name.partition(".")[0] in ("", *key)]
+            raise ValueError(
+                f"the run in {self._folder} was begun with other {_either(list(key))} ({', '.join(told)}); give "
+                "another --run-dir, or the recipe it was begun with"
+            )
+        self._goodput.restored(step)
+        cursor = int(meta["cursor"])
+        return Position(state, step, cursor, saved=cursor), meta["recipe"]
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def is_time(self, step: int) -> bool:
+        """Whether the clock asks for a checkpoint: all processes must do it after the same step."""
+        minutes = self._settings.checkpoint.minutes
+        return bool(minutes) and self._by_clock.is_due(time.monotonic() - self._saved_at > 60 * minutes, step)
+
+    def save(self, at: Position, durable: bool) -> None:
+        meta = {"cursor": at.cursor, "data": self._settings.rows_key, "recipe": dump(self._settings)}
+        with self._goodput.span("checkpoint"):
+            far = True if durable and self._settings.checkpoint.durable else None
+            self.checkpoints.save(at.step, at.state, meta, far)
+        at.saved, self._saved_at = at.cursor, time.monotonic()
+        self._by_clock.done()
+
+    def await_last(self, at: Position) -> None:
+        """No save comes after the last one: when that has failed, once more."""
+        with self._goodput.span("checkpoint"):
+            self.checkpoints.wait()
+            if self.checkpoints.has_failed():
+                self.save(at, durable=True)
+                self.checkpoints.wait()
+                self._lost = self.checkpoints.has_failed()
+
+    def refuse_lost(self, step: int) -> None:
+        if self._lost:
+            left = self.checkpoints.latest()
+            raise OSError(
+                f"the last checkpoint, of step {step:,}, could not be written ({self.checkpoints.problem}), so "
+                f"{f'what came after step {left:,}' if left is not None else 'the run'} is lost: make room, and start "
+                "the same command again"
+            )
+
+
+def _either(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _given_weights(ready: Ready) -> Any:
+    """Those of `settings.init`; None: random ones."""
+    settings = ready.settings
+    if not settings.init:
+        return None
+    from dovetail.io.hf import has_mtp, read_params
+    from dovetail.io.hub import resolve
+    from dovetail.io.load import open_checkpoint
+
+    path = resolve(settings.init)
+    source, _, _ = open_checkpoint(path)
+    dtype = compute_of(settings.precision.params).dtype
+    further = "mtp" in ready.specs and has_mtp(source)
+    return read_params(source, ready.cfg, dtype, str(path), ready.placement, mtp=further)

@@ -1,0 +1,54 @@
+"""The server's own description of itself, used against it: whatever fits the schema, or breaks it, is no 5xx."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from serve.servers import Script, running
+
+from dovetail.serve.config import Limits
+
+pytestmark = pytest.mark.slow
+
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/tokenize", "/detokenize", "/sleep", "/update_weights",
+)  # fmt: skip
+BOUNDED = settings(
+    max_examples=8, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer, admin_key="boss", limits=Limits(request_seconds=20)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def document(server):
+    return schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json").json())
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fits", "breaks"])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_request_is_a_server_error(server, document, path, mode):
+    operation = document[path]["POST"]
+
+    @BOUNDED
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        headers = {"authorization": "Bearer boss"}
+        answer = case.call(base_url=server.url, headers=headers, timeout=20)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            assert "error" in answer.json()
+
+    ask()

@@ -1,0 +1,134 @@
+"""`dovetail serve` as a person runs it: it starts, prints its address, answers, and ends at SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+from serve.servers import Script, running
+from typer.testing import CliRunner
+
+from dovetail.cli.main import app
+from dovetail.cli.serve import _show
+
+pytestmark = pytest.mark.slow
+
+
+def command(*arguments: str, **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dovetail", "serve", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | env,
+    )  # fmt: skip
+
+
+def test_it_serves_until_sigterm(smollm2_gguf, optimised):
+    size = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+    process = command(str(smollm2_gguf), "--port", "0", "--served-model-name", "smol", *size, DOVETAIL_API_KEY="key")
+    assert process.stdout is not None
+    try:
+        printed = ""
+        while (found := re.search(r"http://127\.0\.0\.1:\d+", printed)) is None:
+            line = process.stdout.readline()
+            assert line, printed
+            printed += line
+        url = found[0]
+        _wait_for(url)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="key")
+        hello = [{"role": "user", "content": "Hi"}]
+        answer = client.chat.completions.create(model="smol", messages=hello, max_tokens=4, temperature=0)
+        assert answer.choices[0].message.content
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        assert "Traceback" not in process.stdout.read()
+        assert children and not any(_is_running(int(pid)) for pid in children)  # the engine ended with it
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def _wait_for(url: str) -> None:
+    for _ in range(200):
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError("it printed its address, and does not answer")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("key", ["", "s3cret"], ids=["open", "with a key"])
+def test_what_is_printed_at_the_start_can_be_run(tokenizer, monkeypatch, capsys, key):
+    async def engine():
+        return Script(tokenizer)
+
+    keys = (key,) if key else ()
+    monkeypatch.delenv("DOVETAIL_API_KEY", raising=False)
+    with running(engine, tokenizer, api_keys=keys) as server:
+        config = replace(server.app.state.service.config, port=int(server.url.rpartition(":")[2]))
+        _show(config, SimpleNamespace(start_seconds=1.0, description="room"))
+        printed = capsys.readouterr().out
+        assert "s3cret" not in printed and ("export it" in printed) == bool(key)
+        if key:
+            monkeypatch.setenv("DOVETAIL_API_KEY", key)
+        python = re.search(r"^(import os\n)?from openai.*?^client\.chat.*?$", printed, re.M | re.S)
+        assert python is not None, printed
+        exec(python[0], names := {})
+        names["client"].close()
+        curl = re.search(r"^curl .*\\\n.*$", printed, re.M)
+        assert curl is not None, printed
+        if shutil.which("curl"):
+            answer = subprocess.run(curl[0], shell=True, capture_output=True, text=True, timeout=30)
+            assert '"content":"Fine."' in answer.stdout, answer
+
+
+def test_a_seed_is_the_engines_only_where_it_was_given(smollm2_gguf, monkeypatch):
+    found = []
+    monkeypatch.setattr("dovetail.serve.http.server.serve", lambda path, options, *_: found.append(options.seed))
+    monkeypatch.setattr("dovetail.serve.http.server.run", lambda _: None)
+    for arguments in ([], ["--seed", "5"]):
+        result = CliRunner().invoke(app, ["serve", str(smollm2_gguf), *arguments])
+        assert result.exit_code == 0, result.output
+    assert found == [None, 5]
+
+
+def refused(*arguments: str, **env: str) -> str:
+    result = CliRunner().invoke(
+        app, ["serve", *arguments], env={"DOVETAIL_API_KEY": "", "DOVETAIL_ADMIN_KEY": ""} | env
+    )
+    assert isinstance(result.exception, ValueError), result.output
+    return str(result.exception)
+
+
+def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(smollm2_gguf, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"cannot listen on 127.0.0.1:{port}" in refused(str(smollm2_gguf), "--port", port)
+    assert "--admin needs a key of its own" in refused("--admin")
+    assert "must differ" in refused("--admin", DOVETAIL_API_KEY="a", DOVETAIL_ADMIN_KEY="a")
+    empty = tmp_path / "keys"
+    empty.write_text("\n")
+    assert "holds no key" in refused("--api-key-file", str(empty))
+    assert "printable ASCII" in refused("--api-key", "clé")

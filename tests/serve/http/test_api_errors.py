@@ -1,0 +1,383 @@
+"""What is refused, and how: every bad request gets a message that says what is wrong, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from serve.servers import MODEL, Script, running
+
+from dovetail.serve.config import Limits
+from dovetail.serve.errors import ApiError
+from dovetail.serve.talk.inflight import Inflight
+
+HELLO = dict(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def post(server, path, body, **options):
+    return httpx.post(server.url + path, json=body, **options)
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer, limits=Limits(body_bytes=20_000, n=4, prompt_tokens=100)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def refused(server, path, body, param=None, status=400):
+    answer = post(server, path, body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    if param is not None:
+        assert error["param"] == param, error
+    return error["message"]
+
+
+# --- what is not known, and what is known and not done ----------------------------------------------------------------
+
+
+def test_an_unknown_field_is_refused_with_a_suggestion(server, client):
+    assert "did you mean temperature?" in refused(server, CHAT, HELLO | {"temprature": 1}, "temprature")
+    message = {"role": "user", "content": "Hi", "nane": "x"}
+    assert "did you mean name?" in refused(server, CHAT, HELLO | {"messages": [message]}, "messages.0.nane")
+    with pytest.raises(openai.BadRequestError, match="unknown field foo"):
+        client.chat.completions.create(**HELLO, extra_body={"foo": 1})
+
+
+def test_values_that_ask_for_nothing_are_accepted(server):
+    neutral = {"store": False, "service_tier": "auto", "modalities": ["text"], "best_of": 1, "metadata": {}}
+    assert post(server, CHAT, HELLO | neutral).status_code == 200
+
+
+def test_a_requests_own_template_needs_a_server_that_allows_it(server):
+    body = HELLO | {"chat_template": "{{ messages }}"}
+    assert "--allow-request-template" in refused(server, CHAT, body, "chat_template")
+
+
+def test_images_and_other_parts_are_refused(server):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
+    assert "image_url" in refused(server, CHAT, HELLO | {"messages": messages})
+
+
+CUT = {"name": "f", "arguments": '{"a'}
+BAD = {
+    "no messages": ({"model": MODEL}, "messages"),
+    "empty messages": ({"messages": []}, "messages"),
+    "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    "a number as text": (HELLO | {"max_tokens": "5"}, "max_tokens"),
+    "a flag as number": (HELLO | {"stream": 1}, "stream"),
+    "temperature": (HELLO | {"temperature": -1}, "temperature"),
+    "top_p": (HELLO | {"top_p": 2}, "top_p"),
+    "max_tokens": (HELLO | {"max_tokens": 0}, "max_tokens"),
+    "both limits": (HELLO | {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    "n": (HELLO | {"n": 5}, "n"),
+    "an empty stop": (HELLO | {"stop": ""}, "stop"),
+    "logit_bias": (HELLO | {"logit_bias": {"abc": 1}}, "logit_bias"),
+    "top_logprobs alone": (HELLO | {"top_logprobs": 2}, "top_logprobs"),
+    "stream_options alone": (HELLO | {"stream_options": {"include_usage": True}}, "stream_options"),
+    "two structures": (HELLO | {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "a template's kwarg": (HELLO | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    "effort": (HELLO | {"reasoning_effort": "high"}, "reasoning_effort"),
+    "tool_choice alone": (HELLO | {"tool_choice": "required"}, "tool_choice"),
+    "a cut call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": CUT}]}]},
+        "messages.0.tool_calls.0.function.arguments",
+    ),
+    "top_logprobs": (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "best_of": (HELLO | {"n": 2, "best_of": 1}, "best_of"),
+    "more than the context": (HELLO | {"max_tokens": 512}, "max_tokens"),
+    "more than the context, by its new name": (HELLO | {"max_completion_tokens": 512}, "max_completion_tokens"),
+    "what the engine refuses": (HELLO | {"max_tokens": 13}, "max_tokens"),
+    "what the engine refuses in a stream": (HELLO | {"max_tokens": 13, "stream": True}, "max_tokens"),
+    "a long prompt": ({"messages": [{"role": "user", "content": "word " * 200}]}, None),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests_are_400_and_name_the_parameter(server, case):
+    body, param = BAD[case]
+    refused(server, CHAT, body, param)
+
+
+def test_bodies_that_are_not_json_or_too_large(server):
+    answer = httpx.post(server.url + CHAT, content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "json_invalid"
+    half = b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'
+    answer = httpx.post(server.url + CHAT, content=half, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "surrogate" in answer.text
+    whole = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    assert httpx.post(server.url + CHAT, content=whole, headers={"content-type": "application/json"}).status_code == 200
+    big = HELLO | {"user": "x" * 30_000}
+    assert refused(server, CHAT, big, status=413)
+    chunked = (b"x" * 5000 for _ in range(10))
+    assert httpx.post(server.url + CHAT, content=chunked).status_code == 413
+    assert httpx.post(server.url + CHAT, json=[1, 2]).status_code == 400
+    deep = b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}"
+    assert httpx.post(server.url + CHAT, content=deep, headers={"content-type": "application/json"}).status_code == 400
+
+
+def test_a_body_without_its_type_is_refused(server):
+    body = json.dumps(HELLO).encode()
+    for type, got in (None, "it is missing"), ("text/plain", "got 'text/plain'"):
+        answer = httpx.post(server.url + CHAT, content=body, headers={"content-type": type} if type else {})
+        error = answer.json()["error"]
+        assert answer.status_code == 415 and error["param"] == "Content-Type", error
+        assert error["message"] == f"Content-Type: expected application/json; {got}"
+    for type in ("application/json; charset=utf-8", "Application/problem+json"):
+        assert httpx.post(server.url + CHAT, content=body, headers={"content-type": type}).status_code == 200
+
+
+IDS = {
+    "prompt.0": ([-1], "greater than or equal to 0; got -1"),
+    "prompt.1": ([5, "a"], 'valid integer; got "a"'),
+    "prompt.2": (["a", "b", 1], "valid string; got 1"),
+    "prompt.0.1": ([[5, -1]], "greater than or equal to 0; got -1"),
+}
+
+
+@pytest.mark.parametrize("param", IDS)
+def test_a_prompt_with_an_unknown_token_id_is_refused(server, param):
+    prompt, message = IDS[param]
+    assert message in refused(server, COMPLETIONS, {"prompt": prompt}, param)
+
+
+LIMITED = {
+    CHAT: (HELLO, "max_tokens"),
+    COMPLETIONS: ({"prompt": "Hello"}, "max_tokens"),
+    "/v1/responses": ({"input": "Hello"}, "max_output_tokens"),
+    "/v1/messages": ({"messages": HELLO["messages"]}, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("path", LIMITED)
+def test_a_limit_beyond_the_context_is_refused_with_the_numbers(server, path):
+    """The largest that fits is taken; a default, which the client did not ask for, ends at the context."""
+    body, name = LIMITED[path]
+    size = len(server.engine.tokenizer.encode_chat(HELLO["messages"])) if path != COMPLETIONS else 1
+    answer = post(server, path, body | {name: 513 - size})
+    assert answer.status_code == 400
+    message = f"{name}={513 - size} after a prompt of {size} tokens is more than the context of 512 holds"
+    assert answer.json()["error"]["message"] == f"{message}; at most {512 - size} fit"
+    assert post(server, path, body | {name: 512 - size}).status_code == 200
+    if path != "/v1/messages":  # where it must be given
+        assert post(server, path, body).status_code == 200
+
+
+def test_token_ids_that_the_tokenizer_does_not_know(server):
+    refused(server, COMPLETIONS, {"prompt": [431888]})
+    refused(server, COMPLETIONS, {"prompt": [431888], "echo": True}, "prompt")
+    for empty in ("", [], [[]], [""]):
+        refused(server, COMPLETIONS, {"prompt": empty}, "prompt")
+
+
+def test_a_wrong_model_or_route_is_404(client, server):
+    with pytest.raises(openai.NotFoundError) as error:
+        client.chat.completions.create(**HELLO | {"model": "gpt-5"})
+    assert error.value.code == "model_not_found" and error.value.param == "model"
+    assert "no route" in refused(server, "/v1/nothing", {}, status=404)
+    answer = httpx.get(server.url + CHAT)
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST" and "error" in answer.json()
+
+
+# --- keys, hosts, origins ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer):
+    async def engine():
+        return Script(tokenizer)
+
+    options = dict(api_keys=("right", "other"), admin_key="boss", allow_origins=("https://a.example",))
+    with running(engine, tokenizer, profile_dir="traces", **options) as found:
+        yield found
+
+
+def test_a_key_is_needed(guarded):
+    for key in ("wrong", "", "righ", "boss"):
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key or "x").chat.completions.create(**HELLO)
+    for key in ("right", "other"):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key).chat.completions.create(**HELLO)
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+        assert httpx.get(guarded.url + path).status_code == 401
+
+
+def test_admin_routes_need_their_own_key(guarded, server):
+    right, boss = ({"authorization": f"Bearer {key}"} for key in ("right", "boss"))
+    assert post(guarded, "/sleep", {}, headers=right).status_code == 401
+    assert post(guarded, "/sleep", {"level": 2}, headers=boss).status_code == 200
+    assert httpx.post(f"{guarded.url}/wake_up", headers=boss).status_code == 200
+    assert httpx.post(f"{guarded.url}/reset_prefix_cache", headers=boss).status_code == 200
+    assert post(guarded, "/update_weights", {"path": "x"}, headers=boss).json() == {"weights_version": 7}
+    assert post(guarded, "/sleep", {"level": 3}, headers=boss).status_code == 400
+    called = [("sleep", 2), ("wake",), ("reset_prefix_cache",), ("update_weights", "x")]
+    assert [call for call in guarded.engine.called if call[0] != "start_profile"] == called
+    assert post(server, "/sleep", {}).status_code == 404  # without --admin there is no such route
+
+
+def test_profiles_where_a_folder_was_given(guarded, server):
+    right = {"authorization": "Bearer right"}
+    assert httpx.post(f"{guarded.url}/start_profile", headers=right).status_code == 200
+    assert ("start_profile", "traces") in guarded.engine.called
+    assert httpx.post(f"{server.url}/start_profile").status_code == 404
+
+
+def test_other_origins_and_hosts(guarded, server):
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    allowed = httpx.options(guarded.url + CHAT, headers=preflight)
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    denied = httpx.options(guarded.url + CHAT, headers=preflight | {"origin": "https://b.example"})
+    assert "access-control-allow-origin" not in denied.headers
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health", headers=preflight).headers
+    assert httpx.get(f"{server.url}/health", headers={"host": "evil.example:80"}).status_code == 403
+    assert httpx.get(f"{server.url}/health", headers={"host": "localhost:1"}).status_code == 200
+
+
+# --- when things go wrong inside --------------------------------------------------------------------------------------
+
+
+def test_an_internal_error_is_a_500_without_details(scripted):
+    def fail(*_):
+        raise RuntimeError("secret path /home/me")
+
+    scripted.app.state.service.prompts.ask = fail
+    answer = post(scripted, CHAT, HELLO)
+    assert answer.status_code == 500 and "secret" not in answer.text and "Traceback" not in answer.text
+    assert answer.json()["error"]["code"] == "internal_error"
+
+
+def test_an_engine_that_dies_ends_a_stream_with_an_error(scripted):
+    scripted.engine.dies = True
+    scripted.engine.texts = ["one two three four five"] * 2
+    client = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.InternalServerError) as error:
+        client.chat.completions.create(**HELLO)
+    assert error.value.status_code == 503 and "secret" not in str(error.value)
+    text = ""
+    with pytest.raises(openai.APIError, match="the engine has stopped"):
+        for chunk in client.chat.completions.create(**HELLO, stream=True):
+            text += chunk.choices[0].delta.content or ""
+    assert text == "one two"
+    scripted.engine.trouble = "the engine died"
+    assert httpx.get(f"{scripted.url}/health").status_code == 503
+    assert "vllm:prompt_tokens_total" in httpx.get(f"{scripted.url}/metrics").text
+
+
+# --- limits, leaving, stopping ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(tokenizer):
+    """Answers that never end by themselves."""
+
+    async def engine():
+        found = Script(tokenizer, delay=0.05, max_num_seqs=1)
+        found.texts = ["word " * 300] * 9
+        return found
+
+    with running(engine, tokenizer, limits=Limits(queue=2, request_seconds=1.0, drain_seconds=0.3)) as found:
+        yield found
+
+
+def wait_for(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_full_queue_is_429_with_retry_after(slow):
+    """One has a place in the batch, two may wait."""
+    slow.engine.delay = 0.4
+    with httpx.Client() as client:
+        threads = [threading.Thread(target=post, args=(slow, CHAT, HELLO | {"max_tokens": 2})) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(slow.engine.asked) == 3)
+        answer = client.post(slow.url + CHAT, json=HELLO)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        with pytest.raises(openai.RateLimitError):
+            openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0).chat.completions.create(**HELLO)
+        for thread in threads:
+            thread.join()
+        assert client.post(slow.url + CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
+    assert "4 of them" in refused(slow, COMPLETIONS, {"prompt": ["a"] * 4}, "prompt")
+    assert post(slow, COMPLETIONS, {"prompt": ["a"] * 3, "max_tokens": 1}).status_code == 200
+
+
+def test_only_requests_without_a_place_in_the_batch_wait():
+    async def count() -> None:
+        inflight = Inflight(Limits(queue=1), batch=4)
+        with inflight.ticket(lambda: None, 2) as first, inflight.ticket(lambda: None, 2) as second:
+            inflight.check([1])
+            with pytest.raises(ApiError, match="0 requests are waiting, and this server takes no more than 1"):
+                inflight.check([1, 1])
+            with inflight.ticket(lambda: None, 3), pytest.raises(ApiError, match="1 requests are waiting"):
+                inflight.check([1])
+            first.begun = second.begun = True
+            second.sequences = 1  # the other has ended
+            inflight.check([1, 1])
+
+    asyncio.run(count())
+
+
+def test_a_request_that_takes_too_long_is_ended(slow):
+    assert post(slow, CHAT, HELLO, timeout=10).status_code == 504
+    client = openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="took longer"):
+        list(client.chat.completions.create(**HELLO, stream=True))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(slow, stream):
+    def leave():
+        if not stream:
+            with pytest.raises(httpx.ReadTimeout):
+                post(slow, CHAT, HELLO, timeout=0.3)
+            return
+        with httpx.stream("POST", slow.url + CHAT, json=HELLO | {"stream": True}) as answer:
+            next(answer.iter_lines())
+
+    leave()
+    wait_for(lambda: slow.engine.ended == ["left"], 0.6)  # before its time is over
+    assert len(slow.app.state.service.inflight) == 0
+    assert 'finished_reason="abort"} 1' in httpx.get(f"{slow.url}/metrics").text
+
+
+def test_a_stop_ends_requests_under_way_after_the_limit(slow):
+    lines = []
+
+    def read():
+        with httpx.stream("POST", slow.url + CHAT, json=HELLO | {"stream": True}) as answer:
+            lines.extend(answer.iter_lines())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_for(lambda: slow.engine.asked)
+    began = time.monotonic()
+    slow.stop()
+    thread.join(5)
+    assert not thread.is_alive() and 0.2 < time.monotonic() - began < 3
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert events[-1]["error"]["code"] == "stopping"
+    with pytest.raises(httpx.TransportError):
+        wait_for(lambda: not post(slow, CHAT, HELLO), 3)

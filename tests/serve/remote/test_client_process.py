@@ -1,0 +1,161 @@
+"""The engine's process from within: a parent that aborts early, one that does not read, an engine that dies."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
+
+import dovetail.engine.llm
+from dovetail.engine.llm import LLM
+from dovetail.serve.remote.outbox import Outbox
+from dovetail.serve.remote.process import EngineProcess
+from dovetail.serve.remote.wire import (
+    LENGTH,
+    Add,
+    Call,
+    CallAnswer,
+    Deltas,
+    EngineFailed,
+    EngineReady,
+    RequestRefused,
+    Start,
+    from_engine,
+)
+
+PROMPTS = mixed_prompts(4, most=40)
+CHECKED = replace(GREEDY, bad_words=("x",), n=2)  # on a thread of its own
+
+
+class Parent:
+    """The other end of the socket, and a service on the engine that it is given."""
+
+    def __init__(self, monkeypatch, llm: LLM):
+        self.llm = variant(llm)
+        self.llm.start_seconds = 0.0
+        monkeypatch.setattr(dovetail.engine.llm, "LLM", lambda *_, **__: self.llm)
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(60)
+        self.theirs, self.inbox = theirs, self.socket.makefile("rb")
+        self.service = EngineProcess(Outbox(theirs))
+        self.service.start(Start("model"))
+        assert isinstance(self.read(), EngineReady)
+
+    def read(self):
+        size = LENGTH.unpack(self.inbox.read(LENGTH.size))[0]
+        return from_engine.decode(self.inbox.read(size))
+
+    def close(self):
+        self.service._loop.stop()
+        self.service._outbox.close()
+        for each in (self.inbox, self.socket, self.theirs):
+            each.close()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make_llm("llama3.1")
+
+
+@pytest.fixture
+def parent(monkeypatch, llm):
+    parent = Parent(monkeypatch, llm)
+    yield parent
+    parent.close()
+
+
+def test_an_abort_overtakes_a_request_that_is_still_checked(parent, monkeypatch):
+    intake = parent.llm.engine.intake
+    may_go, request = threading.Event(), intake.request
+
+    def slowly(id, prompt, params, **more):
+        assert may_go.wait(30)
+        return request(id, prompt, replace(params, bad_words=()), **more)
+
+    monkeypatch.setattr(intake, "request", slowly)
+    parent.service.take(Add("a", PROMPTS[0], CHECKED))
+    parent.service.take(Call(7, "abort", ["a"]))
+    assert parent.read() == CallAnswer(7)
+    may_go.set()
+    deltas = parent.read().deltas
+    assert [(delta.index, delta.finished, delta.finish_reason) for delta in deltas] == [
+        (0, True, "abort"),
+        (1, True, "abort"),
+    ]
+    assert not parent.llm.engine.has_work and not parent.service._checking
+
+
+def test_a_parent_that_does_not_read_delays_no_step(parent):
+    """Its socket fills, the engine goes on, and waiting updates are joined."""
+    parent.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    params = replace(GREEDY, max_tokens=200, logprobs=20)
+    for i, prompt in enumerate(PROMPTS):
+        parent.service.take(Add(str(i), prompt, params))
+    engine = parent.llm.engine
+    end = time.monotonic() + 60
+    while engine.stats().generated_tokens < 4 * 200:
+        assert time.monotonic() < end, "the engine waits for its parent"
+        time.sleep(0.01)
+    tokens, messages = {str(i): [] for i in range(4)}, 0
+    finished = 0
+    while finished < 4:
+        message = parent.read()
+        assert isinstance(message, Deltas)
+        messages += 1
+        for delta in message.deltas:
+            tokens[delta.id] += delta.tokens
+            finished += delta.finished
+    assert messages < 150, "one per step, while there was room for them; then all the rest in one"
+    assert list(tokens.values()) == tokens_of(variant(parent.llm).generate(PROMPTS, params, progress=False))
+
+
+def test_text_and_stop_strings_are_left_to_the_parent(parent, monkeypatch):
+    """The engine makes no text for a request from here, although it has a tokenizer."""
+    monkeypatch.setattr(parent.llm.engine, "tokenizer", object())
+    parent.service.take(Add("a", PROMPTS[0], replace(GREEDY, stop=("a",))))
+    tokens, delta = [], None
+    while delta is None or not delta.finished:
+        (delta,) = parent.read().deltas
+        tokens += delta.tokens
+    assert len(tokens) == 12 and delta.finish_reason == "length"
+
+
+def test_the_engines_death_is_reported(parent, monkeypatch):
+    def step():
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(parent.llm.engine, "step", step)
+    parent.service.take(Add("a", PROMPTS[0], GREEDY))
+    message = parent.read()
+    assert isinstance(message, EngineFailed) and "the device is gone" in message.sentence and not message.user
+    assert parent.service.ended.wait(10) and parent.service.code == 1
+
+
+def test_a_step_that_takes_long_is_seen_but_not_a_compiler(parent, monkeypatch):
+    loop, runner, may_go = parent.service._loop, parent.llm.engine.runner, threading.Event()
+    step = parent.llm.engine.step
+    assert loop.pulse() == 0, "it waits for something to do"
+    monkeypatch.setattr(parent.llm.engine, "step", lambda: may_go.wait(30) and step())
+    parent.service.take(Add("a", PROMPTS[0], GREEDY))
+    while loop.pulse() < 0.05:
+        time.sleep(0.01)
+    monkeypatch.setitem(runner._compiled, ("another",), Future())
+    assert loop.pulse() == 0
+    runner._compiled["another",].set_result(None)
+    time.sleep(0.05)
+    assert 0.05 <= loop.pulse() < 1
+    may_go.set()
+    while not parent.read().deltas[-1].finished:
+        pass
+
+
+def test_what_it_cannot_read_or_does_not_know(parent):
+    parent.service.refuse("add", "a", "no")
+    assert parent.read() == RequestRefused("a", "no")
+    parent.service.take(Call(3, "_loop"))
+    assert "knows no command '_loop'" in parent.read().error

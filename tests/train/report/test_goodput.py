@@ -1,0 +1,174 @@
+"""The ledger of wall time: what counts, what is lost, and that it survives a restart and a kill."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dovetail.train.report.goodput import MARKS, Goodput
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def seconds(ledger: Goodput) -> dict[str, float]:
+    return {kind: pytest.approx(value) for kind, value, _ in ledger.table()}
+
+
+def stepping(path=None) -> tuple[Goodput, Clock]:
+    """A ledger of a run whose first step is launched."""
+    clock = Clock()
+    ledger = Goodput(path, clock)
+    ledger.begin()
+    return ledger, clock
+
+
+def take(ledger: Goodput, clock: Clock, first: int, last: int, each: float = 1.0) -> None:
+    for step in range(first, last + 1):
+        clock.now += each
+        ledger.step(step)
+
+
+def test_every_second_has_a_name():
+    clock = Clock()
+    ledger = Goodput(clock=clock, age=2)
+    clock.now += 1
+    with ledger.span("compile"):
+        clock.now += 10
+    ledger.begin()
+    for step in range(1, 9):
+        with ledger.span("data"):
+            clock.now += 1
+        clock.now += 9
+        ledger.step(step)
+    with ledger.span("checkpoint"):
+        clock.now += 6
+    clock.now += 1  # between the last save and the end
+    ledger.end()
+    clock.now += 4
+    assert seconds(ledger) == {"step": 72, "compile": 10, "data": 8, "checkpoint": 6, "end": 5, "start": 3}
+    assert next(iter(seconds(ledger))) == "step" and ledger.wall == 104
+    assert ledger.share == pytest.approx(72 / 104)
+    assert sum(share for *_, share in ledger.table()) == pytest.approx(1)
+
+
+def test_a_span_within_a_span_counts_once():
+    clock = Clock()
+    ledger = Goodput(clock=clock)
+    with ledger.span("eval"):
+        clock.now += 3
+        with pytest.raises(KeyError), ledger.span("compile"):
+            clock.now += 5
+            raise KeyError  # a span that fails took its time all the same
+        clock.now += 2
+    assert seconds(ledger) == {"compile": 5, "eval": 5}
+
+
+def test_what_a_rollback_undoes_is_lost_not_productive():
+    ledger, clock = stepping()
+    for step in range(1, 11):
+        take(ledger, clock, step, step, each=step)
+    assert ledger.restored(7) == pytest.approx(8 + 9 + 10)
+    assert seconds(ledger) == {"step": 28, "lost": 27}
+    assert ledger.restored(7) == 0  # once is enough
+    take(ledger, clock, 8, 8)
+    assert ledger.restored(0) == pytest.approx(29)
+    assert ledger.share == 0
+
+
+def test_a_step_that_did_not_count_is_lost():
+    ledger, clock = stepping()
+    take(ledger, clock, 1, 3)
+    clock.now += 5
+    ledger.undone()
+    take(ledger, clock, 4, 4)
+    assert seconds(ledger) == {"step": 4, "lost": 5}
+
+
+def test_it_goes_on_after_a_kill(tmp_path):
+    path = tmp_path / "goodput.json"
+    first, clock = stepping(path)
+    take(first, clock, 1, 30)
+    clock.now += 0.5  # the step that the kill breaks off
+    first.save()
+    clock.now += 1000  # until someone starts it again: told, and not counted
+    second = Goodput(path, clock, calendar=lambda: time.time() + 1000)
+    assert second.starts == 2 and second.between == pytest.approx(1000, abs=60)
+    second.restored(12)
+    assert seconds(second) == {"step": 12, "lost": 18.5}
+    second.begin()
+    take(second, clock, 13, 13, each=8)
+    assert second.share == pytest.approx(20 / 38.5)
+
+
+def test_a_ledger_of_an_older_version_is_read(tmp_path):
+    path = tmp_path / "goodput.json"
+    path.write_text('{"wall": 10.0, "starts": 2, "seconds": {"step": 6.0}, "marks": [[0, 0.0], [6, 6.0]]}')
+    assert seconds(Goodput(path, Clock())) == {"step": 6, "other": 4}
+    assert Goodput.stored(path).starts == 2
+
+
+CHILD = """
+import sys, time
+from dovetail.train.report.goodput import Goodput
+with Goodput(sys.argv[1]) as ledger:
+    print("open", flush=True)
+    with ledger.span("compile"):
+        time.sleep(60)
+"""
+
+
+def test_a_killed_process_was_a_start_and_its_time_has_a_name(tmp_path):
+    path = tmp_path / "run" / "goodput.json"
+    alive = 0.0
+    for pause in (0.0, 2.2):  # killed at once; and amid a span that a write has seen
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE)
+        assert child.stdout and child.stdout.readline() == b"open\n"
+        begun = time.monotonic()
+        time.sleep(pause)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        alive += time.monotonic() - begun
+    ledger = Goodput(path)
+    assert ledger.starts == 3
+    assert alive - 2.5 < ledger.wall < alive + 0.5, "no more than a second is forgotten"
+    shares = {kind: share for kind, _, share in ledger.table()}
+    assert max(shares, key=shares.__getitem__) == "compile" and "other" not in shares, shares
+
+
+def test_a_refused_start_leaves_the_ledger_as_it_was(tmp_path):
+    path = tmp_path / "goodput.json"
+    with pytest.raises(ValueError, match="no such key"), Goodput(path):
+        raise ValueError("no such key")
+    assert not path.exists()
+    with Goodput(path):
+        pass
+    kept = path.read_text()
+    with pytest.raises(ValueError, match="no such key"), Goodput(path):
+        raise ValueError("no such key")
+    assert path.read_text() == kept
+
+
+def test_a_long_run_keeps_a_short_file(tmp_path):
+    ledger, clock = stepping(tmp_path / "goodput.json")
+    take(ledger, clock, 1, 5 * MARKS - 1, each=0.5)
+    ledger.save()
+    assert len(json.loads((tmp_path / "goodput.json").read_text())["marks"]) <= MARKS
+    assert ledger.restored(1000) == pytest.approx((5 * MARKS - 1 - 1000) / 2)
+
+
+def test_what_it_does_not_know_it_refuses(tmp_path):
+    with pytest.raises(ValueError, match="goodput counts step, start"), Goodput().span("coffee"):
+        pass
+    (tmp_path / "goodput.json").write_text("[]")
+    with pytest.raises(ValueError, match="not a goodput ledger"):
+        Goodput(tmp_path / "goodput.json")

@@ -1,0 +1,166 @@
+"""What a run says of itself: metrics.jsonl through crashes, TensorBoard, the live line and the plain one."""
+
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from dovetail.train.report.goodput import Goodput
+from dovetail.train.report.live import Live, Standing, clock_text, short
+from dovetail.train.report.metrics import AVERAGED, RunMetrics, Work, drop_after
+
+
+def metrics(folder, step: int = 0, **options) -> RunMetrics:
+    return RunMetrics(folder, steps=10, step=step, **{"show": False, "tensorboard": False, **options})
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def record(to: RunMetrics, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        to.record(step, {"loss": 10.0 - step, "lr": 1e-3, "grad_norm": 0.5}, seconds=0.5, tokens=2000)
+
+
+def test_a_line_a_step_with_speed_and_mfu(tmp_path):
+    goodput = Goodput(clock=iter([0.0, 1.0] + [4.0] * 100).__next__)
+    goodput.begin()
+    goodput.step(1)
+    with metrics(tmp_path, work=Work(full=3e9, causal=2e9, peak=1e14), goodput=goodput) as run:
+        record(run, 1, 2)
+    first, second = lines(tmp_path)
+    assert (first["step"], second["step"]) == (1, 2) and first["loss"] == 9.0
+    assert first["tokens_per_second"] == 4000 and first["seconds"] == 0.5
+    assert first["mfu_causal"] == pytest.approx(0.08) and first["mfu_full"] == pytest.approx(0.12)
+    assert first["goodput"] == pytest.approx(0.75)
+    assert "mfu_causal" not in Work(1.0, 1.0).mfu(5.0)  # a chip nobody knows
+
+
+def test_whose_held_out_loss_it_is(tmp_path, capsys):
+    with metrics(tmp_path, show=True, tensorboard=True) as run:
+        run.evaluated(4, {"held_out_loss": 3.0})
+        run.evaluated(5, {"held_out_loss": 2.0}, weights=AVERAGED)
+    said = capsys.readouterr().err
+    assert "step 4: held out loss 3.0000\n" in said
+    assert "step 5: held out loss 2.0000 (of the averaged weights)\n" in said
+    assert [line["weights"] for line in lines(tmp_path)] == ["trained", "averaged"]
+
+
+def test_after_a_crash_each_step_is_there_once(tmp_path):
+    run = metrics(tmp_path)
+    record(run, 1, 6)
+    run.evaluated(4, {"held_out_loss": 3.0})
+    run.evaluated(6, {"held_out_loss": 2.0})
+    run.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "los')  # killed amid a line
+    with metrics(tmp_path, step=4) as resumed:
+        record(resumed, 5, 8)
+    found = lines(tmp_path)
+    assert [line["step"] for line in found if "kind" not in line] == list(range(1, 9))
+    assert [(line["step"], line["held_out_loss"]) for line in found if line.get("kind") == "eval"] == [(4, 3.0)]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_rollback_takes_back_what_was_said(tmp_path):
+    with metrics(tmp_path) as run:
+        record(run, 1, 5)
+        run.rewind(2)
+        record(run, 3, 4)
+        with pytest.raises(ValueError, match="step 4 was reported already"):
+            record(run, 4, 4)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_whole_file_is_left_untouched(tmp_path):
+    with metrics(tmp_path) as run:
+        record(run, 1, 3)
+    before = (tmp_path / "metrics.jsonl").stat()
+    drop_after(tmp_path / "metrics.jsonl", 3)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before.st_ino
+    drop_after(tmp_path / "absent.jsonl", 3)
+
+
+def test_a_loss_that_is_no_number_is_still_json(tmp_path):
+    with metrics(tmp_path) as run:
+        run.record(1, {"loss": float("nan"), "grad_norm": float("inf")}, 1.0, 10)
+    (line,) = lines(tmp_path)
+    assert line["loss"] is None and line["grad_norm"] is None
+
+
+def test_another_process_writes_nothing(tmp_path, capsys):
+    with metrics(tmp_path / "run", first=False, show=True, tensorboard=True) as run:
+        record(run, 1, 2)
+        run.evaluated(2, {"held_out_loss": 1.0})
+        run.rewind(1)
+        run.remark("unheard")
+    assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+
+
+def test_tensorboard_scalars(tmp_path):
+    pytest.importorskip("tensorboardX")
+    with metrics(tmp_path, tensorboard=True) as run:
+        record(run, 1, 3)
+        run.evaluated(3, {"held_out_loss": 1.0})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert content.count(b"train/loss") == 3 and content.count(b"eval/held_out_loss") == 1
+
+
+def test_without_tensorboard_there_is_one_remark(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with metrics(tmp_path, tensorboard=True, show=True) as run:
+        record(run, 1, 10)
+    assert capsys.readouterr().err.count("pip install tensorboardX") == 1
+    assert len(lines(tmp_path)) == 10
+
+
+def test_where_it_ran_is_kept_without_paths(tmp_path):
+    metrics(tmp_path).close()
+    kept = json.loads((tmp_path / "run.json").read_text())
+    assert kept["steps"] == 10 and kept["environment"]["backend"] == "cpu"
+    assert "/" not in kept["environment"]["command"].split()[0]
+
+
+# --- the live line ----------------------------------------------------------------------------------------------------
+
+
+def drawn(steps: int, upto: int, *, terminal: bool, clock=lambda: 0.0, width: int = 100) -> str:
+    out = io.StringIO()
+    live = Live(steps, 0, Console(file=out, force_terminal=terminal, width=width, highlight=False), clock)
+    for step in range(1, upto + 1):
+        values = {"loss": 2.5, "lr": 3e-4, "grad_norm": 0.51}
+        live.show(Standing(step, values, 48434.0, 0.5, 0.403, 0.443, 61.2 * 2**30, 0.97))
+    live.remark("step 5: held out loss 2.4000", 2.4)
+    live.close()
+    return out.getvalue()
+
+
+def test_the_live_line_says_all_of_it():
+    text = drawn(7300, 100, terminal=True)
+    for part in ("100/7,300", "loss 2.5000", "lr 3.00e-04", "grad 0.51", "48.4k tok/s", "40.3% (44.3% full)"):
+        assert part in text
+    for part in ("1:00:00 left", "61.2 GiB", "goodput 97%", "held out loss 2.4000"):
+        assert part in text
+
+
+def test_without_a_terminal_there_are_plain_lines_now_and_then():
+    text = drawn(1000, 1000, terminal=False)
+    shown = [line for line in text.splitlines() if line.startswith("step ")]
+    assert 20 <= len(shown) <= 22 and "\x1b" not in text
+    assert shown[0].startswith("step 1/1,000  loss 2.5000") and shown[-1].startswith("step 1,000/1,000")
+
+
+def test_a_slow_run_speaks_every_half_minute_and_at_its_end():
+    seconds = iter(range(0, 100_000, 5)).__next__
+    text = drawn(10_000, 99, terminal=False, clock=lambda: float(seconds()))
+    shown = [line for line in text.splitlines() if line.startswith("step ")]
+    assert 10 <= len(shown) <= 40 and shown[-1].startswith("step 99/10,000")
+
+
+def test_numbers_a_person_reads():
+    assert [short(x) for x in (12.0, 48434.0, 3.2e6, 7e9)] == ["12", "48.4k", "3.2M", "7B"]
+    assert [clock_text(x) for x in (3.2, 123, 3723, 3 * 86400 + 14700)] == ["0:03", "2:03", "1:02:03", "3d 04:05"]
