@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ POLL_S = 1.0
 HEARD_S = 5.0  # for the others to hear of a failure, before process 0, which tells them, is gone
 END_S = 24 * 3600  # at the end the others wait for process 0, and it perhaps for an evaluation
 FAILED, HEARD, ALIVE = "dovetail/failed", "dovetail/heard", "dovetail/alive"
+_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
 
 LastWords = Callable[[BaseException], tuple[int, str]]  # an exit code, and one line for the user
 
@@ -69,7 +71,7 @@ class Peers:
     # --- how a process ends -------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, jax.errors.JaxRuntimeError):  # a collective breaks off for those that are left, too
+        if _of_a_collective(error):  # it breaks off for those that are left, too
             self._await_failure(self._lost_seconds + 3 * POLL_S)
         self._fail_with(*self._last_words(error))
 
@@ -149,6 +151,11 @@ class Peers:
             time.sleep(POLL_S / 4)  # those that have read it are about to end
             if everyone:
                 return
+
+
+def _of_a_collective(error: BaseException) -> bool:
+    """jax raises some of XLA's failures as ValueError; all begin with the name of a status."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))
 
 
 def _lost(*processes: int) -> str:

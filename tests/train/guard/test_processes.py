@@ -22,6 +22,10 @@ LONG = 5000  # steps: more than any test waits for
 ENDS_S = 30.0  # when one has failed, the others end within this
 
 
+def whole_checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoints/*/manifest.json") if path.parent.name.partition("_")[2].isdigit()]
+
+
 class Processes:
     """A run of `count` processes. `more`: overrides by the index of a process."""
 
@@ -57,6 +61,13 @@ class Processes:
     def wait_for(self, step: int) -> None:
         until = time.monotonic() + 120
         while max(self.steps(), default=0) < step and time.monotonic() < until:
+            assert all(process.poll() is None for process in self.running), self.log()
+            time.sleep(0.02)
+
+    def wait_for_checkpoint(self) -> None:
+        """Until one is whole: steps are quicker than the disk, and a run killed before that rightly starts anew."""
+        until = time.monotonic() + 120
+        while not whole_checkpoints(self.folder) and time.monotonic() < until:
             assert all(process.poll() is None for process in self.running), self.log()
             time.sleep(0.02)
 
@@ -103,11 +114,13 @@ def test_from_nothing_and_then_on(place):
 def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
     with Processes(place, f"killed{count}", count, LONG) as run:
         run.wait_for(6)
+        run.wait_for_checkpoint()
         run.running[-1].send_signal(signal.SIGKILL)
         assert run.codes(ENDS_S) == [LOST] * (count - 1) + [-signal.SIGKILL], run.log()
         assert all(f"process {count - 1} gave no sign of life" in line for line in run.last_lines()[:-1]), run.log()
+        before = max(run.steps())
     with Processes(place, f"killed{count}", count, LONG) as run:
-        run.wait_for(12)
+        run.wait_for(before + 1)
         assert "going on after step" in run.log()
         run.running[-1].send_signal(signal.SIGTERM)  # one hears it, and all stop after the same step
         assert run.codes(60) == [PREEMPTED] * count, run.log()
@@ -117,6 +130,7 @@ def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
 def test_kill_9_of_the_first_ends_all(place, count):
     with Processes(place, f"headless{count}", count, LONG) as run:
         run.wait_for(6)
+        run.wait_for_checkpoint()
         run.running[0].send_signal(signal.SIGKILL)
         assert run.codes(ENDS_S) == [-signal.SIGKILL] + [LOST] * (count - 1), run.log()
         assert all("process 0 gave no sign of life" in line for line in run.last_lines()[1:]), run.log()
