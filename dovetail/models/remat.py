@@ -1,8 +1,8 @@
 """What the backward pass keeps of a layer, by name; the rest it computes again.
 
 none       everything
-dots       what weights' products give, and attention's output: the rest is cheap to compute again
-attention  attention's output and each layer's input
+dots       what weights' products and attention give: the rest is cheap to compute again
+attention  what attention gives and each layer's input
 full       each layer's input alone
 """
 
@@ -14,13 +14,17 @@ from typing import Any
 
 import jax
 
+# cuDNN's forward kernel (the start of its primitive's name) gives the sums of its softmax besides the output that we
+# name: without them the backward pass would run it again.
+ATTENTION_KERNEL = "dot_product_attention_fwd"
+
 
 def remember(run: Callable, remat: str, in_scan: bool = False) -> Callable:
     """`run` with what its backward pass keeps. What is static is given to it by keyword."""
     if remat == "none":
         return run
     keep = jax.checkpoint_policies
-    attention = keep.save_only_these_names("attention")
+    attention = keep.save_from_both_policies(_is_attention, keep.save_only_these_names("attention"))
     policy = {
         "dots": keep.save_from_both_policies(keep.dots_with_no_batch_dims_saveable, attention),
         "attention": attention,
@@ -31,3 +35,7 @@ def remember(run: Callable, remat: str, in_scan: bool = False) -> Callable:
         return jax.checkpoint(functools.partial(run, **static), policy=policy, prevent_cse=not in_scan)(*args)
 
     return again
+
+
+def _is_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name.startswith(ATTENTION_KERNEL)

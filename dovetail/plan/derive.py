@@ -15,13 +15,24 @@ from dovetail.core.training import REMATS, Mesh, Training
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
 from dovetail.plan.memory import Memory, memory
-from dovetail.plan.plans import Plan, axes_of, cost, least_memory, meshes, num_experts, plans, recomputed, row_shards
+from dovetail.plan.plans import (
+    Plan,
+    axes_of,
+    cost,
+    least_memory,
+    longest_run,
+    meshes,
+    most_unrolled,
+    num_experts,
+    plans,
+    recomputed,
+    row_shards,
+)
 
 PLANNED = 0.92  # the share of a device's memory that a plan may fill; fragments and the runtime take the rest
 # Of a host's memory less: a checkpoint being written holds the state twice over there. Measured with 135M weights:
 # 9.3 GiB where 4.9 were estimated, 6.3 before the first save.
 PLANNED_HOST = 0.5
-UNROLLED = 16  # layers up to which each is compiled by itself
 MOST_DEVICES = 16_384
 
 
@@ -46,7 +57,7 @@ class Derived:
         wide = max(len(value) for _, value, _ in self.why)
         lines = [f"derived for {self.hardware}"]
         lines += [f"  {what:<12}{value:<{wide}}  {reason}" for what, value, reason in self.why]
-        lines.append("memory of one device, estimated")
+        lines.append("memory of one device at the worst moment of a step, estimated")
         lines += [f"  {f.name:<12}{_gib(getattr(self.memory, f.name)):>10}" for f in fields(self.memory)]
         share = f"  of {_gib(self.limit)} to plan with" if self.limit else ""
         return [*lines, f"  {'total':<12}{_gib(self.memory.total):>10}{share}"]
@@ -68,17 +79,18 @@ def derive(
     _check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
     limit = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None
-    scan = settings.scan if settings.scan is not None else longest_run(cfg) > UNROLLED
-    planned = replace(settings, scan=scan)
-    found = list(plans(cfg, planned, devices, limit))
+    on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
+    found = list(plans(cfg, settings, devices, limit, on_gpu))
     if on_host:  # links and recomputation cost a CPU what the estimate does not know: without them where that fits
-        found = [plan for plan in plans(cfg, planned, devices, None) if plan in found] or found
+        found = [plan for plan in plans(cfg, settings, devices, None) if plan in found] or found
     if not found:
-        raise ValueError(_refusal(cfg, planned, _name(chip, hbm, on_host), devices, limit, on_host))
-    best = min(found, key=lambda plan: cost(cfg, planned, plan, chip))
-    filled = replace(planned, mesh=best.mesh, remat=best.remat, per_device=best.rows, accumulate=best.microsteps)
+        raise ValueError(_refusal(cfg, settings, _name(chip, hbm, on_host), devices, limit, on_host))
+    best = min(found, key=lambda plan: cost(cfg, settings, plan, chip))
+    filled = replace(
+        settings, mesh=best.mesh, scan=best.scan, remat=best.remat, per_device=best.rows, accumulate=best.microsteps
+    )
     hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
-    return Derived(filled, devices, hardware, limit, best.memory, _reasons(cfg, settings, best, scan, limit))
+    return Derived(filled, devices, hardware, limit, best.memory, _reasons(cfg, settings, best, limit, on_gpu))
 
 
 def smallest(cfg: ModelConfig, settings: Training, chip: Chip) -> int | None:
@@ -96,15 +108,6 @@ def _fits(cfg: ModelConfig, settings: Training, devices: int, limit: int) -> boo
     return least is not None and least <= limit
 
 
-def longest_run(cfg: ModelConfig) -> int:
-    """Equal layers in a row: what a scan can fold."""
-    longest = run = 1
-    for before, layer in zip(cfg.layers, cfg.layers[1:], strict=False):
-        run = run + 1 if layer == before else 1
-        longest = max(longest, run)
-    return longest
-
-
 def _with_slices(mesh: Mesh, slices: int) -> Mesh:
     """The slices that are there, unless the recipe says more (to rehearse them on one machine)."""
     if mesh.slices not in (1, slices) and slices > 1:
@@ -116,24 +119,30 @@ def _with_slices(mesh: Mesh, slices: int) -> Mesh:
 
 
 def _reasons(
-    cfg: ModelConfig, settings: Training, plan: Plan, scan: bool, limit: int | None
+    cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None, on_gpu: bool
 ) -> tuple[tuple[str, str, str], ...]:
     shown = [f"{name} {size}" for name, size in axes_of(plan.mesh).items() if size > 1]
-    run = longest_run(cfg)
-    deep = f"{run} equal layers in a row compile as one" if scan else f"no more than {UNROLLED} equal layers in a row"
     return (
         ("mesh", " x ".join(shown) or "1 device", _why_mesh(cfg, settings, plan, limit)),
         ("remat", plan.remat, _why_remat(cfg, settings, plan, limit)),
         ("per_device", str(plan.rows), _why_rows(settings, plan)),
         ("accumulate", str(plan.microsteps), _why_accumulate(settings, plan)),
-        ("scan", str(scan).lower(), "given" if settings.scan is not None else deep),
+        ("scan", str(plan.scan).lower(), _why_scan(cfg, settings, plan, on_gpu)),
     )
+
+
+def _why_scan(cfg: ModelConfig, settings: Training, plan: Plan, on_gpu: bool) -> str:
+    if settings.scan is not None:
+        return "given"
+    if plan.scan:
+        return f"{longest_run(cfg)} equal layers in a row compile as one"
+    return f"no more than {most_unrolled(plan.mesh, on_gpu)} equal layers in a row"
 
 
 def _why_mesh(cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None) -> str:
     given = _given_axes(settings.mesh)
     state, whole = (
-        m.weights + m.optimizer + m.gradients
+        m.weights + m.optimizer
         for m in (plan.memory, memory(cfg, settings, {"data": row_shards(plan.mesh)}, plan.remat, plan.rows))
     )
     if state < whole:
@@ -161,7 +170,10 @@ def _why_remat(cfg: ModelConfig, settings: Training, plan: Plan, limit: int | No
     if plan.remat == "none":
         return "nothing is recomputed: all activations fit" if limit else "nothing is recomputed"
     before = REMATS[REMATS.index(plan.remat) - 1]
-    needed = memory(cfg, settings, axes_of(plan.mesh), before, plan.rows).total
+    laid = replace(settings, scan=plan.scan)
+    needed = memory(cfg, laid, axes_of(plan.mesh), before, plan.rows).total
+    if limit and needed <= limit:
+        return f"{extra:.0%} more FLOPs; the loop over layers would copy all that {before} keeps"
     return f"{extra:.0%} more FLOPs; {before} with as many rows would need {_gib(needed)}"
 
 

@@ -1,0 +1,127 @@
+"""The bytes that a plan counts: beside those measured on an H200, and beside what autodiff says it keeps."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dovetail.core import recipe
+from dovetail.core.chips import GIB
+from dovetail.core.spec import abstract
+from dovetail.core.types import Packed
+from dovetail.models.decoder import trunk
+from dovetail.models.registry import parse_config, read_model
+from dovetail.models.spec import spec
+from dovetail.ops import dispatch
+from dovetail.plan import memory as plan
+from dovetail.plan.memory import LOOPED, memory
+from dovetail.plan.plans import recomputed
+from dovetail.train.settings import Pretrain
+
+QWEN, LLAMA = "qwen3-0.6b", "llama3-1b"
+MIXTRAL = dict(
+    model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, num_local_experts=8,
+    num_experts_per_tok=2, hidden_act="silu",
+)  # fmt: skip
+
+
+def settings_of(name: str, batch: int, length: int, *more: str):
+    return recipe.load(name, ["schedule.warmup=0", f"batch={batch}", f"length={length}", *more], Pretrain)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "length", "scan", "measured"),
+    [
+        (LLAMA, 8, 4096, False, 56.3), (LLAMA, 1, 32768, False, 55.9), (QWEN, 16, 4096, False, 87.4),
+        (QWEN, 8, 2048, True, 51.9), (MIXTRAL, 4, 4096, False, 75.4),
+    ],
+)  # fmt: skip
+def test_what_is_counted_is_near_what_was_measured(name, batch, length, scan, measured):
+    """docs/performance.md, "Training on one H200"; without remat, all rows at once."""
+    if isinstance(name, str):
+        cfg, settings = read_model(name), settings_of(name, batch, length, "precision.params=f32")
+    else:
+        cfg, settings = parse_config(name, "test"), settings_of(LLAMA, batch, length, "precision.params=bf16")
+    counted = memory(cfg, replace(settings, scan=scan), {}, "none", batch).total / GIB
+    assert measured * 0.97 < counted < measured * 1.05
+
+
+def test_microsteps_add_their_sums_and_a_loop_its_gradients():
+    cfg, settings = read_model(QWEN), settings_of(QWEN, 16, 4096)
+    weights = memory(cfg, settings, {}, "none", 16).weights / 6
+    half = replace(settings, batch=8)
+    assert memory(cfg, settings, {}, "none", 8).total - memory(cfg, half, {}, "none", 8).total == 4 * weights
+    looped, plain = (memory(cfg, replace(settings, scan=scan), {}, "dots", 16).total for scan in (True, False))
+    assert looped - plain == 2 * weights
+
+
+def test_few_tokens_leave_the_update_as_the_worst_moment():
+    cfg, settings = read_model(LLAMA), settings_of(LLAMA, 1, 128)
+    found = memory(cfg, settings, {}, "full", 1)
+    assert found.gradients == found.weights * 4 / 6 and found.logits == 0
+
+
+# --- what is kept, as jax says ----------------------------------------------------------------------------------------
+
+B, T = 2, 640  # which no weight has
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Trace what an NVIDIA GPU would run, where there is none; rows hold one document."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(dispatch, "_has_cudnn", lambda: True)
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(fused, "check_is_flash_attention", lambda *_: None)
+    monkeypatch.setattr(plan, "DOCUMENTS", 1)
+
+
+def traced(name: str, layers: int, remat: str, scan: bool):
+    """(model, its trunk, shapes to call it with)."""
+    cfg = read_model(name)
+    cfg = replace(cfg, layers=cfg.layers[:layers], source=f"{name}, {layers} layers")
+
+    def run(params, tokens):
+        ctx = Packed(tokens, "cuda", None, 1)
+        return trunk(params, cfg, tokens, tokens, ctx, remat=remat, scan=scan)[0]
+
+    return cfg, run, (abstract(spec(cfg), "bfloat16"), jax.ShapeDtypeStruct((B, T), jnp.int32))
+
+
+def count(jaxpr, name: str) -> int:
+    inner = [getattr(part, "jaxpr", part) for eqn in jaxpr.eqns for part in jax.tree.leaves(list(eqn.params.values()))]
+    here = sum(eqn.primitive.name.startswith(name) for eqn in jaxpr.eqns)
+    return here + sum(count(one, name) for one in inner if hasattr(one, "eqns"))
+
+
+@pytest.mark.parametrize("name", [QWEN, LLAMA])
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("attention", 1), ("full", 2)])
+def test_attention_runs_again_only_where_the_plan_says_so(cudnn, name, remat, times):
+    cfg, run, shapes = traced(name, 2, remat, scan=False)
+    grad = jax.make_jaxpr(jax.grad(lambda p, t: run(p, t).astype(jnp.float32).sum()))(*shapes)
+    assert count(grad.jaxpr, "dot_product_attention_fwd") == times * 2
+    assert count(grad.jaxpr, "dot_product_attention_bwd") == 2
+    long, short = (recomputed(cfg, length, remat) for length in (8192, 4096))
+    assert (long > short) == (times > 1)
+
+
+def kept(name: str, layers: int, remat: str, scan: bool) -> float:
+    """bf16 numbers per token, beyond the weights."""
+    _, run, (params, tokens) = traced(name, layers, remat, scan)
+    left = jax.tree.leaves(jax.eval_shape(lambda p, t: jax.vjp(lambda p: run(p, t), p)[1], params, tokens))
+    of_tokens = [leaf for leaf in left if (B, T) in (leaf.shape[:2], leaf.shape[1:3]) or leaf.shape[-1:] == (T,)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in of_tokens) / (2 * B * T)
+
+
+@pytest.mark.parametrize("name", [QWEN, LLAMA])
+@pytest.mark.parametrize(("remat", "scan"), [("none", True), ("dots", False), ("attention", False), ("full", False)])
+def test_what_is_kept_is_what_autodiff_keeps(cudnn, name, remat, scan):
+    """Of one layer: the difference between models of 4 and of 2. XLA keeps one of two that are the same."""
+    D, layer = read_model(name).dim, read_model(name).layers[0]
+    twice = layer.attn.activations(1)[2] if remat in ("dots", "attention") else 0  # cuDNN's output and our name for it
+    found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2 - twice
+    expected = plan._saved(D, layer, 1, 1, remat) * (LOOPED if scan else 1)
+    assert found == pytest.approx(expected, rel=0.06 if scan else 0)
