@@ -10,6 +10,7 @@
 Importing this module imports nothing heavy: jax comes with the first name that needs it.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from dovetail.train.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
+_SAY_HOW_MUCH = (
+    "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+)  # fmt: skip
+if not any(
+    name in os.environ for name in _SAY_HOW_MUCH
+):  # jax reads it when it starts, and takes 75% of a GPU otherwise
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.95"
+
 _HOMES = {
     "LLM": "dovetail.engine.llm",
     "SamplingParams": "dovetail.engine.params",

@@ -9,12 +9,16 @@ import zlib
 from collections import deque
 from itertools import pairwise
 
+import numpy as np
+
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import StepPlan
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.sequence import Request, Sequence, Status
+from dovetail.engine.stops import Stops
 
 VOCAB, EOS = 30, 0
+STOPS = Stops([EOS])
 
 
 class History:
@@ -45,10 +49,6 @@ def expected(seq: Sequence) -> list[int]:
     return history.tokens
 
 
-def check_stop(seq: Sequence):
-    return ("stop", EOS) if seq.tokens[-1] == EOS and not seq.request.params.ignore_eos else None
-
-
 class FakeDevice:
     def __init__(self, scheduler: Scheduler):
         cfg = scheduler.config
@@ -58,19 +58,18 @@ class FakeDevice:
         self.stood: dict[Sequence, tuple[int, int]] = {}  # (preemptions, tokens computed)
         self.computed_tokens = 0
 
-    def run(self, plan: StepPlan) -> list[list[int]]:
-        """The tokens of the rows that sample."""
+    def run(self, plan: StepPlan) -> np.ndarray:
+        """The tokens [steps, rows + 1]: the last column is padding, and what rows that do not sample have is noise."""
         for row in plan.rows:
             self._check_start(row)
-        sampled = [[] for row in plan.rows if row.samples]
+        sampled = np.full((plan.steps, len(plan.rows) + 1), EOS, np.int32)
         for step in range(plan.steps):
             for row in plan.rows:  # every row writes before any reads
                 self._write(row.seq, row.start + step, row.count)
-            out = iter(sampled)
-            for row in plan.rows:
+            for i, row in enumerate(plan.rows):
                 self._read(row.seq, row.start + step + row.count)
                 if row.samples:
-                    next(out).append(self._sample(row.seq, row.start + step + row.count))
+                    sampled[step, i] = self._sample(row.seq, row.start + step + row.count)
         return sampled
 
     def _check_start(self, row) -> None:
@@ -111,7 +110,7 @@ class Driver:
     def __init__(self, scheduler: Scheduler, ahead: int = 1, prompts_first: bool = False):
         self.scheduler, self.ahead, self.prompts_first = scheduler, ahead, prompts_first
         self.device = FakeDevice(scheduler)
-        self.flying: deque[tuple[StepPlan, list[list[int]]]] = deque()
+        self.flying: deque[tuple[StepPlan, np.ndarray]] = deque()
         self.plans: list[StepPlan] = []
 
     def step(self) -> None:
@@ -129,7 +128,7 @@ class Driver:
         return plan
 
     def land(self):
-        return self.scheduler.commit(*self.flying.popleft(), check_stop)
+        return self.scheduler.commit(*self.flying.popleft(), STOPS)
 
     def drain(self, limit: int = 5000) -> None:
         for _ in range(limit):

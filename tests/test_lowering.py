@@ -7,17 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from engine_steps import asked, trace_step
 
 from dovetail.core.compute import COMPUTES
 from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed, Paged
-from dovetail.engine.batch import Shape
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.runner import run_step
-from dovetail.engine.sampler import Sampler
-from dovetail.engine.sequence import Request, Sequence
+from dovetail.engine.batch import NUMBERS, Shape
+from dovetail.engine.step import Unsampled, run_sampler
 from dovetail.io.load import _logits
 from dovetail.models import greedy
 from dovetail.models.decoder import forward, init_cache, unembed
@@ -136,21 +133,19 @@ def test_logits(name, platform):
     assert lower(_logits, platform, params, cfg, ints(1, 32), ints(), COMPUTES["bf16"])
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [(S, 1), (S, 4), (64, 1)], ids=["decode", "four steps", "mixed"])
+@pytest.mark.parametrize("shape", [(S, 1), (S, 4), (64, 1)], ids=["decode", "four steps", "prompts"])
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_engine_step(platform, shape, sampled):
+def test_engine_step(platform, shape):
     cfg, params, cache = model("dense")
     tokens, steps = shape
-    step = Shape(tokens, S, PAGES, "full" if sampled else "greedy", steps)
-    inputs, history = None, None
-    if sampled:
-        sampler = Sampler(cfg.vocab, S)
-        request = Request("r", (1, 2), SamplingParams(presence_penalty=1.0, top_p=0.9, top_k=5))
-        sequence = Sequence(request, slot=0)
-        inputs = sampler.inputs(StepPlan([Row(sequence, 0, 2, True)]), S)
-        history = sampler.history
-    args = params, cache, ints(S + 1), history, ints(step.size), inputs
-    traced = run_step.trace(*args, cfg=cfg, shape=step, compute=COMPUTES["bf16"], platform=platform)
+    traced = trace_step(params, cache, cfg, Shape(tokens, S, PAGES, steps), COMPUTES["bf16"], platform)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("paged_attention" in text) == (platform == "cuda")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_sampler_after_a_step_of_prompts(platform):
+    left = Unsampled(jax.ShapeDtypeStruct((S, 512), jnp.float32), ints(S), ints(len(NUMBERS), S))
+    traced = run_sampler.trace(ints(S + 1), ints(S, 512), left, asked(512, S), platform=platform)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("draw_tokens" in text) == (platform == "cuda")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from engine_steps import trace_step
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from test_lowering import MODELS, PAGE, PAGES, B, S, T, ints
 from train_cases import CONFIGS, alone, recipe
@@ -20,7 +21,7 @@ from dovetail.core.training import Precision
 from dovetail.core.types import Batch, Packed
 from dovetail.engine.batch import Shape
 from dovetail.engine.embed import _embed
-from dovetail.engine.runner import _score, run_step
+from dovetail.engine.step import score
 from dovetail.io.load import _logits
 from dovetail.models import greedy
 from dovetail.models.decoder import init_cache
@@ -69,9 +70,7 @@ def model(name: str, compute: Compute):
 
 def engine_step(name: str, compute: Compute, platform: str, tokens: int) -> jax.stages.Traced:
     cfg, params, cache = model(name, compute)
-    shape = Shape(tokens, S, PAGES)
-    args = params, cache, ints(S + 1), None, ints(shape.size), None
-    return run_step.trace(*args, cfg=cfg, shape=shape, compute=compute, platform=platform)
+    return trace_step(params, cache, cfg, Shape(tokens, S, PAGES), compute, platform)
 
 
 @pytest.mark.parametrize("dtype, platform, exact", EXACT, ids=lambda x: str(x))
@@ -130,7 +129,7 @@ def test_what_runs_beside_the_steps(dtype, exact, monkeypatch):
     hidden, row, one = jax.ShapeDtypeStruct((8, cfg.dim), jnp.float32), ints(1, 32), ints()
     embed = functools.partial(_embed, cfg=cfg, compute=compute, pooling="mean", context=Packed)
     traced = [
-        _score.trace(params, hidden, ints(8), cfg=cfg, compute=compute, platform=None),
+        score.trace(params, hidden, ints(8), cfg=cfg, compute=compute, platform=None),
         jax.jit(embed).trace(params, row, one),
         _logits.trace(params, cfg, row, one, compute),
         greedy.step.trace(params, cfg, ints(1), one, one, cache, compute),

@@ -100,6 +100,6 @@ def chip_named(name: str) -> Chip:
 
 def usable_bytes(device: Any) -> int | None:
     """The memory that this process may take of a live device, where its driver says so (on a GPU, jax's own
-    XLA_PYTHON_CLIENT_MEM_FRACTION is already taken off); None on a CPU."""
+    XLA_CLIENT_MEM_FRACTION is already taken off); None on a CPU."""
     stats = device.memory_stats() if getattr(device, "platform", "cpu") != "cpu" else None
     return (stats or {}).get("bytes_limit")

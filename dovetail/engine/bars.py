@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dovetail.io.hub import Progress
@@ -27,14 +27,19 @@ def compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]
 
 
 class RequestBar:
-    """A rich progress bar of requests, or nothing."""
+    """A rich progress bar of requests, which also says when they wait for a compiler; or nothing."""
 
-    def __init__(self, total: int, shown: bool):
+    def __init__(self, total: int, shown: bool, is_compiling: Callable[[], bool]):
         self.total, self.display = total, None
         if shown:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            self.display = Progress(TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            class Doing(TextColumn):
+                def render(self, task):
+                    self.text_format = "requests (compiling a step)" if is_compiling() else "requests"
+                    return super().render(task)
+
+            self.display = Progress(Doing(""), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.task = self.display.add_task("", total=total)
 
     def __enter__(self):

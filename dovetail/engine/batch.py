@@ -1,37 +1,42 @@
-"""A plan as the arrays that a compiled step takes: one int32 vector, so that a step costs one copy to the device.
+"""A plan as the one int32 vector that a compiled step takes: a step costs one copy to the device.
 
-S rows (sequences), T tokens, M pages a row may hold.
+The pages of each slot lie on the device too, as a table [slots + 1, M]; a step brings only those that are new to it.
+
+S rows (sequences), T tokens, M pages a slot may hold, U new pages.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.engine.plan import StepPlan
+from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.sequence import Sequence
-
-# What a step does with its logits: argmax alone; a draw at a temperature, with the log-probability of what was drawn;
-# or whatever a request may ask, with the log-probabilities of the most probable beside it.
-Kind = Literal["greedy", "plain", "full"]
+from dovetail.ops.sample import SampleInputs
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
+
+# what a row asks of the sampler in one number each; see SampleInputs
+NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "presence", "frequency", "repetition"), np.float32),
+    **dict.fromkeys(("seed_hi", "seed_lo"), np.uint32),
+    **dict.fromkeys(("top_k", "position", "slot", "mask_until", "top_logprobs"), np.int32),
+}
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a step is compiled for."""
 
-    tokens: int  # T; equal to rows for a decode step
+    tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step of prompts
     rows: int  # S
-    pages: int  # M
-    kind: Kind = "greedy"
+    pages: int  # of a row's, those that attention is given: M, or fewer where a kernel's memory is for few
     steps: int = 1  # of a decode step, in one dispatch
+    keeps_hidden: bool = False  # the final hidden states of every token are an output too
 
     @property
     def is_decode(self) -> bool:
@@ -39,72 +44,116 @@ class Shape:
 
     def holds(self, other: Shape) -> bool:
         """Whether a step of the other's fits into one of this: it is padded further."""
-        same = self.is_decode == other.is_decode and self.kind == other.kind and self.steps == other.steps
+        same = (self.is_decode, self.steps, self.keeps_hidden) == (other.is_decode, other.steps, other.keeps_hidden)
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     @property
+    def sampler(self) -> Shape:
+        """What follows a step of prompts."""
+        return Shape(0, self.rows, 0)
+
+    @property
+    def new_pages(self) -> int:
+        """U: two for each row that decodes, and those of a prompt in pages of the usual size."""
+        return 2 * self.rows + self.tokens // 16
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        T, S, U = self.tokens, self.rows, self.new_pages
+        return T, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U
+
+    @property
     def size(self) -> int:
-        return self.tokens + self.rows * (self.pages + 4) + 2
+        return sum(self.sizes)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepArrays:
     tokens: jax.Array  # [T], UNKNOWN where the device knows
-    tables: jax.Array  # [S, M]
     kv_lens: jax.Array  # [S]
     slots: jax.Array  # [S]
     samples: jax.Array  # [S] 1 where the row's last token is sampled from
     cu_q_lens: jax.Array  # [S + 1]
     num_seqs: jax.Array  # [1]
+    numbers: jax.Array  # [NUMBERS, S]: their bits
+    new_pages: jax.Array  # [3, U]: slot, place in its table, page; those past the last have a slot of the padding
+
+
+def sample_inputs(numbers: jax.Array, arrays: dict[str, jax.Array]) -> SampleInputs:
+    """From the bits of NUMBERS [NUMBERS, S], and what takes more than a number for each row."""
+    named = zip(NUMBERS.items(), numbers, strict=True)
+    return SampleInputs(**{name: jax.lax.bitcast_convert_type(bits, dtype) for (name, dtype), bits in named}, **arrays)
 
 
 def unpack(flat: jax.Array, shape: Shape) -> StepArrays:
-    T, S, M = shape.tokens, shape.rows, shape.pages
-    sizes = [T, S * M, S, S, S, S + 1, 1]
-    parts = jnp.split(flat, list(np.cumsum(sizes)[:-1]))
-    return StepArrays(parts[0], parts[1].reshape(S, M), *parts[2:])
+    parts: Any = jnp.split(flat, list(np.cumsum(shape.sizes)[:-1]))
+    parts[-2:] = parts[-2].reshape(len(NUMBERS), shape.rows), parts[-1].reshape(3, shape.new_pages)
+    return StepArrays(*parts)
 
 
 class Packer:
-    """Keeps each slot's page table on the host, so that a step writes only the pages that are new."""
+    """Knows how many of each slot's pages the device has, so that a step brings only those that are new."""
 
-    def __init__(self, max_num_seqs: int, max_pages: int):
-        self.tables = np.zeros((max_num_seqs, max_pages), np.int32)
-        self._holder: list[tuple[Sequence, int] | None] = [None] * max_num_seqs
-        self._filled = [0] * max_num_seqs
+    def __init__(self, max_num_seqs: int):
+        self._trash = max_num_seqs  # the slot of padding
+        self.forget()
 
-    def pack(self, plan: StepPlan, shape: Shape, trash_slot: int) -> np.ndarray:
-        T, S, M = shape.tokens, shape.rows, shape.pages
+    def forget(self) -> None:
+        """The device's table is lost."""
+        self._holder: list[Sequence | None] = [None] * self._trash
+        self._preemptions = [0] * self._trash  # of the holder, when it took the slot
+        self._sent = [0] * self._trash
+
+    def pack(self, plan: StepPlan, shape: Shape, inputs: SampleInputs) -> tuple[np.ndarray, list[tuple[int, list]]]:
+        """(the vector, [(slot, its pages)] of those whose new pages it has no room for)."""
         n = len(plan.rows)
         flat = np.zeros(shape.size, np.int32)
-        at = np.cumsum([0, T, S * M, S, S, S, S + 1, 1])
-        tokens, tables, kv_lens, slots, samples, cu, num_seqs = (flat[a:b] for a, b in itertools.pairwise(at))
-        end = 0
-        for i, row in enumerate(plan.rows):
-            seq = row.seq
-            slot = self._fill(seq)
-            if row.count == 1:
-                tokens[end] = seq.tokens[row.start] if row.start < len(seq.tokens) else UNKNOWN
-            else:
-                known = seq.tokens[row.start : row.start + row.count]
-                tokens[end : end + len(known)] = known
-                tokens[end + len(known) : end + row.count] = UNKNOWN
+        parts = np.split(flat, np.cumsum(shape.sizes)[:-1])
+        tokens, kv_lens, slots, samples, cu, num_seqs, numbers, new_pages = parts
+        known, ends, end = [], [], 0
+        for row in plan.rows:
+            known += _tokens(row)
             end += row.count
-            kv_lens[i], slots[i], samples[i], cu[i + 1] = row.start + row.count, slot, row.samples, end
-        slots[n:], cu[n + 1 :] = trash_slot, end
-        tables.reshape(S, M)[:n] = self.tables[slots[:n], :M]
-        num_seqs[0] = n
-        return flat
+            ends.append(end)
+        tokens[:end], cu[1 : n + 1], cu[n + 1 :], num_seqs[0] = known, ends, end, n
+        kv_lens[:n] = [row.start + row.count for row in plan.rows]
+        slots[:n], slots[n:] = [_slot(row) for row in plan.rows], self._trash
+        samples[:n] = [row.samples for row in plan.rows]
+        for part, name in zip(numbers.reshape(len(NUMBERS), -1), NUMBERS, strict=True):
+            part[:] = np.asarray(getattr(inputs, name)).view(np.int32)
+        return flat, self._bring(plan, new_pages.reshape(3, -1))
 
-    def _fill(self, seq: Sequence) -> int:
-        """Bring the table of the sequence's slot up to its pages; the slot."""
-        slot = seq.slot
-        assert slot is not None
-        if self._holder[slot] != (seq, seq.preemptions):
-            self._holder[slot], self._filled[slot] = (seq, seq.preemptions), 0
-        have, want = self._filled[slot], len(seq.pages)
-        if want > have:
-            self.tables[slot, have:want] = seq.pages[have:]
-            self._filled[slot] = want
-        return slot
+    def _bring(self, plan: StepPlan, new_pages: np.ndarray) -> list[tuple[int, list]]:
+        slots, places, pages, too_many = [], [], [], []
+        for row in plan.rows:
+            seq = row.seq
+            slot, want = _slot(row), len(seq.pages)
+            if self._holder[slot] is not seq or self._preemptions[slot] != seq.preemptions:
+                self._holder[slot], self._preemptions[slot], self._sent[slot] = seq, seq.preemptions, 0
+            have = self._sent[slot]
+            if want > have:
+                self._sent[slot] = want
+                if len(slots) + want - have > new_pages.shape[1]:
+                    too_many.append((slot, seq.pages))
+                else:
+                    slots += [slot] * (want - have)
+                    places += range(have, want)
+                    pages += seq.pages[have:]
+        new_pages[0] = self._trash
+        new_pages[:, : len(slots)] = slots, places, pages
+        return too_many
+
+
+def _slot(row: Row) -> int:
+    assert row.seq.slot is not None, "who runs has a slot"
+    return row.seq.slot
+
+
+def _tokens(row: Row) -> list[int]:
+    """A row's, UNKNOWN where only the device knows."""
+    tokens, start, count = row.seq.tokens, row.start, row.count
+    if count == 1:
+        return [tokens[start]] if start < len(tokens) else [UNKNOWN]
+    found = tokens[start : start + count]
+    return found + [UNKNOWN] * (count - len(found))

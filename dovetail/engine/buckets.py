@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.engine.batch import Kind, Shape
+from dovetail.engine.batch import Shape
 from dovetail.engine.plan import StepPlan
 
 STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XLA runs a loop it knows the length of
 # without asking the host after every turn
+DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
+SHORT = 1024  # tokens of a step that is mostly one prompt's
 LONG = 4096  # tokens of a step that takes the device so long that its padding counts
-USUAL_TOKENS = 2048  # shapes for longer sequences are compiled when one comes
+USUAL_TOKENS = 2048  # shapes for longer sequences are compiled when one comes, where a table's width counts
 
 
 @dataclass(frozen=True)
@@ -19,55 +21,81 @@ class Buckets:
     max_tokens: int
     max_pages: int
     page_size: int = 16
+    multi_step: bool = True
+    step_seconds: tuple[float, float] = (0.0, 0.0)  # that a decode step takes at least, and each row more
     few_rows: int = 8  # of a decode step, up to which each row costs next to nothing; on a CPU each costs
-    growth: int = 2  # of the tokens of a prompt's step; more where compiling is dear beside padding, as on a CPU
+    least_rows: int = 64  # of a prompt's step: fewer cost no less, but on a CPU
+    least_tokens: int = 128  # of a prompt's step: fewer cost little more than reading the weights; not so on a CPU
+    halves: bool = True  # of the doublings from one number of tokens to the next: not where each is compiled on demand
+    tokens_a_row: int = 16  # of a prompt's step from which on its rows cost little beside them
+    page_growth: int | None = None  # of a table's width, where a kernel's memory limits it (TPUs); None: one width
 
-    def shape_for(self, plan: StepPlan, kind: Kind) -> Shape:
+    def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
         pages = _up(max(len(row.seq.pages) for row in plan.rows), self._pages())
+        if keeps_hidden:
+            tokens = max(plan.num_tokens, self.max_rows + 1)
+            return Shape(_up(tokens, self._hidden_tokens()), self.max_rows, pages, keeps_hidden=True)
         if plan.is_decode:
             rows = _up(len(plan.rows), self._decode_rows())
-            return Shape(rows, rows, pages, kind, plan.steps)
-        rows = _up(len(plan.rows), _sizes(8, 8, self.max_rows))
-        tokens = max(_up(plan.num_tokens, self._tokens()), rows + 1)  # T > S: not a decode step
-        return Shape(tokens, rows, pages, kind)
+            return Shape(rows, rows, pages, plan.steps)
+        rows = _up(len(plan.rows), self._mixed_rows())
+        if plan.num_tokens > self._most_tokens(rows):
+            rows = self.max_rows
+        return Shape(_up(plan.num_tokens, self._tokens(rows)), rows, pages)
 
     def largest(self) -> Shape:
-        return Shape(max(self.max_tokens, self.max_rows + 1), self.max_rows, self.max_pages)
+        return Shape(self._tokens(self.max_rows)[-1], self.max_rows, self.max_pages)
 
-    def needed(self) -> list[Shape]:
-        """With these a plan of a usual length and usual parameters can run, if not at its best."""
-        pages = self._usual_pages()[-1]
-        tokens = max(self.max_tokens, self.max_rows + 1)
-        shapes = [Shape(self.max_rows, self.max_rows, pages, kind, n) for kind in ("greedy", "plain") for n in STEPS]
-        return [*shapes, Shape(tokens, self.max_rows, pages), Shape(tokens, self.max_rows, pages, "plain")]
-
-    def common(self) -> list[Shape]:
-        """What is worth compiling before anyone asks, the most wanted first."""
+    def usual(self) -> list[Shape]:
+        """Every shape that a plan takes, but where a table's width counts those for long sequences."""
         shapes = []
         for pages in self._usual_pages():
-            for kind in ("plain", "greedy", "full"):
-                for rows in self._decode_rows():
-                    shapes += [Shape(rows, rows, pages, kind, n) for n in (STEPS if kind != "full" else (1,))]
-                for tokens in [n for n in self._tokens() if n >= 128]:
-                    for rows in _sizes(8, 8, min(self.max_rows, tokens // 2)):
-                        shapes.append(Shape(tokens, rows, pages, kind))
-        return shapes
+            shapes += [Shape(rows, rows, pages, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
+            for rows in self._mixed_rows():
+                tokens = [n for n in self._tokens(rows) if n <= self._most_tokens(rows)]
+                shapes += [*(Shape(n, rows, pages) for n in tokens), Shape(tokens[0], rows, pages).sampler]
+            shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
+        return sorted(shapes, key=lambda shape: -shape.tokens)  # those that take longest to compile first
+
+    def steps_for(self, rows: int) -> tuple[int, ...]:
+        """How many decode steps a dispatch of so many rows may take."""
+        least, each = self.step_seconds
+        return steps_in_time(least + each * _up(rows, self._decode_rows())) if self.multi_step else (1,)
 
     def _decode_rows(self) -> list[int]:
         return [1, *_sizes(self.few_rows, 2, self.max_rows)] if self.max_rows > 1 else [1]
 
-    def _tokens(self) -> list[int]:
-        """Where a step is long, half a doubling too: what is left of many prompts would be padded by up to as much."""
-        sizes = _sizes(16, self.growth, self.max_tokens)
-        between = [n * 3 // 2 for n in sizes if n >= LONG and self.growth == 2 and n * 3 // 2 < self.max_tokens]
-        return sorted(sizes + between)
+    def _mixed_rows(self) -> list[int]:
+        return _sizes(min(self.least_rows, self.max_rows), 8, self.max_rows)
+
+    def _most_tokens(self, rows: int) -> int:
+        """Of a step with so many rows: beside more of them, all rows that there may be cost little."""
+        return self.max_tokens + 1 if rows == self.max_rows else self.tokens_a_row * rows
+
+    def _tokens(self, rows: int) -> list[int]:
+        """Of steps that are not of decode tokens alone, and so of more tokens than rows. Half a doubling too where a
+        step is long, for what is left of many prompts, and where it is short, for one prompt beside rows that decode:
+        they would be padded by up to as much."""
+        most = max(self.max_tokens, rows + 1)
+        sizes = _sizes(self.least_tokens, 2, most)
+        sizes += [n * 3 // 2 for n in sizes if self.halves and (n >= LONG or n < SHORT)]
+        return sorted({n for n in sizes if rows < n < most} | {most})
+
+    def _hidden_tokens(self) -> list[int]:
+        tokens = self._tokens(self.max_rows)
+        return sorted({_up(1024, tokens), tokens[-1]})
 
     def _pages(self) -> list[int]:
-        return _sizes(64, 4, self.max_pages)
+        return _sizes(64, self.page_growth, self.max_pages) if self.page_growth else [self.max_pages]
 
     def _usual_pages(self) -> list[int]:
         usual = _up(-(-USUAL_TOKENS // self.page_size), self._pages())
         return [pages for pages in self._pages() if pages <= usual]
+
+
+def steps_in_time(seconds: float) -> tuple[int, ...]:
+    """How many decode steps a dispatch may take, where one takes at least `seconds`."""
+    return tuple(steps for steps in STEPS if steps == 1 or steps * seconds < 1.2 * DISPATCH_SECONDS)
 
 
 def _up(value: int, sizes: list[int]) -> int:

@@ -3,14 +3,17 @@ came from a checkpoint or from a trainer in this process makes no difference her
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
+from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Params, Weights
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.engine import Engine
-from dovetail.engine.memory import held_bytes, num_pages, pool_bytes
+from dovetail.engine.memory import held_bytes, num_pages, pool_bytes, round_pages
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
@@ -44,8 +47,7 @@ def build_engine(
     cfg = cfg.within(max_len)
     max_pages = -(-max_len // options.page_size)
     max_tokens = options.max_num_batched_tokens or (8192 if on_cpu else 16384)
-    sizes = dict(few_rows=2, growth=4) if on_cpu else {}
-    buckets = Buckets(options.max_num_seqs, max_tokens, max_pages, options.page_size, **sizes)
+    buckets = Buckets(options.max_num_seqs, max_tokens, max_pages, options.page_size, **_sizes(options, params))
     weights, compute = Weights(params), compute_for(options, params)
 
     def make_runner(pages: int) -> Runner:
@@ -58,6 +60,17 @@ def build_engine(
     return Engine(make_runner(pages), Scheduler(config), tokenizer, options.seed, options.multi_step)
 
 
+def _sizes(options: EngineOptions, params: Params) -> dict[str, Any]:
+    """Of Buckets, what depends on the device."""
+    backend, chip, held = jax.default_backend(), chip_of(jax.devices()[0]), held_bytes(params)
+    sizes: dict[str, Any] = dict(multi_step=options.multi_step)
+    if chip:  # weights are read once, and each row takes two operations with every one of them
+        sizes |= dict(step_seconds=(held / chip.bandwidth, held / chip.device_bf16))
+    if backend == "cpu":
+        sizes |= dict(few_rows=2, least_rows=8, least_tokens=16, tokens_a_row=64, halves=False)
+    return sizes | dict(page_growth=4) if backend == "tpu" else sizes
+
+
 def _pages_that_fit(trial: Runner, options: EngineOptions) -> int:
     """How many pages the pool gets beside what this runner, which has one, holds and needs."""
     kv_bytes = options.kv_bytes
@@ -66,7 +79,7 @@ def _pages_that_fit(trial: Runner, options: EngineOptions) -> int:
         devices = list(trial.placement.mesh.local_mesh.devices.flat) if trial.placement else ()
         kv_bytes = pool_bytes(options.memory_fraction, held_bytes(trial.weights.params), step_bytes, devices)
     most = options.max_num_seqs * trial.buckets.max_pages
-    return num_pages(kv_bytes, held_bytes(trial.cache), trial.page_size, most)
+    return round_pages(num_pages(kv_bytes, held_bytes(trial.cache), trial.page_size, most))
 
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:

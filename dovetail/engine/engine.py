@@ -10,26 +10,37 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from dovetail.core.types import Params, Weights
-from dovetail.engine.buckets import STEPS
+from dovetail.engine.answer import completion_of, take_in, update_of, updates_of
+from dovetail.engine.buckets import DISPATCH_SECONDS, steps_in_time
 from dovetail.engine.intake import Intake, Prompt
-from dovetail.engine.logprobs import keep_logprobs, keep_prompt_logprobs, prompt_logprobs, wants_prompt_logprobs
+from dovetail.engine.logprobs import (
+    keep_logprobs,
+    keep_prompt_logprobs,
+    prompt_logprobs,
+    send_logprobs,
+    wants_prompt_logprobs,
+)
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import StepPlan
 from dovetail.engine.runner import LaunchedStep, Runner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.scheduler import Scheduler
-from dovetail.engine.sequence import Completion, Request, RequestOutput, Sequence, Status, Update
+from dovetail.engine.sequence import Request, RequestOutput, Sequence, Status, Update
 from dovetail.engine.sleep import Asleep, drop_weights, put_to_sleep, wake_up
 from dovetail.engine.stats import Stats
+from dovetail.engine.stops import Stops
 from dovetail.engine.text import Text
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish
 
-DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
+_REQUEST = attrgetter("seq.request")
 QUIET_SECONDS = 0.5  # without a newcomer amid the work, before several steps are dispatched: those in a row start soon
 
 
@@ -47,7 +58,8 @@ class Engine:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.cfg = runner.cfg
         self.eos_ids = tuple(dict.fromkeys((*self.cfg.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
-        self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids)
+        self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, runner.everywhere)
+        self.stops = Stops(self.eos_ids, self.sampler.is_done)
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed)
         self._multi_step = multi_step
         self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
@@ -89,7 +101,7 @@ class Engine:
         for seq in ended:
             self.scheduler.finish(seq, "abort")
         now = time.monotonic()
-        updates = self.close([self._update(seq, [], now, seq.version) for seq in ended])
+        updates = self.close([update_of(seq, [], now) for seq in ended])
         if index is None:
             self._answers.pop(id, None)
         return updates
@@ -104,16 +116,17 @@ class Engine:
     def output(self, id: str) -> RequestOutput:
         """The finished request; it is forgotten with this."""
         sequences = self._answers.pop(id)
-        completions = tuple(self._completion(seq) for seq in sequences)
+        completions = tuple(completion_of(seq, self.runner.weights.version) for seq in sequences)
         first = sequences[0]
         return RequestOutput(id, first.request.prompt, completions, first.cached_tokens, prompt_logprobs(first))
 
     def close(self, updates: list[Update]) -> list[Update]:
         """The same updates, but where a request is done with them its last one brings the output, and it is
         forgotten."""
-        last = {update.id: i for i, update in enumerate(updates) if update.finish_reason and self.is_done(update.id)}
+        last = {update.id: i for i, update in enumerate(updates) if update.finish_reason}
         for id, i in last.items():
-            updates[i] = updates[i]._replace(output=self.output(id))
+            if self.is_done(id):
+                updates[i] = updates[i]._replace(output=self.output(id))
         return updates
 
     def stats(self) -> Stats:
@@ -220,8 +233,9 @@ class Engine:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def step(self, prompts_first: bool = False) -> list[Update]:
-        """StepPlan and launch a step (see Scheduler.schedule), then take in the one before it."""
+    def step(self, prompts_first: bool = False, ended_only: bool = False) -> list[Update]:
+        """Plan and launch a step (see Scheduler.schedule), then take in the one before it. `ended_only`: the updates of
+        those that it ended, for a caller that waits for outputs."""
         if self.blocked:
             raise ValueError(self.blocked)
         plan = self.scheduler.schedule(self._steps_wanted(), prompts_first)
@@ -238,56 +252,42 @@ class Engine:
         if not self._inflight:
             return []
         sampled = self._inflight[0].fetch()  # a step that cannot be fetched stays under way
-        return self._commit(self._inflight.popleft(), sampled)
+        return self._commit(self._inflight.popleft(), sampled, ended_only)
 
     def _steps_wanted(self) -> int:
         if not self._multi_step or time.monotonic() - self._newcomer < QUIET_SECONDS:
             return 1
-        return max(steps for steps in STEPS if steps == 1 or steps * self._step_seconds < 1.2 * DISPATCH_SECONDS)
+        compiled = self.runner.buckets.steps_for(len(self.scheduler.running))
+        return max({*steps_in_time(self._step_seconds)} & {*compiled})
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
-        seqs = [row.seq for row in plan.rows]
-        scoring = any(wants_prompt_logprobs(row) for row in plan.rows)
-        launched = self.runner.launch(plan, self.sampler, self.sampler.kind(seqs), keep_hidden=scoring)
+        requests = {request.id: request for request in map(_REQUEST, plan.rows)}.values()  # few, if each has many rows
+        scoring = any(request.params.prompt_logprobs is not None for request in requests)
+        scoring = scoring and any(map(wants_prompt_logprobs, plan.rows))
+        launched = self.runner.launch(plan, self.sampler, keeps_hidden=scoring)
         launched.tokens.copy_to_host_async()
+        send_logprobs(launched, {request.params.logprobs for request in requests})
         tokens, steps = plan.num_tokens, plan.steps
         self._steps += steps
         self._computed += tokens * steps
         self._padding += (launched.padded - tokens) * steps
         return launched
 
-    def _commit(self, launched: LaunchedStep, sampled: list[list[int]]) -> list[Update]:
+    def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[Update]:
+        """`sampled`: the tokens [steps, S] of the step."""
         self._learn_pace(launched.plan)
         if launched.hidden is not None:
             keep_prompt_logprobs(launched, self.runner)
-        gains = self.scheduler.commit(launched.plan, sampled, self._stop_of)
-        if launched.logprobs is not None:
-            keep_logprobs(launched, gains)
-        now, version = time.monotonic(), launched.version
-        for seq, tokens in gains:
-            self._generated += len(tokens)
-            if not seq.versions or seq.versions[-1][1] != version:
-                seq.versions.append((len(seq.tokens) - len(tokens) - seq.prompt_len, version))
-        return [self._update(seq, tokens, now, version) for seq, tokens in gains]
-
-    def _update(self, seq: Sequence, tokens: list[int], now: float, version: int) -> Update:
-        done, times, request = seq.status is Status.FINISHED, seq.times, seq.request
-        if times.first_token is None and tokens:
-            times.first_token = now
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = seq.logprobs[len(seq.logprobs) - len(tokens) :]
-        text = "" if seq.text is None else seq.text.take(done)
-        if not done:
-            return Update(request.id, seq.index, tokens, text, now, times, seq.cached_tokens, version, logprobs)
-        times.finished = now
-        ended = seq.finish_reason, seq.stop_reason, seq.grammar_error
-        return Update(request.id, seq.index, tokens, text, now, times, seq.cached_tokens, version, logprobs, *ended)
+        gains = self.scheduler.commit(launched.plan, sampled, self.stops)
+        scores = keep_logprobs(launched, gains)
+        now = time.monotonic()
+        self._generated += take_in(gains, now, launched.version)
+        return updates_of(gains, now, scores, ended_only)
 
     def _learn_pace(self, plan: StepPlan) -> None:
         """The time between two fetches is the later step's own, once steps run back to back."""
         now = time.perf_counter()
-        if plan.is_decode and self._last_fetch and self._inflight:
+        if self._last_fetch and self._inflight and plan.is_decode:
             seconds = (now - self._last_fetch) / plan.steps
             self._step_seconds += 0.3 * (seconds - self._step_seconds)
         self._last_fetch = now if self._inflight else 0.0  # what follows a rest says nothing of the pace
@@ -299,37 +299,8 @@ class Engine:
         if self.tokenizer is not None and seq.request.text:
             detokenizer = self.tokenizer.stream(context=seq.request.prompt[-8:])
             seq.text = Text(detokenizer, params.stop, params.include_stop_str_in_output)
+        self.stops.watch(seq)
         self.sampler.start(seq)
-
-    def _stop_of(self, seq: Sequence) -> tuple[str, int | str | None] | None:
-        """Whether the token just appended ends the sequence: (finish reason, what stopped it)."""
-        params, token = seq.request.params, seq.tokens[-1]
-        count = len(seq.tokens) - seq.prompt_len
-        early = count < params.min_tokens
-        if token in self.eos_ids and not params.ignore_eos and not early:
-            return "stop", None
-        if token in params.stop_token_ids and not early:
-            return "stop", token
-        if seq.text is not None:
-            stop = seq.text.push(token, may_stop=not early)
-            if stop is not None:
-                return "stop", stop
-        if params.structured and self.sampler.is_done(seq):
-            return "stop", seq.grammar_error  # where the grammar could not go on, why
-        return ("length", None) if params.max_tokens is not None and count >= params.max_tokens else None
-
-    def _completion(self, seq: Sequence) -> Completion:
-        return Completion(
-            index=seq.index,
-            token_ids=tuple(seq.output),
-            text=seq.text.whole if seq.text else "",
-            finish_reason=seq.finish_reason or "abort",
-            stop_reason=seq.stop_reason,
-            logprobs=tuple(seq.logprobs) if seq.request.params.logprobs is not None else None,
-            weights_version=seq.version if seq.versions else self.runner.weights.version,
-            weights_versions=tuple(seq.versions),
-            times=seq.times,
-        )
 
 
 def _emptied(queue: deque) -> Iterator[Any]:

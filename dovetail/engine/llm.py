@@ -99,8 +99,7 @@ class LLM:
         log.info(self.describe())
         if options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
             with compiling(self.describe(), progress) as report:
-                buckets = self.runner.buckets
-                self.runner.warm_up(self.engine.sampler, buckets.needed(), buckets.common(), report)
+                self.runner.warm_up(self.engine.sampler, report)
         self.start_seconds = time.perf_counter() - start
 
     def generate(
@@ -204,8 +203,8 @@ class LLM:
     def _step(self, prompts_first: bool = False) -> list[Update]:
         """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
         with deferred_interrupt():
-            updates = self.engine.step(prompts_first)
-            for update in updates:
+            updates = self.engine.step(prompts_first, ended_only=not self._streams)
+            for update in updates if self._streams else ():
                 if update.id in self._streams:
                     self._streams[update.id].append(update)
         return updates
@@ -214,7 +213,7 @@ class LLM:
         """Step until these are done; their outputs, in order."""
         remaining, outputs = set(ids), {}
         try:
-            with RequestBar(len(ids), progress) as tick:
+            with RequestBar(len(ids), progress, lambda: self.runner.is_compiling) as tick:
                 while remaining:
                     updates = self._step(prompts_first=True)
                     for id in {update.id for update in updates if update.finish_reason} & remaining:

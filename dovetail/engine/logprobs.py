@@ -6,23 +6,47 @@ import numpy as np
 
 from dovetail.engine.plan import Row
 from dovetail.engine.runner import LaunchedStep, Runner
-from dovetail.engine.sequence import Sequence, TokenLogprob
+from dovetail.engine.scheduler import Gain
+from dovetail.engine.sequence import Sequence
+from dovetail.engine.token_logprobs import Logprobs, Scores, TokenLogprob, Top
 
 CHUNK = 128  # prompt positions scored at a time: their logits are never all there at once
 
 
-def keep_logprobs(launched: LaunchedStep, gains: list[tuple[Sequence, list[int]]]) -> None:
-    """Give each sequence the log-probabilities of the tokens it kept."""
-    assert launched.logprobs is not None
-    wanted = {seq: tokens for seq, tokens in gains if seq.request.params.logprobs is not None}
-    if not wanted:
-        return
-    arrays = [np.asarray(a) for a in launched.logprobs]
-    for i, row in enumerate(launched.plan.rows):
-        if row.samples and row.seq in wanted:
-            count = row.seq.request.params.logprobs or 0
-            for step, token in enumerate(wanted[row.seq]):
-                row.seq.logprobs.append(_entry(token, [a[step, i] for a in arrays], count))
+def send_logprobs(launched: LaunchedStep, asked: set[int | None]) -> None:
+    """Start to copy to the host what the step's rows ask for (their SamplingParams.logprobs): nothing, a number and a
+    rank for each token, or the most probable beside them too, which are many times as many."""
+    arrays = launched.logprobs if asked != {None} else None
+    for array in arrays or ():
+        if array.ndim == 2 or any(asked):
+            array.copy_to_host_async()
+
+
+def keep_logprobs(launched: LaunchedStep, gains: list[Gain]) -> list[Scores | None]:
+    """Give each sequence that asked the log-probabilities of the tokens it kept; -> those, for each gain."""
+    asked = {seq.request.params.logprobs for seq, _, _ in gains}
+    if launched.logprobs is None or not asked - {None}:
+        return [None] * len(gains)
+    value, rank, *top = launched.logprobs
+    rows = len(launched.plan.rows)
+    values, ranks = (np.asarray(array)[:, :rows].T.tolist() for array in (value, rank))  # a list for each row
+    top = [np.asarray(array) for array in top] if any(asked) else []
+    kept: list[Scores | None] = []
+    for seq, tokens, i in gains:
+        new = None
+        if seq.scores is not None:
+            new = values[i], ranks[i], None
+            if top or len(tokens) < launched.plan.steps:
+                new = _cut(new, len(tokens), [array[:, i] for array in top], seq.request.params.logprobs or 0)
+            seq.scores.append(new)
+        kept.append(new)
+    return kept
+
+
+def _cut(scores: Scores, count: int, top: list[np.ndarray], most: int) -> Scores:
+    """Of the first `count` tokens alone, and with the `most` most probable beside each."""
+    values, ranks, _ = scores
+    return values[:count], ranks[:count], _tops([array[:count] for array in top], most) if most else None
 
 
 def wants_prompt_logprobs(row: Row) -> bool:
@@ -48,10 +72,9 @@ def _score_row(launched: LaunchedStep, row: Row, first: int, runner: Runner) -> 
         at = np.minimum(first + start - row.start + np.arange(CHUNK), launched.hidden.shape[0] - 1)
         padded = np.zeros(CHUNK, np.int32)
         padded[: len(targets)] = targets
-        arrays = [np.asarray(a) for a in runner.score(launched.hidden[at], padded)]
-        for i, token in enumerate(targets):
-            count = row.seq.request.params.prompt_logprobs or 0
-            found[start + 1 + i] = _entry(token, [a[i] for a in arrays], count)
+        values, ranks, *top = (np.asarray(a)[: len(targets)] for a in runner.score(launched.hidden[at], padded))
+        tops = _tops(top, row.seq.request.params.prompt_logprobs or 0)
+        found.update(enumerate(Logprobs(targets, [(values.tolist(), ranks.tolist(), tops)]), start + 1))
 
 
 def prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob | None, ...] | None:
@@ -61,7 +84,7 @@ def prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob | None, ...] | None:
     return tuple(seq.prompt_logprobs.get(i) for i in range(seq.prompt_len))
 
 
-def _entry(token: int, arrays: list[np.ndarray], count: int) -> TokenLogprob:
-    value, rank, top_values, top_ids = arrays
-    top = tuple(zip(top_ids[:count].tolist(), top_values[:count].tolist(), strict=True))
-    return TokenLogprob(token, float(value), int(rank), top)
+def _tops(top: list[np.ndarray], count: int) -> list[Top]:
+    """Of log-probabilities and tokens [n, k], the first `count`."""
+    values, ids = (array[:, :count].tolist() for array in top)
+    return list(zip(ids, values, strict=True))

@@ -47,3 +47,11 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
             "free what else holds the device's memory"
         )
     return int(pages)
+
+
+def round_pages(pages: int) -> int:
+    """Down, by 1.5% at most and on a CPU by a third: steps are compiled for this number, and one that moved with what
+    is free at a start would have them compiled anew."""
+    digits = 2 if jax.default_backend() == "cpu" else 7
+    step = 1 << max(0, pages.bit_length() - digits)
+    return pages // step * step

@@ -14,7 +14,7 @@ from dovetail.core.choice import did_you_mean, one_of, require
 
 Policy = Literal["fcfs", "priority"]
 LoadFormat = Literal["auto", "dummy"]
-MEMORY_FRACTION = 0.9  # of a device
+MEMORY_FRACTION = 0.97  # of what jax may take of a device
 CPU_MEMORY_FRACTION = 0.2  # of the memory that is free: the machine is often somebody's laptop
 
 
@@ -28,8 +28,8 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int | None, "Most tokens in one step; otherwise 16384, on a CPU 8192."] = None
     memory_fraction: Annotated[
         float | None,
-        "Share of the device's memory for weights, KV pages and steps in all (0.9), never more than is free at the "
-        "start. On a CPU: share of the free memory for the KV pages alone (0.2).",
+        "Share of what jax may take of the device's memory for weights, KV pages and steps in all (0.97), never more "
+        "than is free at the start. On a CPU: share of the free memory for the KV pages alone (0.2).",
     ] = None
     kv_bytes: Annotated[int | None, "Bytes of each device for the KV pages, in place of memory_fraction."] = None
     tensor_parallel: Annotated[int, "Devices to split the model over."] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from dovetail.engine.sequence import Sequence
@@ -24,10 +25,10 @@ class StepPlan:
     steps: int = 1  # more than one only when every row decodes: count 1 and samples
     preempted: list[Sequence] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(row.count for row in self.rows)
 
-    @property
+    @functools.cached_property
     def is_decode(self) -> bool:
         return all(row.count == 1 and row.samples for row in self.rows)

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.engine.batch import Kind
+from dovetail.engine.batch import NUMBERS
 from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sampling_state import SamplingState
+from dovetail.engine.sampling_state import FIXED, SamplingState
 from dovetail.engine.sequence import Sequence
 from dovetail.ops.sample import FOREVER, SampleInputs
 
@@ -35,11 +35,10 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: sets the n samples' see
 
 
 class _Row(NamedTuple):
-    """One row of a batch."""
+    """One row of a batch that asks for more than numbers."""
 
     state: SamplingState
-    position: int
-    slot: int
+    slot: int  # in the history
     mask: np.ndarray | None
     until: int
 
@@ -55,7 +54,8 @@ class Sampler:
         self._device = device
         self._history: jax.Array | None = None
         self._write_row = jax.jit(lambda table, slot, row: table.at[slot].set(row), donate_argnums=0)
-        self._idle = _Row(SamplingState(), 0, max_rows, None, 0)
+        self._holder: list[SamplingState | None] = [None] * max_rows  # of each slot: whose numbers are there
+        self._numbers = np.tile(SamplingState().numbers, (max_rows + 1, 1))  # [slots + 1, FIXED]; the last is padding
         self._resting: dict[int, tuple[jax.Array, ...]] = {}
         self._last_mask: tuple[list[np.ndarray | None], Any] = ([], None)
 
@@ -94,17 +94,6 @@ class Sampler:
         state = self.start(seq)
         self._feed(seq, state)
         return state.matcher is not None and (state.matcher.is_done or seq.grammar_error is not None)
-
-    def kind(self, seqs: list[Sequence]) -> Kind:
-        """The least that gives every one of these rows what it asks."""
-        kind: Kind = "greedy"
-        for seq in seqs:
-            state = self.start(seq)
-            if not state.is_simple or len(seq.tokens) < state.early_until:
-                return "full"
-            if not state.is_greedy:
-                kind = "plain"
-        return kind
 
     def _new_state(self, seq: Sequence) -> SamplingState:
         params = seq.request.params
@@ -149,46 +138,43 @@ class Sampler:
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def inputs(self, plan: StepPlan, size: int, kind: Kind = "full") -> SampleInputs | None:
+    def inputs(self, plan: StepPlan, size: int) -> SampleInputs:
         """The arrays of a batch of `size` rows: the plan's, in their order, then padding. Rows that do not sample are
         as padding: greedy, masked by nothing, and kept out of `history`, which the step takes beside these.
 
         What was sampled since the last call is read from the sequences, so no one need tell the sampler.
         """
-        if kind == "greedy":
-            return None
-        rows = [self._row(row, plan.steps) if row.samples else self._idle for row in plan.rows]
-        return self._arrays(rows + [self._idle] * (size - len(rows)), kind)
+        numbers, asking = [self.max_rows] * size, []
+        positions: Any = np.zeros(size, np.int32)
+        for i, row in enumerate(plan.rows):
+            if row.samples:
+                state, slot = row.seq.sampling or self.start(row.seq), row.seq.slot
+                assert slot is not None
+                if self._holder[slot] is not state:
+                    self._holder[slot], self._numbers[slot] = state, state.numbers
+                numbers[i] = slot
+                if state.asks:
+                    asking.append((i, self._row(row, state, plan.steps)))
+        positions[: len(plan.rows)] = [row.start + row.count if row.samples else 0 for row in plan.rows]
+        columns = np.ascontiguousarray(self._numbers[numbers].T)
+        fixed = {name: column.view(NUMBERS[name]) for name, column in zip(FIXED, columns, strict=True)}
+        return SampleInputs(**fixed, position=positions, **self._asked(asking, size))
 
-    def blank(self, size: int, kind: Kind) -> SampleInputs | None:
-        """Inputs of `size` rows that ask for nothing: to compile with."""
-        return None if kind == "greedy" else self._arrays([self._idle] * size, kind)
+    def _asked(self, asking: list[tuple[int, _Row]], size: int) -> dict[str, Any]:
+        """What rows ask beyond numbers that stay, in numpy's arrays, which jax takes as they are."""
+        slots, until = np.full(size, self.max_rows, np.int32), np.zeros(size, np.int32)
+        masks: list[np.ndarray | None] = [None] * size
+        for i, row in asking:
+            slots[i], until[i], masks[i] = row.slot, row.until, row.mask
+        bias_ids, bias = self._bias([(i, row.state) for i, row in asking], size)
+        return dict(slot=slots, mask_until=until, mask=self._mask(masks), bias_ids=bias_ids, bias=bias)
 
-    def _arrays(self, rows: list[_Row], kind: Kind) -> SampleInputs:
-        floats = np.array([row.state.floats for row in rows], np.float32).T.copy()
-        ints = np.array([row.state.ints for row in rows], np.uint32).T.copy()
-        positions, slots, until = np.array([(row.position, row.slot, row.until) for row in rows], np.int32).T.copy()
-        # numpy's arrays, which jax takes as they are
-        arrays: dict[str, Any] = dict(temperature=floats[0], seed_hi=ints[1], seed_lo=ints[2], position=positions)
-        if kind == "full":
-            bias_ids, bias = self._bias([row.state for row in rows])
-            arrays |= dict(
-                top_k=ints[0].astype(np.int32), top_p=floats[1], min_p=floats[2],
-                presence=floats[3], frequency=floats[4], repetition=floats[5], slot=slots,
-                bias_ids=bias_ids, bias=bias, mask=self._mask([row.mask for row in rows]), mask_until=until,
-            )  # fmt: skip
-        return SampleInputs(**arrays)
-
-    def _row(self, row: Row, steps: int) -> _Row:
-        seq, state, position = row.seq, self.start(row.seq), row.start + row.count
+    def _row(self, row: Row, state: SamplingState, steps: int) -> _Row:
+        seq, position = row.seq, row.start + row.count
         known = len(seq.tokens) == position
         assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"
         slot = self._history_slot(seq, state, known) if state.penalized else self.max_rows
-        return _Row(state, position, slot, *self._row_mask(seq, state, position))
-
-    def keeps_history(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan is penalised, so that the step must be given the history."""
-        return any(row.samples and self.start(row.seq).penalized for row in plan.rows)
+        return _Row(state, slot, *self._row_mask(seq, state, position))
 
     @property
     def history(self) -> jax.Array:
@@ -219,16 +205,14 @@ class Sampler:
             state.history_of = (seq.slot, seq.preemptions)
         return seq.slot
 
-    def _bias(self, states: list[SamplingState]) -> tuple[Any, Any]:
+    def _bias(self, states: list[tuple[int, SamplingState]], size: int) -> tuple[Any, Any]:
         """ids [S, B] and values [S, B]; B is always MAX_BIAS, so that no request brings a compilation."""
-        size = len(states)
-        if not any(state.bias for state in states):
+        if not any(state.bias for _, state in states):
             ids, values, _ = self._rest(size)
             return ids, values
         ids, values = np.full((size, MAX_BIAS), -1, np.int32), np.zeros((size, MAX_BIAS), np.float32)
-        for row, state in enumerate(states):
-            for column, (token, value) in enumerate(state.bias.items()):
-                ids[row, column], values[row, column] = token, value
+        for row, state in states:
+            ids[row, : len(state.bias)], values[row, : len(state.bias)] = [*state.bias], [*state.bias.values()]
         return ids, values
 
     def _rest(self, size: int) -> tuple[jax.Array, ...]:

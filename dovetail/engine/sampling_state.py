@@ -10,6 +10,12 @@ import numpy as np
 
 from dovetail.engine.grammar import Matcher
 
+# the numbers of SampleInputs that stay as they are from a sequence's first token to its last
+FIXED = (
+    "temperature", "top_p", "min_p", "presence", "frequency", "repetition", "seed_hi", "seed_lo", "top_k",
+    "top_logprobs",
+)  # fmt: skip
+
 
 @dataclass(eq=False)
 class SamplingState:
@@ -33,12 +39,15 @@ class SamplingState:
         return self.matcher is not None or bool(self.bad) or (self.mask is not None and self.early is not None)
 
     @functools.cached_property
-    def is_simple(self) -> bool:
-        """Whether the model's own logits and a temperature are all there is to it, once min_tokens are there."""
-        truncates = self.floats[1:3] != (1.0, 0.0) or self.ints[0] > 0
-        changes = self.penalized or self.bias or self.mask is not None or self.bad or self.matcher
-        return not (truncates or changes or self.top_logprobs)
+    def asks(self) -> bool:
+        """Whether it asks for more than numbers that stay as they are."""
+        masks = self.mask is not None or self.early is not None or self.bad or self.matcher
+        return bool(self.penalized or self.bias or masks)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.floats[0] == 0 and self.top_logprobs is None
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        """[FIXED] int32: their bits."""
+        floats = np.array(self.floats, np.float32).view(np.int32)
+        words = np.array(self.ints[1:], np.uint32).view(np.int32)
+        top_logprobs = -1 if self.top_logprobs is None else self.top_logprobs
+        return np.array([*floats, *words, self.ints[0], top_logprobs], np.int32)

@@ -16,68 +16,20 @@ import heapq
 import itertools
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+
+import numpy as np
 
 from dovetail.engine.blocks import BlockPool
 from dovetail.engine.plan import Row, StepPlan
+from dovetail.engine.scheduler_config import SchedulerConfig as SchedulerConfig
 from dovetail.engine.sequence import Sequence, Status
 from dovetail.engine.stats import Stats
+from dovetail.engine.stops import Stops
 
 _RANK = attrgetter("rank")
-# After each token: None to go on, or (finish_reason, stop_reason).
-CheckStop = Callable[[Sequence], tuple[str, int | str | None] | None]
-Gain = tuple[Sequence, list[int]]
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits the scheduler works within."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # of one device step, over all sequences
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    prefix_caching: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    multi_step: int = 1  # the most device steps in one plan
-    model: str = ""  # names the weights in the prefix cache's hashes
-
-    def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "multi_step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must hold a prompt token and a sampled one; got {self.max_model_len}")
-        if self.policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be 'fcfs' or 'priority'; got {self.policy!r}")
-
-    @property
-    def context(self) -> int:
-        """The most tokens of any sequence: the model's limit, or the pool's where that is smaller. The last one sampled
-        is never fed, so it needs no slot in a page."""
-        return min(self.max_model_len, self.num_pages * self.page_size + 1)
-
-    def limit_of(self, seq: Sequence) -> int:
-        """The most tokens the sequence may reach. Because of this limit a sequence alone always fits the pool, which is
-        why preemption always helps."""
-        size, asked, name = len(seq.tokens), seq.request.params.max_tokens, f"request {seq.request.id}"
-        if not seq.request.prompt:
-            raise ValueError(f"{name}: the prompt is empty; give at least one token")
-        if size >= self.max_model_len:
-            raise ValueError(
-                f"{name}: a prompt of {size} tokens leaves no room for a sampled one within "
-                f"max_model_len={self.max_model_len}; shorten the prompt or raise max_model_len"
-            )
-        if size >= self.context:
-            raise ValueError(
-                f"{name}: a prompt of {size} tokens does not fit the KV pool of {self.num_pages} "
-                f"pages x {self.page_size} tokens; shorten the prompt or give the KV cache more memory"
-            )
-        return self.context if asked is None else min(self.context, seq.prompt_len + asked)
+_FINISHED = Status.FINISHED  # read once: in a loop over rows, looking a member of an enum up costs
+Gain = tuple[Sequence, list[int], int]  # the tokens kept, and the plan's row they came from
 
 
 class Scheduler:
@@ -185,11 +137,11 @@ class Scheduler:
         budget, stalled = self.config.max_num_batched_tokens, False
         # Victims are popped off the end while this runs: they lie behind `seq`, so none with a row loses its pages.
         for i, seq in enumerate(running):
-            start, known = seq.computed, len(seq.tokens)
-            length = known + seq.pending
+            start, known, pending = seq.computed, len(seq.tokens), seq.pending
+            length = known + pending
             if length >= seq.limit:
                 continue  # its last tokens are on their way; commit will end it
-            if seq.pending and seq.single_step:
+            if pending and seq.single_step:
                 continue  # the host must see a token before the next is sampled (a grammar)
             count = length - start
             if count > 1:  # a prompt leaves those behind it a token each: it does not stop their decoding
@@ -205,7 +157,7 @@ class Scheduler:
             rows.append(Row(seq, start, count, end == length))
             seq.computed = end
             if end == length:
-                seq.pending += 1
+                seq.pending = pending + 1
             if start < known:  # then they all are: only the newest token can be pending
                 self._register(seq, start, end)
             budget -= count
@@ -307,12 +259,11 @@ class Scheduler:
         rowless = len(rows) < len(self.running)
         if rowless and (self.waiting or any(seq.single_step for seq in self.running)):
             return 0
+        furthest = min(self.config.max_model_len, self.config.num_pages * size) - more
         for row in rows:
             seq = row.seq
             # A first token is not made to wait for others'; a grammar needs the host at each step.
-            if row.count > 1 or row.start < len(seq.request.prompt) or seq.single_step:
-                return 0
-            if seq.computed + more > min(self.config.max_model_len, self.config.num_pages * size):
+            if row.count > 1 or row.start < len(seq.request.prompt) or seq.single_step or seq.computed > furthest:
                 return 0
         free = self.pool.num_free
         if len(rows) * -(-more // size) > free and free < sum(  # the first alone is cheap, and mostly enough
@@ -329,44 +280,38 @@ class Scheduler:
 
     # Taking in a step's tokens
 
-    def commit(self, plan: StepPlan, sampled: list[list[int]], check_stop: CheckStop | None = None) -> list[Gain]:
+    def commit(self, plan: StepPlan, sampled: np.ndarray, stops: Stops) -> list[Gain]:
         """-> the sequences that gained tokens, with the tokens kept; those that ended are FINISHED now.
 
-        `sampled[i]` are the tokens of the i-th row that samples, one for each of the plan's steps (fewer only if the
-        sequence stops within them). `check_stop` is asked after each; what comes after a stop is dropped."""
-        rows = [row for row in plan.rows if row.samples]
-        if len(rows) != len(sampled):
-            raise ValueError(f"the plan samples {len(rows)} rows, but tokens came for {len(sampled)}")
+        `sampled` [steps, S] has a column for each of the plan's rows, also those that do not sample; more is padding.
+        What comes after the token that ends a sequence is dropped."""
+        steps, rows = plan.steps, plan.rows
+        if len(sampled) != steps or sampled.shape[1] < len(rows):
+            wanted = f"{steps} steps of {len(rows)} rows"
+            raise ValueError(f"the plan is of {wanted}, but the tokens that came are {list(sampled.shape)}")
+        sampled = sampled[:, : len(rows)]
+        ends, size = stops.find(sampled), self.config.page_size
         gains: list[Gain] = []
-        for row, tokens in zip(rows, sampled, strict=True):
+        for i, row, tokens in zip(range(len(rows)), rows, sampled.T.tolist(), strict=True):
             seq = row.seq
-            if seq.status is Status.FINISHED:
-                continue  # ended, or aborted, after this step had been planned
-            seq.pending -= plan.steps
-            new, end = self._append(seq, tokens, check_stop)
-            gains.append((seq, new))
+            if not row.samples or seq.status is _FINISHED:  # ended, or aborted, after this step had been planned
+                continue
+            seq.pending -= steps
+            before, end = len(seq.tokens), None
+            if seq.by_token:
+                tokens, end = stops.append_each(seq, tokens)
+            else:
+                if before + steps >= seq.limit or i in ends:
+                    tokens, end = stops.cut(seq, tokens, ends.get(i))
+                seq.tokens += tokens
+            gains.append((seq, tokens, i))
+            # Before the pages are let go: a conversation's next turn begins with them. Not the very last token: a
+            # device loop that ends when all have stopped does not compute it. (One preempted has computed 0.)
+            if seq.computed // size > before // size:
+                self._register(seq, before, min(seq.computed, before + len(tokens) - (end is not None)))
             if end is not None:
                 self.finish(seq, *end)
-            elif len(new) != plan.steps:
-                raise ValueError(f"{seq.id} goes on after {len(new)} tokens of a plan of {plan.steps} steps")
         return gains
-
-    def _append(self, seq: Sequence, tokens: list[int], check_stop: CheckStop | None):
-        """-> the tokens kept, and (finish_reason, stop_reason) if one of them ends the sequence."""
-        before, computed, end = len(seq.tokens), seq.computed, None
-        for token in tokens:
-            seq.tokens.append(token)
-            end = check_stop(seq) if check_stop is not None else None
-            if end is None and len(seq.tokens) >= seq.limit:
-                end = ("length", None)
-            if end is not None:
-                break
-        known = len(seq.tokens)
-        # Before the pages are let go: a conversation's next turn begins with them. Not the very last token: a device
-        # loop that ends when all have stopped does not compute it. (One preempted has computed 0.)
-        if computed > before:
-            self._register(seq, before, min(computed, known - (end is not None)))
-        return tokens[: known - before], end
 
     # Metrics
 

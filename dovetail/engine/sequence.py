@@ -7,9 +7,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.sampling_state import SamplingState
 from dovetail.engine.text import Text
+from dovetail.engine.token_logprobs import Logprobs, Scores, TokenLogprob
 
 
 class Status(enum.Enum):
@@ -33,13 +36,6 @@ class Request:
     text: bool = True  # False: the caller makes the text of the tokens, and looks for `params.stop` in it
 
 
-class TokenLogprob(NamedTuple):
-    token: int
-    logprob: float
-    rank: int  # 1 is the most probable
-    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as were asked for
-
-
 @dataclass(slots=True)
 class Times:
     """When things happened to a sequence, in seconds of time.monotonic; None where they have not."""
@@ -50,7 +46,7 @@ class Times:
     finished: float | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One answer in the making.
 
@@ -72,20 +68,25 @@ class Sequence:
     preemptions: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     block_hashes: list[bytes] = field(default_factory=list)  # of its full pages, as far as they are known
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: list[Scores] | None = None  # of its output so far, a part for each step, where they were asked for
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by position, as far as they are computed
+    version: int | None = None  # of the weights that sampled its last token; None: it has none
     versions: list[tuple[int, int]] = field(default_factory=list)  # see Completion.weights_versions
     text: Text | None = None  # of its output so far; None: the caller makes the text
     sampling: SamplingState | None = None
     single_step: bool = False  # the host must see each token before the next is sampled (a grammar)
+    by_token: bool = False  # each token may stop it: more can than end tokens and its length, which are found in arrays
     grammar_error: str | None = None  # why its grammar could not go on
     limit: int = 0  # the most tokens it may reach, prompt included; set when the scheduler takes it
+    times: Times = field(init=False)
     rank: tuple = ()  # its place in the scheduler's order: its policy's priority, arrival, the order of adding
 
     def __post_init__(self):
         self.times = Times(self.request.arrival)
         if not self.tokens:
             self.tokens = list(self.request.prompt)
+        if self.request.params.logprobs is not None:
+            self.scores = []
 
     @property
     def id(self) -> str:
@@ -101,11 +102,6 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
-    def version(self) -> int:
-        """Of the weights that sampled its last token."""
-        return self.versions[-1][1] if self.versions else 0
-
-    @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 
@@ -119,10 +115,15 @@ class Completion:
     text: str
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    logprobs: Logprobs | None = None  # a TokenLogprob for each token, where they were asked for
     weights_version: int = 0  # the last that sampled a token of it
     weights_versions: tuple[tuple[int, int], ...] = ()  # (from which token on, version), where they changed under way
     times: Times | None = None
+
+    @property
+    def token_logprobs(self) -> np.ndarray | None:
+        """[tokens] f32: the log-probabilities alone, with no object made for each."""
+        return None if self.logprobs is None else self.logprobs.array
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Update(NamedTuple):
     times: Times  # the sequence's own, which the engine fills in as things happen
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     weights_version: int = 0  # of the weights that sampled these tokens
-    logprobs: list[TokenLogprob] | None = None  # of these tokens, where they were asked for
+    scores: list[Scores] | None = None  # of these tokens, where they were asked for; see `logprobs`
     finish_reason: str | None = None  # stop, length, abort; None: it goes on
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: str | None = None  # why it ended, where it was not asked to: a grammar that could not go on
@@ -157,7 +158,12 @@ class Update(NamedTuple):
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """A TokenLogprob for each of these tokens, where they were asked for."""
+        return None if self.scores is None else Logprobs(self.tokens, self.scores)
+
     def then(self, later: Update) -> Update:
         """Both in one, for a reader that takes them more slowly than they come."""
-        logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or [])
-        return later._replace(tokens=self.tokens + later.tokens, text=self.text + later.text, logprobs=logprobs)
+        scores = None if self.scores is None else self.scores + (later.scores or [])
+        return later._replace(tokens=self.tokens + later.tokens, text=self.text + later.text, scores=scores)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dovetail.io.detokenize import Detokenizer
 
 
@@ -18,6 +20,10 @@ class Text:
         before = len(self._text)
         self._text += self._detokenizer.push(token)
         return self._find_stop(before) if may_stop else None
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add tokens where there are no stop strings to look for."""
+        self._text += "".join(map(self._detokenizer.push, tokens))
 
     def flush(self) -> None:
         """The sequence has ended otherwise: what was held back is text after all."""

@@ -1,10 +1,30 @@
-"""Where compiled programs are kept, so that a second start takes seconds."""
+"""Where compiled programs are kept, so that a second start takes seconds.
+
+XLA's own cache spares the compiler. A program that is kept whole (`compile_program`) spares tracing too, which holds
+Python's lock and takes as long: it is found by a name made of all that it depends on (`program_key`).
+"""
 
 from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from dovetail.io.hub import home
+
+log = logging.getLogger(__name__)
+NEVER = 1e9  # seconds of compilation from which on XLA's cache keeps a program
+ROOMS = ("core", "engine", "models", "ops")  # whose code decides what a kept program does
 
 
 def keep_compiled() -> None:
@@ -12,3 +32,104 @@ def keep_compiled() -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def program_key(*parts: Any) -> str:
+    """A name for a program made from these (by their repr), this code, these libraries, this device and its flags."""
+    text = repr((parts, _surroundings()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def compile_program(key: str, compile: Callable[[], Any]) -> Any:
+    """What `compile` gives, kept under the key. It is not put into XLA's cache too: on a CPU a program that comes from
+    there cannot be kept once more (its functions are lost on the way)."""
+    from jax._src import config  # the setting for this thread alone has no public name
+
+    _from_cache.hit = False
+    with config.persistent_cache_min_compile_time_secs(NEVER) if _folder() else nullcontext():
+        program = compile()
+    if not _from_cache.hit:
+        _save(key, program)
+    return program
+
+
+class _FromCache(threading.local):
+    """Whether XLA's cache gave this thread a program."""
+
+    hit = False
+
+
+_from_cache = _FromCache()
+
+
+def _on_event(event: str, **_: Any) -> None:
+    _from_cache.hit |= event == "/jax/compilation_cache/cache_hits"
+
+
+jax.monitoring.register_event_listener(_on_event)
+
+
+def _save(key: str, compiled: Any) -> None:
+    """Nothing that goes wrong here is worth more than a line in the log: the program is compiled again next time."""
+    from jax.experimental.serialize_executable import serialize
+
+    folder = _folder()
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{key}.{os.getpid()}.{threading.get_ident()}.part"
+        part.write_bytes(pickle.dumps(serialize(compiled)))
+        part.replace(folder / key)
+    except Exception as error:
+        log.info("a compiled program was not kept: %s", error)
+
+
+def load_program(key: str, devices: list[Any]) -> Any | None:
+    """The program, loaded onto these devices; None: it is not there, or of no use."""
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    folder = _folder()
+    if folder is None or not (folder / key).is_file():
+        return None
+    try:
+        payload, in_tree, out_tree = pickle.loads((folder / key).read_bytes())
+        return deserialize_and_load(payload, in_tree, out_tree, devices[0].client, devices)
+    except Exception as error:
+        log.info("a kept program could not be used and is compiled again: %s", error)
+        return None
+
+
+def _folder() -> Path | None:
+    """Beside XLA's cache; None: the user wants none, or has it in a bucket."""
+    root = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if not root or "://" in root or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return None
+    return Path(root) / "programs"
+
+
+def _surroundings() -> tuple[Any, ...]:
+    device = jax.devices()[0]
+    settings = [getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision")]
+    settings += [jax.config.jax_threefry_partitionable, os.environ.get("XLA_FLAGS")]  # type: ignore[attr-defined]
+    versions = jax.__version__, device.client.platform_version
+    return versions, device.platform, device.device_kind, settings, _host(), _code()
+
+
+@functools.cache
+def _host() -> tuple[str, ...]:
+    """A CPU's program uses what that CPU can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return platform.machine(), platform.processor(), *sorted({x for x in lines if x.startswith(("flags", "Features"))})
+
+
+@functools.cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for path in sorted(path for room in ROOMS for path in (root / room).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

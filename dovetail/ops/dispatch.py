@@ -106,7 +106,7 @@ def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, no
     return rope.dim == head_dim and not rope.interleaved and head_dim >= 32 and head_dim & (head_dim - 1) == 0
 
 
-# --- norm, experts, loss ----------------------------------------------------------------------------------------------
+# --- norm, experts, loss, sampling ------------------------------------------------------------------------------------
 
 
 def norm_kernel(ctx: Packed | Paged) -> Callable | None:
@@ -144,6 +144,21 @@ def few_rows_kernel(x: jax.Array, w: jax.Array) -> jax.Array:
 def has_loss_kernel(placement: Placement | None) -> bool:
     """Whether cross entropy and its gradient are one kernel."""
     return is_one_gpu(placement.platform if placement else None, placement)
+
+
+def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
+    """From logits to tokens and their log-probabilities; None: the reference."""
+    if not is_one_gpu(platform, placement):
+        return None
+    from dovetail.ops.kernels.gpu.sample import sample
+
+    return sample
+
+
+def import_kernels(platform: str | None) -> None:
+    """Those that engine steps call, made known to XLA: a step that was kept compiled names them and traces nothing."""
+    if (platform or jax.default_backend()) == "cpu" and _has_numba():
+        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -203,5 +218,6 @@ def describe() -> list[tuple[str, str, str]]:
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),
+            ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])

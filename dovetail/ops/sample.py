@@ -4,6 +4,9 @@ Pure functions of arrays, exact, with no state of the host. The order is vLLM's:
 temperature, min-p, top-k, and top-p over what those leave (`choose`). A row draws from its own (seed, position) alone,
 so its tokens do not depend on its row, its batch or its neighbours.
 
+One program serves every kind of request: what costs is under a branch on whether any row asks for it. On an NVIDIA GPU,
+where a branch waits for the host, kernels take the place of all of it (ops.kernels.gpu.sample).
+
 S rows, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens per row, N slots of the history table.
 """
 
@@ -16,6 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dovetail.core.mesh import Placement
+from dovetail.ops.dispatch import sample_kernel
+
 BLOCK = 128  # tokens that are looked at as one
 FOREVER = 2**31 - 1  # a mask_until that never comes
 COLDEST = 1e-5  # a temperature above 0 counts as at least this: less would be rounded to 0 on the way
@@ -24,23 +30,24 @@ COLDEST = 1e-5  # a temperature above 0 counts as at least this: less would be r
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleInputs:
-    """What each of S rows asks of the sampler. A field that may be None is then not in the compiled program."""
+    """What each of S rows asks of the sampler."""
 
     temperature: jax.Array  # [S] f32; 0: the most probable token
     seed_hi: jax.Array  # [S] uint32
     seed_lo: jax.Array  # [S] uint32
     position: jax.Array  # [S] int32: where in its sequence the token that is sampled will stand
-    top_k: jax.Array | None = None  # [S] int32; 0: off. The three that truncate are there together or not at all
-    top_p: jax.Array | None = None  # [S] f32; 1: off
-    min_p: jax.Array | None = None  # [S] f32; 0: off
-    slot: jax.Array | None = None  # [S] int32: the row's place in the history table; N: it keeps none
-    presence: jax.Array | None = None  # [S] f32; 0: off
-    frequency: jax.Array | None = None  # [S] f32; 0: off
-    repetition: jax.Array | None = None  # [S] f32; 1: off
-    bias_ids: jax.Array | None = None  # [S, B] int32; -1: padding
-    bias: jax.Array | None = None  # [S, B] f32
-    mask: jax.Array | None = None  # [S, W] uint32; a set bit allows its token
-    mask_until: jax.Array | None = None  # [S] int32: the mask holds at positions below this; 0: no mask
+    top_k: jax.Array  # [S] int32; 0: off
+    top_p: jax.Array  # [S] f32; 1: off
+    min_p: jax.Array  # [S] f32; 0: off
+    slot: jax.Array  # [S] int32: the row's place in the history table; N: it keeps none
+    presence: jax.Array  # [S] f32; 0: off
+    frequency: jax.Array  # [S] f32; 0: off
+    repetition: jax.Array  # [S] f32; 1: off
+    bias_ids: jax.Array  # [S, B] int32, each once, in front; -1: padding
+    bias: jax.Array  # [S, B] f32
+    mask: jax.Array  # [S, W] uint32; a set bit allows its token
+    mask_until: jax.Array  # [S] int32: the mask holds at positions below this; 0: no mask
+    top_logprobs: jax.Array  # [S] int32: so many of the most probable tokens' log-probabilities; -1: none at all
 
 
 def advance(inputs: SampleInputs, steps: jax.Array | int = 1) -> SampleInputs:
@@ -84,37 +91,22 @@ def _unpack(bits: jax.Array, V: int) -> jax.Array:
     return (spread & 1).reshape(bits.shape[0], -1)[:, :V] == 1
 
 
-def adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array | None = None) -> jax.Array:
-    """Logits [S, V], in f32, with what the rows asked for: bias, penalties (they need the history table), mask.
+def adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array) -> jax.Array:
+    """Logits [S, V], in f32, with what the rows asked for: bias, penalties from the history table [N, V], mask.
 
-    These are the logits that `choose` and `logprobs` both want: then the greedy token is always the most probable one.
+    These are the logits that `choose` and `score` both want: then the greedy token is always the most probable one.
     """
     logits = logits.astype(jnp.float32)
-    if inputs.bias_ids is None and history is None and inputs.mask_until is None:
-        return logits
-    used = jnp.zeros((), bool)
-    if inputs.bias_ids is not None:
-        used |= jnp.any(inputs.bias_ids >= 0)
-    if history is not None:
-        assert inputs.slot is not None
-        used |= jnp.any(inputs.slot < history.shape[0])
-    if inputs.mask_until is not None:
-        used |= jnp.any(inputs.position < inputs.mask_until)
-    # One branch for the three: on a GPU each branch waits for the host to read its condition.
-    return lax.cond(used, lambda logits: _adjust(logits, inputs, history), lambda logits: logits, logits)
+    asks = (inputs.bias_ids[:, 0] >= 0) | (inputs.slot < history.shape[0]) | (inputs.position < inputs.mask_until)
+    return lax.cond(jnp.any(asks), lambda logits: _adjust(logits, inputs, history), lambda logits: logits, logits)
 
 
-def _adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array | None) -> jax.Array:
-    if inputs.bias_ids is not None and inputs.bias is not None:
-        logits = add_bias(logits, inputs.bias_ids, inputs.bias)
-    if history is not None:
-        assert inputs.presence is not None and inputs.frequency is not None and inputs.repetition is not None
-        rows = history.at[inputs.slot].get(mode="fill", fill_value=0)  # [S, V]
-        logits = penalize(logits, rows >> 1, rows & 1 == 1, inputs.presence, inputs.frequency, inputs.repetition)
-    if inputs.mask is not None and inputs.mask_until is not None:
-        masked = apply_mask(logits, inputs.mask)
-        logits = jnp.where((inputs.position < inputs.mask_until)[:, None], masked, logits)
-    return logits
+def _adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array) -> jax.Array:
+    logits = add_bias(logits, inputs.bias_ids, inputs.bias)
+    rows = history.at[inputs.slot].get(mode="fill", fill_value=0)  # [S, V]
+    logits = penalize(logits, rows >> 1, rows & 1 == 1, inputs.presence, inputs.frequency, inputs.repetition)
+    masked = apply_mask(logits, inputs.mask)
+    return jnp.where((inputs.position < inputs.mask_until)[:, None], masked, logits)
 
 
 def count_tokens(history: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -138,9 +130,13 @@ def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     The vocabulary is not sorted: a threshold is found bit by bit, one count or sum over the row a bit.
     """
     V = logits.shape[1]
-    logits = jnp.where(logits >= _top(logits) + jnp.log(min_p)[:, None], logits, -jnp.inf)
+    logits = lax.cond(jnp.any(min_p > 0), _keep_min_p, lambda logits, _: logits, logits, min_p)
     logits = lax.cond(jnp.any((top_k > 0) & (top_k < V)), _keep_top_k, lambda logits, _: logits, logits, top_k)
     return lax.cond(jnp.any(top_p < 1), _keep_top_p, lambda logits, _: logits, logits, top_p)
+
+
+def _keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
+    return jnp.where(logits >= _top(logits) + jnp.log(min_p)[:, None], logits, -jnp.inf)
 
 
 def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -238,30 +234,66 @@ def choose(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
     greedy = argmax(logits)
 
     def draw(logits: jax.Array) -> jax.Array:
-        is_greedy = inputs.temperature == 0
         # From the top down: however low the temperature, nothing overflows and the most probable stays at 0.
         scaled = (logits - _top(logits)) / jnp.maximum(inputs.temperature, COLDEST)[:, None]
-        if inputs.top_k is not None and inputs.top_p is not None and inputs.min_p is not None:
-            scaled = truncate(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
+        scaled = truncate(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
         drawn = gumbel_argmax(scaled, inputs.seed_hi, inputs.seed_lo, inputs.position)
-        return jnp.where(is_greedy, greedy, drawn)
+        return jnp.where(inputs.temperature > 0, drawn, greedy)
 
-    if inputs.top_k is None:  # little to save, and on a GPU a branch waits for the host
-        return draw(logits)
     return lax.cond(jnp.any(inputs.temperature > 0), draw, lambda _: greedy, logits)
 
 
-def sample(logits: jax.Array, inputs: SampleInputs, history: jax.Array | None = None) -> jax.Array:
-    """Tokens [S] from the model's logits [S, V]. With log-probabilities wanted, call `adjust` and `choose` instead."""
-    return choose(adjust(logits, inputs, history), inputs)
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> Scores:
     """For tokens [S]: their log-probability [S], their rank [S] (1 is the most probable), and the k most probable
     tokens' log-probabilities [S, k] and ids [S, k], the most probable first, the lower id first among equals."""
-    logits = logits.astype(jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    rank = 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
-    values, ids = lax.top_k(logits, k) if k else (logits[:, :0], jnp.zeros((len(logits), 0), jnp.int32))
-    return (chosen - total)[:, 0], rank, values - total, ids
+    return score(logits.astype(jnp.float32), tokens, jnp.full(len(logits), k, jnp.int32), k)
+
+
+def score(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, top: int) -> Scores:
+    """As `logprobs`, of as many most probable tokens as each row wants [S], up to `top`; -1: not even its token's. What
+    is not wanted is 0."""
+    S = len(logits)
+
+    def own(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        rank = 1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
+        asks = wanted >= 0
+        return jnp.where(asks, (chosen - total)[:, 0], 0.0), jnp.where(asks, rank, 0), total
+
+    def listed(logits: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(logits, top)
+        asks = jnp.arange(top) < wanted[:, None]
+        return jnp.where(asks, values - total, 0.0), jnp.where(asks, ids, 0)
+
+    no_own = jnp.zeros(S), jnp.zeros(S, jnp.int32), jnp.zeros((S, 1))
+    none_listed = jnp.zeros((S, top)), jnp.zeros((S, top), jnp.int32)
+    value, rank, total = lax.cond(jnp.any(wanted >= 0), own, lambda _: no_own, logits)
+    if top == 0:
+        return value, rank, *none_listed
+    return value, rank, *lax.cond(jnp.any(wanted > 0), listed, lambda *_: none_listed, logits, total)
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def sample(
+    logits: jax.Array,  # [S, V]
+    inputs: SampleInputs,
+    history: jax.Array,  # [N, V] int32: see count_tokens
+    top: int,
+    platform: str | None = None,
+    placement: Placement | None = None,
+) -> tuple[jax.Array, Scores]:
+    """(tokens [S], their scores) from the model's logits: the scores are of the adjusted logits, as `score` gives them
+    with `top_logprobs` and `top`."""
+    if kernel := sample_kernel(platform, placement):
+        return kernel(logits, inputs, history, top)
+    logits = adjust(logits, inputs, history)
+    tokens = choose(logits, inputs)
+    return tokens, score(logits, tokens, inputs.top_logprobs, top)

@@ -100,12 +100,12 @@ def test_after_the_deeper_sleep_new_weights_must_come(llm, answers, weights_firs
 
 def test_steps_may_be_compiled_while_the_engine_sleeps(llm, answers):
     """As they are in the background after a start."""
-    shape, steps = llm.runner.buckets.largest(), llm.runner._compiled
+    shape, steps = llm.runner.buckets.largest(), llm.runner.steps._futures
     for level in (1, 2):
         params = load(reference("llama3.1")[1]).params
         compiled = {key: steps.pop(key) for key in list(steps)}
         llm.sleep(level)
-        llm.runner.compiled(shape)
+        llm.runner.steps(shape)
         assert steps
         llm.wake()
         if level == 2:
@@ -123,11 +123,11 @@ def test_sleep_on_several_devices(answers):
     def where():
         return jax.tree.map(lambda x: x.sharding, (runner.weights.params, runner.cache))
 
-    before, shapes = where(), [shape for shape, *_ in runner._compiled]
-    runner._compiled.clear()
+    before, shapes = where(), list(runner.steps._futures)
+    runner.steps._futures.clear()
     llm.sleep()
     for shape in shapes:
-        runner.compiled(shape)
+        runner.steps(shape)
     llm.wake()
     assert where() == before
     assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == answers[:1]
@@ -163,10 +163,10 @@ def test_generate_amid_a_stream_takes_none_of_its_tokens(llm, answers):
 def test_who_interrupts_generate_leaves_nothing_behind(llm, answers):
     step, steps = llm.engine.step, iter(range(4))
 
-    def interrupted(*how):
+    def interrupted(*how, **more):
         if next(steps, None) is None:
             raise KeyboardInterrupt
-        return step(*how)
+        return step(*how, **more)
 
     llm.engine.step = interrupted
     with pytest.raises(KeyboardInterrupt):
@@ -350,7 +350,7 @@ def test_the_pool_takes_what_is_free_on_the_fullest_device():
         return (pool_bytes(fraction, 10 * GiB, 2 * GiB, devices(*in_use)) + SLACK) / GiB
 
     assert pool(0.5, 10) == 40 - 10 - 2, "the weights alone: its share"
-    assert pool(None, 10) == 72 - 10 - 2
+    assert round(pool(None, 10), 3) == 77.6 - 10 - 2
     assert pool(0.9, 60) == 20 - 2, "what is free, less a step"
     assert pool(0.9, 10, 70) == 10 - 2
     with pytest.raises(ValueError, match="free what else holds"):

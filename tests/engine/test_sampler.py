@@ -39,7 +39,7 @@ def sampler() -> Sampler:
 @pytest.fixture(scope="module")
 def step():
     def run(logits, inputs, history):
-        tokens = ops.sample(logits, inputs, history)
+        tokens, _ = ops.sample(logits, inputs, history, 0)
         return tokens, ops.count_tokens(history, inputs.slot, tokens)
 
     return jax.jit(run)
@@ -142,7 +142,7 @@ def test_a_grammar_guides_and_ends_a_sequence(make_tokenizer):
     logits = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
     logits[:, -1] = 50
     for _ in range(9):
-        tokens = ops.sample(logits, sampler.inputs(plan_for(plain, guided), 4), sampler.history)
+        tokens, _ = ops.sample(logits, sampler.inputs(plan_for(plain, guided), 4), sampler.history, 0)
         for seq, token in zip((plain, guided), np.asarray(tokens).tolist(), strict=False):
             seq.tokens.append(token)
             seq.pending -= 1
@@ -152,7 +152,7 @@ def test_a_grammar_guides_and_ends_a_sequence(make_tokenizer):
     assert plain.output == [size - 1] * len(guided.output)
     # done: only the end is left, though min_tokens has not come
     inputs = sampler.inputs(plan_for(guided), 4)
-    assert int(ops.sample(logits, inputs, sampler.history)[0]) == tokenizer.eos_id
+    assert int(ops.sample(logits, inputs, sampler.history, 0)[0][0]) == tokenizer.eos_id
 
 
 def test_a_grammar_that_breaks_ends_its_sequence_alone(make_tokenizer):
@@ -161,7 +161,7 @@ def test_a_grammar_that_breaks_ends_its_sequence_alone(make_tokenizer):
     plain, guided = make(slot=1), make(structured=Structured(regex="a+"))
     guided.tokens.append(tokenizer.id("b"))  # what no mask would have let through
     logits = np.zeros((4, tokenizer.vocab_size), np.float32)
-    tokens = ops.sample(logits, sampler.inputs(plan_for(plain, guided), 4), sampler.history)
+    tokens, _ = ops.sample(logits, sampler.inputs(plan_for(plain, guided), 4), sampler.history, 0)
     assert np.asarray(tokens)[:2].tolist() == [0, tokenizer.eos_id]
     assert sampler.is_done(guided) and "cannot go on" in guided.grammar_error and plain.grammar_error is None
 
@@ -262,39 +262,11 @@ def test_any_seed_fits(sampler):
     assert found == {(0, 0), (2**32 - 1, 2**32 - 1), (2**31, 0)}
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        dict(presence_penalty=0.1), dict(repetition_penalty=1.1), dict(logit_bias={1: 1.0}),
-        dict(allowed_token_ids=(1,)), dict(bad_words=("bad",)), dict(min_tokens=1), dict(logprobs=1),
-        dict(temperature=1.0, top_p=0.9),
-        dict(temperature=1.0, top_k=5), dict(temperature=1.0, min_p=0.1),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_needs_the_whole_sampler(sampler, ask: dict):
-    assert sampler.kind([make(), make(temperature=1.0), make(**ask)]) == "full"
-
-
-def test_what_needs_less(sampler):
-    assert sampler.kind([make(), make(top_k=5, top_p=0.5, stop=("x",))]) == "greedy"
-    assert sampler.kind([make(), make(temperature=0.1)]) == "plain"
-    assert sampler.kind([make(), make(logprobs=0)]) == "plain"
-
-
-def test_min_tokens_is_greedy_once_they_are_there(sampler):
-    seq = make(min_tokens=1)
-    seq.tokens.append(5)
-    assert sampler.kind([seq]) == "greedy"
-
-
-def test_a_draw_is_the_same_from_the_plain_sampler(sampler):
-    """Who shares the batch decides which sampler runs; the token must not depend on it."""
-    seqs = [make(temperature=0.7, seed=i) for i in range(8)] + [make()]
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((9, sampler.vocab)) * 3, jnp.float32)
-    plan = plan_for(*seqs)
-    one, other = (sampler.inputs(plan, 9, kind) for kind in ("plain", "full"))
-    assert ops.choose(ops.adjust(logits, one), one).tolist() == ops.choose(ops.adjust(logits, other), other).tolist()
+def test_a_slot_that_changes_hands_asks_for_what_its_new_holder_asks(sampler):
+    first, second = make(slot=2, temperature=0.5, logprobs=3), make(slot=2, top_k=7, temperature=1.0)
+    one, other = (sampler.inputs(plan_for(seq), 2) for seq in (first, second))
+    assert (one.temperature.tolist(), one.top_k.tolist(), one.top_logprobs.tolist()) == ([0.5, 0], [0, 0], [3, -1])
+    assert (other.temperature.tolist(), other.top_k.tolist(), other.top_logprobs.tolist()) == ([1, 0], [7, 0], [-1, -1])
 
 
 def test_what_the_host_must_see_may_not_run_ahead(sampler):

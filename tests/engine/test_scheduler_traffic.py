@@ -54,8 +54,9 @@ class Traffic(RuleBasedStateMachine):
         base=st.integers(0, 1), shared=st.integers(0, 16), own=st.integers(0, 6), n=st.sampled_from([1, 1, 2, 4]),
         max_tokens=st.sampled_from([1, 3, 10, None]), ignore_eos=st.booleans(), priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "s"]), adapter=st.sampled_from([None, None, "a"]), single=st.booleans(),
+        by_token=st.booleans(),
     )  # fmt: skip
-    def arrive(self, base, shared, own, n, max_tokens, ignore_eos, priority, salt, adapter, single):
+    def arrive(self, base, shared, own, n, max_tokens, ignore_eos, priority, salt, adapter, single, by_token):
         self.count += 1
         prompt = [base] * shared + [2 + self.count % 20] * own or [1]
         cfg = self.scheduler.config
@@ -65,7 +66,7 @@ class Traffic(RuleBasedStateMachine):
         )  # fmt: skip
         fits = len(prompt) < cfg.max_model_len and len(prompt) <= cfg.num_pages * cfg.page_size
         for seq in seqs:
-            seq.single_step = single and priority == 2
+            seq.single_step, seq.by_token = single and priority == 2, by_token
             if fits:
                 self.scheduler.add(seq)
                 self.seqs.append(seq)
@@ -106,7 +107,9 @@ class Traffic(RuleBasedStateMachine):
             check_invariants(self.scheduler, self.driver.device)
 
     def _land(self):
-        for seq, tokens in self.driver.land():
+        plan, sampled = self.driver.flying[0]
+        for seq, tokens, i in self.driver.land():
+            assert plan.rows[i].seq is seq and tokens == sampled[: len(tokens), i].tolist()
             assert tokens == seq.tokens[len(seq.tokens) - len(tokens) :] and tokens
             assert len(seq.tokens) <= seq.limit
         check_invariants(self.scheduler, self.driver.device)

@@ -16,14 +16,16 @@ pytestmark = pytest.mark.slow
 
 V = 200  # more than a block, and not a whole number of them
 W = -(-V // 32)
+NO_HISTORY = jnp.zeros((1, V), jnp.int32)
 
 
 def make_inputs(S: int, **given) -> ops.SampleInputs:
     """S rows that ask for nothing but what is given: a number for all of them, or an array."""
     dtypes = dict.fromkeys(("temperature", "top_p", "min_p", "presence", "frequency", "repetition"), np.float32)
-    dtypes |= dict.fromkeys(("top_k", "position", "slot", "mask_until"), np.int32)
+    dtypes |= dict.fromkeys(("top_k", "position", "slot", "mask_until", "top_logprobs"), np.int32)
     dtypes |= dict.fromkeys(("seed_hi", "seed_lo"), np.uint32)
-    off = dict.fromkeys(dtypes, 0) | dict(temperature=1.0, top_p=1.0, repetition=1.0, seed_lo=np.arange(S))
+    off = dict.fromkeys(dtypes, 0) | dict(temperature=1.0, top_p=1.0, repetition=1.0, top_logprobs=-1)
+    off["seed_lo"] = np.arange(S)
     arrays = {name: np.broadcast_to((off | given)[name], (S,)).astype(dtype) for name, dtype in dtypes.items()}
     bias = given.get("bias") or {}
     ids, values = np.full((S, 4), -1, np.int32), np.zeros((S, 4), np.float32)
@@ -47,7 +49,7 @@ def pack(allowed: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def sample():
-    return jax.jit(ops.sample)
+    return jax.jit(lambda logits, inputs, history: ops.sample(logits, inputs, history, 0)[0])
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +271,26 @@ def test_logprobs_against_numpy():
     assert (rank == 1 + np.argmax(order == tokens[:, None], axis=1)).all()
 
 
+def test_scores_are_those_of_the_adjusted_logits_and_of_the_rows_that_ask():
+    logits = random_logits(4, V, seed=12)
+    inputs = make_inputs(4, temperature=[0.0, 1.0, 0.0, 1.0], top_logprobs=[-1, 0, 2, 5], slot=1, bias={3: 9.0})
+    tokens, (value, rank, top, ids) = ops.sample(logits, inputs, NO_HISTORY, 5)
+    logits[:, 3] += 9.0
+    want = ops.logprobs(logits, tokens, 5)
+    assert (rank == np.where([0, 1, 1, 1], want[1], 0)).all() and value[0] == 0
+    np.testing.assert_allclose(value[1:], want[0][1:], atol=1e-6)
+    for row, count in ((2, 2), (3, 5)):
+        assert (ids[row, :count] == want[3][row, :count]).all()
+        np.testing.assert_allclose(top[row, :count], want[2][row, :count], atol=1e-6)
+
+
+def test_scores_that_no_row_asks_for_are_there_and_zero():
+    logits = random_logits(2, V, seed=13)
+    tokens, (value, rank, top, ids) = ops.sample(logits, make_inputs(2, temperature=0.0, slot=1), NO_HISTORY, 3)
+    assert (tokens == logits.argmax(1)).all() and top.shape == ids.shape == (2, 3)
+    assert not any(x.any() for x in (value, rank, top, ids))
+
+
 # --- the pieces -------------------------------------------------------------------------------------------------------
 
 
@@ -292,14 +314,6 @@ def test_greedy_rows_feel_bias_penalties_and_mask(sample):
         assert (sample(logits, inputs, history) == want).all(), ask
     late = make_inputs(4, temperature=0.0, position=9, slot=1, allowed=np.arange(V) == 20, mask_until=9)
     assert (sample(logits, late, history) == 10).all(), "the mask held too long"
-
-
-def test_optional_parts_may_be_left_out():
-    bare = make_inputs(2, temperature=0.0)
-    bare = replace(bare, slot=None, presence=None, frequency=None, repetition=None, bias_ids=None, bias=None)
-    bare = replace(bare, mask=None, mask_until=None)
-    logits = random_logits(2, V)
-    assert (ops.sample(logits, bare) == logits.argmax(1)).all()
 
 
 def test_count_tokens_leaves_out_rows_without_a_slot():

@@ -144,9 +144,9 @@ def test_a_step_that_takes_long_is_seen_but_not_a_compiler(parent, monkeypatch):
     parent.service.take(Add("a", PROMPTS[0], GREEDY))
     while loop.pulse() < 0.05:
         time.sleep(0.01)
-    monkeypatch.setitem(runner._compiled, ("another",), Future())
+    monkeypatch.setitem(runner.steps._futures, "another", Future())
     assert loop.pulse() == 0
-    runner._compiled["another",].set_result(None)
+    runner.steps._futures["another"].set_result(None)
     time.sleep(0.05)
     assert 0.05 <= loop.pulse() < 1
     may_go.set()

@@ -36,7 +36,6 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and 
 
 def few_rows_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [R, D] and w [F, D], both f32 -> [R, F]."""
-    register(NAME, _handler)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     return jax.ffi.ffi_call(NAME, out, vmap_method="sequential")(x, w)
 
@@ -134,3 +133,6 @@ def _handler(frame):
     await_chunks(job)
     release(job)
     return 0
+
+
+register(NAME, _handler)  # at import: a program that was kept compiled traces nothing

@@ -35,7 +35,6 @@ def paged_attention(
     ctx: Paged, q: jax.Array, pages: jax.Array, *, scale: float, window: int | None = None, softcap=None, sinks=None
 ) -> jax.Array:
     """As ops.paged.paged_attention, in f32."""
-    register(NAME, _part)
     (T, N, H), K = q.shape, pages.shape[2] // 2
     slices = slices_of(T, K, decoding=ctx.kv_lens.shape[0] >= T)
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
@@ -198,3 +197,6 @@ def _part(frame):
             carray(data(out), (dims(out)[0], dims(out)[1], H), np.float32),
         )  # fmt: skip
     return 0
+
+
+register(NAME, _part)  # at import: a program that was kept compiled traces nothing

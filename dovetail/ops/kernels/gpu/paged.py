@@ -81,11 +81,12 @@ def _rows(decode: bool, group: int, exact: bool) -> int:
 
 
 def _splits(programs: int, max_keys: int, decode: bool) -> int:
-    """Enough programs to fill the chip twice over, each with some keys to look at: joining costs two kernels more."""
+    """Enough programs to fill the chip, each with some keys to look at: joining costs two kernels more, and reads what
+    every part gives, also those that had nothing to look at."""
     if not decode:
         return 1
-    wanted, room = -(-264 // programs), max(1, max_keys // 192)
-    return min(1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1), 32)
+    wanted, room = -(-132 // programs), max(1, max_keys // 192)
+    return min(1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1), 16)
 
 
 def _kernel(

@@ -1,0 +1,167 @@
+"""What sampling costs beyond the greedy token, on a GPU: microseconds per step in a loop on the device, as an engine's.
+
+PYTHONPATH=. python benchmarks/sampling.py [--rows 1 64 256 512] [--vocab 128256 151936] [--set WARPS=8 UNROLL=2]
+
+Each step makes its logits anew (the kernels change them in place); what that takes is measured alone and taken off.
+Then kernel and reference are compared over rows of every kind. `--set` changes numbers of ops.kernels.gpu.sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dovetail.ops import sample as ops
+from dovetail.ops.kernels.gpu import sample as gpu
+
+STEPS, TOP, BIAS = 20, 20, 512
+
+# What every row asks, and the standard deviation of its logits
+CASES: dict[str, dict] = {
+    "greedy": {},
+    "temperature": dict(temperature=0.8),
+    "top_k 50, top_p 0.95": dict(temperature=0.8, top_k=50, top_p=0.95),
+    "top_p 0.95": dict(temperature=0.8, top_p=0.95),
+    "top_p 0.95, sd 3": dict(temperature=0.8, top_p=0.95, sd=3.0),
+    "top_p 0.95, sd 1": dict(temperature=0.8, top_p=0.95, sd=1.0),
+    "min_p 0.05": dict(temperature=0.8, min_p=0.05),
+    "greedy, logprobs 1": dict(top_logprobs=1),
+    "greedy, logprobs 5": dict(top_logprobs=5),
+    "greedy, logprobs 20": dict(top_logprobs=20),
+    "drawn, logprobs 1": dict(temperature=0.8, top_k=50, top_p=0.95, top_logprobs=1),
+    "penalties": dict(slot=True, presence=0.5, frequency=0.1, repetition=1.1),
+    "mask": dict(mask_until=ops.FOREVER),
+    "bias of 10": dict(bias=10),
+}
+
+
+def make_inputs(asks: list[dict], V: int) -> ops.SampleInputs:
+    """One row for each of `asks`."""
+    S, rng = len(asks), np.random.default_rng(0)
+    off = dict(temperature=0.0, top_p=1.0, min_p=0.0, presence=0.0, frequency=0.0, repetition=1.0, top_k=0)
+    off |= dict(mask_until=0, top_logprobs=-1)
+    arrays = {
+        name: np.array([ask.get(name, value) for ask in asks], np.float32 if isinstance(value, float) else np.int32)
+        for name, value in off.items()
+    }
+    seeds = {name: rng.integers(0, 2**32, S, dtype=np.uint32) for name in ("seed_hi", "seed_lo")}
+    slot = np.array([row if ask.get("slot") else S for row, ask in enumerate(asks)], np.int32)
+    ids, bias = np.full((S, BIAS), -1, np.int32), np.zeros((S, BIAS), np.float32)
+    for row, ask in enumerate(asks):
+        ids[row, : ask.get("bias", 0)] = rng.choice(V, ask.get("bias", 0), replace=False)
+    bias[ids >= 0] = 1.5
+    mask = rng.integers(0, 2**32, (S, -(-V // 32)), dtype=np.uint32)
+    rest = dict(position=np.full(S, 9, np.int32), slot=slot, bias_ids=ids, bias=bias, mask=mask)
+    return jax.tree.map(jnp.asarray, ops.SampleInputs(**arrays, **seeds, **rest))  # pyright: ignore
+
+
+@functools.partial(jax.jit, static_argnames="choose")
+def steps(choose: Callable, logits: jax.Array, inputs: ops.SampleInputs, history: jax.Array):
+    def body(i, carry):
+        shift = jnp.minimum(jax.tree.leaves(carry)[0].ravel()[0], 0).astype(jnp.float32)  # 0, which XLA cannot know
+        return choose(lax.optimization_barrier(logits + shift), ops.advance(inputs, i), history)
+
+    shape = jax.eval_shape(choose, logits, inputs, history)
+    return lax.fori_loop(0, STEPS, body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
+
+
+def nothing(logits, inputs, history):
+    return logits[0, :1]
+
+
+def greedy(logits, inputs, history):
+    return ops.argmax(logits)
+
+
+def kernel(logits, inputs, history):
+    return gpu.sample(logits, inputs, history, TOP)
+
+
+def reference(logits, inputs, history):
+    return ops.sample(logits, inputs, history, TOP, platform="cpu")
+
+
+def microseconds(choose: Callable, calls: int, *given) -> float:
+    """Per step, the median of so many calls."""
+    jax.block_until_ready(steps(choose, *given))
+    taken = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(steps(choose, *given))
+        taken.append(time.perf_counter() - start)
+    return float(np.median(taken)) / STEPS * 1e6
+
+
+def measure(S: int, V: int, calls: int, reference_calls: int) -> None:
+    noise = jax.random.normal(jax.random.key(0), (S, V))
+    history = jax.random.randint(jax.random.key(1), (S, V), 0, 4)
+    made, argmax = None, 0.0
+    for name, asks in CASES.items():
+        given = noise * asks.get("sd", 10.0), make_inputs([asks] * S, V), history
+        if made is None:
+            made = microseconds(nothing, calls, *given)
+            argmax = microseconds(greedy, calls, *given) - made
+            print(f"{S:5} {V:8} {'(making the logits)':22} {made:9.1f}", flush=True)
+            print(f"{S:5} {V:8} {'argmax alone':22} {argmax:9.1f}", flush=True)
+        ours = microseconds(kernel, calls, *given) - made
+        line = f"{S:5} {V:8} {name:22} {ours:9.1f} {ours - argmax:11.1f}"
+        if reference_calls:
+            line += f" {microseconds(reference, reference_calls, *given) - made:11.1f}"
+        print(line, flush=True)
+
+
+def compare(S: int, V: int, sd: float) -> None:
+    """Tokens, ranks and lists of kernel and reference, over rows of all the cases and hotter ones."""
+    asks = [{**ask, "top_logprobs": ask.get("top_logprobs", 0)} for ask in CASES.values()]
+    asks += [dict(temperature=1.0, top_k=1000), dict(temperature=2.0, top_p=0.999), dict(temperature=1.0, min_p=0.01)]
+    asks += [dict(temperature=1.0, top_k=3, slot=True, repetition=1.2, bias=4, mask_until=ops.FOREVER, top_logprobs=20)]
+    inputs = make_inputs([asks[row % len(asks)] for row in range(S)], V)
+    history = jax.random.randint(jax.random.key(1), (S, V), 0, 4)
+    wrong, total, far = np.zeros(3, int), 0, 0.0
+    for turn in range(4):
+        logits = sd * jax.random.normal(jax.random.key(turn), (S, V))
+        theirs, scores = jax.jit(reference)(logits, ops.advance(inputs, turn), history)
+        ours, own_scores = jax.jit(kernel)(logits, ops.advance(inputs, turn), history)
+        same = np.asarray(ours == theirs)
+        ranks = np.asarray(own_scores[1] != scores[1]) & same
+        wrong += [(~same).sum(), ranks.sum(), np.asarray(own_scores[3] != scores[3]).any(axis=1).sum()]
+        total, far = total + S, max(far, float(np.abs(np.asarray(own_scores[0] - scores[0]))[same].max()))
+        adjusted = ops.adjust(logits, inputs, history) != gpu.adjust(logits + 0, inputs, history)
+        bits = int(jnp.sum(adjusted))
+    print(
+        f"sd {sd:4}: of {total} rows of {V}, {wrong[0]} tokens, {wrong[1]} ranks, {wrong[2]} lists differ; "
+        f"log-probabilities by {far:.1e} at most; adjusted logits: {bits} of {S * V} in their last bits",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 256, 512])
+    parser.add_argument("--vocab", nargs="+", type=int, default=[128_256, 151_936])
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--reference-calls", type=int, default=3, help="it is slow; 0: leave it out")
+    parser.add_argument("--check-rows", type=int, default=180, help="compared, four times for each deviation; 0: none")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER")
+    args = parser.parse_args()
+    for name, _, value in (item.partition("=") for item in args.set):
+        setattr(gpu, name, type(getattr(gpu, name))(int(value)))
+    print(jax.__version__, jax.devices()[0].device_kind, *args.set)
+    for V in args.vocab if args.check_rows else []:
+        for sd in (1.0, 3.0, 10.0):
+            compare(args.check_rows, V, sd)
+    print(f"{'rows':>5} {'vocab':>8} {'every row asks':22} {'us a step':>9} {'over argmax':>11} {'reference':>11}")
+    for V in args.vocab:
+        for S in args.rows:
+            measure(S, V, args.calls, args.reference_calls)
+
+
+if __name__ == "__main__":
+    main()

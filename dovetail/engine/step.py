@@ -1,0 +1,171 @@
+"""What the device does in a step: decode steps, several of them in one dispatch; or a ragged batch with prompts in it.
+
+S rows, T tokens, D model dim, M pages a slot may hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.compute import Compute
+from dovetail.core.mesh import Placement, constrain
+from dovetail.core.types import Cache, Paged, Params
+from dovetail.engine.batch import UNKNOWN, Shape, StepArrays, sample_inputs, unpack
+from dovetail.engine.params import MAX_LOGPROBS
+from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import forward, unembed
+from dovetail.ops.paged import token_rows
+from dovetail.ops.sample import SampleInputs, advance, count_tokens, logprobs, sample
+
+
+class DeviceState(NamedTuple):
+    """What steps hand on to each other on the device: each is given it to keep, and gives it back."""
+
+    cache: Cache
+    last: jax.Array  # [slots + 1]: the last token each slot sampled; the last slot is for padding
+    tables: jax.Array  # [slots + 1, M]: each slot's pages
+    history: jax.Array  # [slots, V]: see ops.sample.count_tokens
+
+
+class StepOutput(NamedTuple):
+    tokens: jax.Array  # [steps, S]
+    logprobs: tuple[jax.Array, ...]  # [steps, S, ...]: see ops.sample.logprobs
+    hidden: jax.Array | None = None  # [T, D], where the shape keeps them
+
+
+class Unsampled(NamedTuple):
+    """What is left to sample after a step of prompts: it needs to know no number of tokens."""
+
+    logits: jax.Array  # [S, V] f32
+    slots: jax.Array  # [S]: where the token is remembered; padding's for rows that do not sample
+    numbers: jax.Array  # [NUMBERS, S]: what the rows ask of the sampler
+
+
+STATIC = ("cfg", "shape", "compute", "platform", "placement")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("state",))
+def run_decode(
+    params: Params,
+    state: DeviceState,
+    flat: jax.Array,
+    asked: dict[str, jax.Array],
+    *,
+    cfg: ModelConfig,
+    shape: Shape,
+    compute: Compute,
+    platform: str | None = None,
+    placement: Placement | None = None,
+) -> tuple[StepOutput, DeviceState]:
+    """One decode step or several in a row, each fed with what the one before it sampled. `flat`: see engine.batch.
+    `asked`: the arrays of SampleInputs that take more than a number for each row."""
+    batch = unpack(flat, shape)
+    tables = _with_new_pages(state.tables, batch)
+    rows = tables[batch.slots, : shape.pages]
+    # the first step may be given tokens by the host; later ones take what was sampled
+    known = jnp.where(batch.tokens == UNKNOWN, state.last[batch.slots], batch.tokens)
+    last = state.last.at[batch.slots].set(known)
+
+    def one(i, cache, last, history):
+        """Step i: feed tokens, sample, remember."""
+        kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
+        ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
+        _, positions, _ = token_rows(ctx, shape.tokens)
+        with compute.products(platform):
+            hidden, cache = forward(params, cfg, last[batch.slots], positions, ctx, cache)
+            logits = unembed(params, cfg, hidden)
+        inputs = advance(sample_inputs(batch.numbers, asked), i)
+        out, last, history = _sample(logits, batch.slots, inputs, last, history, platform, placement)
+        return out, (cache, last, history)
+
+    out, (cache, last, history) = _repeat(one, (state.cache, last, state.history), shape.steps)
+    return StepOutput(*out), DeviceState(cache, last, tables, history)
+
+
+def _repeat(one: Callable, carry: tuple, steps: int) -> tuple[Any, tuple]:
+    """one(i, *carry) -> (out, carry), so many times; what they gave has a leading dim of the steps."""
+    if steps == 1:
+        out, carry = one(0, *carry)
+        return jax.tree.map(lambda x: x[None], out), carry
+    shapes, _ = jax.eval_shape(one, 0, *carry)
+    out = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)
+
+    def body(i, carry):
+        out, carry = carry
+        new, carry = one(i, *carry)
+        return jax.tree.map(lambda buffer, x: buffer.at[i].set(x), out, new), carry
+
+    return jax.lax.fori_loop(0, steps, body, (out, carry))
+
+
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables"))
+def run_prompts(
+    params: Params,
+    cache: Cache,
+    tables: jax.Array,
+    last: jax.Array,
+    flat: jax.Array,
+    *,
+    cfg: ModelConfig,
+    shape: Shape,
+    compute: Compute,
+    platform: str | None = None,
+    placement: Placement | None = None,
+) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array]]:
+    """A step over a ragged batch, up to its logits: ((what is left to sample, the hidden states), (cache, tables)).
+
+    The rest is a program of its own (`run_sampler`), which is compiled for each number of rows once instead of for
+    each number of tokens too."""
+    batch = unpack(flat, shape)
+    tables = _with_new_pages(tables, batch)
+    rows = tables[batch.slots, : shape.pages]
+    ctx = Paged(rows, batch.kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
+    row, positions, _ = token_rows(ctx, shape.tokens)
+    tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)
+    ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    with compute.products(platform):
+        wanted = None if shape.keeps_hidden else ends  # of a prompt only its last token
+        hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
+        logits = unembed(params, cfg, hidden[ends] if shape.keeps_hidden else hidden)
+    slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
+    left = [constrain(x, placement, None, *(None,) * (x.ndim - 1)) for x in (logits, slots, batch.numbers)]
+    return (Unsampled(*left), hidden if shape.keeps_hidden else None), (new_cache, tables)
+
+
+@functools.partial(jax.jit, static_argnames=("platform", "placement"), donate_argnames=("last", "history"))
+def run_sampler(
+    last: jax.Array,
+    history: jax.Array,
+    left: Unsampled,
+    asked: dict[str, jax.Array],
+    *,
+    platform: str | None = None,
+    placement: Placement | None = None,
+) -> tuple[StepOutput, tuple[jax.Array, jax.Array]]:
+    inputs = sample_inputs(left.numbers, asked)
+    out, last, history = _sample(left.logits, left.slots, inputs, last, history, platform, placement)
+    return StepOutput(*jax.tree.map(lambda x: x[None], out)), (last, history)
+
+
+def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placement):
+    """((tokens [S], their log-probabilities), last and history with them)."""
+    tokens, scores = sample(logits, inputs, history, MAX_LOGPROBS, platform, placement)
+    return (tokens, scores), last.at[slots].set(tokens), count_tokens(history, inputs.slot, tokens)
+
+
+def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:
+    slot, place, page = batch.new_pages
+    return tables.at[slot, place].set(page)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "compute", "platform"))
+def score(params: Params, hidden, targets, *, cfg: ModelConfig, compute: Compute, platform: str | None):
+    """Log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
+    with compute.products(platform):
+        logits = unembed(params, cfg, hidden)
+    return logprobs(logits, targets, MAX_LOGPROBS)

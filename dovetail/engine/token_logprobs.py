@@ -1,0 +1,66 @@
+"""Log-probabilities of tokens: TokenLogprob says all of one token, Logprobs holds those of many.
+
+A rollout samples hundreds of thousands of tokens and wants one number of each. So what comes from the device is kept as
+it comes, a Scores for each step, and objects are made of it only for who reads the tokens one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Top = tuple[list[int], list[float]]  # tokens, and their log-probabilities
+# Of tokens in a row: their log-probabilities, their ranks, and the most probable beside each; None: not asked for.
+Scores = tuple[list[float], list[int], list[Top] | None]
+
+
+class TokenLogprob(NamedTuple):
+    token: int
+    logprob: float
+    rank: int  # 1 is the most probable
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as were asked for
+
+
+class Logprobs(Sequence[TokenLogprob]):
+    """To its readers a tuple of TokenLogprob; they are made when the first of them is read."""
+
+    __slots__ = ("_entries", "_scores", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], scores: list[Scores]):
+        """`scores`: of all the tokens, in as many parts as they came in."""
+        self._tokens, self._scores = tokens, scores
+        self._entries: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def array(self) -> np.ndarray:
+        """[tokens] f32: the log-probabilities alone."""
+        return np.fromiter(chain.from_iterable(part[0] for part in self._scores), np.float32, len(self))
+
+    @property
+    def entries(self) -> tuple[TokenLogprob, ...]:
+        if self._entries is None:
+            tokens = iter(self._tokens)
+            self._entries = tuple(
+                TokenLogprob(next(tokens), value, rank, tuple(zip(*top, strict=True)))
+                for values, ranks, tops in self._scores
+                for value, rank, top in zip(values, ranks, repeat(()) if tops is None else tops, strict=False)
+            )
+        return self._entries
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return iter(self.entries)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.entries[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self.entries == tuple(other) if isinstance(other, Logprobs | tuple | list) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self.entries)
