@@ -23,7 +23,8 @@ class Buckets:
     page_size: int = 16
     multi_step: bool = True
     step_seconds: tuple[float, float] = (0.0, 0.0)  # that a decode step takes at least, and each row more
-    few_rows: int = 8  # of a decode step, up to which each row costs next to nothing; on a CPU each costs
+    few_rows: tuple[int, ...] = (1, 8, 32)  # of a decode step, doubled from the last on: so few cost next to nothing,
+    # but each of them on a CPU
     least_rows: int = 64  # of a prompt's step: fewer cost no less, but on a CPU
     least_tokens: int = 128  # of a prompt's step: fewer cost little more than reading the weights; not so on a CPU
     halves: bool = True  # of the doublings from one number of tokens to the next: not where each is compiled on demand
@@ -63,14 +64,15 @@ class Buckets:
         return steps_in_time(least + each * _up(rows, self._decode_rows())) if self.multi_step else (1,)
 
     def _decode_rows(self) -> list[int]:
-        return [1, *_sizes(self.few_rows, 2, self.max_rows)] if self.max_rows > 1 else [1]
+        *few, last = self.few_rows
+        return [n for n in few if n < self.max_rows] + _sizes(last, 2, self.max_rows)
 
     def _mixed_rows(self) -> list[int]:
         return _sizes(min(self.least_rows, self.max_rows), 8, self.max_rows)
 
     def _most_tokens(self, rows: int) -> int:
         """Of a step with so many rows: beside more of them, all rows that there may be cost little."""
-        return self.max_tokens + 1 if rows == self.max_rows else self.tokens_a_row * rows
+        return max(self.max_tokens, rows + 1) if rows == self.max_rows else self.tokens_a_row * rows
 
     def _tokens(self, rows: int) -> list[int]:
         """Of steps that are not of decode tokens alone, and so of more tokens than rows. Half a doubling too where a

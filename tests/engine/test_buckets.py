@@ -1,0 +1,61 @@
+"""The shapes that steps are compiled for: every plan has one, and it is among those that a start compiles."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dovetail.engine.buckets import Buckets, steps_in_time
+from dovetail.engine.params import SamplingParams
+from dovetail.engine.plan import Row, StepPlan
+from dovetail.engine.sequence import Request, Sequence
+
+SIZES = {
+    "a GPU": Buckets(512, 16384, 512),
+    "an 8B model on an H200": Buckets(512, 16384, 512, step_seconds=(3.3e-3, 16e-6)),
+    "few": Buckets(3, 64, 8),
+    "one": Buckets(1, 2048, 128),
+    "more rows than tokens": Buckets(256, 64, 32),
+    "a CPU": Buckets(
+        256, 8192, 512, few_rows=(1, 2), least_rows=8, least_tokens=16, tokens_a_row=64, halves=False
+    ),
+    "one step": Buckets(64, 2048, 128, multi_step=False),
+}  # fmt: skip
+
+
+def plan(counts: list[int], samples: bool, steps: int = 1) -> StepPlan:
+    request = Request("r", (1,), SamplingParams())
+    return StepPlan([Row(Sequence(request, pages=[1]), 0, count, samples) for count in counts], steps)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_plan_has_a_shape_that_was_compiled(name):
+    buckets, dice = SIZES[name], random.Random(name)
+    compiled = set(buckets.usual())
+    for _ in range(300):
+        rows = dice.randint(1, buckets.max_rows)
+        if dice.random() < 0.3:
+            given = plan([1] * rows, True, dice.choice(buckets.steps_for(rows)))
+        else:
+            rows = min(rows, buckets.max_tokens)
+            most = dice.choice((8, 64, buckets.max_tokens)) // rows
+            given = plan([dice.randint(1, max(1, most)) for _ in range(rows)], False)
+        shape = buckets.shape_for(given)
+        assert shape in compiled and shape.tokens >= given.num_tokens and shape.rows >= rows
+        assert shape.is_decode == given.is_decode and (shape.is_decode or shape.sampler in compiled)
+        scored = buckets.shape_for(given, keeps_hidden=True)
+        assert scored in compiled and scored.tokens >= given.num_tokens and scored.rows >= rows
+
+
+def test_what_a_start_compiles_is_little():
+    """Each takes seconds to compile, and the first start waits for all of them."""
+    assert len(SIZES["an 8B model on an H200"].usual()) == 31
+    assert len(SIZES["a GPU"].usual()) == 40
+
+
+def test_no_more_steps_in_a_dispatch_than_a_newcomer_may_wait_for():
+    assert steps_in_time(1e-3) == (1, 4, 16) and steps_in_time(5e-3) == (1, 4) and steps_in_time(1.0) == (1,)
+    buckets = SIZES["an 8B model on an H200"]
+    assert buckets.steps_for(1) == (1, 4) and buckets.steps_for(512) == (1,)
+    assert SIZES["one step"].steps_for(1) == (1,)
