@@ -34,7 +34,7 @@ class Shape:
 
     tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step of prompts
     rows: int  # S
-    pages: int  # of a row's, those that attention is given: M, or fewer where a kernel's memory is for few
+    pages: int  # M
     steps: int = 1  # of a decode step, in one dispatch
     keeps_hidden: bool = False  # the final hidden states of every token are an output too
 

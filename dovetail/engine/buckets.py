@@ -12,7 +12,6 @@ STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XL
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
 SHORT = 1024  # tokens of a step that is mostly one prompt's
 LONG = 4096  # tokens of a step that takes the device so long that its padding counts
-USUAL_TOKENS = 2048  # shapes for longer sequences are compiled when one comes, where a table's width counts
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,6 @@ class Buckets:
     max_rows: int
     max_tokens: int
     max_pages: int
-    page_size: int = 16
     multi_step: bool = True
     step_seconds: tuple[float, float] = (0.0, 0.0)  # that a decode step takes at least, and each row more
     few_rows: tuple[int, ...] = (1, 8, 32)  # of a decode step, doubled from the last on: so few cost next to nothing,
@@ -29,10 +27,9 @@ class Buckets:
     least_tokens: int = 128  # of a prompt's step: fewer cost little more than reading the weights; not so on a CPU
     halves: bool = True  # of the doublings from one number of tokens to the next: not where each is compiled on demand
     tokens_a_row: int = 16  # of a prompt's step from which on its rows cost little beside them
-    page_growth: int | None = None  # of a table's width, where a kernel's memory limits it (TPUs); None: one width
 
     def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
-        pages = _up(max(len(row.seq.pages) for row in plan.rows), self._pages())
+        pages = self.max_pages
         if keeps_hidden:
             tokens = max(plan.num_tokens, self.max_rows + 1)
             return Shape(_up(tokens, self._hidden_tokens()), self.max_rows, pages, keeps_hidden=True)
@@ -48,14 +45,13 @@ class Buckets:
         return Shape(self._tokens(self.max_rows)[-1], self.max_rows, self.max_pages)
 
     def usual(self) -> list[Shape]:
-        """Every shape that a plan takes, but where a table's width counts those for long sequences."""
-        shapes = []
-        for pages in self._usual_pages():
-            shapes += [Shape(rows, rows, pages, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
-            for rows in self._mixed_rows():
-                tokens = [n for n in self._tokens(rows) if n <= self._most_tokens(rows)]
-                shapes += [*(Shape(n, rows, pages) for n in tokens), Shape(tokens[0], rows, pages).sampler]
-            shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
+        """Every shape that a plan takes."""
+        pages = self.max_pages
+        shapes = [Shape(rows, rows, pages, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
+        for rows in self._mixed_rows():
+            tokens = [n for n in self._tokens(rows) if n <= self._most_tokens(rows)]
+            shapes += [*(Shape(n, rows, pages) for n in tokens), Shape(tokens[0], rows, pages).sampler]
+        shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
         return sorted(shapes, key=lambda shape: -shape.tokens)  # those that take longest to compile first
 
     def steps_for(self, rows: int) -> tuple[int, ...]:
@@ -86,13 +82,6 @@ class Buckets:
     def _hidden_tokens(self) -> list[int]:
         tokens = self._tokens(self.max_rows)
         return sorted({_up(1024, tokens), tokens[-1]})
-
-    def _pages(self) -> list[int]:
-        return _sizes(64, self.page_growth, self.max_pages) if self.page_growth else [self.max_pages]
-
-    def _usual_pages(self) -> list[int]:
-        usual = _up(-(-USUAL_TOKENS // self.page_size), self._pages())
-        return [pages for pages in self._pages() if pages <= usual]
 
 
 def steps_in_time(seconds: float) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class EngineOptions:
     prefix_caching: Annotated[bool, "Prompts that begin alike share KV pages."] = True
     policy: Annotated[Policy, "fcfs: first come, first served; priority: requests of the lowest number first."] = "fcfs"
     multi_step: Annotated[bool, "Several decode steps per dispatch while no request waits."] = True
-    page_size: Annotated[int, "Tokens per KV page."] = 16
+    page_size: Annotated[int | None, "Tokens per KV page; otherwise 16, on TPUs 128 or more."] = None
     warm_up: Annotated[bool | None, "Compile the common steps at the start; otherwise everywhere but on a CPU."] = None
     seed: Annotated[int | None, "Seeds the requests that bring no seed; None: differently at each start."] = 0
 
@@ -82,7 +82,7 @@ class OptionKeywords(TypedDict, total=False):
     prefix_caching: bool
     policy: Policy
     multi_step: bool
-    page_size: int
+    page_size: int | None
     warm_up: bool | None
     seed: int | None
 

@@ -66,7 +66,7 @@ def run_decode(
     `asked`: the arrays of SampleInputs that take more than a number for each row."""
     batch = unpack(flat, shape)
     tables = _with_new_pages(state.tables, batch)
-    rows = tables[batch.slots, : shape.pages]
+    rows = tables[batch.slots]
     # the first step may be given tokens by the host; later ones take what was sampled
     known = jnp.where(batch.tokens == UNKNOWN, state.last[batch.slots], batch.tokens)
     last = state.last.at[batch.slots].set(known)
@@ -123,7 +123,7 @@ def run_prompts(
     each number of tokens too."""
     batch = unpack(flat, shape)
     tables = _with_new_pages(tables, batch)
-    rows = tables[batch.slots, : shape.pages]
+    rows = tables[batch.slots]
     ctx = Paged(rows, batch.kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
     row, positions, _ = token_rows(ctx, shape.tokens)
     tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)

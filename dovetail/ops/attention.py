@@ -60,7 +60,7 @@ def attend(
     """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing."""
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
-        run = paged_kernel(choose_paged(ctx.platform, q, sinks, ctx.placement))
+        run = paged_kernel(choose_paged(ctx.platform, q, stored.shape[2] // 2, sinks, ctx.placement))
         heads, pages = split_heads(ctx.placement, stored.shape[2] // 2)
         del options["sinks"]
         run = functools.partial(run, **options)

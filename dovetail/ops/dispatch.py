@@ -45,7 +45,11 @@ def choose_packed(
 
 
 def choose_paged(
-    platform: str | None, q: Any, sinks: jax.Array | None = None, placement: Placement | None = None
+    platform: str | None,
+    q: Any,  # [T, N, H], of all devices
+    kv_heads: int,
+    sinks: jax.Array | None = None,
+    placement: Placement | None = None,
 ) -> str:
     """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs), 'numba' or 'reference'."""
     platform, H = platform or jax.default_backend(), q.shape[-1]
@@ -53,9 +57,28 @@ def choose_paged(
         return "numba"
     if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
-    if platform == "tpu" and H % 128 == 0 and sinks is None and _knows_tpu(placement):
+    if platform == "tpu" and why_not_ragged(q, kv_heads, sinks, placement) is None:
         return "ragged"
     return "reference"
+
+
+def why_not_ragged(
+    q: Any, kv_heads: int, sinks: jax.Array | None = None, placement: Placement | None = None
+) -> str | None:
+    """What upstream's kernel for TPUs cannot do of this; None: it can do it all."""
+    parts = placement.mesh.shape.get("tensor", 1) if placement else 1
+    here = kv_heads // parts if kv_heads % parts == 0 else kv_heads  # on each device
+    rows, odd = divmod(2 * here, 4 // q.dtype.itemsize)  # of keys and values, in words of 32 bits
+    reasons = {
+        f"it takes heads of multiples of 128 dims, and these have {q.shape[-1]}": q.shape[-1] % 128 != 0,
+        "it knows no sinks": sinks is not None,
+        f"it takes bf16 and f32, and this is {q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
+        f"it cannot tile {here} key heads on a device: in bf16 1, 2, 4 or a multiple of 8": (
+            odd > 0 or not (rows in (1, 2, 4, 8) or rows % 8 == 0)
+        ),
+        "its memory is too much for this chip: it was argued for v4 and later": not _knows_tpu(placement),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def packed_kernel(name: str, gathered: bool = False) -> Callable:
@@ -89,7 +112,7 @@ def paged_kernel(name: str) -> Callable:
 
 def store_kernel(ctx: Paged, k: jax.Array) -> Callable:
     """What writes a layer's new keys and values into its pages."""
-    if choose_paged(ctx.platform, k) == "triton":
+    if choose_paged(ctx.platform, k, k.shape[1]) == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
 
         return kernel
@@ -178,11 +201,18 @@ def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
 
 
 def _knows_tpu(placement: Placement | None) -> bool:
-    """Upstream's kernel is lowered for one kind of TPU: that of the mesh, of the context, or of this machine."""
+    """Upstream's kernel is lowered for one kind of TPU, v4 or later: that of the mesh, the context, or this machine."""
     if placement is not None:
-        return placement.platform == "tpu"
+        return placement.platform == "tpu" and _is_recent(placement.mesh.devices.flat[0].device_kind)
     context = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.default_backend() == "tpu" or "TPU" in getattr(context, "device_kind", "")
+    kind = getattr(context, "device_kind", "")
+    if not kind and jax.default_backend() == "tpu":
+        kind = jax.devices()[0].device_kind
+    return "TPU" in kind and _is_recent(kind)
+
+
+def _is_recent(kind: str) -> bool:
+    return kind not in ("TPU v2", "TPU v3")
 
 
 @functools.cache
@@ -212,7 +242,7 @@ def describe() -> list[tuple[str, str, str]]:
         one_gpu = is_one_gpu(platform, None)
         rows += [
             ("packed attention", platform, choose_packed(platform, heads, heads)),
-            ("paged attention", platform, choose_paged(platform, heads)),
+            ("paged attention", platform, choose_paged(platform, heads, 8)),
             ("latent attention, paged", platform, "reference"),  # no kernel reads latents yet
             ("products of few rows", platform, "numba" if platform == "cpu" and few_rows(few, few) else "xla"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),

@@ -13,6 +13,8 @@ from fake_openai import Reply, says, serving
 from dovetail.cli.bench_load import Load, Record
 from dovetail.cli.bench_serve import percentile, rates, run, summary
 
+pytestmark = pytest.mark.slow
+
 
 def bench(fake, load, tmp_path, *, warm_up=0, vocab=0, model="", key="", timeout=30.0):
     """The figures as --json has them."""

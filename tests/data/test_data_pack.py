@@ -10,6 +10,8 @@ from dovetail.data.best_fit import best_fit
 from dovetail.data.pack import PACKINGS, BestFit, Concat
 from dovetail.data.shuffle import permutation, place
 
+pytestmark = pytest.mark.slow
+
 
 class Documents:
     """A store in memory. A token tells its document and place: document * 10_000 + place."""

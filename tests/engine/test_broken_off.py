@@ -10,6 +10,8 @@ from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
 
 from dovetail.engine.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = mixed_prompts(6, most=60)
 
 

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from dovetail.engine.buckets import Buckets, steps_in_time
+from dovetail.engine.build import TPU_TABLE_BYTES, page_size_for
+from dovetail.engine.options import EngineOptions
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.sequence import Request, Sequence
@@ -59,3 +61,17 @@ def test_no_more_steps_in_a_dispatch_than_a_newcomer_may_wait_for():
     buckets = SIZES["an 8B model on an H200"]
     assert buckets.steps_for(1) == (1, 4) and buckets.steps_for(512) == (1,)
     assert SIZES["one step"].steps_for(1) == (1,)
+
+
+@pytest.mark.parametrize(
+    "rows, length, size", [(256, 8192, 128), (256, 131_072, 256), (512, 131_072, 512), (8, 128, 128)]
+)
+def test_pages_of_a_tpu_are_long_enough_for_its_kernels_table(rows, length, size):
+    assert page_size_for(EngineOptions(max_num_seqs=rows), length, "tpu") == size
+    assert rows * -(-length // size) * 4 <= TPU_TABLE_BYTES
+    assert page_size_for(EngineOptions(max_num_seqs=rows), length, "cuda") == 16
+
+
+def test_pages_that_are_too_short_for_a_tpu_are_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"8\.0 MiB for 256 sequences of 131072 tokens.* leave page_size out"):
+        page_size_for(EngineOptions(page_size=16), 131_072, "tpu")

@@ -15,6 +15,8 @@ from dovetail.engine.params import Structured
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {
     "type": "object",
     "properties": {

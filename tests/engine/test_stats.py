@@ -5,6 +5,8 @@ import random
 import pytest
 from fake_device import Driver, add, make
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("multi_step", [1, 16])
 def test_less_than_4_percent_of_the_memory_is_wasted_on_mixed_lengths(multi_step):

@@ -14,7 +14,10 @@ from dovetail.io.checkpoint_tier import steps_to_keep
 from dovetail.io.digest import digest
 
 # tensorstore reports a damaged checkpoint's other reads to an event loop that Orbax has closed by then.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 # --- save and restore -------------------------------------------------------------------------------------------------

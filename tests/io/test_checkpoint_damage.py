@@ -11,7 +11,10 @@ import pytest
 from checkpoint_cases import cut, data_files, exact, flip, saved, state, target
 
 # tensorstore reports a damaged checkpoint's other reads to an event loop that Orbax has closed by then.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -163,7 +166,6 @@ FULL_DISK = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 40_000, 1_000_000])
 def test_a_full_disk(tmp_path, room):
     """A disk of 16 MiB in a mount namespace of its own, with `room` bytes left when the second save begins."""

@@ -17,6 +17,8 @@ from dovetail.io.load import convert, load, save
 from dovetail.io.safetensor_folder import INDEX, SafetensorFolder
 from dovetail.models.registry import parse_config, read_config
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
 

@@ -16,7 +16,7 @@ from dovetail.io.load import load
 from dovetail.models.decoder import forward, init_cache, unembed
 from dovetail.ops.paged import token_rows
 
-FAST = {"llama3.1", "qwen3", "gemma3", "deepseek-v3", "gpt-oss", "phi4-mini", "granite4", "glm4"}
+FAST = {"llama3.1", "gemma3", "glm4"}
 NAMES = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES]
 ALIKE = {"llama2", "llama3.2", "llama-linear", "smollm2"}  # differ from others in ropes and names alone
 PAGED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES if n not in ALIKE]

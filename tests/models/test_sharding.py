@@ -36,7 +36,7 @@ MESHES = {
     "expert": dict(expert=8),
 }
 RULES = {"train": TRAIN, "serve": SERVE}
-FAST = {("dense", "three axes", "train"), ("gpt-oss", "three axes", "train"), ("deepseek-v3", "three axes", "serve")}
+FAST = {("dense", "three axes", "train")}
 USUAL = {("dense", "tensor", "serve"), ("dense", "fsdp", "train"), ("gpt-oss", "expert", "train")}
 
 

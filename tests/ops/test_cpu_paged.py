@@ -66,8 +66,8 @@ def test_large_scores_do_not_overflow():
 
 def test_it_is_chosen_where_a_cpu_computes_in_f32():
     q = jax.ShapeDtypeStruct((8, 6, 24), jnp.float32)
-    assert choose_paged("cpu", q) == "numba"
-    assert choose_paged("cpu", jax.ShapeDtypeStruct(q.shape, jnp.bfloat16)) == "reference"
+    assert choose_paged("cpu", q, 2) == "numba"
+    assert choose_paged("cpu", jax.ShapeDtypeStruct(q.shape, jnp.bfloat16), 2) == "reference"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16, 200])

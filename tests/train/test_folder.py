@@ -15,6 +15,8 @@ from xla_flags import flags
 
 from dovetail.train.launch import only_run
 
+pytestmark = pytest.mark.slow
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -59,7 +61,6 @@ def test_a_last_checkpoint_that_fails_once_is_written_again(tmp_path, monkeypatc
     assert code == 0 and writes == [4, 6, 6] and one.checkpoints.steps() == [4, 6]
 
 
-@pytest.mark.slow
 def test_a_full_disk_at_the_end_is_an_error_and_its_reason_the_last_line(tmp_path):
     """The command, on a disk of its own that holds two checkpoints and not a third."""
     disk = tmp_path / "disk"

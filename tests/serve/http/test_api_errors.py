@@ -16,6 +16,8 @@ from dovetail.serve.config import Limits
 from dovetail.serve.errors import ApiError
 from dovetail.serve.talk.inflight import Inflight
 
+pytestmark = pytest.mark.slow
+
 HELLO = dict(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

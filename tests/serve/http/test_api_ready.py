@@ -8,6 +8,8 @@ import openai
 import pytest
 from serve.servers import MODEL, Script, running
 
+pytestmark = pytest.mark.slow
+
 BOSS = {"authorization": "Bearer boss"}
 ASKED = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},

@@ -17,6 +17,8 @@ from serve.servers import MODEL, Script, running
 from dovetail.serve.config import Limits
 from dovetail.serve.http.long_bodies import LONG
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 WORDS = "the quick brown fox jumps over a lazy dog "
 PATIENCE = 2.0  # seconds: what a loaded machine may take; one such body once took four times as long, and ten forty
@@ -97,7 +99,6 @@ def longest_waits(server, work) -> tuple[float, float]:
     return max(healths), max(gaps)
 
 
-@pytest.mark.slow
 def test_ten_long_prompts_delay_neither_health_nor_streams(server):
     text = WORDS * (3_000_000 // len(WORDS))
     bodies = [json.dumps({"model": MODEL, "prompt": text}).encode()] * 5

@@ -28,6 +28,8 @@ from dovetail.serve.remote.wire import (
     from_engine,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = mixed_prompts(4, most=40)
 CHECKED = replace(GREEDY, bad_words=("x",), n=2)  # on a thread of its own
 

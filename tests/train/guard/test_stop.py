@@ -16,6 +16,8 @@ from xla_flags import flags
 
 from dovetail.train.guard.exits import PREEMPTED
 
+pytestmark = pytest.mark.slow
+
 CHILD = """
 import hashlib, signal, sys, time
 from dovetail.train.guard import stop
@@ -108,7 +110,6 @@ def start(tmp_path: Path, **more: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_command_told_to_stop_while_it_starts(tmp_path, count):
     """One of the processes hears it and all end so, and nothing is left but the ledger of time and the lock."""

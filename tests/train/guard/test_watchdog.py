@@ -9,6 +9,8 @@ import pytest
 from dovetail.train.guard.exits import HUNG
 from dovetail.train.guard.watchdog import Watchdog
 
+pytestmark = pytest.mark.slow
+
 
 def run(tmp_path, body: str) -> subprocess.CompletedProcess:
     program = "import sys, threading, time\nfrom dovetail.train.guard.watchdog import Watchdog\nrun_dir = sys.argv[1]\n"

@@ -10,6 +10,8 @@ import pytest
 
 from dovetail.train.report.goodput import MARKS, Goodput
 
+pytestmark = pytest.mark.slow
+
 
 class Clock:
     def __init__(self):
