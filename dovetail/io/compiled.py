@@ -13,6 +13,7 @@ import os
 import pickle
 import platform
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from dovetail.io.hub import home
 
 log = logging.getLogger(__name__)
 NEVER = 1e9  # seconds of compilation from which on XLA's cache keeps a program
+UNUSED_S = 30 * 24 * 3600  # after which a program is deleted
 ROOMS = ("core", "engine", "models", "ops")  # whose code decides what a kept program does
 
 
@@ -81,6 +83,7 @@ def _save(key: str, compiled: Any) -> None:
         part = folder / f"{key}.{os.getpid()}.{threading.get_ident()}.part"
         part.write_bytes(pickle.dumps(serialize(compiled)))
         part.replace(folder / key)
+        _forget_unused(folder)
     except Exception as error:
         log.info("a compiled program was not kept: %s", error)
 
@@ -93,11 +96,20 @@ def load_program(key: str, devices: list[Any]) -> Any | None:
     if folder is None or not (folder / key).is_file():
         return None
     try:
+        os.utime(folder / key)  # it is of use
         payload, in_tree, out_tree = pickle.loads((folder / key).read_bytes())
         return deserialize_and_load(payload, in_tree, out_tree, devices[0].client, devices)
     except Exception as error:
         log.info("a kept program could not be used and is compiled again: %s", error)
         return None
+
+
+@functools.cache
+def _forget_unused(folder: Path) -> None:
+    """Once per process: what other versions of this package left behind is not found under its name any more."""
+    for path in folder.iterdir():
+        if time.time() - path.stat().st_mtime > UNUSED_S:
+            path.unlink(missing_ok=True)
 
 
 def _folder() -> Path | None:

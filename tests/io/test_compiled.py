@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +78,13 @@ def test_the_key_is_of_all_that_a_program_depends_on(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--another")
     keys.add(compiled.program_key("step", 1))
     assert len(keys) == 4
+
+
+def test_what_nobody_used_for_a_month_is_deleted(folder):
+    for name, days in (("used", 40), ("unused", 40), ("recent", 10)):
+        compiled.compile_program(name, make([]))
+        os.utime(folder / name, times=(time.time() - days * 86400,) * 2)
+    assert compiled.load_program("used", jax.devices()[:1]) is not None
+    compiled._forget_unused.cache_clear()
+    compiled.compile_program("new", make([]))
+    assert sorted(path.name for path in folder.iterdir()) == ["new", "recent", "used"]
