@@ -15,8 +15,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import gc
+import signal
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Torch and jax are millions of objects that the collector need not visit time and again.
 gc.set_threshold(50_000, 20, 50)

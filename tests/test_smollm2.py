@@ -39,7 +39,7 @@ def theirs(exported):
     ).eval()
 
 
-@pytest.mark.parametrize("kind", ["code", "other languages", "long"])
+@pytest.mark.parametrize("kind", [pytest.param("code", marks=pytest.mark.thorough), "other languages", "long"])
 def test_logits(kind, smollm2, theirs):
     ids = smollm2.tokenizer.encode(PROMPTS[kind])
     assert len(ids) > 300 or kind != "long"

@@ -25,7 +25,8 @@ class Buckets:
     # but each of them on a CPU
     least_rows: int = 64  # of a prompt's step: fewer cost no less, but on a CPU
     least_tokens: int = 128  # of a prompt's step: fewer cost little more than reading the weights; not so on a CPU
-    halves: bool = True  # of the doublings from one number of tokens to the next: not where each is compiled on demand
+    growth: int = 2  # from one number of tokens to the next; more where each is compiled on demand, as on a CPU
+    halves: bool = True  # of those steps, for the shortest and the longest; not on a CPU either
     tokens_a_row: int = 16  # of a prompt's step from which on its rows cost little beside them
 
     def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
@@ -37,7 +38,7 @@ class Buckets:
             rows = _up(len(plan.rows), self._decode_rows())
             return Shape(rows, rows, pages, plan.steps)
         rows = _up(len(plan.rows), self._mixed_rows())
-        if plan.num_tokens > self._most_tokens(rows):
+        if _up(plan.num_tokens, self._tokens(rows)) > self._most_tokens(rows):
             rows = self.max_rows
         return Shape(_up(plan.num_tokens, self._tokens(rows)), rows, pages)
 
@@ -75,7 +76,7 @@ class Buckets:
         step is long, for what is left of many prompts, and where it is short, for one prompt beside rows that decode:
         they would be padded by up to as much."""
         most = max(self.max_tokens, rows + 1)
-        sizes = _sizes(self.least_tokens, 2, most)
+        sizes = _sizes(self.least_tokens, self.growth, most)
         sizes += [n * 3 // 2 for n in sizes if self.halves and (n >= LONG or n < SHORT)]
         return sorted({n for n in sizes if rows < n < most} | {most})
 

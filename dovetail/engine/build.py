@@ -70,7 +70,7 @@ def _sizes(options: EngineOptions, params: Params) -> dict[str, Any]:
     if chip:  # weights are read once, and each row takes two operations with every one of them
         sizes |= dict(step_seconds=(held / chip.bandwidth, held / chip.device_bf16))
     if backend == "cpu":
-        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=16, tokens_a_row=64, halves=False)
+        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=32, growth=4, tokens_a_row=64, halves=False)
     return sizes
 
 

@@ -126,7 +126,8 @@ def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
         assert run.codes(60) == [PREEMPTED] * count, run.log()
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("count", [2, 4])
 def test_kill_9_of_the_first_ends_all(place, count):
     with Processes(place, f"headless{count}", count, LONG) as run:
         run.wait_for(6)
