@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from dovetail.train.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
-_SAY_HOW_MUCH = (
+# When jax starts, it takes 75% of a GPU unless one of these says otherwise.
+_MEMORY_SETTINGS = (
     "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 )  # fmt: skip
-if not any(
-    name in os.environ for name in _SAY_HOW_MUCH
-):  # jax reads it when it starts, and takes 75% of a GPU otherwise
+if not any(name in os.environ for name in _MEMORY_SETTINGS):
     os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.95"
 
 _HOMES = {

@@ -19,6 +19,7 @@ from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
+from dovetail.models.spec import flops_per_token
 
 TPU_TABLE_BYTES = 2**19  # of a core's 1 MiB of SMEM: libtpu took a table of 256 x 512 and refused one of 256 x 1,024
 
@@ -50,8 +51,8 @@ def build_engine(
     page_size = page_size_for(options, max_len)
     max_pages = -(-max_len // page_size)
     max_tokens = options.max_num_batched_tokens or (8192 if on_cpu else 16384)
-    buckets = Buckets(options.max_num_seqs, max_tokens, max_pages, **_sizes(options, params))
     weights, compute = Weights(params), compute_for(options, params)
+    buckets = Buckets(options.max_num_seqs, max_tokens, max_pages, **_sizes(cfg, options, compute))
 
     def make_runner(pages: int) -> Runner:
         return Runner(cfg, weights, compute, buckets, page_size, pages, placement=placement)
@@ -63,13 +64,15 @@ def build_engine(
     return Engine(make_runner(pages), Scheduler(config), tokenizer, options.seed, options.multi_step)
 
 
-def _sizes(options: EngineOptions, params: Params) -> dict[str, Any]:
+def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute) -> dict[str, Any]:
     """Of Buckets, what depends on the device."""
-    backend, chip, held = jax.default_backend(), chip_of(jax.devices()[0]), held_bytes(params)
+    chip = chip_of(jax.devices()[0])
     sizes: dict[str, Any] = dict(multi_step=options.multi_step)
-    if chip:  # weights are read once, and each row takes two operations with every one of them
-        sizes |= dict(step_seconds=(held / chip.bandwidth, held / chip.device_bf16))
-    if backend == "cpu":
+    if chip:  # the weights that a token uses (of experts, its own) are read, and take two operations each for every row
+        flops = flops_per_token(cfg) / options.tensor_parallel
+        reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
+        sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
+    if jax.default_backend() == "cpu":
         sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=32, growth=4, tokens_a_row=64, halves=False)
     return sizes
 
@@ -99,7 +102,8 @@ def _pages_that_fit(trial: Runner, options: EngineOptions) -> int:
         devices = list(trial.placement.mesh.local_mesh.devices.flat) if trial.placement else ()
         kv_bytes = pool_bytes(options.memory_fraction, held_bytes(trial.weights.params), step_bytes, devices)
     most = options.max_num_seqs * trial.buckets.max_pages
-    return round_pages(num_pages(kv_bytes, held_bytes(trial.cache), trial.page_size, most))
+    pages = num_pages(kv_bytes, held_bytes(trial.cache), trial.page_size, most)
+    return pages if options.kv_bytes or pages == most else round_pages(pages)
 
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:
