@@ -62,6 +62,7 @@ def paged_attention(
         jax.ShapeDtypeStruct((splits * T * N, H), jnp.float32 if splits > 1 else q.dtype),
         jax.ShapeDtypeStruct((splits * T * N,), jnp.float32),
     ]
+    given = [] if sinks is None else [sinks]
     out, lse = pl.pallas_call(
         kernel,
         grid=(K * tile_seq.shape[0], splits),  # heads first: those of a page lie side by side and are read together
@@ -69,8 +70,9 @@ def paged_attention(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=f"paged_attention_{'decode' if decode else 'mixed'}",
-    )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H))
-    return _join(out.reshape(splits, T, N, H), lse.reshape(splits, T, N), sinks).astype(q.dtype)
+    )(tile_seq, first, count, position, ctx.block_tables, q.reshape(T * N, H), pages.reshape(-1, H), *given)
+    parts = out.reshape(splits, T, N, H), lse.reshape(splits, T, N)
+    return _join(*parts, q.dtype, interpret)
 
 
 def _rows(decode: bool, group: int, exact: bool) -> int:
@@ -81,8 +83,7 @@ def _rows(decode: bool, group: int, exact: bool) -> int:
 
 
 def _splits(programs: int, max_keys: int, decode: bool) -> int:
-    """Enough programs to fill the chip, each with some keys to look at: joining costs two kernels more, and reads what
-    every part gives, also those that had nothing to look at."""
+    """Enough programs to fill the chip, each with some keys to look at: joining costs a kernel more."""
     if not decode:
         return 1
     wanted, room = -(-132 // programs), max(1, max_keys // 192)
@@ -90,11 +91,13 @@ def _splits(programs: int, max_keys: int, decode: bool) -> int:
 
 
 def _kernel(
-    seq_ref, first_ref, count_ref, position_ref, tables_ref, q_ref, pages_ref, out_ref, lse_ref,
-    *, N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, decode: bool, scale: float,
+    seq_ref, first_ref, count_ref, position_ref, tables_ref, q_ref, pages_ref, *refs,
+    N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, decode: bool, scale: float,
     window: int | None, softcap: float | None,
 ):  # fmt: skip
-    """q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H]: rows are reckoned here, all in one way."""
+    """q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H]: rows are reckoned here, all in one way.
+    A sink takes a share of the softmax and gives nothing: the first part begins with it."""
+    *sinks, out_ref, lse_ref = refs
     head, tile, split = pl.program_id(0) % K, pl.program_id(0) // K, pl.program_id(1)
     H, G = q_ref.shape[1], N // K
     seq, first, count, position = seq_ref[tile], first_ref[tile], count_ref[tile], position_ref[tile]
@@ -138,8 +141,12 @@ def _kernel(
         out = out * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v)
         return new_top, total, out
 
-    top = jnp.full((rows,), MASKED, jnp.float32)
-    carry = top, jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, H), jnp.float32)
+    top, total = jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    if sinks:
+        has_sink = real & (split == 0)
+        sink = plgpu.load(sinks[0].at[head * G + query_head], mask=has_sink, other=0.0).astype(jnp.float32)
+        top, total = jnp.where(has_sink, sink * LOG2E, top), jnp.where(has_sink, 1.0, total)
+    carry = top, total, jnp.zeros((rows, H), jnp.float32)
     if not decode and window is None:  # a prompt's earlier keys, most of them, need no masks
         seen_by_all = jnp.minimum((position + 1) // block, end)
         carry = lax.fori_loop(begin, seen_by_all, functools.partial(step, all_visible=True), carry)
@@ -153,15 +160,28 @@ def _kernel(
     plgpu.store(lse_ref.at[place], lse, mask=real)
 
 
-def _join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Parts [splits, T, N, H] weighed by their share of the softmax; sinks take a share and give nothing."""
-    if out.shape[0] == 1 and sinks is None:
+def _join(out: jax.Array, lse: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+    """Parts [splits, T, N, H] weighed by their share of the softmax."""
+    splits, T, N, H = out.shape
+    if splits == 1:
         return out[0]
-    top = lse.max(axis=0)
-    if sinks is not None:
-        top = jnp.maximum(top, sinks.astype(jnp.float32))
-    weights = jnp.exp(lse - top)
-    total = weights.sum(axis=0)
-    if sinks is not None:
-        total = total + jnp.exp(sinks.astype(jnp.float32) - top)
-    return (out.astype(jnp.float32) * (weights / total)[..., None]).sum(axis=0)
+    return pl.pallas_call(
+        functools.partial(_join_kernel, splits=splits),
+        grid=(T * N,),
+        out_shape=jax.ShapeDtypeStruct((T * N, H), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="join_parts",
+    )(out.reshape(-1, H), lse.reshape(-1)).reshape(T, N, H)
+
+
+def _join_kernel(out_ref, lse_ref, joined_ref, *, splits: int):
+    """One head of one token. Only parts that saw keys are read: tables are wide, and most pasts are short."""
+    row, lanes = pl.program_id(0), jnp.arange(out_ref.shape[1])
+    place = jnp.arange(splits) * (out_ref.shape[0] // splits) + row
+    lse = plgpu.load(lse_ref.at[place])
+    weights = jnp.exp(lse - lse.max())
+    seen = (lse > MASKED)[:, None]
+    parts = plgpu.load(out_ref.at[place[:, None], lanes[None, :]], mask=seen, other=0.0)
+    joined = (parts * (weights / weights.sum())[:, None]).sum(axis=0)
+    plgpu.store(joined_ref.at[row, lanes], joined.astype(joined_ref.dtype))
