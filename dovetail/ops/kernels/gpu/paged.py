@@ -87,7 +87,7 @@ def _splits(programs: int, max_keys: int, decode: bool) -> int:
     if not decode:
         return 1
     wanted, room = -(-132 // programs), max(1, max_keys // 192)
-    return min(1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1), 16)
+    return min(1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1), 32)
 
 
 def _kernel(
