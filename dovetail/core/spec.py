@@ -134,6 +134,9 @@ def _init_leaf(
 ) -> jax.Array:
     if kind == "normal":
         leaf = (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
+    elif kind.startswith("uniform:"):  # between minus and plus the number after the colon
+        bound = float(kind.partition(":")[2])
+        leaf = jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
     else:
         leaf = {"zeros": jnp.zeros, "ones": jnp.ones}[kind](shape, dtype)
     return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)

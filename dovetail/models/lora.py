@@ -1,0 +1,156 @@
+"""Low-rank adapters of a model's projections: which weights get one, how they are declared, and how they are put on.
+
+An adapter's tree is the model's own (models.spec) with a dict in the place of each weight that is adapted, and nothing
+in the place of the others:
+
+    {"layers": ({"attn": {"q": {"lora_a": [R, in], "lora_b": [out, R]}}}, ...)}
+
+so it is initialised, laid out, saved and counted as any weights are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.choice import require
+from dovetail.core.spec import ParamSpec, is_spec, leaves, path_name
+from dovetail.core.types import Params
+from dovetail.models.config import ModelConfig
+from dovetail.models.spec import spec
+from dovetail.ops.adapter import Adapted, merged, row_norms
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What PEFT's adapter_config.json says, by our names."""
+
+    rank: int = 16
+    alpha: float = 32.0  # the update is multiplied by alpha / rank
+    targets: tuple[str, ...] = (ALL,)  # ends of Hugging Face's module names, such as q_proj, or patterns of whole ones
+    dropout: float = 0.0  # of the adapters' inputs
+    rslora: bool = False  # alpha / sqrt(rank) instead
+    dora: bool = False  # the norm of each row of a weight is trained apart from its direction
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, f"rank must be at least 1; got {self.rank}")
+        require(self.alpha > 0, f"alpha must be above 0; got {self.alpha}")
+        require(0 <= self.dropout < 1, f"dropout must be at least 0 and below 1; got {self.dropout}")
+        require(bool(self.targets), "targets must name projections, such as q_proj, or all-linear; it is empty")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def adapts(self, module: str) -> bool:
+        return any(t == ALL or module.endswith(f".{t}") or re.fullmatch(t, module) for t in self.targets)
+
+
+def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
+    """The adapters' weights, declared."""
+    tree = {"layers": tuple(_select(layer, lora) for layer in spec(cfg)["layers"])}
+    if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
+        names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
+        raise ValueError(
+            f"lora.targets are {', '.join(lora.targets)}, and no projection of this model is called so: it has {names}"
+        )
+    return tree
+
+
+def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None = None) -> Params:
+    """The model's weights with the adapters on them; `key`: of this step's dropout."""
+    count = 0
+
+    def put(p: Any, a: Any) -> Any:
+        nonlocal count
+        if isinstance(a, tuple):
+            return tuple(put(*pair) for pair in zip(p, a, strict=True))
+        if "lora_b" not in a:
+            return {**p, **{name: put(p[name], part) for name, part in a.items()}}
+        count += 1
+        own = jax.random.fold_in(key, count) if key is not None and lora.dropout else None
+        up = a["lora_b"] * jnp.asarray(lora.scale, a["lora_b"].dtype)
+        return Adapted(p, a["lora_a"], up, None, a.get("magnitude"), own, lora.dropout)
+
+    return put(params, adapters)
+
+
+def merge(params: Params, adapters: Params, cfg: ModelConfig, lora: Lora) -> Params:
+    """The weights that the model with its adapters stands for, in the dtype of `params`."""
+    specs = dict(leaves(spec(cfg)))
+
+    def one(path: tuple, leaf: Any) -> Any:
+        if not isinstance(leaf, Adapted):
+            return leaf
+        dims = input_dims(specs[path_name(path)])
+        whole = merged(leaf.base.astype(jnp.float32), leaf.down, leaf.up, dims)
+        if leaf.magnitude is not None:
+            gain = leaf.magnitude / row_norms(whole, dims)
+            whole = whole * gain.reshape(*gain.shape, *[1] * dims)
+        return whole.astype(leaf.base.dtype)
+
+    with jax.default_matmul_precision("highest"):
+        on = attach(params, adapters, lora)
+        return jax.tree_util.tree_map_with_path(one, on, is_leaf=lambda x: isinstance(x, Adapted))
+
+
+def input_dims(leaf: ParamSpec) -> int:
+    """How many of a weight's last dims are its input's; 0 for the weights of experts."""
+    if leaf.axes[0] == "experts":
+        return 0
+    size = leaf.stored.shape[-1]
+    return next(n for n in range(1, len(leaf.shape)) if math.prod(leaf.shape[-n:]) == size)
+
+
+# --- declaring --------------------------------------------------------------------------------------------------------
+
+
+def _select(tree: dict[str, Any], lora: Lora) -> dict[str, Any]:
+    """A layer's, with what is not adapted left out."""
+    kept: dict[str, Any] = {}
+    for name, part in tree.items():
+        if not is_spec(part):
+            kept[name] = _select(part, lora)
+        elif _is_candidate(name, part) and lora.adapts(_module(part)):
+            kept[name] = _pair(part, lora)
+    return {name: part for name, part in kept.items() if part}
+
+
+def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:
+    dims, R = input_dims(leaf), lora.rank
+    experts = dims == 0
+    if experts:
+        (E, out, n), (e, o, i) = leaf.shape, leaf.axes
+        down, up = ((E, R, n), (e, None, i)), ((E, out, R), (e, o, None))
+    else:
+        cut = len(leaf.shape) - dims
+        down = (R, *leaf.shape[cut:]), (None, *leaf.axes[cut:])
+        up = (*leaf.shape[:cut], R), (*leaf.axes[:cut], None)
+        n = math.prod(leaf.shape[cut:])
+    declare = lambda form, init: replace(leaf, shape=form[0], axes=form[1], init=init)  # noqa: E731
+    pair = {"lora_a": declare(down, f"uniform:{n**-0.5}"), "lora_b": declare(up, "zeros")}
+    if lora.dora:
+        require(not experts, "lora.dora knows no experts: leave their projections out of lora.targets")
+        pair["magnitude"] = replace(leaf, shape=leaf.shape[:cut], axes=leaf.axes[:cut], init="ones", dtype="float32")
+    return pair
+
+
+def _candidates(cfg: ModelConfig) -> list[ParamSpec]:
+    found = [(path.rpartition(".")[2], leaf) for path, leaf in leaves(spec(cfg)["layers"])]
+    return [leaf for name, leaf in found if _is_candidate(name, leaf)]
+
+
+def _is_candidate(name: str, leaf: ParamSpec) -> bool:
+    """A layer's projections."""
+    return leaf.active > 0 and len(leaf.shape) > 1 and name != "router"
+
+
+def _module(leaf: ParamSpec) -> str:
+    return leaf.stored.names[0].removesuffix(".weight")

@@ -1,0 +1,114 @@
+"""Weights with adapters and weights in fewer bits give the products of the arrays that they stand for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dovetail.ops.adapter import Adapted, merged
+from dovetail.ops.linear import grouped, matmul, per_head
+from dovetail.ops.quant import int8, nf4
+
+SCHEMES = {"int8": int8, "nf4": nf4}
+
+
+def random(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def test_an_adapter_adds_its_product():
+    base, down, up, x = random(4, 8, 16), random(3, 16), random(4, 8, 3), random(5, 16)
+    whole = merged(base, down, up, 1)
+    np.testing.assert_allclose(matmul(x, Adapted(base, down, up)), matmul(x, whole), atol=1e-4)
+    heads = random(5, 4, 16)
+    np.testing.assert_allclose(per_head(heads, Adapted(base, down, up)), per_head(heads, whole), atol=1e-4)
+
+
+def test_several_input_dims():
+    base, down, up, x = random(16, 4, 8), random(3, 4, 8), random(16, 3), random(5, 4, 8)
+    got = matmul(x, Adapted(base, down, up), dims=2)
+    np.testing.assert_allclose(got, matmul(x, merged(base, down, up, 2), dims=2), atol=1e-4)
+
+
+def test_experts():
+    base, down, up = random(3, 8, 16), random(3, 2, 16), random(3, 8, 2)
+    rows, sizes = random(9, 16), jnp.asarray([4, 0, 5])
+    np.testing.assert_allclose(
+        grouped(rows, Adapted(base, down, up), sizes), grouped(rows, merged(base, down, up, 0), sizes), atol=1e-4
+    )
+
+
+def test_each_token_takes_its_own_ranks():
+    base, down, up, x = random(8, 16), random(4, 16), random(8, 4), random(3, 16)
+    chosen = jnp.asarray([[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]], jnp.float32)
+    got = matmul(x, Adapted(base, down, up, chosen))
+    alone = [Adapted(base, down[:2], up[:, :2]), Adapted(base, down[2:], up[:, 2:]), base]
+    for i, weight in enumerate(alone):
+        np.testing.assert_allclose(got[i], matmul(x[i], weight), atol=1e-4)
+
+
+def test_a_magnitude_sets_the_norm_of_each_row():
+    base, down, up, x = random(8, 16), random(2, 16), random(8, 2), random(3, 16)
+    wanted = jnp.arange(1.0, 9.0)
+    whole = merged(base, down, up, 1)
+    whole = whole / jnp.linalg.norm(whole, axis=1, keepdims=True) * wanted[:, None]
+    np.testing.assert_allclose(matmul(x, Adapted(base, down, up, magnitude=wanted)), x @ whole.T, atol=1e-4)
+
+
+def test_dropout_keeps_the_mean_and_leaves_the_base_alone():
+    base, down, up, x = random(8, 64), random(2, 64), jnp.zeros((8, 2)), random(3, 64)
+    dropped = Adapted(base, down, up, key=jax.random.key(0), dropout=0.5)
+    np.testing.assert_array_equal(matmul(x, dropped), matmul(x, base))
+    ones = Adapted(
+        jnp.zeros((1, 4096)), jnp.ones((1, 4096)) / 4096, jnp.ones((1, 1)), None, None, jax.random.key(1), 0.5
+    )
+    assert abs(float(matmul(jnp.ones((1, 4096)), ones)[0, 0]) - 1) < 0.1
+
+
+# --- fewer bits -------------------------------------------------------------------------------------------------------
+
+
+def nf4_by_hand(w: np.ndarray, block: int = 64) -> np.ndarray:
+    """The nearest of the 16 values, block by block, in plain NumPy."""
+    out = np.empty_like(w)
+    for i, row in enumerate(w):
+        for at in range(0, len(row), block):
+            part = row[at : at + block]
+            greatest = np.abs(part).max() or np.float32(1)
+            nearest = np.abs(part[:, None] / greatest - nf4.VALUES[None]).argmin(axis=1)
+            out[i, at : at + block] = nf4.VALUES[nearest] * np.abs(part).max()
+    return out
+
+
+def int8_by_hand(w: np.ndarray) -> np.ndarray:
+    scale = np.abs(w).max(axis=1, keepdims=True) / np.float32(127)
+    return np.round(w / np.where(scale == 0, 1, scale)).astype(np.int8).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_given_back_as_numpy_reckons(scheme):
+    w = np.array(random(6, 192))
+    w[3] = 0
+    by_hand = {"int8": int8_by_hand, "nf4": nf4_by_hand}[scheme]
+    np.testing.assert_array_equal(SCHEMES[scheme].pack(jnp.asarray(w)).dense(), by_hand(w))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_products_and_gradients_of_what_is_packed(scheme):
+    packed, x = SCHEMES[scheme].pack(random(8, 4, 64)), random(5, 64)
+    whole = packed.dense()
+    assert packed.shape == whole.shape == (8, 4, 64)
+    np.testing.assert_allclose(matmul(x, packed), matmul(x, whole), atol=1e-4)
+    ours = jax.grad(lambda x: jnp.sum(jnp.sin(matmul(x, packed))))(x)
+    np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.sin(matmul(x, whole))))(x), atol=1e-4)
+    heads = random(5, 8, 64)
+    np.testing.assert_allclose(per_head(heads, packed), per_head(heads, whole), atol=1e-4)
+
+
+def test_bytes():
+    w = random(8, 128).astype(jnp.bfloat16)
+    sizes = {name: sum(x.nbytes for x in jax.tree.leaves(one.pack(w))) for name, one in SCHEMES.items()}
+    assert sizes == {"int8": 8 * 128 + 8 * 4, "nf4": 8 * 64 + 8 * 2 * 4}
+    assert int8.pack(w).dense().dtype == jnp.bfloat16
