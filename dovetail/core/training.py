@@ -226,6 +226,27 @@ class Training:
     # --- what each kind of training says of itself --------------------------------------------------------------------
 
     @property
+    def weights(self) -> str:
+        """The folder of weights to start from; empty: random ones."""
+        return self.init
+
+    @property
+    def exports_at_end(self) -> bool:
+        """Whether a run that is done hands out its weights also where no export was asked for."""
+        return False
+
+    @property
+    def adapter(self) -> Any:
+        """The adapters that are trained in place of the weights (a models.lora.Lora); None: the weights are."""
+        return None
+
+    @property
+    def frozen(self) -> tuple[tuple[Any, str], ...]:
+        """The models that a step reads and does not train, each with how it is held: bf16, f32, int8 or nf4. None in a
+        model's place: this one."""
+        return ()
+
+    @property
     def trains_mtp(self) -> bool:
         """Whether layers of multi-token prediction are trained too: the memory plan counts them."""
         return False

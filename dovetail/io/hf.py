@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -85,17 +85,20 @@ def read_params(
     placement: Placement | None = None,
     progress: Progress | None = None,
     mtp: bool = False,
+    convert: Callable[[str, ParamSpec, jax.Array], Any] | None = None,
 ) -> Params:
     """The checkpoint's weights as (sharded) device arrays. At most one weight is held on the host at a time.
 
-    With `mtp` those of multi-token prediction too, under `mtp`; see `has_mtp`.
+    With `mtp` those of multi-token prediction too, under `mtp`; see `has_mtp`. `convert` is given each weight with its
+    path, and what it gives is kept in its place: so no more than one is there twice.
     """
     names, specs = match_names(source, cfg, where, mtp), _specs(cfg, mtp)
-    flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    treedef = jax.tree.structure(specs, is_leaf=is_spec)
     total, done, arrays = num_bytes(specs, dtype), 0, []
-    for leaf in flat:
-        arrays.append(_read_leaf(source, leaf, names, leaf_dtype(leaf, dtype), placement))
-        done += arrays[-1].nbytes
+    for path, leaf in leaves(specs):
+        array = _read_leaf(source, leaf, names, leaf_dtype(leaf, dtype), placement)
+        done += array.nbytes
+        arrays.append(convert(path, leaf, array) if convert else array)
         if progress:
             progress(leaf.stored.names[0], done, total)
     return jax.tree.unflatten(treedef, arrays)

@@ -29,6 +29,8 @@ from dovetail.core.mesh import MESH_AXES, TRAIN, Placement
 from dovetail.core.spec import leaves
 from dovetail.core.training import Training
 from dovetail.models.config import Attention, Layer, ModelConfig
+from dovetail.models.frozen import frozen_bytes
+from dovetail.models.lora import Lora, lora_spec
 from dovetail.models.mtp import mtp_depth, mtp_layer, with_mtp
 from dovetail.models.spec import spec
 
@@ -47,6 +49,7 @@ class Memory:
     """Bytes on one device at the worst moment of a step."""
 
     weights: int  # masters, the copy to compute with, an average where one is kept
+    frozen: int  # weights that are read and not trained
     optimizer: int
     gradients: int
     gathered: int  # the weights of two layers made whole for their products, and of the two embeddings' gradients
@@ -62,8 +65,11 @@ def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: i
     """With `rows` of the batch on each device in one microstep."""
     mtp, tensor, itemsize = _mtp_layers(cfg, settings), axes.get("tensor", 1), BYTES[settings.precision.compute]
     splits = tuple((name, axes.get(name, 1)) for name in _SPLITS)
-    elements, moments, gathered = _elements(cfg, mtp, settings.optimizer.name, splits)
-    state = functools.partial(Memory, elements * bytes_per_weight(settings), 4 * moments, gathered=gathered * itemsize)
+    elements, moments, gathered = _elements(cfg, mtp, settings.optimizer.name, splits, settings.adapter)
+    frozen = sum(_frozen(model or cfg, held, settings.precision.compute, splits) for model, held in settings.frozen)
+    state = functools.partial(
+        Memory, elements * bytes_per_weight(settings), frozen, 4 * moments, gathered=gathered * itemsize
+    )
     shards = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
     sums = 4 * elements if rows * shards < settings.batch else 0  # over microsteps
     stacked = elements * itemsize if settings.scan else 0  # a loop's gradients
@@ -89,15 +95,21 @@ def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> i
 
 
 @functools.lru_cache(maxsize=4096)
-def _elements(cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
-    """What one device holds, in numbers: weights, moments, weights made whole."""
+def _elements(
+    cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...], adapter: Lora | None
+) -> tuple[int, int, int]:
+    """What one device holds, in numbers: weights that are trained, moments, weights made whole."""
     placement = _placement(dict(axes))
     elements = moments = 0
-    for shape, count in _shapes(cfg, mtp).items():
+    for shape, count in _shapes(cfg, mtp, adapter).items():
         local = _local(shape, placement)
         elements += local * count
         moments += _moments(optimizer, shape, local) * count
     return elements, moments, _gathered(cfg, dict(axes))
+
+
+def _frozen(cfg: ModelConfig, held: str, compute: str, axes: tuple[tuple[str, int], ...]) -> int:
+    return frozen_bytes(cfg, held, compute_of(held if held in BYTES else compute).dtype, _placement(dict(axes)))
 
 
 def bytes_per_weight(settings: Training) -> int:
@@ -140,9 +152,9 @@ def _local(shape: Shape, placement: Placement) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(cfg: ModelConfig, mtp: int) -> Counter[Shape]:
-    """How many weights of each shape."""
-    specs = with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
+def _shapes(cfg: ModelConfig, mtp: int, adapter: Lora | None) -> Counter[Shape]:
+    """How many trained weights of each shape."""
+    specs = lora_spec(cfg, adapter) if adapter else with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
     return Counter((leaf.shape, leaf.axes) for _, leaf in leaves(specs))
 
 

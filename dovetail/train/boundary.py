@@ -10,7 +10,7 @@ import jax
 
 from dovetail.core.compute import compute_of
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.train.export import Command, export
+from dovetail.train.export import Command
 from dovetail.train.position import Position
 from dovetail.train.prepare import Ready
 from dovetail.train.report.goodput import Goodput
@@ -38,6 +38,7 @@ class Boundary:
         self._first = jax.process_index() == 0
         self._total = self._settings.total_steps
         self._command = Command(self._settings.eval.command, folder, metrics.remark)
+        self._exports_at_end = bool(self._settings.checkpoint.export_hf or self._settings.exports_at_end)
         self.trace = Trace(self._settings.profile_window, folder, self._first, metrics.remark)
 
     def is_at(self, step: int) -> bool:
@@ -49,7 +50,7 @@ class Boundary:
         self.trace.end(at.step, leaving=over or signalled)
         if self._held_out and ("evaluate" in due or (over and self._settings.eval.every)):
             self._evaluate(at, self._held_out)
-        if "export" in due or "command" in due or (over and self._settings.checkpoint.export_hf):
+        if "export" in due or "command" in due or (over and self._exports_at_end):
             self._export(at, "command" in due)
         if ("save" in due or over or stopping) and at.step:
             self._saves.save(at, durable=over or signalled)
@@ -88,7 +89,9 @@ class Boundary:
         folder = self._folder / "export" / f"step_{at.step}"
         with self._goodput.span("checkpoint"):
             dtype = compute_of(self._settings.precision.compute).dtype
-            export(folder, self._ready.cfg, at.state.ema or at.state.params, self._tokenizer, dtype)
+            self._ready.objective.export(
+                folder, self._ready.cfg, at.state.ema or at.state.params, self._tokenizer, dtype
+            )
         self._metrics.remark(f"exported to {folder}")
         if command and self._first:
             self._command.start(folder)

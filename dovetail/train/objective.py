@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,11 +27,13 @@ from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Column, Packed, Params
+from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import trunk
 from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
+from dovetail.train.export import export
 
 Metrics = dict[str, jax.Array]
 Loads = dict[int, jax.Array]  # [E] tokens that each expert got, by layer
@@ -47,6 +50,8 @@ class StepContext:
     documents: int | None = None  # the most that a row of its batches holds, where that is known
     remat: str = "none"
     scan: bool = False
+    frozen: Any = None  # weights that the step reads and does not train: see Frozen
+    key: jax.Array | None = None  # of what is random in this part of this step (dropout); None: nothing is
 
     def packed(self, batch: Batch) -> Packed:
         return Packed(batch.segment_ids, self.platform, self.placement, self.documents)
@@ -104,6 +109,15 @@ def held_out_loss(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepConte
     return {"loss": parts["nll"]}, batch.loss_mask.sum()
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """Weights that a step reads and does not train: an adapter's base, a reference, a teacher. They are in no
+    checkpoint, and a step gets them as an argument (`StepContext.frozen`)."""
+
+    form: Callable[[ModelConfig, Placement], Any]  # their shapes and places
+    load: Callable[[ModelConfig, Placement], Any]  # the arrays
+
+
 def _as_they_are(params: Params, loads: Loads) -> Params:
     return params
 
@@ -122,3 +136,9 @@ class Objective:
     held_out: Callable[[Params, ModelConfig, Batch, StepContext], tuple[Metrics, jax.Array]] = held_out_loss
     # the weights after an update, given the routers' loads of the whole batch
     after_update: Callable[[Params, Loads], Params] = _as_they_are
+    # what it reads besides and does not train
+    frozen: Frozen | None = None
+    # (train.prepare.Ready) -> the weights to begin with; None: those of the recipe's folder, or random ones
+    initial: Callable[[Any], Params] | None = None
+    # (folder, model, weights, tokenizer, dtype): how a run's weights are handed out
+    export: Callable[[Path, ModelConfig, Params, Tokenizer | None, Any], None] = export

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform as machine
 import zlib
 from collections.abc import Sequence
@@ -67,11 +68,11 @@ class Ready:
         step = make_step(self.cfg, self.settings, self.objective, self.optimizer, self.rate, ctx)
         places = jax.tree.map(lambda leaf: leaf.sharding, self.form)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        return jitted.trace(self.form, self.batch_form).lower(lowering_platforms=(self.platform,))
+        return jitted.trace(self.form, self.batch_form, *self._frozen_form).lower(lowering_platforms=(self.platform,))
 
     def compile(self, documents: int | None = None) -> Step:
         options = compile_options(self.platform, self.settings.tokens_per_step)
-        return self.lower(documents).compile(compiler_options=options)  # type: ignore[return-value]
+        return self._given_frozen(self.lower(documents).compile(compiler_options=options))
 
     def bucket(self, documents: int) -> int | None:
         """The bound to compile for when rows hold `documents`: a few sizes where it matters (cuDNN), else none."""
@@ -82,7 +83,20 @@ class Ready:
     def evaluate(self) -> Evaluate:
         """(params, batch) -> (sums, what they are divided by), compiled."""
         fn = make_eval(self.cfg, self.objective, step_context(self.settings, self.placement, self.platform))
-        return jax.jit(fn).lower(self.form.params, self.batch_form).compile()  # type: ignore[return-value]
+        forms = self.form.params, self.batch_form, *self._frozen_form
+        return self._given_frozen(jax.jit(fn).lower(*forms).compile())
+
+    @cached_property
+    def frozen(self) -> Any:
+        """What the objective reads and does not train, loaded when it is first asked for."""
+        return self.objective.frozen.load(self.cfg, self.placement) if self.objective.frozen else None
+
+    @property
+    def _frozen_form(self) -> tuple:
+        return (self.objective.frozen.form(self.cfg, self.placement),) if self.objective.frozen else ()
+
+    def _given_frozen(self, program: Any) -> Any:
+        return functools.partial(_with_frozen, program, self.frozen) if self.objective.frozen else program
 
     def init(self, params: Params | None = None) -> TrainState:
         return init_state(self.cfg, self.specs, self.settings, self.optimizer, self.placement, params)
@@ -104,6 +118,10 @@ class Ready:
         return jax.tree.map(
             lambda x, f: jax.make_array_from_process_local_data(f.sharding, np.asarray(x, f.dtype), f.shape), rows, form
         )
+
+
+def _with_frozen(program: Any, frozen: Any, state: Any, batch: Batch) -> Any:
+    return program(state, batch, frozen)
 
 
 def prepare(

@@ -116,15 +116,17 @@ def _either(names: list[str]) -> str:
 
 
 def _given_weights(ready: Ready) -> Any:
-    """Those of `settings.init`; None: random ones."""
+    """Those that the objective begins with, or of the recipe's folder; None: random ones."""
     settings = ready.settings
-    if not settings.init:
+    if ready.objective.initial:
+        return ready.objective.initial(ready)
+    if not settings.weights:
         return None
     from dovetail.io.hf import has_mtp, read_params
     from dovetail.io.hub import resolve
     from dovetail.io.load import open_checkpoint
 
-    path = resolve(settings.init)
+    path = resolve(settings.weights)
     source, _, _ = open_checkpoint(path)
     dtype = compute_of(settings.precision.params).dtype
     further = "mtp" in ready.specs and has_mtp(source)

@@ -29,8 +29,9 @@ from dovetail.train.rounding import apply
 from dovetail.train.routers import router_metrics
 from dovetail.train.state import TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # and, where an objective has some, frozen weights
 Evaluate = Callable[[Params, Batch], tuple[Metrics, jax.Array]]
+DROPOUT = 1  # tells its randomness from that of rounding
 
 
 def make_step(
@@ -45,12 +46,13 @@ def make_step(
     mesh = ctx.placement.mesh
     layout = jax.tree.map(lambda at: at.spec, ctx.placement.shardings(objective.specs(cfg)))
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, metrics, loads = gradients(state.params, cfg, objective, batch, ctx, settings.accumulate or 1)
+    def step(state: TrainState, batch: Batch, frozen: Any = None) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
+        own = dataclasses.replace(ctx, frozen=frozen, key=jax.random.fold_in(key, DROPOUT))
+        grads, metrics, loads = gradients(state.params, cfg, objective, batch, own, settings.accumulate or 1)
         norm = global_norm(grads)
         ok, checks = health.judge(state.health, metrics["loss"], norm, settings.health)
         updates, opt = optimizer.update(clip(grads, norm, settings.optimizer.clip), state.opt, state.params)
-        key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
         params = objective.after_update(apply(state.params, updates, key), loads)
         ema = ema_update(state.ema, params, settings.ema) if settings.ema else None
         new = TrainState(params, opt, state.step + 1, checks, ema)
@@ -67,9 +69,10 @@ def make_eval(cfg: ModelConfig, objective: Objective, ctx: StepContext) -> Evalu
     """(params, batch) -> (sums, what they are divided by): each is added up over batches by the caller."""
     plain = dataclasses.replace(ctx, remat="none", documents=None, logits=jnp.float32)
 
-    def evaluate(params: Params, batch: Batch) -> tuple[Metrics, jax.Array]:
+    def evaluate(params: Params, batch: Batch, frozen: Any = None) -> tuple[Metrics, jax.Array]:
+        own = dataclasses.replace(plain, frozen=frozen)
         with ctx.compute.products(ctx.platform):
-            return objective.held_out(compute_copy(params, objective.specs(cfg), ctx.compute), cfg, batch, plain)
+            return objective.held_out(compute_copy(params, objective.specs(cfg), ctx.compute), cfg, batch, own)
 
     return evaluate
 
@@ -80,8 +83,9 @@ def gradients(
     """(gradient of the batch's loss, its metrics, the loads of routers)."""
     weight, specs = objective.weight(batch), objective.specs(cfg)
 
-    def share(params: Params, part: Batch) -> tuple[jax.Array, tuple[Metrics, Loads]]:
-        found = objective.measure(compute_copy(params, specs, ctx.compute), cfg, part, weight, ctx)
+    def share(params: Params, part: Batch, number: Any = 0) -> tuple[jax.Array, tuple[Metrics, Loads]]:
+        own = ctx if ctx.key is None else dataclasses.replace(ctx, key=jax.random.fold_in(ctx.key, number))
+        found = objective.measure(compute_copy(params, specs, ctx.compute), cfg, part, weight, own)
         reported = {"loss": jax.lax.stop_gradient(found.loss)} | found.metrics
         return found.loss, (reported, found.loads)
 
@@ -98,13 +102,13 @@ def _accumulated(one: Callable, params: Params, batch: Batch, parts: int) -> tup
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
-    def add(total: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one(params, part)), None
+    def add(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one(params, *part)), None
 
     pieces = jax.tree.map(split, batch)
     shapes = jax.eval_shape(one, params, jax.tree.map(lambda x: x[0], pieces))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
-    total, _ = jax.lax.scan(add, zeros, pieces)
+    total, _ = jax.lax.scan(add, zeros, (pieces, jnp.arange(parts)))
     return total
 
 
