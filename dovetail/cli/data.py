@@ -1,4 +1,4 @@
-"""`dovetail data`: tokenise a corpus once, and look at the rows that training will read."""
+"""`dovetail data`: tokenise a corpus once, and look at the rows that training will read, or at an example of tuning."""
 
 from __future__ import annotations
 
@@ -58,8 +58,41 @@ def show(
     out: str = OUT,
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
+    model: str = typer.Option("", help="Show an example for fine-tuning this model: PATH, then key=value of the data."),
+    index: int = typer.Option(0, min=0, help="With --model: the number of the record."),
+    use: str = typer.Option("", "--kind", help="With --model: sft, preference, unpaired or prompts; else by its keys."),
 ) -> None:
-    """Show rows as training reads them, a colour per document."""
+    """Show rows as training reads them, a colour per document; or, with --model, one example and what it trains."""
+    if model:
+        _refuse_with_model(tokenizer=tokenizer, packing=packing, first=first, held_out=held_out, out=out)
+        from dovetail.cli.data_example import show_example
+
+        show_example(what, model, index, use, length)
+        return
+    if index or use:
+        raise ValueError("expected --model with --index and --kind: whose tokenizer and chat template to use")
+    _show_rows(what, rows, first, length, packing, held_out, tokenizer, out, kind, text_key)
+
+
+def _refuse_with_model(**given: object) -> None:
+    for name, value in given.items():
+        if value:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is about rows of text, and --model shows one example; leave one of them out")
+
+
+def _show_rows(
+    what: list[str],
+    rows: int,
+    first: int,
+    length: int,
+    packing: str,
+    held_out: bool,
+    tokenizer: str,
+    out: str,
+    kind: str,
+    text_key: str,
+) -> None:
     import dataclasses
 
     from rich.console import Console

@@ -45,7 +45,7 @@ class TokenEncoder:
         backend.encode_special_tokens = split_special
         self._backend, self._split_special = backend, split_special
         self.eos_id, self.vocab_size = eos_id, vocab_size
-        self._prefix = self._before_text()
+        self._prefix = before_text(backend)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenEncoder:
@@ -77,14 +77,15 @@ class TokenEncoder:
         frame = [self._prefix, *parts, [] if ended else [self.eos_id]]
         return np.concatenate([np.asarray(ids, np.uint32) for ids in frame])
 
-    def _before_text(self) -> list[int]:
-        """What the post-processor puts first, such as BOS. Seen on a text, for BOS and EOS may be one token."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        framed = self._backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(framed) - len(bare) + 1):
-            if framed[start : start + len(bare)] == bare:
-                return framed[:start]
-        return []
+
+def before_text(backend: Any) -> list[int]:
+    """What the post-processor puts first, such as BOS. Seen on a text, for BOS and EOS may be one token."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    framed = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(framed) - len(bare) + 1):
+        if framed[start : start + len(bare)] == bare:
+            return framed[:start]
+    return []
 
 
 Encoder = ByteEncoder | TokenEncoder

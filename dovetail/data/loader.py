@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from dovetail.core.types import Batch
-from dovetail.data.cache import Store
 from dovetail.data.mixture import Mixture
 from dovetail.data.pack import PACKINGS
 from dovetail.data.settings import Data
@@ -106,7 +105,8 @@ def open_data(
     if length < 2:
         raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
     stores = prepare(data, tokenizer, directory, progress)
-    apart = [held_out(store, wanted, length) for store, wanted in zip(stores, _wanted(data), strict=True)]
+    wanted = held_out_each(data.held_out, [source.weight for source in data.sources])
+    apart = [held_out(store.lengths, each, length, store.meta.name) for store, each in zip(stores, wanted, strict=True)]
 
     def loader(chosen: list[np.ndarray]) -> Loader:
         pack = PACKINGS[data.packing]
@@ -119,34 +119,34 @@ def open_data(
     return train, loader([np.flatnonzero(mask) for mask in apart]) if data.held_out else None
 
 
-def held_out(store: Store, wanted: float, length: int) -> np.ndarray:
-    """[documents] whether each is set apart. Below 1 `wanted` is a share of the documents, else a number of rows.
+def held_out(lengths: np.ndarray, wanted: float, length: int, name: str) -> np.ndarray:
+    """[documents] whether each is set apart, of documents of these lengths. Below 1 `wanted` is a share of them, else a
+    number of rows.
 
     By a hash of the document's number: what is appended to a corpus does not move what was there before. (When a small
     share would set none apart, one document is; a number of rows takes the lowest hashes, as many as fill them.)
     """
     if not wanted:
-        return np.zeros(len(store), bool)
-    rank = ranks(len(store), _HELD_OUT)
+        return np.zeros(len(lengths), bool)
+    rank = ranks(len(lengths), _HELD_OUT)
     if wanted < 1:
         mask = rank < np.uint64(int(wanted * 2**64))
         mask[np.argmin(rank)] = True
     else:
         order = np.argsort(rank)
-        filled = np.cumsum(store.lengths[order])
-        mask = np.zeros(len(store), bool)
+        filled = np.cumsum(lengths[order])
+        mask = np.zeros(len(lengths), bool)
         mask[order[: int(np.searchsorted(filled, wanted * length)) + 1]] = True
     if mask.all():
         raise ValueError(
-            f"held_out={wanted:g} takes all {len(store)} documents of {store.meta.name} and leaves none to train on; "
+            f"held_out={wanted:g} takes all {len(lengths)} documents of {name} and leaves none to train on; "
             "set it lower, or give the text as more documents"
         )
     return mask
 
 
-def _wanted(data: Data) -> list[float]:
+def held_out_each(wanted: float, weights: Sequence[float]) -> list[float]:
     """held_out for each source: a share is the same for all, rows are divided by weight."""
-    if data.held_out < 1:
-        return [data.held_out for _ in data.sources]
-    total = sum(source.weight for source in data.sources)
-    return [float(np.ceil(data.held_out * source.weight / total)) for source in data.sources]
+    if wanted < 1:
+        return [wanted for _ in weights]
+    return [float(np.ceil(wanted * weight / sum(weights))) for weight in weights]

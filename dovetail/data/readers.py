@@ -1,6 +1,7 @@
 """Documents out of a span, one reader a format. Each yields (text, how many bytes of the span are behind it).
 
-What cannot be read is a ValueError that names the file and the line or record, and says what to do.
+Each takes the text out of a line, a row or a record; `data.records` takes the same ones whole. What cannot be read is a
+ValueError that names the file and the line or record, and says what to do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ RECORDS = 256  # read from an ArrayRecord file at a time
 ROWS = 1024  # of a column made into Python strings at a time
 
 Documents = Iterator[tuple[str, int]]
+Where = Callable[[], str]  # names the place of a line or a row; called only for a message
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,29 @@ def _corpus(span: Span, text_key: str) -> Documents:
 
 
 def _jsonl(span: Span, text_key: str) -> Documents:
+    for line, where, done in json_lines(span):
+        yield _text_of(parsed(line, where), text_key, where, b"\\u" in line), done
+
+
+def json_lines(span: Span) -> Iterator[tuple[bytes, Where, int]]:
+    """The lines that are not blank: (line, its place, bytes of the span behind it)."""
     if span.path.endswith(".gz"):
-        yield from _jsonl_gz(span, text_key)
+        yield from _gz_lines(span)
         return
     with open(span.path, "rb") as file:
         _seek_line(file, span.start)
         while (start := file.tell()) < span.stop and (line := file.readline()):
             if line.strip():
-                text = _field(line, text_key, lambda at=start: f"{span.path} line {_line(span.path, at)}")
-                yield text, start + len(line) - span.start
+                where = lambda at=start: f"{span.path} line {_line(span.path, at)}"  # noqa: E731
+                yield line, where, start + len(line) - span.start
 
 
-def _jsonl_gz(span: Span, text_key: str) -> Documents:
+def _gz_lines(span: Span) -> Iterator[tuple[bytes, Where, int]]:
     with open(span.path, "rb") as raw, gzip.open(raw) as file:
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _field(line, text_key, lambda n=number: f"{span.path} line {n}"), raw.tell()
+                    yield line, lambda n=number: f"{span.path} line {n}", raw.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{span.path} is not a whole gzip file ({error}); copy or compress it again") from None
 
@@ -92,10 +100,10 @@ def _line(path: str, start: int) -> int:
     return lines
 
 
-def _field(line: bytes, text_key: str, where: Callable[[], str]) -> str:
-    """The text of one JSON object. `where()` names its place, for a message."""
+def parsed(line: bytes, where: Where) -> Any:
+    """What a line of JSON holds."""
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where()}: expected UTF-8, got byte {_hex(error)}; convert the file to UTF-8") from None
     except ValueError as error:
@@ -103,10 +111,9 @@ def _field(line: bytes, text_key: str, where: Callable[[], str]) -> str:
             f"{where()}: expected one JSON object per line, got {_short(line)} ({error}); mend or remove the line, "
             "or set format to what the file is"
         ) from None
-    return _text_of(record, text_key, where, b"\\u" in line)
 
 
-def _text_of(record: Any, text_key: str, where: Callable[[], str], escaped: bool) -> str:
+def _text_of(record: Any, text_key: str, where: Where, escaped: bool) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"{where()}: expected a JSON object with the key {text_key!r}, got {type(record).__name__}")
     if text_key not in record:
@@ -147,19 +154,33 @@ def _parquet(path: str):
 
 
 def _parquet_rows(span: Span, text_key: str) -> Documents:
+    _check_column(_parquet(span.path).schema_arrow, text_key, span.path)
+    for batch, done in parquet_batches(span, [text_key]):
+        for at, text in enumerate(batch.column(0).to_pylist(), 1):
+            yield text or "", done(at)
+
+
+def parquet_batches(span: Span, columns: list[str] | None = None) -> Iterator[tuple[Any, Callable[[int], int]]]:
+    """Some rows at a time, of these columns or of all; and the bytes of the span behind so many rows of them."""
     file = _parquet(span.path)
-    _check_column(file.schema_arrow, text_key, span.path)
     groups = range(span.start, span.stop)
     rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-    done = 0
-    for batch in file.iter_batches(ROWS, row_groups=list(groups), columns=[text_key]):
-        for text in batch.column(0).to_pylist():
-            done += 1
-            yield text or "", span.size * done // rows
+    before = 0
+    for batch in file.iter_batches(ROWS, row_groups=list(groups), columns=columns):
+        yield batch, lambda at, before=before: span.size * (before + at) // rows
+        before += batch.num_rows
 
 
 def _arrow_rows(span: Span, text_key: str) -> Documents:
-    """`datasets` writes Arrow's streaming format; older versions wrote its file format."""
+    for batch, done in arrow_batches(span, text_key):
+        for text in batch.column(text_key).to_pylist():
+            yield text or "", done
+
+
+def arrow_batches(span: Span, text_key: str = "") -> Iterator[tuple[Any, int]]:
+    """Some rows at a time, and the bytes behind them; `text_key` is a column that must be there and hold text.
+
+    `datasets` writes Arrow's streaming format; older versions wrote its file format."""
     import pyarrow as pa
 
     with pa.memory_map(span.path) as file:
@@ -171,10 +192,10 @@ def _arrow_rows(span: Span, text_key: str) -> Documents:
                 stream = pa.RecordBatchReader.from_batches(
                     whole.schema, (whole.get_batch(i) for i in range(whole.num_record_batches))
                 )
-            _check_column(stream.schema, text_key, span.path)
+            if text_key:
+                _check_column(stream.schema, text_key, span.path)
             for batch in stream:
-                for text in batch.column(text_key).to_pylist():
-                    yield text or "", min(file.tell(), span.size)
+                yield batch, min(file.tell(), span.size)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{span.path} is not a whole Arrow file ({error}); copy it again") from None
 
@@ -216,15 +237,21 @@ def _array_record(path: str) -> Iterator[Any]:
 
 
 def _array_record_rows(span: Span, text_key: str) -> Documents:
+    for record, where, done in array_record_bytes(span):
+        yield _record(record, text_key, where), done
+
+
+def array_record_bytes(span: Span) -> Iterator[tuple[bytes, Where, int]]:
+    """(record, its place, bytes of the span behind it)."""
     with _array_record(span.path) as reader:
         for start in range(span.start, span.stop, RECORDS):
             stop = min(start + RECORDS, span.stop)
             for index, record in enumerate(reader.read(start, stop), start):
                 done = span.size * (index + 1 - span.start) // (span.stop - span.start)
-                yield _record(record, text_key, f"{span.path} record {index}"), done
+                yield record, lambda i=index: f"{span.path} record {i}", done
 
 
-def _record(record: bytes, text_key: str, where: str) -> str:
+def _record(record: bytes, text_key: str, where: Where) -> str:
     """UTF-8 text, or a JSON object with the text under its key."""
     if record.lstrip().startswith(b"{"):
         try:
@@ -232,8 +259,8 @@ def _record(record: bytes, text_key: str, where: str) -> str:
         except ValueError:
             pass  # a text that begins with a brace
         else:
-            return _text_of(found, text_key, lambda: where, b"\\u" in record)
-    return _decode(record, where)
+            return _text_of(found, text_key, where, b"\\u" in record)
+    return _decode(record, where())
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

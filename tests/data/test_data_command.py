@@ -1,5 +1,7 @@
 """`dovetail data`: what a person sees."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -87,3 +89,64 @@ def test_mistakes_are_said(dovetail, args, message):
 def test_a_recipes_formats_are_its_own(dovetail, recipe):
     with pytest.raises(ValueError, match="a recipe says them for each of its sources"):
         dovetail("prepare", recipe, "--format", "text")
+
+
+# --- examples for fine-tuning -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuning(dovetail, make_tokenizer, tmp_path):
+    """`dovetail data show` of these records, for a small model."""
+    make_tokenizer().save(tmp_path / "model")
+
+    def show(record, *args):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": []}) + "\n" + json.dumps(record))
+        where = ["show", str(tmp_path / "a.jsonl"), "--model", str(tmp_path / "model"), "--index", "1"]
+        return dovetail(*where, *args)
+
+    return show
+
+
+CHAT = [{"role": "user", "content": "who [b]?"}, {"role": "assistant", "content": "a fox 🦊"}]
+
+
+def test_show_an_example_with_the_trained_tokens_marked(tuning):
+    out = tuning({"messages": CHAT * 2})
+    assert out.count("<|im_start|>assistant\n⟦a fox 🦊<|im_end|>⟧\n") == 2 and "who [b]?" in out
+    assert "a.jsonl line 2 (sft, whole): " in out and "tokens trained" in out
+    assert "(sft, shortened)" in tuning({"messages": CHAT * 2}, "--length", "40")
+    assert "⟦a fox 🦊<|im_end|>⟧" in tuning({"talk": CHAT}, "keys.messages=talk")
+
+
+def test_trained_tokens_are_coloured_in_a_terminal(tuning, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = tuning({"messages": CHAT})
+    assert "\x1b[1;32ma fox 🦊<|im_end|>\x1b[0m" in out and "⟦" not in out
+
+
+def test_show_a_preference_and_a_prompt(tuning):
+    out = tuning({"prompt": CHAT[:1], "chosen": "fox", "rejected": "dog"})
+    assert "(preference, whole)" in out and "segment 1, chosen: " in out and "segment 2, rejected: " in out
+    assert "⟦fox<|im_end|>⟧" in out and "⟦dog<|im_end|>⟧" in out
+    assert "label false" in tuning({"prompt": "a", "completion": "b", "label": False})
+    assert tuning({"prompt": CHAT[:1]}).rstrip().endswith("<|im_start|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("record", "args", "message"),
+    [
+        ({"messages": CHAT[:1]}, [], "nothing is trained, for the assistant does not speak"),
+        ({"messages": CHAT}, ["--index", "5"], "expected an --index below 2"),
+        ({"messages": CHAT}, ["--kind", "dpo"], "kind must be one of"),
+        ({"messages": CHAT}, ["--packing", "concat"], "--packing is about rows of text"),
+        ({"messages": CHAT}, ["key.messages=x"], "key is not a key. Did you mean keys"),
+    ],
+)
+def test_mistakes_about_examples_are_said(tuning, record, args, message):
+    with pytest.raises(ValueError, match=message):
+        tuning(record, *args)
+
+
+def test_examples_need_a_model(dovetail):
+    with pytest.raises(ValueError, match="expected --model with --index and --kind"):
+        dovetail("show", "fables:9", "--tokenizer", "bytes", "--kind", "sft")

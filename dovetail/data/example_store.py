@@ -1,0 +1,149 @@
+"""Tokenised examples in memory: their documents end to end, which tokens are trained, and what was left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail.data import shorten
+from dovetail.data.examples import Example, example
+from dovetail.data.records import Record
+from dovetail.data.trained_tokens import ExampleEncoder, Trained
+from dovetail.data.tuning import Keys, TuningData
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What became of the records; `str` tells it in a line."""
+
+    records: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0  # of the tokens
+    unanswered: int = 0  # records without an assistant's turn, left out
+    shortened: int = 0  # that lost their oldest turns
+    cut: int = 0
+    left_out: int = 0  # as too long
+    split: int = 0  # conversations with turns that are documents of their own
+
+    def __str__(self) -> str:
+        told = {
+            "without an assistant's turn, left out": self.unanswered, "shortened by turns": self.shortened,
+            "cut at the end": self.cut, "left out as too long": self.left_out,
+            "split, for turns to stand as the model will see them": self.split,
+        }  # fmt: skip
+        rest = "".join(f"; {count:,} {what}" for what, count in told.items() if count)
+        share = self.trained / max(self.tokens, 1)
+        kept = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.trained:,} of them trained ({share:.0%})"
+        return f"{self.records:,} records: {kept}{rest}"
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class Made(NamedTuple):
+    """The documents of one source. A unit is what a row holds whole: a document, or the two of a preference."""
+
+    name: str
+    documents: list[Trained]
+    records: list[int]  # of each unit: the number of its record among those kept
+    labels: list[float]  # of each document: +1, or -1 to avoid
+    stats: Stats
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[units] tokens of each."""
+        sizes = np.asarray([len(document.tokens) for document in self.documents])
+        return sizes.reshape(len(self.records), -1).sum(1)
+
+
+class Examples:
+    """The documents of all sources, by number; those of pair k are 2k (chosen) and 2k + 1 (rejected)."""
+
+    def __init__(self, made: list[Made], per_unit: int):
+        documents = [document for one in made for document in one.documents]
+        self.per_unit = per_unit
+        self.tokens = np.concatenate([document.tokens for document in documents])
+        self.mask = np.concatenate([document.mask for document in documents])
+        self.offsets = np.concatenate([[0], np.cumsum([len(document.tokens) for document in documents])])
+        self.labels = np.asarray([label for one in made for label in one.labels], np.float32)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[units] tokens of each."""
+        return np.diff(self.offsets).reshape(-1, self.per_unit).sum(1)
+
+    def span(self, document: int) -> slice:
+        """Where its tokens are among all."""
+        return slice(int(self.offsets[document]), int(self.offsets[document + 1]))
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Tokens start..stop-1 of a document, or those of them that it has."""
+        return self.tokens[self.span(document)][start:stop]
+
+
+def make(
+    records: Iterable[Record],
+    encoder: ExampleEncoder,
+    settings: TuningData,
+    keys: Keys,
+    kind: str,
+    length: int,
+    name: str,
+) -> Made:
+    """Examples of `kind` out of records; what fails is said with the record's place."""
+    made, counts = Made(name, [], [], [], Stats()), Counter[str]()
+    for record in records:
+        counts["records"] += 1
+        found = example(record, kind, settings.format, keys)
+        if found is None:
+            counts["unanswered"] += 1
+            continue
+        documents = _located(record, lambda found=found: _documents(found, encoder, settings.overlong, length, counts))
+        units = len(documents) // len(found.sides)
+        counts["split"] += units > 1
+        made.records.extend([counts["kept"]] * units)
+        made.documents.extend(documents)
+        made.labels.extend([-1.0 if found.label is False else 1.0] * len(documents))
+        counts["kept"] += units > 0
+    tokens, trained = (sum(int(size(d)) for d in made.documents) for size in (lambda d: len(d.tokens), _trained))
+    known = {what: counts[what] for what in ("records", "unanswered", "shortened", "cut", "left_out", "split")}
+    return made._replace(stats=Stats(documents=len(made.documents), tokens=tokens, trained=trained, **known))
+
+
+def _trained(document: Trained) -> int:
+    return int(document.mask[1:].sum())
+
+
+def _documents(
+    found: Example, encoder: ExampleEncoder, overlong: str, length: int, counts: Counter[str]
+) -> list[Trained]:
+    """Those of a preference: chosen, rejected."""
+    sides, outcome = shorten.fit(encoder, found.sides, length, overlong)
+    if outcome != shorten.WHOLE:
+        counts[outcome.replace(" ", "_")] += 1
+    if outcome == shorten.LEFT_OUT:
+        return []
+    if not all(sides):  # the template marks none of the assistant's text
+        counts["unanswered"] += 1
+        return []
+    if len(sides) > 1 and any(len(side) > 1 for side in sides):
+        raise ValueError(
+            f"{encoder.name} writes the turns of one completion otherwise once it has gone on: give chosen and "
+            "rejected one assistant's turn each, or set data.template to one with {% generation %} marks"
+        )
+    return [document for side in sides for document in side]
+
+
+def _located(record: Record, work: Callable[[], list[Trained]]) -> list[Trained]:
+    try:
+        return work()
+    except ValueError as error:
+        raise ValueError(f"{record.where()}: {error}") from error

@@ -1,0 +1,232 @@
+"""What a record teaches, whatever form it came in: a conversation or two texts; a pair of them; or one with a label.
+
+    {"messages": [...], "tools": [...]}                     a chat (also ShareGPT's `conversations` of from and value)
+    {"prompt": ..., "completion": ...}                      each text, or messages
+    {"instruction": ..., "input": ..., "output": ...}       Alpaca: a chat of one turn
+    {"prompt": ..., "chosen": ..., "rejected": ...}         a preference; without a prompt, two chats that begin alike
+    {"prompt": ..., "completion": ..., "label": true}       a completion to learn from, or to avoid
+    {"prompt": ...}                                         a prompt alone
+
+Two texts are taken as they are; messages are written by the model's chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.core.choice import one_of
+from dovetail.data.messages import Messages, conversation, is_messages, say, tools_of
+from dovetail.data.records import Record
+from dovetail.data.tuning import Keys
+
+KINDS = ("sft", "preference", "unpaired", "prompts")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, of which the assistant's turns from message `first` on are trained."""
+
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text without a template: the completion is trained."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Example:
+    sides: tuple[Chat | Text, ...]  # one; of a preference two, the chosen one first
+    label: bool | None = None
+
+
+def kind_of(record: Record, keys: Keys) -> str:
+    """The kind of training that a record is for, by its keys."""
+    fields = _Fields(record, keys)
+    if fields.has("chosen", "rejected"):
+        return "preference"
+    if fields.has("prompt", "completion", "label"):
+        return "unpaired"
+    alone = fields.has("prompt") and not fields.has("messages") and not fields.has("completion")
+    return "prompts" if alone else "sft"
+
+
+def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) -> Example | None:
+    """The record as an example of `kind`; None where the assistant says nothing in it, so that nothing is trained.
+
+    form: as TuningData.format. A ValueError names the record, its keys and what would fit.
+    """
+    one_of("kind", kind, KINDS)
+    forms = _FORMS[kind]
+    if form != "auto":
+        one_of(f"format of {kind}", form, forms)
+        forms = {form: forms[form]}
+    fields = _Fields(record, keys)
+    for needed, read in forms.values():
+        if fields.has(*needed):
+            return read(fields)
+    there = ", ".join(map(repr, record.fields)) or "none"
+    needed = next(iter(forms.values()))[0]
+    raise ValueError(
+        f"{record.where()}: expected a record with {_FITS[kind]}; its keys are {there}: say which one holds what, such "
+        f"as keys: {{{needed[0]}: {next(iter(record.fields), 'dialogue')}}}"
+    )
+
+
+_FITS = {
+    "sft": "messages, conversations (ShareGPT), prompt and completion, or instruction and output (Alpaca)",
+    "preference": "chosen and rejected, and the prompt or two conversations that begin alike",
+    "unpaired": "prompt, completion and label (true or false)",
+    "prompts": "prompt or messages",
+}
+
+
+class _Fields:
+    """A record's values by the names of Keys, under the keys that were given or the usual ones."""
+
+    def __init__(self, record: Record, keys: Keys):
+        self.where, self.keys, self._fields = record.where, keys, record.fields
+
+    def has(self, *names: str) -> bool:
+        return all(self.get(name) is not None for name in names)
+
+    def get(self, name: str) -> Any:
+        given = getattr(self.keys, name)
+        found = (self._fields.get(key) for key in ((given,) if given else _USUAL.get(name, (name,))))
+        return next((value for value in found if value is not None), None)
+
+    @property
+    def is_alpaca(self) -> bool:
+        return "instruction" in self._fields and not self.keys.prompt and "prompt" not in self._fields
+
+    @property
+    def alpaca_prompt(self) -> str:
+        """Instruction and input, as one message."""
+        return "\n\n".join(text for name in ("prompt", "input") if (text := self.get(name)))
+
+    def part(self, name: str) -> str | Messages:
+        """Text, or messages."""
+        value = self.get(name)
+        if isinstance(value, str):
+            return value
+        if is_messages(value):
+            return conversation(value, self.keys, f"{self.where()}: {name}")
+        raise ValueError(
+            f"{self.where()}: expected {name} to be text or a list of messages, got {type(value).__name__}; "
+            f"name another key, as keys: {{{name}: ...}}"
+        )
+
+    def tools(self) -> list[dict[str, Any]] | None:
+        return tools_of(self.get("tools"), self.where)
+
+    def with_system(self, messages: Messages) -> Messages:
+        system = self.get("system")
+        return [say("system", system), *messages] if system and messages[0]["role"] != "system" else messages
+
+
+_USUAL = {
+    "messages": ("messages", "conversations"),
+    "prompt": ("prompt", "instruction"),
+    "completion": ("completion", "output"),
+}
+
+# --- one function a form ----------------------------------------------------------------------------------------------
+
+
+def _chat(fields: _Fields) -> Example | None:
+    messages = conversation(fields.get("messages"), fields.keys, f"{fields.where()}: messages")
+    return _trained(Chat(fields.with_system(messages), fields.tools()))
+
+
+def _prompt_and_completion(fields: _Fields) -> Example | None:
+    completion = fields.part("completion")
+    if fields.is_alpaca and isinstance(completion, str):
+        messages = fields.with_system([say("user", fields.alpaca_prompt), say("assistant", completion)])
+        return Example((Chat(messages, fields.tools()),))
+    return _trained(_after(fields, fields.part("prompt"), completion))
+
+
+def _preference(fields: _Fields) -> Example | None:
+    chosen, rejected = fields.part("chosen"), fields.part("rejected")
+    prompt = fields.part("prompt") if fields.has("prompt") else None
+    whole = isinstance(chosen, list) and isinstance(rejected, list) and chosen[0]["role"] != "assistant"
+    if whole and not isinstance(prompt, list):  # a text then says again what both conversations begin with
+        return _trained(*_sharing_a_beginning(fields, chosen, rejected))  # type: ignore[arg-type]
+    if prompt is None:
+        raise ValueError(
+            f"{fields.where()}: expected a prompt beside chosen and rejected, or both as whole conversations that "
+            f"begin alike; got {type(chosen).__name__} and {type(rejected).__name__} without one"
+        )
+    return _trained(_after(fields, prompt, chosen), _after(fields, prompt, rejected))
+
+
+def _unpaired(fields: _Fields) -> Example | None:
+    label = fields.get("label")
+    if label not in (True, False):
+        raise ValueError(
+            f"{fields.where()}: expected label to be true or false, got {label!r}; write it as one of them"
+        )
+    found = _prompt_and_completion(fields)
+    return Example(found.sides, bool(label)) if found else None
+
+
+def _prompt_alone(fields: _Fields) -> Example:
+    """Its completion is empty: there is nothing to train on, only to answer."""
+    prompt = fields.part("messages" if fields.has("messages") else "prompt")
+    if isinstance(prompt, str) and fields.is_alpaca:
+        prompt = [say("user", fields.alpaca_prompt)]
+    if isinstance(prompt, str):
+        return Example((Text(prompt, ""),))
+    while prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt:
+        raise ValueError(f"{fields.where()}: expected a prompt, got only what the assistant says; add the user's turn")
+    messages = fields.with_system(prompt)
+    return Example((Chat(messages, fields.tools(), len(messages)),))
+
+
+def _after(fields: _Fields, prompt: str | Messages, completion: str | Messages) -> Chat | Text:
+    """Both text: as they are. If one of them is messages, so is the other."""
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Text(prompt, completion)
+    before = [say("user", prompt)] if isinstance(prompt, str) else prompt
+    before = fields.with_system(before)
+    after = [say("assistant", completion)] if isinstance(completion, str) else completion
+    return Chat([*before, *after], fields.tools(), len(before))
+
+
+def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) -> tuple[Chat, Chat]:
+    most = min(len(chosen), len(rejected)) - 1
+    shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    if shared < 1:
+        raise ValueError(
+            f"{fields.where()}: expected chosen and rejected to begin with the same messages, and their first ones "
+            "differ; give what they share as prompt"
+        )
+    begin = len(fields.with_system(chosen)) - len(chosen) + shared
+    one, other = (Chat(fields.with_system(side), fields.tools(), begin) for side in (chosen, rejected))
+    return one, other
+
+
+def _trained(*sides: Chat | Text) -> Example | None:
+    return Example(sides) if all(_answers(side) for side in sides) else None
+
+
+def _answers(side: Chat | Text) -> bool:
+    return isinstance(side, Text) or any(m["role"] == "assistant" for m in side.messages[side.first :])
+
+
+Form = tuple[tuple[str, ...], Callable[[_Fields], Example | None]]  # what a record must have, and its reader
+_FORMS: dict[str, dict[str, Form]] = {
+    "sft": {"chat": (("messages",), _chat), "prompt": (("prompt", "completion"), _prompt_and_completion)},
+    "preference": {"preference": (("chosen", "rejected"), _preference)},
+    "unpaired": {"unpaired": (("prompt", "completion", "label"), _unpaired)},
+    "prompts": {"chat": (("messages",), _prompt_alone), "prompt": (("prompt",), _prompt_alone)},
+}

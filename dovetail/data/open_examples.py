@@ -1,0 +1,138 @@
+"""Fine-tuning's data, opened: from settings, or a program's records, to rows by number and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.core.choice import one_of
+from dovetail.data import records as reading
+from dovetail.data.example_rows import COLUMNS, ExamplePacking, ExampleRows, own_column
+from dovetail.data.example_store import Examples, Made, Stats, make
+from dovetail.data.examples import example
+from dovetail.data.loader import held_out, held_out_each
+from dovetail.data.mixture import Mixture
+from dovetail.data.shuffle import key
+from dovetail.data.trained_tokens import ExampleEncoder
+from dovetail.data.tuning import Keys, TuningData
+from dovetail.io.hub import Progress
+from dovetail.io.tokenizer import Tokenizer
+
+KINDS = ("sft", "preference", "unpaired")
+
+
+def open_examples(
+    settings: TuningData,
+    length: int,
+    batch: int,
+    tokenizer: Tokenizer,
+    kind: str,
+    host_index: int = 0,
+    host_count: int = 1,
+    columns: Sequence[str] = (),
+    records: Iterable[Any] | None = None,
+    progress: Progress | None = None,
+) -> tuple[ExampleRows, ExampleRows | None, Stats]:
+    """The training rows, those held out where settings.held_out sets some apart, and what became of the records.
+
+    kind: sft, preference or unpaired (which has the column `label`, +1 or -1, at each of a document's tokens).
+    columns: `document`, the number of a token's document plus 1. records: dicts, in place of files.
+    """
+    one_of("kind", kind, KINDS)
+    for name in columns:
+        one_of("a column", name, COLUMNS)
+    if length < 2:
+        raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
+    made, weights = _read(settings, example_encoder(settings, tokenizer), kind, length, records, progress)
+    examples = Examples(made, per_unit=2 if kind == "preference" else 1)
+    wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
+    brought = {name: own_column(name, examples) for name in sorted(wanted)}
+    apart = _apart(settings, made, weights, length)
+
+    def rows(held: bool) -> ExampleRows:
+        packed = [
+            ExamplePacking(examples, np.flatnonzero(mask == held) + first, length, key(settings.seed, i), brought)
+            for i, (first, mask) in enumerate(apart)
+        ]
+        mixture = Mixture(packed, weights, settings.seed)
+        return ExampleRows(mixture, examples, batch, host_index, host_count, tokenizer.vocab_size)
+
+    stats = sum((each.stats for each in made), Stats())
+    return rows(False), rows(True) if settings.held_out else None, stats
+
+
+def open_prompts(
+    settings: TuningData, tokenizer: Tokenizer, records: Iterable[Any] | None = None, progress: Progress | None = None
+) -> list[np.ndarray]:
+    """The prompts of records, as the tokens that a model is given to go on with: for what it writes itself."""
+    encoder, found = example_encoder(settings, tokenizer), []
+    for _, keys, each in open_records(settings, records, progress):
+        sides = (example(record, "prompts", settings.format, keys) for record in each)
+        found += [encoder.prompt(side.sides[0]) for side in sides if side]
+    if not found:
+        raise ValueError("expected at least one prompt, and the data holds no record; name another path")
+    return found
+
+
+def example_encoder(settings: TuningData, tokenizer: Tokenizer) -> ExampleEncoder:
+    """With the template that the settings name, or the tokenizer's own."""
+    if not settings.template:
+        return ExampleEncoder(tokenizer)
+    path = Path(settings.template).expanduser()
+    if not path.is_file():
+        raise ValueError(f"template must be a file with a chat template's Jinja source; there is no {str(path)!r}")
+    return ExampleEncoder(tokenizer, path.read_text(), f"the chat template {path}")
+
+
+def open_records(
+    settings: TuningData, records: Iterable[Any] | None = None, progress: Progress | None = None
+) -> list[tuple[str, Keys, Iterator[reading.Record]]]:
+    """(name, keys, records) of each source."""
+    if records is not None:
+        return [("the list of records", settings.keys, reading.from_list(records))]
+    if not settings.all_sources:
+        raise ValueError("path must name a file or a folder of records, or sources list some; both are empty")
+    return [(s.path, s.keys, reading.from_path(s.path, progress)) for s in settings.all_sources]
+
+
+def _read(
+    settings: TuningData, encoder: ExampleEncoder, kind: str, length: int, records: Any, progress: Progress | None
+) -> tuple[list[Made], list[float]]:
+    """The documents of each source, and its weight."""
+    made = []
+    for name, keys, found in open_records(settings, records, progress):
+        made.append(make(found, encoder, settings, keys, kind, length, name))
+        _check_some(made[-1], length)
+    return made, [source.weight for source in settings.all_sources] if records is None else [1.0]
+
+
+def _check_some(made: Made, length: int) -> None:
+    name, stats = made.name, made.stats
+    if stats.documents:
+        return
+    if not stats.records:
+        raise ValueError(f"expected at least one record to train on, and {name} holds none; name another path")
+    if stats.unanswered == stats.records:
+        raise ValueError(
+            f"expected records in which the assistant speaks, and none of the {stats.records:,} of {name} has an "
+            "assistant's turn; check the roles, or name the right keys"
+        )
+    raise ValueError(
+        f"expected examples that fit rows of {length:,} tokens, and all of {name} were left out ({stats}); "
+        "raise length, or set data.overlong to turns"
+    )
+
+
+def _apart(settings: TuningData, made: list[Made], weights: list[float], length: int) -> list[tuple[int, np.ndarray]]:
+    """Of each source: the number of its first unit among all, and [units] whether each is held out. It is chosen by
+    records, so that the turns of one conversation stay together."""
+    found, first = [], 0
+    for one, wanted in zip(made, held_out_each(settings.held_out, weights), strict=True):
+        of_unit = np.asarray(one.records)
+        lengths = np.bincount(of_unit, weights=one.lengths).astype(np.int64)
+        found.append((first, held_out(lengths, wanted, length, one.name)[of_unit]))
+        first += len(of_unit)
+    return found

@@ -1,0 +1,105 @@
+"""Whole records, for fine-tuning: the objects of JSONL files, the rows of Parquet files and Hugging Face datasets on
+disk, and the dicts of a Python list. The files are found, and read, as those of a corpus are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from dovetail.data import readers, sources
+from dovetail.data.readers import Span, Where
+from dovetail.data.settings import Source
+from dovetail.io.hub import Progress
+
+
+class Record(NamedTuple):
+    fields: dict[str, Any]
+    where: Where
+
+
+def from_path(path: str, progress: Progress | None = None) -> Iterator[Record]:
+    """All records below a path, in the order of the files' names."""
+    source = Source(path)
+    files = sources.find(source)
+    if files.kind not in _READERS:
+        raise ValueError(
+            f"expected records with fields (.jsonl, .parquet, or a Hugging Face dataset's folder) at {path!r}, "
+            f"found {files.kind}; write each example as a line of a .jsonl file"
+        )
+    spans = sources.split(files, source, sys.maxsize)
+    total, before = max(1, sum(span.size for span in spans)), 0
+    for span in spans:
+        for record, done in _READERS[span.kind](span):
+            if progress:
+                progress(files.name, before + min(done, span.size), total)
+            yield record
+        before += span.size
+
+
+def from_list(records: Iterable[Any]) -> Iterator[Record]:
+    """Dicts from a program."""
+    if isinstance(records, str | bytes | Mapping):
+        raise ValueError(
+            f"expected a list of records, each a dict, got {type(records).__name__}; put a single record into a list, "
+            "and name files by path"
+        )
+    for number, record in enumerate(records):
+        where: Where = lambda n=number: f"record {n}"  # noqa: E731
+        yield Record(_object(record, where), where)
+
+
+Found = Iterator[tuple[Record, int]]  # and the bytes of the span behind it
+
+
+def _json_rows(span: Span) -> Found:
+    for line, where, done in readers.json_lines(span):
+        yield Record(_object(readers.parsed(line, where), where), where), done
+
+
+def _array_record_rows(span: Span) -> Found:
+    for raw, where, done in readers.array_record_bytes(span):
+        yield Record(_object(readers.parsed(raw, where), where), where), done
+
+
+def _parquet_rows(span: Span) -> Found:
+    number = 0
+    for batch, done in readers.parquet_batches(span):
+        for at, row in enumerate(batch.to_pylist(), 1):
+            number += 1
+            yield _row(span, row, number), done(at)
+
+
+def _arrow_rows(span: Span) -> Found:
+    number = 0
+    for batch, done in readers.arrow_batches(span):
+        for row in batch.to_pylist():
+            number += 1
+            yield _row(span, row, number), done
+
+
+def _row(span: Span, row: dict[str, Any], number: int) -> Record:
+    return Record(_given(row), lambda: f"{span.path} row {number}")
+
+
+def _given(value: Any) -> Any:
+    """Without nulls: a column gives every struct all keys, and writes null for those that a record did not have."""
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value
+
+
+def _object(found: Any, where: Where) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{where()}: expected a record with keys, such as {{'messages': [...]}}, got {type(found).__name__}"
+        )
+    return dict(found)
+
+
+_READERS = {
+    "jsonl": _json_rows,
+    "parquet": _parquet_rows,
+    "arrayrecord": _array_record_rows,
+    "hf": _arrow_rows,
+}

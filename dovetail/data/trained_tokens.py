@@ -1,0 +1,157 @@
+"""An example's tokens, and which of them the model is taught to write: the assistant's, each turn with its end.
+
+Which they are comes from the chat template. One with {% generation %} marks says so itself. Of any other, a turn is
+what the template adds to the prompt that a model would be given there (the messages before it, rendered with
+add_generation_prompt). Some templates write a turn otherwise once the conversation has gone on (Qwen3 takes the
+thinking out): such a turn becomes a document of its own that ends with it, as the model sees it. Nothing is found by
+searching text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail.data.examples import Chat, Text
+from dovetail.data.text_tokens import TextTokens
+from dovetail.io.chat import ChatTemplate
+from dovetail.io.tokenizer import Tokenizer
+
+_MARK = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+class Trained(NamedTuple):
+    """One document."""
+
+    tokens: np.ndarray  # [n] int32
+    mask: np.ndarray  # [n] bool: what is trained
+
+    @property
+    def teaches(self) -> bool:
+        """A document's first token has nothing before it to be predicted from."""
+        return bool(self.mask[1:].any())
+
+
+class _Turn(NamedTuple):
+    before: str  # the prompt that the assistant answers
+    ended: str  # the same, with its answer
+
+
+class ExampleEncoder:
+    """template: the Jinja source to use in place of the tokenizer's own; name: what to call it in a message."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None = None, name: str = "the model's chat template"):
+        self.tokenizer, self.name = tokenizer, name
+        self._source, self._text = template, TextTokens(tokenizer)
+        self._ends = np.asarray(tokenizer.eos_ids, np.int32)
+        self._templates: dict[bool, ChatTemplate] = {}
+
+    def encode(self, side: Chat | Text) -> list[Trained]:
+        """Its documents: one, or more where turns are documents of their own; none where nothing is trained."""
+        if isinstance(side, Text):
+            return [self._plain(side)]
+        template = self._template(side)
+        found = self._by_marks(side, template) if _MARK.search(template.source) else self._by_prefixes(side, template)
+        return [document for document in found if document.teaches]
+
+    def prompt(self, side: Chat | Text) -> np.ndarray:
+        """[n] the tokens that a model is given to go on with."""
+        if isinstance(side, Text):
+            return np.asarray([*self._text.before, *self._text.encode(side.prompt).ids], np.int32)
+        messages = side.messages[: side.first] if side.first else side.messages
+        return self._text.encode(self._template(side).render(messages, side.tools)).ids
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._text.backend.decode(ids.tolist(), skip_special_tokens=False)
+
+    def _template(self, side: Chat) -> ChatTemplate:
+        with_tools = side.tools is not None
+        if with_tools not in self._templates:
+            self._templates[with_tools] = self.tokenizer.chat(side.tools, self._source)
+        return self._templates[with_tools]
+
+    # --- text without a template --------------------------------------------------------------------------------------
+
+    def _plain(self, side: Text) -> Trained:
+        """BOS where the tokenizer adds one, the prompt, the completion, one EOS."""
+        eos = self.tokenizer.eos_id
+        if eos is None:
+            raise ValueError(
+                "expected a tokenizer with an end-of-text token, to end a completion with, and this one has none; name "
+                "eos_token in its tokenizer_config.json"
+            )
+        found = self._text.split(side.prompt, side.completion)
+        if found is None:
+            raise ValueError(
+                f"expected tokens to end where the prompt does, and one reaches from {side.prompt[-12:]!r} into "
+                f"{side.completion[:12]!r}; move the space between them from the prompt's end to the completion's start"
+            )
+        before, after = found
+        if not len(after) or after[-1] != eos:  # the completion may spell it out itself
+            after = np.append(after, eos)
+        tokens = np.concatenate([self._text.before, before, after]).astype(np.int32)
+        return Trained(tokens, np.arange(len(tokens)) >= len(tokens) - len(after))
+
+    # --- templates with marks -----------------------------------------------------------------------------------------
+
+    def _by_marks(self, side: Chat, template: ChatTemplate) -> list[Trained]:
+        text, spans = template.render_with_spans(side.messages, side.tools)
+        if side.first:
+            prompt = template.render(side.messages[: side.first], side.tools, add_generation_prompt=False)
+            if not text.startswith(prompt):
+                raise self._refusal("writes a prompt otherwise once it is answered, so that its end cannot be told")
+            spans = [span for span in spans if span[0] >= len(prompt)]
+        tokens = self._text.encode(text)
+        mask = np.zeros(len(tokens.ids), bool)
+        for start, end in spans:
+            mask[tokens.within(start, end)] = True
+        return [Trained(tokens.ids, mask)]
+
+    # --- templates without --------------------------------------------------------------------------------------------
+
+    def _by_prefixes(self, side: Chat, template: ChatTemplate) -> list[Trained]:
+        text = template.render(side.messages, side.tools, add_generation_prompt=False)
+        tokens = self._text.encode(text)
+        mask, alone = np.zeros(len(tokens.ids), bool), []
+        for at in range(max(side.first, 1), len(side.messages)):  # a turn before any other answers nothing
+            if side.messages[at]["role"] != "assistant":
+                continue
+            turn = self._turn(side, template, at, text)
+            if text.startswith(turn.ended) and tokens.cut_at(len(turn.before)) and tokens.cut_at(len(turn.ended)):
+                mask[self._written(tokens.ids, tokens.within(len(turn.before), len(turn.ended)))] = True
+            else:
+                alone.append(self._alone(turn))
+        return [*alone, Trained(tokens.ids, mask)]
+
+    def _turn(self, side: Chat, template: ChatTemplate, at: int, whole: str) -> _Turn:
+        before = template.render(side.messages[:at], side.tools, add_generation_prompt=True)
+        ended = whole  # the conversation's text, which the last turn ends
+        if at + 1 < len(side.messages):
+            ended = template.render(side.messages[: at + 1], side.tools, add_generation_prompt=False)
+        if not ended.startswith(before):
+            raise self._refusal(
+                "has no generation marks, and does not write an answer after the prompt of add_generation_prompt"
+            )
+        return _Turn(before, ended)
+
+    def _alone(self, turn: _Turn) -> Trained:
+        found = self._text.split(turn.before, turn.ended[len(turn.before) :])
+        if found is None:
+            raise self._refusal("has no generation marks, and a token reaches from the prompt into the answer")
+        ids = np.concatenate(found)
+        mask = np.zeros(len(ids), bool)
+        mask[self._written(ids, slice(len(found[0]), len(ids)))] = True
+        return Trained(ids, mask)
+
+    def _written(self, ids: np.ndarray, turn: slice) -> slice:
+        """Up to the token at which a model stops: what the template writes after it, such as a new line, is not its."""
+        ends = np.flatnonzero(np.isin(ids[turn], self._ends))
+        return slice(turn.start, turn.start + int(ends[-1]) + 1) if len(ends) else turn
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.name} {why}: put {{% generation %}} .. {{% endgeneration %}} around what the assistant writes in a "
+            "copy of it, and set data.template to that file"
+        )

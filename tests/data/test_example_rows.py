@@ -1,0 +1,301 @@
+"""Rows of examples: whole, the loss on what is trained; a function of (data, seed, step) on any number of hosts."""
+
+import json
+from itertools import islice
+
+import jax
+import numpy as np
+import pytest
+
+from dovetail.data.open_examples import open_examples, open_prompts
+from dovetail.data.tuning import TuningData, TuningSource
+from dovetail.train.rows import Rows
+
+LENGTH, BATCH = 96, 4
+
+
+def turn(i, words=1):
+    return [{"role": "user", "content": f"who {i}"}, {"role": "assistant", "content": "fox " * words + str(i)}]
+
+
+def chats(count=40):
+    return [{"messages": turn(i, i % 9 + 1)} for i in range(count)]
+
+
+def pairs(count=20):
+    return [{"prompt": turn(i)[:1], "chosen": "fox " * (i % 5 + 1), "rejected": "dog " * 4} for i in range(count)]
+
+
+@pytest.fixture
+def opened(tokenizer):
+    def call(records, kind="sft", length=LENGTH, batch=BATCH, columns=(), hosts=(0, 1), **settings):
+        return open_examples(TuningData(**settings), length, batch, tokenizer, kind, *hosts, columns, records)
+
+    return call
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def segments(batch):
+    """(row, number, places) of each document of a batch, in order."""
+    for row in range(len(batch.tokens)):
+        ids = batch.segment_ids[row]
+        for segment in range(1, ids.max() + 1):
+            found = np.flatnonzero(ids == segment)
+            yield row, segment, slice(found[0], found[-1] + 1)
+
+
+def epoch(rows):
+    return [rows.batch(step) for step in range(rows.steps_per_epoch)]
+
+
+# --- what a row holds -------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_on_the_assistants_tokens_and_the_end_of_its_turn(opened, tokenizer):
+    rows, held_out, stats = opened(chats(3), batch=1)
+    assert held_out is None and stats.records == stats.documents == 3
+    batch = rows.batch(0)
+    for row, _, where in segments(batch):
+        text = tokenizer.decode(batch.targets[row, where][batch.loss_mask[row, where] > 0], skip_special=False)
+        assert text.startswith("fox ") and text.endswith("<|im_end|>") and "who" not in text
+        assert (batch.positions[row, where] == np.arange(where.stop - where.start)).all()
+        assert batch.loss_mask[row, where.stop - 1] == 0
+    assert stats.trained == sum(b.loss_mask.sum() for b in epoch(rows))
+    assert (batch.loss_mask[batch.segment_ids == 0] == 0).all()
+    assert batch.columns == {} and batch.loss_mask.dtype == np.float32 and batch.tokens.dtype == np.int32
+
+
+def test_every_document_comes_once_an_epoch_whole_and_in_another_order(opened):
+    rows, _, stats = opened(chats(), batch=1, columns=("document",))
+    orders = []
+    for number in range(2):
+        start = number * rows.rows_per_epoch
+        seen = []
+        for step in range(start, start + rows.rows_per_epoch):
+            batch = rows.batch(step)
+            assert rows.documents(step) == batch.segment_ids.max()
+            for row, _, where in segments(batch):
+                (document,) = set(batch.columns["document"][row, where])
+                span = rows.examples.span(document - 1)
+                assert np.array_equal(batch.tokens[row, where], rows.examples.tokens[span])
+                seen.append(document)
+        assert sorted(seen) == list(range(1, stats.documents + 1))
+        orders.append(seen)
+    assert orders[0] != orders[1]
+    assert (batch.columns["document"][batch.segment_ids == 0] == 0).all()
+    assert rows.padding[0] < 0.3
+
+
+def test_a_pair_is_two_segments_side_by_side(opened):
+    rows, _, stats = opened(pairs(), "preference", columns=("document",))
+    assert stats.documents == 40
+    before = -1
+    for batch in epoch(rows):
+        for row, segment, where in segments(batch):
+            document = batch.columns["document"][row, where.start] - 1
+            assert document % 2 == (segment - 1) % 2, "the chosen one is the odd segment"
+            if segment % 2 == 0:
+                assert document == before + 1
+            before = document
+
+
+def test_labels_are_on_every_token(opened):
+    records = [{"prompt": "who", "completion": f"fox {i}", "label": i % 3 == 0} for i in range(12)]
+    rows, _, _ = opened(records, "unpaired", columns=("document",))
+    for batch in epoch(rows):
+        for row, _, where in segments(batch):
+            document = batch.columns["document"][row, where.start] - 1
+            assert (batch.columns["label"][row, where] == (1 if document % 3 == 0 else -1)).all()
+        assert batch.columns["label"].dtype == np.float32
+        assert (batch.columns["label"][batch.segment_ids == 0] == 0).all()
+
+
+def test_columns_from_arrays(opened):
+    rows, _, _ = opened(pairs(), "preference", columns=("document",))
+    count, sizes = len(rows.examples), np.diff(rows.examples.offsets)
+    per_document = np.random.default_rng(0).normal(size=count)
+    per_token = [np.arange(size) * 0.5 + i for i, size in enumerate(sizes)]
+    more = rows.with_column("reference", list(per_document)).with_column("teacher", per_token)
+    assert sorted(rows.batch(0).columns) == ["document"], "the rows it came from stay as they were"
+    batch = more.batch(3)
+    for row, _, where in segments(batch):
+        document = batch.columns["document"][row, where.start] - 1
+        assert np.allclose(batch.columns["reference"][row, where], per_document[document])
+        assert np.allclose(batch.columns["teacher"][row, where], per_token[document])
+    assert batch.columns["reference"].dtype == np.float32
+    with pytest.raises(ValueError, match="'reference' must have one entry for each of the 40 documents; got 3"):
+        rows.with_column("reference", np.zeros(3))
+    with pytest.raises(ValueError, match=r"'teacher' must have .* numbers for document 1, one for each of its tokens"):
+        rows.with_column("teacher", [per_token[0], *per_token[:-1]])
+
+
+def test_every_document_for_what_is_computed_once(opened):
+    rows, held_out, stats = opened(pairs(), "preference", held_out=0.3)
+    for one in (rows, held_out):
+        found = np.concatenate([batch.columns["document"].ravel() for batch in epoch(one.every_document())])
+        assert set(found) == set(range(stats.documents + 1))
+
+
+# --- a function of (data, seed, step) ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sft", "preference"])
+def test_hosts_together_read_what_one_reads_alone_from_any_step_on(opened, kind):
+    records = chats() if kind == "sft" else pairs()
+    alone, _, _ = opened(records, kind, columns=("document",))
+    several = [opened(records, kind, columns=("document",), hosts=(i, 2))[0] for i in range(2)]
+    for step in (0, 5, 31):
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts), *(rows.batch(step) for rows in several))
+        assert same(joined, alone.batch(step))
+    ahead = alone.iterate(7)
+    assert all(same(found, alone.batch(step)) for step, found in enumerate(islice(ahead, 3), 7))
+    ahead.close()
+    other, _, _ = opened(records, kind, columns=("document",), seed=1)
+    assert not same(other.batch(0), alone.batch(0))
+
+
+def test_rows_are_what_training_takes(opened):
+    rows: Rows = opened(chats())[0]
+    assert rows.documents(0) >= 1
+
+
+def test_held_out_records_are_set_apart(opened):
+    train, held_out, stats = opened(chats(60), columns=("document",), held_out=0.2)
+    assert held_out is not None
+    one, other = (
+        {int(d) for batch in epoch(rows) for d in np.unique(batch.columns["document"]) if d}
+        for rows in (train, held_out)
+    )
+    assert not one & other and len(one | other) == stats.documents and 4 < len(other) < 24
+    again = opened(chats(60), columns=("document",), held_out=0.2, seed=5)[1]
+    assert other == {int(d) for batch in epoch(again) for d in np.unique(batch.columns["document"]) if d}
+    _, rows, _ = opened(chats(60), held_out=2)
+    assert rows is not None and 1 <= rows.rows_per_epoch <= 4
+    with pytest.raises(ValueError, match="takes all 3 documents of the list of records"):
+        opened(chats(3), held_out=50)
+
+
+def test_the_turns_of_a_conversation_are_held_out_together(opened, make_tokenizer):
+    """Each answer begins with new lines that would join the prompt's: each turn is a document of its own."""
+    messages = [{"role": r, "content": c} for r, c in [("user", "who"), ("assistant", "\n\nfox")] * 3]
+    settings = TuningData(held_out=0.3)
+    records = [{"messages": messages} for _ in range(20)]
+    train, held_out, stats = open_examples(settings, LENGTH, 1, make_tokenizer(), "sft", 0, 1, ["document"], records)
+    assert stats.split == 20 and stats.documents == 60
+    for rows in (train, held_out):
+        found = [(int(d) - 1) // 3 for batch in epoch(rows) for d in np.unique(batch.columns["document"]) if d]
+        assert all(found.count(record) == 3 for record in found)
+
+
+def test_sources_keep_their_weights(tokenizer, tmp_path):
+    for name, word in (("a", "fox"), ("b", "dog")):
+        lines = [json.dumps({"prompt": "who", "completion": word}) for _ in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = tuple(TuningSource(str(tmp_path / f"{name}.jsonl"), weight) for name, weight in (("a", 3.0), ("b", 1.0)))
+    rows, _, stats = open_examples(TuningData(sources=sources), 32, 8, tokenizer, "sft")
+    texts = [tokenizer.decode(row) for row in rows.batch(0).tokens]
+    assert (
+        stats.records == 60 and sum("fox" in text for text in texts) == 6 and sum("dog" in text for text in texts) == 2
+    )
+
+
+# --- too long ---------------------------------------------------------------------------------------------------------
+
+
+def long_chat(exchanges, words=1):
+    system = {"role": "system", "content": "be"}
+    return {"messages": [system, *(m for i in range(exchanges) for m in turn(i, words))]}
+
+
+def texts(rows, tokenizer):
+    return [
+        tokenizer.decode(rows.examples.tokens[rows.examples.span(i)], skip_special=False)
+        for i in range(len(rows.examples))
+    ]
+
+
+def test_the_oldest_turns_are_lost_after_the_system_message(opened, tokenizer):
+    rows, _, stats = opened([long_chat(12), *chats(3)])
+    text = texts(rows, tokenizer)[0]
+    assert stats.shortened == 1 and stats.cut == stats.left_out == 0 and "1 shortened by turns" in str(stats)
+    assert text.startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nwho ") and text.endswith(
+        "fox 11<|im_end|>\n"
+    )
+    kept = [i for i in range(12) if f"who {i}<" in text]
+    assert kept == list(range(kept[0], 12)) and kept[0] > 0, "whole exchanges, the newest ones"
+    one_more = opened([long_chat(12 - kept[0] + 1)])[2]
+    assert one_more.shortened == 1, "no more were lost than had to be"
+
+
+@pytest.mark.parametrize(("overlong", "outcome"), [("turns", "cut"), ("cut", "cut"), ("skip", "left_out")])
+def test_one_exchange_that_is_too_long(opened, tokenizer, overlong, outcome):
+    rows, _, stats = opened([long_chat(2, words=200), *chats(3)], overlong=overlong)
+    assert getattr(stats, outcome) == 1 and stats.records == 4
+    assert stats.documents == (4 if outcome == "cut" else 3)
+    if outcome == "cut":
+        text = texts(rows, tokenizer)[0]
+        assert len(rows.examples.read(0, 0, 999)) == LENGTH and text.endswith("fox")
+        assert ("who 1" in text) == (overlong == "turns"), "the last exchange remains, or the first"
+
+
+def test_a_prompt_that_fills_the_row_is_left_out(opened):
+    long = {"prompt": "who " * 200, "completion": "fox"}
+    _, _, stats = opened([long, {"prompt": "who", "completion": "fox"}])
+    assert stats.left_out == 1 and stats.documents == 1
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [(10, 200), (200, 10), (200, 200)])
+def test_a_pair_that_is_too_long_shares_the_row(opened, chosen, rejected):
+    record = {"prompt": turn(0)[:1], "chosen": "fox " * chosen, "rejected": "dog " * rejected}
+    rows, _, stats = opened([record, *pairs(3)], "preference")
+    sizes = np.diff(rows.examples.offsets)[:2]
+    assert stats.cut == 1 and sizes.sum() == LENGTH
+    assert sizes.max() == LENGTH // 2 if chosen == rejected else sizes.min() < LENGTH // 2
+    conversation = {"prompt": [*turn(1, 20), *turn(2)[:1]], "chosen": "fox", "rejected": "dog"}
+    _, _, stats = opened([conversation, *pairs(3)], "preference")
+    assert stats.shortened == 1
+
+
+# --- nothing to train on ----------------------------------------------------------------------------------------------
+
+
+def test_rows_without_an_assistants_turn_are_counted_and_an_error_if_all(opened):
+    silent = {"messages": [{"role": "user", "content": "hi"}]}
+    assert "1 without an assistant's turn, left out" in str(opened([silent, *chats(3)])[2])
+    with pytest.raises(ValueError, match="none of the 2 of the list of records has an assistant's turn"):
+        opened([silent, silent])
+
+
+def test_nothing_at_all(opened, tokenizer, tmp_path):
+    with pytest.raises(
+        ValueError, match="expected at least one record to train on, and the list of records holds none"
+    ):
+        opened([])
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"a\.jsonl holds none"):
+        open_examples(TuningData(path=str(tmp_path / "a.jsonl")), 64, 1, tokenizer, "sft")
+    with pytest.raises(ValueError, match="path must name a file or a folder of records"):
+        open_examples(TuningData(), 64, 1, tokenizer, "sft")
+    with pytest.raises(ValueError, match=r"all of the list of records were left out \(2 records.*raise length"):
+        opened(chats(2), overlong="skip", length=8)
+    with pytest.raises(ValueError, match="kind must be one of 'sft', 'preference', 'unpaired'; got 'dpo'"):
+        opened(chats(2), "dpo")
+
+
+def test_a_record_that_fails_is_named(opened, tokenizer, tmp_path):
+    lines = [json.dumps(record) for record in chats(2)] + ['{"messages": [{"role": "user", "content": "\\ud800"}, '
+        '{"role": "assistant", "content": "x"}]}']  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"a\.jsonl line 3: expected valid Unicode, got half a surrogate pair"):
+        open_examples(TuningData(path=str(tmp_path / "a.jsonl")), 64, 1, tokenizer, "sft")
+
+
+def test_prompts_alone(tokenizer):
+    found = open_prompts(TuningData(), tokenizer, [{"prompt": turn(1)[:1]}, {"prompt": "who "}])
+    assert (
+        tokenizer.decode(found[0], skip_special=False) == "<|im_start|>user\nwho 1<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.decode(found[1]) == "who "

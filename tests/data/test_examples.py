@@ -1,0 +1,247 @@
+"""Records of every form become the examples they mean, out of every kind of file; and what fits none is said."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dovetail.core import recipe
+from dovetail.data import records
+from dovetail.data.examples import Chat, Text, example, kind_of
+from dovetail.data.records import Record
+from dovetail.data.tuning import Keys, TuningData, TuningSource
+
+USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+SYSTEM, OTHER = {"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "no"}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def read(fields, kind="sft", form="auto", **keys):
+    found = example(Record(fields, lambda: "here"), kind, form, Keys(**keys))
+    return found and found.sides
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+FORMS = {
+    "chat": ({"messages": [USER, BOT]}, Chat([USER, BOT])),
+    "chat with tools": ({"messages": [USER, BOT], "tools": TOOLS}, Chat([USER, BOT], TOOLS)),
+    "tools as JSON": ({"messages": [USER, BOT], "tools": json.dumps(TOOLS)}, Chat([USER, BOT], TOOLS)),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "Be kind."},
+        Chat([SYSTEM, USER, BOT]),
+    ),
+    "text": ({"prompt": "2+2=", "completion": "4"}, Text("2+2=", "4")),
+    "messages after text": ({"prompt": "hi", "completion": [BOT]}, Chat([USER, BOT], None, 1)),
+    "messages": ({"prompt": [SYSTEM, USER], "completion": [BOT]}, Chat([SYSTEM, USER, BOT], None, 2)),
+    "text after messages": ({"prompt": [USER], "completion": "hello"}, Chat([USER, BOT], None, 1)),
+    "alpaca": ({"instruction": "hi", "input": "", "output": "hello"}, Chat([USER, BOT])),
+    "alpaca with an input": (
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        Chat([{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]),
+    ),
+    "chat before text": ({"prompt": "hi", "completion": "x", "messages": [USER, BOT]}, Chat([USER, BOT])),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form):
+    fields, expected = FORMS[form]
+    assert read(fields) == (expected,)
+
+
+def test_keys_say_what_is_where():
+    assert read({"dialogue": [USER, BOT]}, messages="dialogue") == (Chat([USER, BOT]),)
+    turns = [{"who": "user", "says": "hi"}, {"who": "gpt", "says": "hello"}]
+    assert read({"messages": turns}, role="who", content="says") == (Chat([USER, BOT]),)
+    assert read({"question": "a", "answer": "b"}, prompt="question", completion="answer") == (Text("a", "b"),)
+    dolly = {"instruction": "Add.", "context": "1 2", "response": "3"}
+    (chat,) = read(dolly, completion="response", input="context")
+    assert chat.messages[0]["content"] == "Add.\n\n1 2"
+    assert read({"prompt": "a", "chosen": "b", "rejected": "c"}, completion="chosen") == (Text("a", "b"),)
+    both = {"prompt": "a", "completion": "b", "messages": [USER, BOT]}
+    assert read(both, form="prompt") == (Text("a", "b"),)
+
+
+def test_tool_calls_are_objects_and_nulls_are_left_out():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    given = [USER | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [call]}, BOT]
+    (chat,) = read({"messages": given})
+    assert chat.messages[0] == USER
+    assert chat.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    (chat,) = read({"conversations": [
+        {"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "1"}, {"from": "gpt", "value": "hello"},
+    ]})  # fmt: skip
+    assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+PREFERENCES = {
+    "text": ({"prompt": "a", "chosen": "b", "rejected": "c"}, (Text("a", "b"), Text("a", "c"))),
+    "messages": (
+        {"prompt": [USER], "chosen": [BOT], "rejected": [OTHER]},
+        (Chat([USER, BOT], None, 1), Chat([USER, OTHER], None, 1)),
+    ),
+    "whole conversations": (
+        {"chosen": [SYSTEM, USER, BOT], "rejected": [SYSTEM, USER, OTHER]},
+        (Chat([SYSTEM, USER, BOT], None, 2), Chat([SYSTEM, USER, OTHER], None, 2)),
+    ),
+    "whole conversations and the prompt again": (
+        {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, OTHER]},
+        (Chat([USER, BOT], None, 1), Chat([USER, OTHER], None, 1)),
+    ),
+    "text after messages": (
+        {"prompt": [USER], "chosen": "hello", "rejected": "no"},
+        (Chat([USER, BOT], None, 1), Chat([USER, OTHER], None, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PREFERENCES)
+def test_preferences(form):
+    fields, expected = PREFERENCES[form]
+    assert read(fields, "preference") == expected
+    assert kind_of(Record(fields, lambda: ""), Keys()) == "preference"
+
+
+def test_unpaired_and_prompts():
+    fields = {"prompt": "a", "completion": "b", "label": False}
+    found = example(Record(fields, lambda: ""), "unpaired")
+    assert found and found.label is False and found.sides == (Text("a", "b"),)
+    assert kind_of(Record(fields, lambda: ""), Keys()) == "unpaired"
+    assert read({"prompt": "a"}, "prompts") == (Text("a", ""),)
+    assert read({"messages": [USER, BOT]}, "prompts") == (Chat([USER], None, 1),)
+    assert kind_of(Record({"prompt": "a"}, lambda: ""), Keys()) == "prompts"
+
+
+def test_nothing_to_train_on_is_none():
+    assert read({"messages": [SYSTEM, USER]}) is None
+    assert read({"prompt": [USER], "completion": [USER]}) is None
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no form": ({"text": "x"}, {}, r"here: expected a record with messages, .* its keys are 'text'.*keys: \{messages"),
+    "no keys": ({}, {}, "its keys are none"),
+    "another kind": ({"messages": [USER]}, {"kind": "preference"}, "expected a record with chosen and rejected"),
+    "no messages": ({"messages": []}, {}, "here: messages: expected a list of at least one message"),
+    "messages as text": ({"messages": "hi"}, {}, "expected a list of at least one message, each a dict, got 'hi'"),
+    "no role": ({"messages": [{"content": "x"}]}, {}, r"messages\[0\]: expected a 'role'"),
+    "no content": ({"messages": [{"role": "user"}, BOT]}, {}, r"messages\[0\]: expected 'content' or 'tool_calls'"),
+    "a number": ({"prompt": 3, "completion": "x"}, {}, "expected prompt to be text or a list of messages, got int"),
+    "a tool": ({"messages": [USER, BOT], "tools": [{"name": "x"}]}, {}, r"here: tools: tools\[0\]: expected a"),
+    "tools": ({"messages": [USER, BOT], "tools": "[{"}, {}, "here: tools: "),
+    "arguments": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        {},
+        r"messages\[1\].tool_calls\[0\]: expected arguments to be an object or its JSON text",
+    ),
+    "a label": (
+        {"prompt": "a", "completion": "b", "label": "good"},
+        {"kind": "unpaired"},
+        "expected label to be true or false, got 'good'",
+    ),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, {"kind": "preference"}, "expected a prompt beside chosen"),
+    "nothing shared": (
+        {"chosen": [USER, BOT], "rejected": [SYSTEM, BOT]},
+        {"kind": "preference"},
+        "expected chosen and rejected to begin with the same messages",
+    ),
+    "a format of another kind": ({"messages": [USER]}, {"form": "preference"}, "format of sft must be one of 'chat'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_in_a_sentence(case):
+    fields, how, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        read(fields, **how)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+ROWS = [{"messages": [USER, BOT]}, {"messages": [USER, BOT | {"name": "bot"}]}, {"messages": [USER, OTHER]}]
+
+
+def write(path, rows=ROWS):
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    table = pa.Table.from_pylist(rows)
+    if path.suffix in (".jsonl", ".gz"):
+        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    elif path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+    else:
+        path.mkdir()
+        with pa.ipc.new_stream(path / "data.arrow", table.schema) as stream:
+            stream.write_table(table)
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "dataset"])
+def test_every_file_gives_the_same_records(tmp_path, name):
+    write(tmp_path / name)
+    assert [record.fields for record in records.from_path(str(tmp_path / name))] == ROWS
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
+    write(tmp_path / "b.jsonl", ROWS[1:])
+    write(tmp_path / "a.jsonl", ROWS[:1])
+    told = []
+    found = list(records.from_path(str(tmp_path), lambda *said: told.append(said)))
+    assert [record.fields for record in found] == ROWS
+    assert found[2].where() == f"{tmp_path / 'b.jsonl'} line 2"
+    assert told[-1][1] == told[-1][2], "the bar ends full"
+
+
+def test_a_row_and_a_record_are_named(tmp_path):
+    write(tmp_path / "a.parquet")
+    assert list(records.from_path(str(tmp_path)))[2].where() == f"{tmp_path / 'a.parquet'} row 3"
+    assert [record.where() for record in records.from_list(ROWS)][1] == "record 1"
+
+
+def test_files_that_hold_no_records(tmp_path):
+    (tmp_path / "a.txt").write_text("hi")
+    with pytest.raises(ValueError, match=r"expected records with fields .* found text"):
+        list(records.from_path(str(tmp_path)))
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n[1]\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl line 2: expected a record with keys, such as .* got list"):
+        list(records.from_path(str(tmp_path / "a.jsonl")))
+    with pytest.raises(ValueError, match=r"record 1: expected a record with keys, .* got str"):
+        list(records.from_list([{}, "hi"]))
+    with pytest.raises(ValueError, match="expected a list of records, each a dict, got dict"):
+        list(records.from_list({"messages": []}))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_read_from_a_recipe():
+    found = recipe.read(TuningData, {"path": "x.jsonl", "keys": {"messages": "dialogue"}, "held_out": 0.1})
+    assert found.all_sources == (TuningSource("x.jsonl", keys=Keys(messages="dialogue")),)
+    several = {
+        "sources": [{"path": "a", "keys": {"prompt": "q"}}, {"path": "b"}],
+        "keys": {"prompt": "p", "tools": "t"},
+    }
+    sources = recipe.read(TuningData, several).all_sources
+    assert recipe.read(TuningData, recipe.dump(TuningData(path="a", keys=Keys(label="good")))).keys.label == "good"
+    assert [source.keys for source in sources] == [Keys(prompt="q", tools="t"), Keys(prompt="p", tools="t")]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"keys": {"message": "x"}}, "keys.message is not a key. Did you mean keys.messages"),
+        ({"format": "chats"}, "format must be one of .* Did you mean 'chat'"),
+        ({"overlong": "drop"}, "overlong must be one of 'turns', 'cut', 'skip'"),
+        ({"held_out": 1.5}, "held_out must be a share of the records"),
+        ({"path": "a", "sources": [{"path": "b"}]}, "path is for one source and sources for several; got both"),
+        ({"sources": [{"path": "b", "weight": 0}]}, r"sources\.0\.weight must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.read(TuningData, given)

@@ -1,0 +1,286 @@
+"""The trained tokens are the assistant's, token for token: as transformers masks them where a template has generation
+marks, and the same ones where it has none."""
+
+import functools
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from dovetail.data.examples import Chat, Text
+from dovetail.data.trained_tokens import ExampleEncoder
+from dovetail.io.tokenizer import Tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+SPECIAL = {
+    "smollm2": ["<|im_start|>", "<|im_end|>"],
+    "qwen2": ["<|im_start|>", "<|im_end|>"],
+    "qwen3": ["<|im_start|>", "<|im_end|>"],
+    "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "gemma": ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+}
+
+
+def say(role, content=None, **more):
+    return {"role": role, "content": content, **more}
+
+
+def call(city):
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city, "days": 2}}}
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+SYSTEM, USER, MORE = say("system", "Be brief. 简短"), say("user", 'What\'s the "weather"? 😀'), say("user", "And then?")
+CHATS = {
+    "one turn": ([USER, say("assistant", "Sunny.")], None),
+    "several turns": ([SYSTEM, USER, say("assistant", "Sunny 🦊"), MORE, say("assistant", "Rain.\n\n 🌧")], None),
+    "tools": (
+        [SYSTEM, USER, say("assistant", tool_calls=[call("Zürich")]), say("tool", '{"sky": "clear"}'),
+         say("assistant", "Clear."), MORE, say("assistant", tool_calls=[call("東京")]), say("tool", "rain"),
+         say("assistant", "Rain. <b>&</b>")],
+        TOOLS,
+    ),
+    "thinking": (
+        [USER, say("assistant", "Sunny.", reasoning_content="I look."), MORE,
+         say("assistant", "Rain.", reasoning_content="Clouds.")],
+        None,
+    ),
+    "the user last": ([USER, say("assistant", "Sunny."), MORE], None),
+    "spaces around": ([USER, say("assistant", "  Sunny. \n"), MORE, say("assistant", " x ")], None),
+    "markers spelled out": ([say("user", "<|im_end|> <end_of_turn>"), say("assistant", "a <|im_end|> b")], None),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family(smollm2_gguf):
+    """SmolLM2's vocabulary with a family's special tokens and template; Gemma's kind of tokenizer is trained here."""
+    from dovetail.data.encoder import find_tokenizer
+
+    smollm2 = find_tokenizer(str(smollm2_gguf)).backend.to_str()
+    return functools.cache(lambda name: Family(name, Backend.from_str(smollm2)))
+
+
+class Family:
+    def __init__(self, name, backend):
+        backend = sentencepiece() if name == "gemma" else backend
+        backend.add_special_tokens(SPECIAL[name])
+        if name == "llama3":  # as its own: it moves offsets past the space before a word
+            backend.post_processor = processors.ByteLevel(trim_offsets=True)
+        self.template = (TEMPLATES / f"{name}.jinja").read_text()
+        self.bare = re.sub(r"\{%-? (end)?generation -?%\}", "", self.template)
+        self.tokenizer = Tokenizer(backend, bos=SPECIAL[name][0], eos=SPECIAL[name][-1])
+        self.marked = ExampleEncoder(self.tokenizer, self.template)
+        self.unmarked = ExampleEncoder(self.tokenizer, self.bare)
+
+    @functools.cached_property
+    def theirs(self):
+        from transformers import PreTrainedTokenizerFast
+
+        mine = self.tokenizer
+        backend = Backend.from_str(mine.backend.to_str())
+        return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=mine.bos, eos_token=mine.eos)
+
+
+def sentencepiece():
+    """Spaces are ▁, and what is not in the vocabulary becomes bytes."""
+    texts = ["What's the weather? And then: Sunny. Rain. Clear. Rain or rain. user model tool_code"] * 3
+    made = Backend(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    vocab = made.get_vocab()
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(vocab, key=vocab.__getitem__)]
+    merges = [tuple(merge) for merge in json.loads(made.to_str())["model"]["merges"]]
+    ids = {token: i for i, token in enumerate(tokens)}
+    out = Backend(models.BPE(vocab=ids, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    out.normalizer = normalizers.Replace(" ", "▁")
+    out.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return out
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_marked_templates_as_transformers_masks_them(family, name, chat):
+    (messages, tools), one = CHATS[chat], family(name)
+    expected = one.theirs.apply_chat_template(
+        messages, tools=tools, chat_template=one.template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    (found,) = one.marked.encode(Chat(messages, tools))
+    assert found.tokens.tolist() == expected["input_ids"]
+    assert found.mask.astype(int).tolist() == expected["assistant_masks"] and found.mask.sum() > 2
+
+
+PIECES = [
+    " ",
+    "\n",
+    "\n\n",
+    "a",
+    "the ",
+    "😀",
+    "👩‍👩‍👧",
+    "é",
+    "e\u0301",
+    "東京",
+    "\t",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "1234",
+    "שלום",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECIAL)
+def test_any_text_as_transformers_masks_it(family, name):
+    one, random = family(name), Random(0)
+
+    def some():
+        return "".join(random.choices(PIECES, k=random.randint(1, 12)))
+
+    for _ in range(100):
+        messages = [say(role, some()) for role in ["user", "assistant"] * random.randint(1, 3)]
+        expected = one.theirs.apply_chat_template(
+            messages, chat_template=one.template, return_dict=True, return_assistant_tokens_mask=True
+        )
+        (found,) = one.marked.encode(Chat(messages))
+        assert found.tokens.tolist() == expected["input_ids"], messages
+        assert found.mask.astype(int).tolist() == expected["assistant_masks"], messages
+
+
+@pytest.mark.parametrize("chat", [chat for chat in CHATS if chat != "spaces around"])  # see the test of joined tokens
+@pytest.mark.parametrize("name", SPECIAL)
+def test_without_marks_the_same_tokens_are_trained(family, name, chat):
+    """Over all documents of a conversation, each turn is trained once, as the marks have it where it stands last."""
+    (messages, tools), one = CHATS[chat], family(name)
+    documents = one.unmarked.encode(Chat(messages, tools))
+    last = [one.marked.encode(Chat(messages[: i + 1], tools, i))[0] for i in turns(messages)]
+    assert sorted(written(one.tokenizer, documents)) == sorted(written(one.tokenizer, last))
+    rendered = [found.tokens.tolist() for found in [*one.marked.encode(Chat(messages, tools)), *last]]
+    assert all(document.tokens.tolist() in rendered for document in documents)
+
+
+def turns(messages):
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def written(tokenizer, documents):
+    """The text of each run of trained tokens."""
+    for tokens, mask in documents:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
+        for start, stop in edges.reshape(-1, 2):
+            yield tokenizer.decode(tokens[start:stop], skip_special=False)
+
+
+# --- documents of their own -------------------------------------------------------------------------------------------
+
+
+def test_a_stable_template_makes_one_document_of_a_conversation(family):
+    one = family("smollm2")
+    (found,) = one.unmarked.encode(Chat(CHATS["several turns"][0]))
+    assert list(written(one.tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
+
+
+def test_the_real_smollm2_as_it_comes(smollm2_gguf):
+    from dovetail.data.encoder import find_tokenizer
+
+    tokenizer = find_tokenizer(str(smollm2_gguf))
+    messages = CHATS["several turns"][0]
+    (found,) = ExampleEncoder(tokenizer).encode(Chat(messages))
+    assert found.tokens.tolist() == tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert list(written(tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
+
+
+def test_thinking_that_later_turns_lose_is_trained_where_it_is_last(family):
+    one = family("qwen3")
+    documents = one.unmarked.encode(Chat(CHATS["thinking"][0]))
+    assert sorted(written(one.tokenizer, documents)) == [
+        "<think>\nClouds.\n</think>\n\nRain.<|im_end|>",
+        "<think>\nI look.\n</think>\n\nSunny.<|im_end|>",
+    ]
+
+
+def test_an_answer_whose_first_token_would_join_the_prompts_last(make_tokenizer):
+    tokenizer = make_tokenizer()
+    messages = [say("user", "hi"), say("assistant", "\n\nhello"), say("user", "you?"), say("assistant", "fox")]
+    documents = ExampleEncoder(tokenizer).encode(Chat(messages))
+    assert sorted(written(tokenizer, documents)) == ["\n\nhello<|im_end|>", "fox<|im_end|>"]
+    alone = documents[0].tokens.tolist()
+    prompt = tokenizer.encode_chat(messages[:1])
+    assert alone[: len(prompt)] == prompt, "the model reads the prompt's own tokens when it is asked"
+    assert alone[len(prompt) - 1 : len(prompt) + 1] != tokenizer.encode("\n\n\n")[:2]
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoder", ["marked", "unmarked"])
+def test_only_what_follows_the_prompt_is_trained(family, encoder):
+    messages, tools = CHATS["tools"]
+    (found,) = getattr(family("qwen2"), encoder).encode(Chat(messages, tools, 6))
+    called = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "東京", "days": 2}}\n</tool_call><|im_end|>'
+    assert list(written(family("qwen2").tokenizer, [found])) == [called, "Rain. <b>&</b><|im_end|>"]
+
+
+def test_plain_text_trains_the_completion_and_the_end(make_tokenizer):
+    tokenizer = make_tokenizer(bos="<|end|>", add_bos=True)
+    encoder = ExampleEncoder(tokenizer)
+    (found,) = encoder.encode(Text("Who are you? ", "a fox"))
+    assert tokenizer.decode(found.tokens, skip_special=False) == "<|end|>Who are you? a fox<|im_end|>"
+    assert list(written(tokenizer, [found])) == ["a fox<|im_end|>"]
+    prompt = tokenizer.encode("Who are you? ")
+    assert found.tokens[: len(prompt)].tolist() == prompt == encoder.prompt(Text("Who are you? ", "")).tolist()
+    (ended,) = encoder.encode(Text("a", "b<|im_end|>"))
+    assert ended.tokens.tolist().count(tokenizer.eos_id) == 1
+
+
+def test_a_prompt_is_what_serving_gives_the_model(make_tokenizer):
+    tokenizer = make_tokenizer()
+    found = ExampleEncoder(tokenizer).prompt(Chat([USER], None, 1))
+    assert found.tolist() == tokenizer.encode_chat([USER])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+THINKS_AHEAD = (
+    "{%- for m in messages %}{{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant:<think>' }}{%- endif %}"
+)
+
+
+def test_a_template_for_which_it_cannot_be_told_is_refused_by_name(make_tokenizer, tmp_path):
+    from dovetail.data.open_examples import open_examples
+    from dovetail.data.tuning import TuningData
+
+    (tmp_path / "thinks.jinja").write_text(THINKS_AHEAD)
+    records = [{"messages": [say("user", "hi"), say("assistant", "fox")]}]
+    settings = TuningData(template=str(tmp_path / "thinks.jinja"))
+    with pytest.raises(
+        ValueError, match=r"record 0: the chat template .*thinks\.jinja has no generation marks.*copy of"
+    ):
+        open_examples(settings, 64, 1, make_tokenizer(), "sft", records=records)
+    with pytest.raises(ValueError, match=r"template must be a file .* there is no 'nowhere'"):
+        open_examples(TuningData(template="nowhere"), 64, 1, make_tokenizer(), "sft", records=records)
+
+
+def test_no_template_and_no_end(make_tokenizer):
+    bare = make_tokenizer(None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        ExampleEncoder(bare).encode(Chat(CHATS["one turn"][0]))
+    bare.eos_id = None
+    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-text token"):
+        ExampleEncoder(bare).encode(Text("a", "b"))
+
+
+def test_a_token_over_the_boundary_where_the_tokenizer_adds_spaces():
+    backend = sentencepiece()
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens(["</s>"])
+    encoder = ExampleEncoder(Tokenizer(backend, eos="</s>"))
+    with pytest.raises(ValueError, match="move the space between them"):
+        encoder.encode(Text("Rain ", "then"))
+    (found,) = encoder.encode(Text("Rain", " then"))
+    assert found.mask.sum() == len(found.tokens) - len(encoder.prompt(Text("Rain", "")))
