@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of a shape by PyTorch and PEFT: tokens per second, to stand beside `dovetail bench train lora.rank=16`.
+"""LoRA fine-tuning of a shape by PyTorch and PEFT: tokens per second, beside `dovetail bench train lora.rank=16`.
 
 python benchmarks/peer_lora.py DIR [--batch 8] [--length 4096] [--micro 1 2] [--rank 16]     # DIR has a config.json
 
@@ -67,11 +67,8 @@ def _measure(torch, model, optimizer, config, args, micro: int, checkpointing: s
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / steps
     rate, memory = args.batch * args.length / seconds, torch.cuda.max_memory_allocated() / 2**30
-    print(
-        f"PyTorch {torch.__version__} + PEFT, checkpointing {checkpointing}, {micro} rows at a time: {rate:,.0f} tok/s, "
-        f"{seconds:.2f} s per step, {memory:.1f} GiB",
-        flush=True,
-    )
+    how = f"PyTorch {torch.__version__} + PEFT, checkpointing {checkpointing}, {micro} rows at a time"
+    print(f"{how}: {rate:,.0f} tok/s, {seconds:.2f} s per step, {memory:.1f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from dovetail.engine.params import SamplingParams as SamplingParams
     from dovetail.io.load import load as load
     from dovetail.train.pretrain import pretrain as pretrain
+    from dovetail.tune.distillation import distill as distill
+    from dovetail.tune.dpo import dpo as dpo
+    from dovetail.tune.merge import merge as merge
+    from dovetail.tune.sft import sft as sft
 
 __version__ = "0.1.0"
 # When jax starts, it takes 75% of a GPU unless one of these says otherwise.
@@ -34,8 +38,12 @@ _HOMES = {
     "SamplingParams": "dovetail.engine.params",
     "load": "dovetail.io.load",
     "pretrain": "dovetail.train.pretrain",
+    "sft": "dovetail.tune.sft",
+    "dpo": "dovetail.tune.dpo",
+    "distill": "dovetail.tune.distillation",
+    "merge": "dovetail.tune.merge",
 }
-__all__ = ["LLM", "SamplingParams", "load", "pretrain", "__version__"]
+__all__ = ["LLM", "SamplingParams", "distill", "dpo", "load", "merge", "pretrain", "sft", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,13 +17,12 @@ def run(
 
     from dovetail.core.chips import chip_of, usable_bytes
     from dovetail.plan.flops import train_flops_per_token
-    from dovetail.train.next_token import next_token
     from dovetail.train.prepare import prepare
 
-    settings = _settings(model, batch, length, overrides)
+    settings, objective = _training(model, batch, length, overrides)
     device, count = jax.devices()[0], jax.device_count()
     devices = f"{count} device{'s' if count > 1 else ''}"
-    ready = prepare(settings, next_token(settings))
+    ready = prepare(settings, objective)
     console = Console(highlight=False)
     console.print("\n".join(ready.derived.explain()))
     start = time.perf_counter()
@@ -54,9 +53,10 @@ def run(
         "loss": ", ".join(f"{loss:.3f}" for loss in losses),
     }
     for name, causal in (("causal", True), ("full", False)):
-        flops = train_flops_per_token(ready.cfg, settings.length, causal)
+        frozen = settings.adapter is not None
+        flops = train_flops_per_token(ready.cfg, settings.length, causal, frozen)
         share = f", {rate * flops / peak:.1%} of {chip.name}'s peak" if peak and chip else ""
-        rows[f"FLOP/s, {name} attention"] = f"{rate * flops / 1e12:,.1f} TFLOP/s{share}"
+        rows[f"FLOP/s, {'4N, ' if frozen else ''}{name} attention"] = f"{rate * flops / 1e12:,.1f} TFLOP/s{share}"
     if "peak_bytes_in_use" in memory:
         limit = usable_bytes(device) or 0
         taken, planned = memory["peak_bytes_in_use"], ready.derived.memory.total
@@ -65,13 +65,48 @@ def run(
     console.print(_table(f"{name}, {batch} x {length}, documents per row: {documents}, {devices}", rows))
 
 
-def _settings(model: str, batch: int, length: int, overrides: list[str]):
+def _training(model: str, batch: int, length: int, overrides: list[str]):
+    """(settings, objective): pretraining's; or those of adapters, where a key of theirs is given."""
     from dovetail.core.overrides import place, split
     from dovetail.core.recipe import read
+    from dovetail.train.next_token import next_token
     from dovetail.train.settings import Pretrain
 
-    base = {"model": model, "batch": batch, "length": length, "steps": 1000, "data": {"sources": [{"path": "random"}]}}
-    return read(Pretrain, place(base, [split(text) for text in overrides]))
+    base = {"model": model, "batch": batch, "length": length, "steps": 1000}
+    given = [split(text) for text in overrides]
+    if any(path[0] == "lora" for path, _ in given):
+        return _adapters(place(base, given))
+    settings = read(Pretrain, place(base | {"data": {"sources": [{"path": "random"}]}}, given))
+    return settings, next_token(settings)
+
+
+def _adapters(given: dict):
+    """On random weights: a shape is measured, and no checkpoint is needed."""
+    from dataclasses import replace
+
+    import jax
+
+    from dovetail.core.compute import compute_of
+    from dovetail.core.recipe import read
+    from dovetail.core.spec import init, is_spec, path_name
+    from dovetail.models.frozen import pack
+    from dovetail.models.spec import spec
+    from dovetail.tune.settings import Sft
+    from dovetail.tune.sft import sft_objective
+
+    settings = read(Sft, given)
+    objective = sft_objective(settings)
+    dtype = compute_of(settings.precision.compute).dtype
+
+    def load(cfg, placement):
+        def one(path, leaf):
+            weight = init(leaf, jax.random.key(0), dtype, 0.02, placement.sharding(leaf.axes, leaf.shape))
+            return pack(path_name(path), leaf, weight, settings.held, placement)
+
+        return jax.tree_util.tree_map_with_path(one, spec(cfg), is_leaf=is_spec)
+
+    assert objective.frozen is not None
+    return settings, replace(objective, frozen=replace(objective.frozen, load=load))
 
 
 def _batch(settings, vocab: int, documents: int, seed: int):

@@ -53,18 +53,17 @@ def run(
             explain=lambda lines: show and console.print("\n".join(lines), style="dim", soft_wrap=True),
             bar=bar if show else None, last_words=last_words,
         )  # fmt: skip
-    if show and _is_first():
-        _say_end(console, ended)
+    if show:
+        say_end(console, ended)
     return ended.code
 
 
-def _is_first() -> bool:
+def say_end(console, ended) -> None:
+    """In the first process: how a training ended."""
     import jax
 
-    return jax.process_index() == 0
-
-
-def _say_end(console, ended) -> None:
+    if jax.process_index():
+        return
     from dovetail.cli.info import table
     from dovetail.train.guard.exits import meaning
     from dovetail.train.report.summary import read, summary

@@ -55,6 +55,11 @@ def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: t
         raise ValueError(f"recipe {name_or_path}: {error}") from error
 
 
+def create(cls: type[T], given: Sequence[str] | Mapping[str, Any]) -> T:
+    """Settings from these values alone: see `load`."""
+    return _overridden(cls, {}, given)
+
+
 def change(settings: T, overrides: Mapping[str, Any]) -> T:
     """The same settings with some keys changed."""
     return _overridden(type(settings), dump(settings), overrides)

@@ -123,7 +123,7 @@ def convert(
         raise ValueError(f"{dst} exists and is not an empty folder: choose another place or remove it")
     path = resolve(src, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
-    dtype = _stored_dtype(checkpoint, cfg, str(path)) if dtype is None else _to_store(dtype)
+    dtype = stored_dtype(checkpoint, cfg, str(path)) if dtype is None else _to_store(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         params = read_params(checkpoint, cfg, dtype, str(path), progress=progress)
     save(dst, cfg, params, tokenizer, max_shard_bytes)
@@ -159,10 +159,10 @@ def save(
 
 
 def _own_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
-    return jnp.float32 if jax.default_backend() == "cpu" else _stored_dtype(checkpoint, cfg, where)
+    return jnp.float32 if jax.default_backend() == "cpu" else stored_dtype(checkpoint, cfg, where)
 
 
-def _stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
+def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
     tensors = checkpoint.tensors()  # the model's own alone: not a table of integers or another tower beside them
     kinds = {jnp.dtype(tensors[name][1]) for name in match_names(checkpoint, cfg, where).values()}
     if jnp.dtype(jnp.bfloat16) in kinds:

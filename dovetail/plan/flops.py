@@ -11,15 +11,19 @@ from dovetail.models.config import Attention, Latent, ModelConfig
 from dovetail.models.spec import flops_per_token
 
 FORWARD_AND_BACKWARD = 3  # the gradient of a product is two products
+FROZEN = 2  # of a product with a weight that is not trained, one
 
 
-def train_flops_per_token(cfg: ModelConfig, length: int, causal: bool) -> float:
+def train_flops_per_token(cfg: ModelConfig, length: int, causal: bool, frozen: bool = False) -> float:
     """FLOPs of one token in a row of `length`, forward and backward. Experts count by the share that a token visits,
-    the unembedding once (tied or not), a look-up not at all."""
+    the unembedding once (tied or not), a look-up not at all. With `frozen` weights, which adapters are trained on, 4N
+    and not 6N: the products that give the weights' own gradients are not made, and the adapters' are too few to count.
+    """
     if length < 1:
         raise ValueError(f"a row has at least 1 token; got a length of {length}")
     attention = sum(layer.attn.flops_per_key * _keys(layer.attn, length, causal) for layer in cfg.layers)
-    return FORWARD_AND_BACKWARD * (flops_per_token(cfg) + attention)
+    products = flops_per_token(cfg) * (FROZEN if frozen else FORWARD_AND_BACKWARD)
+    return products + FORWARD_AND_BACKWARD * attention
 
 
 def mfu(

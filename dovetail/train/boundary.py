@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,8 @@ from dovetail.train.position import Position
 from dovetail.train.prepare import Ready
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import AVERAGED, TRAINED, RunMetrics
-from dovetail.train.rows import Rows
+from dovetail.train.report.summary import SAMPLES
+from dovetail.train.rows import Rows, Samples
 from dovetail.train.saves import Saves
 from dovetail.train.step import Evaluate
 from dovetail.train.trace import Trace
@@ -31,10 +33,11 @@ class Boundary:
         goodput: Goodput,
         held_out: Rows | None,
         tokenizer: Tokenizer | None,
+        samples: Samples | None = None,
     ):
         self._ready, self._settings, self._folder = ready, ready.settings, folder
         self._saves, self._metrics, self._goodput = saves, metrics, goodput
-        self._held_out, self._tokenizer = held_out, tokenizer
+        self._held_out, self._tokenizer, self._samples = held_out, tokenizer, samples
         self._first = jax.process_index() == 0
         self._total = self._settings.total_steps
         self._command = Command(self._settings.eval.command, folder, metrics.remark)
@@ -50,6 +53,8 @@ class Boundary:
         self.trace.end(at.step, leaving=over or signalled)
         if self._held_out and ("evaluate" in due or (over and self._settings.eval.every)):
             self._evaluate(at, self._held_out)
+        if self._samples and ("sample" in due or over):
+            self._sample(at, self._samples)
         if "export" in due or "command" in due or (over and self._exports_at_end):
             self._export(at, "command" in due)
         if ("save" in due or over or stopping) and at.step:
@@ -63,7 +68,7 @@ class Boundary:
         s = self._settings
         every = {
             "save": s.checkpoint.every, "evaluate": s.eval.every, "export": s.checkpoint.export_hf,
-            "command": s.eval.command_every,
+            "command": s.eval.command_every, "sample": self._samples.every if self._samples else 0,
         }  # fmt: skip
         return {what for what, n in every.items() if n and step and step % n == 0}
 
@@ -83,6 +88,13 @@ class Boundary:
     def _evaluator(self) -> Evaluate:
         with self._goodput.span("compile"):
             return self._ready.evaluate()
+
+    def _sample(self, at: Position, samples: Samples) -> None:
+        """Onto the end of samples.jsonl."""
+        with self._goodput.span("eval"):
+            lines = [{"step": at.step} | one for one in samples(at.state.ema or at.state.params)]
+        with (self._folder / SAMPLES).open("a") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _export(self, at: Position, command: bool) -> None:
         """The averaged weights, where there are any."""

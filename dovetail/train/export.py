@@ -19,14 +19,14 @@ from dovetail.models.config import ModelConfig
 
 def export(folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any) -> None:
     """All processes call it; the first writes. A folder of an earlier attempt is replaced."""
-    host = jax.tree.map(lambda x: np.asarray(_whole(x.astype(dtype))), params)
+    host = jax.tree.map(lambda x: np.asarray(whole(x.astype(dtype))), params)
     if jax.process_index() == 0:
         if folder.exists():
             shutil.rmtree(folder)
         save(folder, cfg, host, tokenizer)
 
 
-def _whole(x: jax.Array) -> Any:
+def whole(x: jax.Array) -> Any:
     if jax.process_count() == 1:
         return x
     from jax.experimental import multihost_utils

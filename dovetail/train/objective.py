@@ -92,13 +92,19 @@ def hidden_states(
 
 
 def cross_entropy(
-    params: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext, z: float = 0.0
+    params: Params,
+    cfg: ModelConfig,
+    hidden: jax.Array,
+    batch: Batch,
+    ctx: StepContext,
+    z: float = 0.0,
+    trains_head: bool = True,
 ) -> tuple[jax.Array, Metrics]:
     """(the loss with its z term, {nll, z}): sums over targets, each times its loss_mask."""
     head = params["embed"] if cfg.tied else params["head"]
     return losses.cross_entropy(
         hidden, head, batch.targets, batch.loss_mask, scale=cfg.logit_scale, softcap=cfg.logit_softcap, z=z,
-        dtype=ctx.logits, placement=ctx.placement,
+        dtype=ctx.logits, placement=ctx.placement, trains_head=trains_head,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from dovetail.core.types import Batch
+from dovetail.core.types import Batch, Params
 from dovetail.io.tokenizer import Tokenizer
 
 
@@ -18,6 +18,14 @@ class Rows(Protocol):
     def documents(self, step: int) -> int: ...
 
 
+class Samples(Protocol):
+    """What the model answers to a few prompts, every so many steps, for the report."""
+
+    @property
+    def every(self) -> int: ...
+    def __call__(self, params: Params) -> list[dict[str, str]]: ...
+
+
 @dataclass(frozen=True)
 class Opened:
     """What a run reads, opened."""
@@ -25,6 +33,7 @@ class Opened:
     rows: Rows
     held_out: Rows | None = None
     tokenizer: Tokenizer | None = None  # what exports carry, so that their folders can be served
+    samples: Samples | None = None
 
 
 class Batches:

@@ -28,7 +28,7 @@ from dovetail.train.prepare import Ready
 from dovetail.train.report import page
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import Remarks, RunMetrics, Work
-from dovetail.train.rows import Batches, Rows
+from dovetail.train.rows import Batches, Rows, Samples
 from dovetail.train.saves import Saves
 
 IN_GOOD_ORDER = (0, PREEMPTED, 130)  # exit codes of runs whose last state is saved
@@ -49,13 +49,14 @@ def run(
     rows: Rows,
     held_out: Rows | None = None,
     tokenizer: Tokenizer | None = None,
+    samples: Samples | None = None,
     *,
     goodput: Goodput | None = None,
     show: bool = True,
     stop: Stop | None = None,
     on_hang: Callable[[str], object] | None = None,
 ) -> Ran:
-    """Train until the end, a signal or a fault. `tokenizer` is what exports carry."""
+    """Train until the end, a signal or a fault. `tokenizer` is what exports carry; for `samples` see train.rows."""
     settings, first = ready.settings, jax.process_index() == 0
     goodput, stop, remarks = goodput or Goodput(), stop or Stop(), Remarks()
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def run(
             Watchdog(settings.health.hang_seconds, folder, on_hang) as watchdog,
         ):  # fmt: skip
             remarks.show_with(metrics.remark)
-            boundary = Boundary(ready, folder, saves, metrics, goodput, held_out, tokenizer)
+            boundary = Boundary(ready, folder, saves, metrics, goodput, held_out, tokenizer, samples)
             loop = Loop(
                 ready, Batches(rows), at, saves=saves, boundary=boundary, doctor=_doctor(ready, folder),
                 metrics=metrics, goodput=goodput, watchdog=watchdog, stop=stop,
@@ -104,7 +105,8 @@ def _host_of(device: Any) -> str:
 
 
 def _work(ready: Ready) -> Work:
-    cfg, length = ready.cfg, ready.settings.length
+    cfg, length, frozen = ready.cfg, ready.settings.length, ready.settings.adapter is not None
     chip = chip_of(jax.devices()[0])
     peak = chip.device_bf16 * jax.device_count() if chip and chip.device_bf16 else None
-    return Work(train_flops_per_token(cfg, length, False), train_flops_per_token(cfg, length, True), peak)
+    full, causal = (train_flops_per_token(cfg, length, causal, frozen) for causal in (False, True))
+    return Work(full, causal, peak)

@@ -120,7 +120,7 @@ def _given_weights(ready: Ready) -> Any:
     settings = ready.settings
     if ready.objective.initial:
         return ready.objective.initial(ready)
-    if not settings.weights:
+    if not settings.weights or settings.adapter:  # its base is frozen
         return None
     from dovetail.io.hf import has_mtp, read_params
     from dovetail.io.hub import resolve

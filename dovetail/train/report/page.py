@@ -22,6 +22,11 @@ TITLE = ("time", "step", "what", "kind", "reason", "process", "values")
 LOG_FROM = 20  # the greatest gradient norm over the median, from which its axis is logarithmic
 LOG_LOSS = 2.5  # and the same for the greatest loss over the least: what comes after the first fall stays visible
 MOST_ROWS = 50
+# What every training says of a step: drawn with curves of their own, or no measure of the model.
+COMMON = (
+    "loss", "grad_norm", "lr", "targets", "seconds", "tokens", "tokens_per_second", "mfu_causal", "mfu_full", "memory",
+    "goodput", "time", "z",
+)  # fmt: skip
 
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--card:#f6f7f9;--ink:#1c2128;--dim:#667080;--rule:#e3e6ea;--bad:#d1434b;
@@ -62,7 +67,8 @@ def write(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def page(run: RunRecord) -> str:
-    sections = [_figures(run), _curves(run), _goodput(run), _health(run), _saved(run), _environment(run), _recipe(run)]
+    parts = (_figures, _curves, _samples, _goodput, _health, _saved, _environment, _recipe)
+    sections = [part(run) for part in parts]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -130,8 +136,25 @@ def _curves(run: RunRecord) -> str:
             form=lambda v: f"{v:.1%}", zero=True,
         ),
     ]  # fmt: skip
+    small += [chart(name.replace("_", " "), _own_lines(run, name), form=lambda v: f"{v:.3g}") for name in _own(run)]
     grid = "".join(_card(each) for each in small if each)
     return (_card(first) if first else "") + (f'<div class="two">{grid}</div>' if grid else "")
+
+
+def _own(run: RunRecord) -> list[str]:
+    """The measures that an objective has of its own: what every training has is drawn above, or is no measure."""
+    last = run.steps[-1] if run.steps else {}
+    return [name for name, value in last.items() if isinstance(value, float) and name not in COMMON]
+
+
+def _own_lines(run: RunRecord, name: str) -> list[Series]:
+    values = run.curve(name)
+    held_out = run.curve(f"held_out_{name}", run.evals)
+    return [
+        Series("each step", values, "raw", 4),
+        Series(name, smooth(values), "line", 4),
+        Series("held out", held_out, "dots", 1),
+    ]
 
 
 def _card(content: str) -> str:
@@ -156,6 +179,16 @@ def _goodput(run: RunRecord) -> str:
         rows.append([name, escape(what), clock_text(seconds), f"{share:.1%}"])
     table = _table(["", "", "time", "share"], rows, numbers=(2, 3))
     return f'<h2>Goodput {run.ledger.share:.1%}</h2><div class="bar">{"".join(bar)}</div>{table}'
+
+
+def _samples(run: RunRecord) -> str:
+    """The latest first, each prompt's answers one below the other."""
+    latest = sorted(run.samples, key=lambda one: (str(one.get("prompt")), -int(one.get("step") or 0)))
+    rows = [
+        [f"{one.get('step', 0):,}", escape(str(one.get("prompt", ""))), escape(str(one.get("answer", "")))]
+        for one in latest
+    ]
+    return "<h2>Samples</h2>" + _table(["step", "prompt", "answer"], rows[:MOST_ROWS], numbers=(0,)) if rows else ""
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dovetail.train.report.live import clock_text, short
 from dovetail.train.report.metrics import AVERAGED, EVAL, FILE
 
 HELD_OUT = "held_out_loss"
+SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class RunRecord:
     ledger: goodput.Goodput | None = None
     health: list[dict[str, Any]] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)  # step, prompt, answer
     recipe: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ def read(folder: str | Path) -> RunRecord:
         ledger=goodput.Goodput.stored(ledger) if ledger.is_file() else None,
         health=read_lines(folder / "health.jsonl"),
         saved=_saved(folder / "checkpoints", "checkpoint") + _saved(folder / "export", "export"),
+        samples=list({(s.get("step"), s.get("prompt")): s for s in read_lines(folder / SAMPLES)}.values()),
         recipe=_text(folder / "recipe.yaml"),
         environment=about.get("environment", {}),
     )

@@ -1,0 +1,93 @@
+"""`dovetail sft`, `dpo`, `distill` and `merge`: a model's later schooling, on whatever machine this is."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+RECIPE = typer.Argument(..., help="A YAML file, or `-` for none: then model=, data.path= and steps= must be given.")
+OVERRIDES = typer.Argument(None, help="Keys to change, such as lora.rank=16 optimizer.lr=2e-4 steps=500.")
+RUN_DIR = typer.Option("", "--run-dir", help="Where the run is kept; default runs/RECIPE.")
+QUIET = typer.Option(False, help="No live line.")
+
+
+def sft(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
+    """Fine-tune on conversations; started again, it goes on where it stopped."""
+    _tune("sft", recipe, overrides, run_dir, quiet)
+
+
+def dpo(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
+    """Learn from preferences: DPO, IPO, KTO, ORPO, SimPO."""
+    _tune("dpo", recipe, overrides, run_dir, quiet)
+
+
+def distill(
+    recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET
+) -> None:
+    """Learn from a larger model."""
+    _tune("distill", recipe, overrides, run_dir, quiet)
+
+
+def merge(
+    model: str = typer.Argument(..., help="The adapter's base: a folder, a hub id, a name."),
+    adapter: str = typer.Argument(..., help="A folder in PEFT's format."),
+    to: str = typer.Argument(..., help="A new folder."),
+    dtype: str = typer.Option(None, help="bf16, f32 or f16; the model's own unless given."),
+) -> None:
+    """Write an adapter into its model's weights: a Hugging Face folder."""
+    from dovetail.cli.progress import bar
+    from dovetail.tune.merge import merge as run
+
+    with bar() as progress:
+        run(model, adapter, to, dtype, progress)
+    typer.echo(f"merged into {to}: serve it with `dovetail serve {to}`")
+
+
+def _kind(name: str) -> tuple[Any, Any]:
+    """(the class of its settings, its objective)."""
+    from dovetail.tune import settings
+
+    if name == "sft":
+        from dovetail.tune.sft import sft_objective
+
+        return settings.Sft, sft_objective
+    if name == "dpo":
+        from dovetail.tune.dpo import dpo_objective
+
+        return settings.Dpo, dpo_objective
+    from dovetail.tune.distillation import objective
+
+    return settings.Distill, objective
+
+
+def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, quiet: bool) -> None:
+    import time
+
+    from rich.console import Console
+
+    from dovetail.cli.errors import last_words
+    from dovetail.cli.pretrain import say_end
+    from dovetail.cli.progress import bar
+    from dovetail.core import recipe as recipes
+    from dovetail.core.host import process_age
+    from dovetail.train.guard.stop import Stop
+
+    since = time.monotonic() - process_age()
+    console = Console(stderr=True, highlight=False)
+    with Stop(ends_process=True) as stop:
+        cls, objective = _kind(name)
+        from dovetail.tune.run import tune_settings
+
+        given = overrides or []
+        settings = recipes.create(cls, given) if recipe == "-" else recipes.load(recipe, given, cls)
+        stem = Path(settings.model if recipe == "-" else recipe).stem
+        ended = tune_settings(
+            settings, Path(run_dir) if run_dir else Path("runs") / f"{stem}-{name}", objective, stop=stop, since=since,
+            show=not quiet, bar=None if quiet else bar, last_words=last_words,
+            explain=lambda lines: quiet or console.print("\n".join(lines), style="dim", soft_wrap=True),
+            told=lambda line: quiet or console.print(line, style="dim", soft_wrap=True),
+        )  # fmt: skip
+    if not quiet:
+        say_end(console, ended)
+    if ended.code:
+        raise typer.Exit(ended.code)

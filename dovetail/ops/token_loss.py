@@ -1,0 +1,238 @@
+"""Numbers of each token whose logits are never all in memory at once: log-probabilities, entropy, the divergence of a
+student from a teacher.
+
+How much each token counts is known only when the gradient comes back, so the backward pass makes the logits of each
+chunk once more: one product more than ops.loss has. What is not trained costs no gradient: a frozen head, a teacher.
+
+B rows, T tokens, D model dim, V vocabulary, K words kept of each distribution; G groups of C tokens (ops.chunks).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.choice import one_of, require
+from dovetail.core.mesh import Placement, constrain
+from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
+from dovetail.ops.linear import ARRAYS, matmul
+
+DIVERGENCES = ("forward", "reverse", "jsd")
+# What follows from a chunk's logits is in f32: with a copy of that counted, the most that is held at a time is about
+# twice the bytes of a chunk, which is what plan.memory reckons with.
+F32 = 4
+
+
+@dataclass(frozen=True)
+class Unembed:
+    """What makes logits of hidden states, besides the head: they are multiplied by `scale`, capped, and divided by the
+    `temperature` of the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    dtype: Any = jnp.float32  # that they are held in; what follows is computed in f32
+    placement: Placement | None = None
+    chunk: int | None = None  # tokens whose logits a device holds at a time
+
+
+class TokenScores(NamedTuple):
+    """Each [B, T] in f32."""
+
+    logprobs: jax.Array  # log p(target)
+    best: jax.Array  # 1 where no other word outdoes the target; carries no gradient
+    entropy: jax.Array | None  # of p, in nats, where it was asked for
+
+
+def token_logprobs(hidden: jax.Array, head: Any, targets: jax.Array, **unembed: Any) -> jax.Array:
+    """log p(target) of hidden [B, T, D] under head [V, D], [B, T] in f32; see Unembed for the rest."""
+    return token_scores(hidden, head, targets, **unembed).logprobs
+
+
+def token_scores(
+    hidden: jax.Array, head: Any, targets: jax.Array, *, entropy: bool = False, **unembed: Any
+) -> TokenScores:
+    """Differentiable in hidden and head, which is an array or an ops.linear.Weight. A target may be anything where its
+    number is not read."""
+    how = Unembed(**unembed)
+    _check(hidden, head, targets.shape)
+
+    def score(logits: jax.Array, targets: jax.Array) -> TokenScores:
+        top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+        weights = jnp.exp(logits - top[..., None])
+        total = jnp.sum(weights, axis=-1)
+        lse = top + jnp.log(total)
+        chosen = jnp.sum(jnp.where(is_target(logits, targets), logits, 0.0), axis=-1)
+        best = jax.lax.stop_gradient(chosen >= top).astype(jnp.float32)
+        # H = -sum_v p_v log p_v = lse - sum_v p_v logit_v
+        spread = lse - jnp.sum(weights * logits, axis=-1) / total if entropy else None
+        return TokenScores(chosen - lse, best, spread)
+
+    return _over_chunks(score, [(hidden, head, how)], targets)
+
+
+def token_divergence(
+    hidden: jax.Array,
+    head: Any,
+    teacher_hidden: jax.Array,
+    teacher_head: Any,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    teacher_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    **unembed: Any,
+) -> jax.Array:
+    """How far the student's distribution S is from the teacher's T, [B, T] in f32; `unembed` is the student's.
+
+    forward KL(T || S), reverse KL(S || T), or jsd: beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T,
+    which is the forward one at beta 0 and the reverse one at beta 1 (GKD, arXiv 2306.13649). Only the student learns.
+    """
+    how = Unembed(**unembed)
+    _check(hidden, head, teacher_hidden.shape[:2])
+    _check_vocabularies(head.shape[0], teacher_head.shape[0])
+    theirs = Unembed(teacher_scale, teacher_softcap, how.temperature, how.dtype)
+    measure = functools.partial(divergence, kind=kind, beta=beta)
+    frozen = jax.lax.stop_gradient((teacher_hidden, teacher_head))
+    return _over_chunks(measure, [(hidden, head, how), (*frozen, theirs)])
+
+
+def top_k_divergence(
+    hidden: jax.Array,
+    head: Any,
+    words: jax.Array,
+    logits: jax.Array,
+    *,
+    kind: str = "forward",
+    beta: float = 0.5,
+    **unembed: Any,
+) -> jax.Array:
+    """The same, where of the teacher there are `logits` (or log-probabilities: the same but for what they sum to) of
+    `words` alone, both [B, T, K]. Both distributions are renormalised over these words."""
+    how = Unembed(**unembed)
+    _check(hidden, head, words.shape[:2])
+
+    def measure(ours: jax.Array, words: jax.Array, theirs: jax.Array) -> jax.Array:
+        ours = jnp.take_along_axis(ours, words, axis=-1)
+        return divergence(ours, theirs.astype(jnp.float32) / how.temperature, kind=kind, beta=beta)
+
+    return _over_chunks(measure, [(hidden, head, how)], words, jax.lax.stop_gradient(logits))
+
+
+def token_top_k(hidden: jax.Array, head: Any, k: int, **unembed: Any) -> tuple[jax.Array, jax.Array]:
+    """(the k likeliest words, int32, their log-probabilities, f32), each [B, T, K]: a teacher's, to be kept."""
+    require(1 <= k <= head.shape[0], f"top_k must be 1 to the {head.shape[0]} words of the vocabulary; got {k}")
+
+    def top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, words = jax.lax.top_k(jax.nn.log_softmax(logits), k)
+        return words.astype(jnp.int32), values
+
+    return jax.lax.stop_gradient(_over_chunks(top, [(hidden, head, Unembed(**unembed))]))
+
+
+def divergence(ours: jax.Array, theirs: jax.Array, *, kind: str, beta: float = 0.5) -> jax.Array:
+    """Of two distributions given by their logits [..., V]; see token_divergence."""
+    one_of("kind", kind, DIVERGENCES)
+    require(0 <= beta <= 1, f"beta must be from 0 (forward KL) to 1 (reverse KL); got {beta}")
+    s, t = jax.nn.log_softmax(ours), jax.nn.log_softmax(theirs)
+    if kind == "forward" or (kind == "jsd" and beta == 0):
+        return _kl(t, s)
+    if kind == "reverse" or beta == 1:
+        return _kl(s, t)
+    m = jnp.logaddexp(s + jnp.log1p(-beta), t + jnp.log(beta))
+    return beta * _kl(t, m) + (1 - beta) * _kl(s, m)
+
+
+def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    """KL(p || q) of log-probabilities: sum_v p_v (log p_v - log q_v)."""
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+def _over_chunks(measure: Callable, models: list[tuple[jax.Array, Any, Unembed]], *columns: jax.Array) -> Any:
+    """measure(logits [G, C, V] of each model, each column's chunk) -> arrays [G, C, ...], for all tokens [B, T, ...].
+
+    The first model's Unembed says how the tokens are cut."""
+    hidden, head, how = models[0]
+    itemsize = len(models) * (jnp.dtype(how.dtype).itemsize + F32)
+    cut = chunks_of(hidden.shape, head.shape[0], itemsize=itemsize, chunk=how.chunk, placement=how.placement)
+    heads = [_per_group(cut, head) for _, head, _ in models]
+    hows = [how for _, _, how in models]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # a scan's body is not merged with what is outside it
+    def one(heads: list, states: list, chunk: tuple) -> Any:
+        logits = [_logits(cut, *model) for model in zip(states, heads, hows, strict=True)]
+        return measure(*logits, *chunk)
+
+    states = [cut.split(scaled(hidden, how.scale)) for hidden, _, how in models]
+    chunks = states, tuple(cut.split(x) for x in columns)
+    _, found = jax.lax.scan(lambda _, chunk: (None, one(heads, *chunk)), None, chunks)
+    return jax.tree.map(cut.join, found)
+
+
+def _per_group(cut: Chunks, head: Any) -> Any:
+    """The head [V, D] once per group of tokens, [G, V, D], each on its own device: each sums its own part of the
+    gradient, in f32, and the parts are added up once, after the loop."""
+    if not isinstance(head, ARRAYS):
+        return head  # what of it is trained (an adapter) is small
+    laid_out = constrain(jnp.asarray(head), cut.placement, "vocab", "embed")  # and so is its gradient
+    whole = constrain(laid_out, cut.placement, "vocab", None)
+    own = jnp.broadcast_to(whole.astype(jnp.float32), (cut.groups, *whole.shape))
+    return constrain(own, cut.placement, "tokens", "vocab", None)
+
+
+def _logits(cut: Chunks, h_GCD: jax.Array, head: Any, how: Unembed) -> jax.Array:
+    raw: Any = matmul(h_GCD, head, out_dtype=how.dtype) if not isinstance(head, ARRAYS) else _product(
+        cut.placement, jnp.dtype(how.dtype), h_GCD, head
+    )  # fmt: skip
+    logits = capped(constrain(raw, cut.placement, "tokens", None, "vocab"), how.softcap)
+    return logits if how.temperature == 1.0 else logits / how.temperature
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(placement: Placement | None, dtype: Any, h_GCD: jax.Array, head_GVD: jax.Array) -> jax.Array:
+    """In the dtype of h, as are those of its backward pass whatever the logits are held in; sums in f32."""
+    return jnp.einsum("gcd,gvd->gcv", h_GCD, head_GVD.astype(h_GCD.dtype), preferred_element_type=dtype)
+
+
+def _product_forward(placement: Placement | None, dtype: Any, h_GCD: jax.Array, head_GVD: jax.Array):
+    return _product(placement, dtype, h_GCD, head_GVD), (h_GCD, head_GVD)
+
+
+def _product_backward(placement: Placement | None, dtype: Any, saved: tuple[jax.Array, jax.Array], g_GCV: jax.Array):
+    h, head = saved
+    g = g_GCV.astype(h.dtype)
+    dh = jnp.einsum("gcv,gvd->gcd", g, head.astype(h.dtype), preferred_element_type=jnp.float32)
+    dhead = jnp.einsum("gcv,gcd->gvd", g, h, preferred_element_type=jnp.float32)
+    return (
+        constrain(dh.astype(h.dtype), placement, "tokens", None, None),
+        constrain(dhead, placement, "tokens", "vocab", None),
+    )
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _check(hidden: jax.Array, head: Any, tokens: tuple[int, ...]) -> None:
+    if hidden.ndim != 3 or len(head.shape) != 2 or hidden.shape[-1] != head.shape[-1]:
+        raise ValueError(f"hidden must be [B, T, D] and head [V, D]; got {hidden.shape} and {head.shape}")
+    if tokens != hidden.shape[:2]:
+        raise ValueError(f"what comes with the hidden states must be of {hidden.shape[:2]} tokens; got {tokens}")
+
+
+def _check_vocabularies(ours: int, theirs: int) -> None:
+    require(
+        ours == theirs,
+        f"the teacher must have the student's vocabulary, of {ours:,} words; it has {theirs:,}: "
+        "choose a teacher with the same tokenizer",
+    )

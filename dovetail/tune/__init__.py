@@ -1,0 +1,1 @@
+"""Post-training: supervised fine-tuning, preferences, distillation; adapters or all weights."""

@@ -1,0 +1,166 @@
+"""The objective of distillation: the student's distribution of each next word made like the teacher's, beside the cross
+entropy of the word itself.
+
+The teacher is another model with the same vocabulary, run beside the student, or its likeliest words and their
+log-probabilities are columns of the rows (`teacher_words`, `teacher_logprobs`, [B, T, K]), as `likeliest` gives them.
+Rows that the student itself has sampled make it on-policy (GKD): the loss is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.types import Batch, Column, Params
+from dovetail.models.config import ModelConfig
+from dovetail.models.spec import spec
+from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence
+from dovetail.train.export import export as export_model
+from dovetail.train.objective import Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states
+from dovetail.train.routers import loads_of
+from dovetail.tune.attention_maps import attention_map, map_divergence
+from dovetail.tune.distill_settings import Distillation, check_teacher
+from dovetail.tune.features import places, projections, states_after, unlikeness
+from dovetail.tune.head import head_of, unembed_of
+from dovetail.tune.preference import Model
+
+PROJECTIONS = "projections"  # the weights that only the training needs
+
+
+def distill(
+    settings: Distillation,
+    policy: Model,
+    teacher: Model | None,
+    teacher_cfg: ModelConfig | None,
+    specs: Callable[[ModelConfig], Any] = spec,
+    export: Callable[..., None] = export_model,
+) -> Objective:
+    """`policy` and `teacher` make models of the weights that `specs` declares and of the context's frozen ones.
+    `teacher` and `teacher_cfg` may be None where the rows have the teacher's words."""
+    taught = _Taught(settings, policy, teacher, teacher_cfg)
+    from_rows = {"teacher_words": Column("int32"), "teacher_logprobs": Column()} if settings.teacher == "disk" else {}
+    return Objective(
+        taught.measure,
+        columns=from_rows,
+        specs=lambda cfg: specs(cfg) | taught.projections(cfg),
+        held_out=taught.held_out,
+        export=lambda folder, cfg, params, *rest: export(folder, cfg, _without_projections(params), *rest),
+    )
+
+
+def likeliest(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, k: int) -> tuple[jax.Array, jax.Array]:
+    """(a teacher's k likeliest words, their log-probabilities) in each place, [B, T, K]: what the rows are to hold."""
+    hidden, _ = hidden_states(params, cfg, batch, dataclasses.replace(ctx, remat="none"))
+    return token_top_k(hidden, head_of(params, cfg), k, **unembed_of(cfg, ctx))
+
+
+@dataclass(frozen=True)
+class _Taught:
+    settings: Distillation
+    policy: Model
+    teacher: Model | None
+    teacher_cfg: ModelConfig | None
+
+    def projections(self, cfg: ModelConfig) -> dict[str, Any]:
+        if not self.settings.features.weight:
+            return {}
+        assert self.teacher_cfg is not None, "settings.teacher is live"
+        number = len(places(self.settings.features, cfg, self.teacher_cfg))
+        return {PROJECTIONS: projections(number, cfg, self.teacher_cfg)}
+
+    def measure(self, params: Params, cfg: ModelConfig, batch: Batch, weight: jax.Array, ctx: StepContext) -> Measured:
+        wanted, own = self.settings, self.policy(_without_projections(params), ctx)
+        hidden, stats = hidden_states(own, cfg, batch, ctx)
+        theirs = self._teachers(params, cfg, batch, ctx)
+        nll, parts = cross_entropy(*_learnt(wanted.alpha < 1, own, cfg, hidden), batch, ctx)
+        apart = self._divergence(*_learnt(wanted.alpha > 0, own, cfg, hidden), batch, ctx, theirs)
+        apart = _mean(apart, batch, weight)
+        loss = wanted.alpha * wanted.temperature**2 * apart + (1 - wanted.alpha) * nll / weight
+        metrics = {"divergence": apart, "nll": nll / weight, "token_accuracy": parts["correct"] / weight}
+        if wanted.features.weight:
+            unlike = self._unlikeness(params[PROJECTIONS], own, cfg, hidden, batch, ctx, theirs)
+            metrics["features"] = _mean(unlike, batch, weight)
+            loss = loss + wanted.features.weight * metrics["features"]
+        if wanted.attention.weight:
+            metrics["attention"] = _mean(self._inattention(own, cfg, batch, ctx, theirs), batch, weight)
+            loss = loss + wanted.attention.weight * metrics["attention"]
+        return Measured(loss, jax.tree.map(jax.lax.stop_gradient, metrics), loads_of(stats))
+
+    def _teachers(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> Any:
+        """(weights, hidden states) of a live teacher."""
+        if self.settings.teacher == "disk":
+            return None
+        assert self.teacher is not None and self.teacher_cfg is not None, "settings.teacher is live"
+        check_teacher(cfg, self.teacher_cfg)
+        model = jax.lax.stop_gradient(self.teacher(params, ctx))
+        return model, hidden_states(model, self.teacher_cfg, batch, dataclasses.replace(ctx, remat="none"))[0]
+
+    def _divergence(
+        self, own: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext, theirs: Any
+    ) -> jax.Array:
+        """[B, T]."""
+        wanted, head = self.settings, head_of(own, cfg)
+        how: dict[str, Any] = dict(
+            kind=wanted.kind, beta=wanted.beta, temperature=wanted.temperature, **unembed_of(cfg, ctx)
+        )
+        if theirs is None:
+            return top_k_divergence(
+                hidden, head, batch.columns["teacher_words"], batch.columns["teacher_logprobs"], **how
+            )
+        (model, states), of = theirs, self.teacher_cfg
+        assert of is not None
+        if wanted.top_k:
+            words = token_top_k(states, head_of(model, of), wanted.top_k, **unembed_of(of, ctx))
+            return top_k_divergence(hidden, head, *words, **how)
+        scale, softcap = of.logit_scale, of.logit_softcap
+        return token_divergence(
+            hidden, head, states, head_of(model, of), teacher_scale=scale, teacher_softcap=softcap, **how
+        )
+
+    def _unlikeness(
+        self, projected: tuple, own: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext,
+        theirs: Any,
+    ) -> jax.Array:  # fmt: skip
+        """[B, T], the mean over the places where hidden states are compared."""
+        (model, states), of, wanted = theirs, self.teacher_cfg, self.settings.features
+        assert of is not None
+        plain, total = dataclasses.replace(ctx, remat="none"), jnp.zeros(hidden.shape[:2])
+        for (i, j), projection in zip(places(wanted, cfg, of), projected, strict=True):
+            ours = states_after(i, own, cfg, batch, ctx, hidden)
+            target = jax.lax.stop_gradient(states_after(j, model, of, batch, plain, states))
+            total += unlikeness(ours, target, projection, wanted.kind)
+        return total / len(projected)
+
+    def _inattention(self, own: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, theirs: Any) -> jax.Array:
+        """[B, T], the mean over the layers that are compared."""
+        (model, _), of = theirs, self.teacher_cfg
+        assert of is not None
+        plain, layers = dataclasses.replace(ctx, remat="none"), places(self.settings.attention, cfg, of)
+        total = jnp.zeros(batch.tokens.shape)
+        for i, j in layers:
+            target = jax.lax.stop_gradient(attention_map(j, model, of, batch, plain))
+            total += map_divergence(attention_map(i, own, cfg, batch, ctx), target)
+        return total / len(layers)
+
+    def held_out(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
+        found = self.measure(params, cfg, batch, jnp.ones(()), ctx)
+        return {"loss": found.loss, **found.metrics}, batch.loss_mask.sum()
+
+
+def _learnt(counts: bool, own: Params, cfg: ModelConfig, hidden: jax.Array) -> tuple[Params, ModelConfig, jax.Array]:
+    """What only a metric is made of has no backward pass."""
+    return (own, cfg, hidden) if counts else (jax.lax.stop_gradient(own), cfg, jax.lax.stop_gradient(hidden))
+
+
+def _mean(values: jax.Array, batch: Batch, weight: jax.Array) -> jax.Array:
+    """A part's share, over targets alone: what stands elsewhere is not a number to rely on."""
+    return jnp.sum(jnp.where(batch.loss_mask > 0, batch.loss_mask * values, 0.0)) / weight
+
+
+def _without_projections(params: Params) -> Params:
+    return {name: x for name, x in params.items() if name != PROJECTIONS}

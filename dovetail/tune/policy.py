@@ -1,0 +1,137 @@
+"""The model that a fine-tuning trains: all of its weights, or adapters on weights that stay as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.core.compute import compute_of
+from dovetail.core.mesh import Placement
+from dovetail.core.spec import init, is_spec, leaves
+from dovetail.core.types import Params
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.config import ModelConfig
+from dovetail.models.frozen import frozen_form, pack
+from dovetail.models.lora import Lora, attach, input_dims, lora_spec
+from dovetail.models.spec import spec
+from dovetail.ops.adapter import row_norms
+from dovetail.train.export import export, whole
+from dovetail.train.objective import Frozen, StepContext
+from dovetail.tune.settings import Tuning
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an objective needs to know of it: the fields are those of train.objective.Objective."""
+
+    specs: Callable[[ModelConfig], Any]
+    params: Callable[[Params, StepContext], Params]  # what is trained -> the model's weights
+    frozen: Frozen | None = None
+    initial: Callable[[Any], Params] | None = None
+    export: Callable[..., None] = export
+
+    @property
+    def trains_head(self) -> bool:
+        return self.frozen is None
+
+
+def policy_of(settings: Tuning) -> Policy:
+    lora = settings.lora
+    if lora is None:
+        return Policy(spec, lambda params, ctx: params)
+    return Policy(
+        specs=functools.partial(lora_spec, lora=lora),
+        params=lambda params, ctx: attach(ctx.frozen, params, lora, ctx.key),
+        frozen=frozen_model(settings.weights, settings.held, settings.precision.compute),
+        initial=functools.partial(_initial, settings=settings) if settings.from_adapter or lora.dora else None,
+        export=functools.partial(_export_adapter, lora=lora, base=settings.weights),
+    )
+
+
+def frozen_model(weights: str, held: str, compute: str) -> Frozen:
+    """The weights of a folder or a name, held as said (models.frozen.HELD)."""
+    dtype = compute_of(held if held in ("bf16", "f32") else compute).dtype
+
+    def load(cfg: ModelConfig, placement: Placement) -> Params:
+        from dovetail.io.hf import read_params
+        from dovetail.io.hub import resolve
+        from dovetail.io.load import open_checkpoint
+
+        path = resolve(weights)
+        source, _, _ = open_checkpoint(path)
+        convert = functools.partial(pack, held=held, placement=placement)
+        return read_params(source, cfg, dtype, str(path), placement, convert=convert)
+
+    return Frozen(lambda cfg, placement: frozen_form(cfg, held, dtype, placement), load)
+
+
+def _initial(ready: Any, settings: Tuning) -> Params:
+    """Adapters from a folder; or new ones whose magnitudes are those of the base's rows."""
+    lora, places = settings.lora, jax.tree.map(lambda leaf: leaf.sharding, ready.form.params)
+    assert lora is not None
+    dtype = compute_of(settings.precision.params).dtype
+    if settings.from_adapter:
+        given = _read_adapter(settings.from_adapter, ready.cfg, lora)
+        return jax.tree.map(
+            lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, ready.form.params
+        )
+    new = init(ready.specs, jax.random.key(settings.seed), dtype, shardings=places)
+    norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in _projections(ready)}
+
+    def one(path: tuple, x: jax.Array) -> jax.Array:
+        *above, last = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+        return jax.device_put(norms[".".join(above)], x.sharding) if last == "magnitude" else x
+
+    return jax.tree_util.tree_map_with_path(one, new)
+
+
+def _projections(ready: Any) -> list[tuple[str, Any, int]]:
+    """(path, the frozen weight, its input dims) of the weights that have an adapter."""
+    specs, adapted = dict(leaves(spec(ready.cfg))), {path.rpartition(".")[0] for path, _ in leaves(ready.specs)}
+    found = []
+    for path in sorted(adapted):
+        weight = ready.frozen
+        for name in path.split("."):
+            weight = weight[int(name) if isinstance(weight, tuple) else name]
+        found.append((path, weight, input_dims(specs[path])))
+    return found
+
+
+def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
+    from dovetail.io.peft import read_adapter
+
+    theirs, tree = read_adapter(folder, cfg)
+    for what in ("rank", "dora"):
+        if getattr(theirs, what) != getattr(lora, what):
+            raise ValueError(
+                f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
+                f"set it to the adapter's"
+            )
+    wanted, got = jax.tree.structure(lora_spec(cfg, lora), is_leaf=is_spec), jax.tree.structure(tree)
+    if wanted != got:
+        raise ValueError(
+            f"from_adapter={folder} adapts other projections than lora.targets says: set lora.targets to "
+            f"{', '.join(theirs.targets)}"
+        )
+    scale = theirs.scale / lora.scale  # the same update at another alpha
+    return jax.tree_util.tree_map_with_path(lambda path, x: x * scale if path[-1].key == "lora_b" else x, tree)
+
+
+def _export_adapter(
+    folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any, *, lora: Lora, base: str
+) -> None:
+    """In PEFT's format. Adapters are small, and stay in f32."""
+    from dovetail.io.peft import save_adapter
+
+    host = jax.tree.map(lambda x: np.asarray(whole(x.astype(jnp.float32))), params)
+    if jax.process_index() == 0:
+        save_adapter(folder, cfg, host, lora, base)
+        if tokenizer:
+            tokenizer.save(folder)

@@ -1,0 +1,116 @@
+"""A fine-tuning from a recipe, or a program's arguments, to its end: what every kind of it shares."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from dovetail.core import recipe as recipes
+from dovetail.data.open_examples import open_examples
+from dovetail.io.hub import Progress, resolve
+from dovetail.io.load import open_checkpoint
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.train.launch import Ended, launch
+from dovetail.train.objective import Objective
+from dovetail.train.prepare import Ready
+from dovetail.train.rows import Opened
+from dovetail.tune.reference import with_reference
+from dovetail.tune.samples import Sampler
+from dovetail.tune.settings import Dpo, Tuning
+
+S = TypeVar("S", bound=Tuning)
+Bar = Callable[[], AbstractContextManager[Progress]]
+
+
+def tune(
+    cls: type[S],
+    objective: Callable[[S], Objective],
+    recipe: str | Path | Tuning | None,
+    data: Any,
+    run_dir: str | Path,
+    *,
+    overrides: Mapping[str, Any],
+    **how: Any,
+) -> Ended:
+    """For `how` see tune_settings."""
+    records, keys = _taken(data)
+    given = {**keys, **overrides}
+    if recipe is None:
+        settings, name = recipes.create(cls, given), str(given.get("model", ""))
+    elif isinstance(recipe, cls):
+        settings, name = recipes.change(recipe, given), recipe.model
+    else:
+        settings, name = recipes.load(str(recipe), given, cls), str(recipe)
+    folder = Path(run_dir) if run_dir else Path("runs") / f"{Path(name).stem}-{cls.__name__.lower()}"
+    return tune_settings(settings, folder, objective, records=records, **how)
+
+
+def tune_settings(
+    settings: S,
+    folder: Path,
+    objective: Callable[[S], Objective],
+    *,
+    records: list[Any] | None = None,
+    bar: Bar | None = None,
+    told: Callable[[str], object] = lambda line: None,
+    **how: Any,
+) -> Ended:
+    """`bar` shows the progress of reading the data, and `told` is given what became of it, in the first process; for
+    `how`, see train.launch."""
+    open_rows = partial(_open_rows, folder=folder, records=records, bar=bar, told=told)
+    return launch(settings, folder, objective, open_rows, **how)
+
+
+def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
+    """(a program's own records, what the recipe's `data` is to say)."""
+    if data is None:
+        return None, {}
+    if isinstance(data, Mapping):
+        return None, {"data": dict(data)}
+    if isinstance(data, str | Path):
+        return None, {"data": {"path": str(data)}}
+    records = list(data)
+    digest = hashlib.sha256(json.dumps(records, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+    return records, {"data": {"path": f"{len(records)} records of a program, {digest}"}}
+
+
+def _open_rows(
+    settings: Tuning,
+    ready: Ready,
+    *,
+    folder: Path,
+    records: list[Any] | None,
+    bar: Bar | None,
+    told: Callable[[str], object],
+) -> Opened:
+    tokenizer, first = tokenizer_of(settings), jax.process_index() == 0
+    index, count = ready.rows_here()
+    with bar() if bar and first else nullcontext() as progress:
+        rows, held_out, stats = open_examples(
+            settings.data, settings.length, settings.batch, tokenizer, settings.examples, index, count, records=records,
+            progress=progress,
+        )  # fmt: skip
+    if tokenizer.vocab_size > ready.cfg.vocab:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids and the model's vocabulary {ready.cfg.vocab:,}: they do "
+            "not belong together; name the model's own folder"
+        )
+    if first:
+        told(f"{stats}; {rows.steps_per_epoch:,} steps are one pass over them")
+    if isinstance(settings, Dpo) and settings.preference.source == "disk":
+        rows, held_out = with_reference(rows, held_out, settings, ready, folder)
+    return Opened(rows, held_out, tokenizer, Sampler.of(settings, ready, tokenizer))
+
+
+def tokenizer_of(settings: Tuning) -> Tokenizer:
+    found = open_checkpoint(resolve(settings.weights))[2]
+    if found is None:
+        raise ValueError(f"{settings.weights} has no tokenizer.json beside its weights: fine-tuning reads text")
+    return found

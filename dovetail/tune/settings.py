@@ -1,0 +1,146 @@
+"""What every fine-tuning recipe says besides what every training's does (core.training)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dovetail.core.choice import not_negative, one_of, require
+from dovetail.core.recipe import dump
+from dovetail.core.training import Optimizer, Training
+from dovetail.data.tuning import TuningData
+from dovetail.models.config import ModelConfig
+from dovetail.models.frozen import HELD, SCHEMES
+from dovetail.models.lora import Lora, lora_spec
+from dovetail.models.registry import read_model
+from dovetail.tune.distill_settings import Distillation, check_teacher
+from dovetail.tune.preference_settings import Preference
+
+OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
+SMALL_STEPS = replace(OPTIMIZER, lr=1e-6)
+DATA, PREFERENCE, DISTILLATION = TuningData(), Preference(), Distillation()
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the model says to a few prompts as it learns, for the report."""
+
+    every: int = 0  # steps; 0: never
+    prompts: tuple[str, ...] = ()  # as a user's message, where the tokenizer has a chat template
+    tokens: int = 64  # at most, of an answer
+
+    def __post_init__(self) -> None:
+        not_negative(self, "every")
+        require(self.tokens >= 1, f"tokens must be at least 1; got {self.tokens}")
+        require(
+            bool(self.every) == bool(self.prompts),
+            "every and prompts belong together: what to ask, and every how many steps; "
+            f"got every={self.every}, prompts={list(self.prompts)}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning(Training):
+    batch: int = 8
+    length: int = 1024
+    optimizer: Optimizer = OPTIMIZER
+    data: TuningData = DATA
+    lora: Lora | None = None  # adapters are trained, and the weights stay as they are
+    base: str = ""  # how weights that stay as they are are held; as they are computed with, unless given
+    from_adapter: str = ""  # a folder: adapters to go on with in place of new ones
+    samples: Samples = Samples()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("base", self.base, ("", *HELD))
+        require(
+            self.lora is not None or self.base not in SCHEMES,
+            f"base={self.base} holds weights that are not trained in fewer bits, and without lora all are: set lora, "
+            "such as lora.rank=16, or leave base out",
+        )
+        require(
+            self.lora is not None or not self.from_adapter,
+            f"from_adapter={self.from_adapter} are adapters to go on with, and lora is not set: set lora.rank",
+        )
+        require(
+            self.eval.every == 0 or self.data.held_out > 0,
+            "eval.every measures the held-out loss, and nothing is held out: set data.held_out, such as 0.01",
+        )
+
+    @property
+    def weights(self) -> str:
+        return self.init or self.model
+
+    @property
+    def examples(self) -> str:
+        """The kind that the rows are made of: see data.open_examples."""
+        return "sft"
+
+    @property
+    def exports_at_end(self) -> bool:
+        return True
+
+    @property
+    def adapter(self) -> Any:
+        return self.lora
+
+    @property
+    def held(self) -> str:
+        """How weights that are not trained are held."""
+        return self.base or ("bf16" if self.precision.compute == "bf16" else "f32")
+
+    @property
+    def frozen(self) -> tuple[tuple[Any, str], ...]:
+        return ((None, self.held),) if self.lora else ()
+
+    @property
+    def rows_key(self) -> dict[str, Any]:
+        return {"data": dump(self.data), **super().rows_key}
+
+    def check_model(self, cfg: ModelConfig) -> None:
+        if self.lora:
+            lora_spec(cfg, self.lora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft(Tuning):
+    """Supervised fine-tuning: the assistant's tokens alone count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(Tuning):
+    """Learning from preferences, by DPO's loss or one of its relatives."""
+
+    optimizer: Optimizer = SMALL_STEPS
+    preference: Preference = PREFERENCE
+
+    @property
+    def frozen(self) -> tuple[tuple[Any, str], ...]:
+        """An adapter's base is its reference too: no second copy."""
+        return ((None, self.held),) if self.lora or self.preference.source == "live" else ()
+
+    @property
+    def examples(self) -> str:
+        return "unpaired" if self.preference.loss == "kto" else "preference"
+
+    @property
+    def most_documents(self) -> int:
+        """Of a row: one that is to be judged has two tokens at least."""
+        return self.length // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Tuning):
+    """Learning from a teacher's distribution of the next word."""
+
+    teacher: str  # a folder or a name, as `model` is
+    distillation: Distillation = DISTILLATION
+
+    @property
+    def frozen(self) -> tuple[tuple[Any, str], ...]:
+        live = ((read_model(self.teacher), self.held),) if self.distillation.teacher == "live" else ()
+        return (*super().frozen, *live)
+
+    def check_model(self, cfg: ModelConfig) -> None:
+        super().check_model(cfg)
+        check_teacher(cfg, read_model(self.teacher))

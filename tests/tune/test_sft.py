@@ -1,0 +1,162 @@
+"""Fine-tuning from records to a folder that others load: all weights, adapters, adapters on packed weights."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from tune.small_models import LORA, RUN, chats, metrics, model_folder
+
+import dovetail as dt
+from dovetail.io.load import load
+
+
+def losses(ended) -> list[float]:
+    return [line["loss"] for line in metrics(ended.folder) if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"lora": LORA}, {"lora": LORA, "base": "nf4"}, {"lora": LORA | {"dropout": 0.1, "dora": True}, "scan": True}],
+    ids=["all weights", "adapters", "on nf4", "dropout, dora, scanned"],
+)
+def test_it_learns(how, tmp_path):
+    ended = dt.sft(model=model_folder(tmp_path), data=chats(), steps=12, run_dir=tmp_path / "run", **RUN, **how)
+    assert ended.code == 0 and ended.step == 12
+    assert losses(ended)[-1] < 0.6 * losses(ended)[0]
+    assert 0 <= ended.metrics["token_accuracy"] <= 1
+    assert (ended.folder / "report.html").exists()
+
+
+def test_the_exported_adapter_is_what_was_trained_for_peft_too(tmp_path):
+    folder = model_folder(tmp_path)
+    ended = dt.sft(model=folder, data=chats(), lora=LORA, steps=4, run_dir=tmp_path / "run", **RUN)
+    exported = ended.folder / "export/step_4"
+    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), exported)
+    merged = dt.merge(folder, exported, tmp_path / "merged")
+    ids = [5, 17, 33, 200, 9]
+    ours = load(merged, dtype="f32").logits(ids)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].float().numpy()
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-4)
+    assert np.abs(ours - load(folder, dtype="f32").logits(ids)).max() > 1e-2
+
+
+def test_it_goes_on_with_an_adapter(tmp_path):
+    folder = model_folder(tmp_path)
+    first = dt.sft(model=folder, data=chats(), lora=LORA, steps=6, run_dir=tmp_path / "first", **RUN)
+    again = dt.sft(
+        model=folder, data=chats(), lora=LORA, from_adapter=str(first.folder / "export/step_6"), steps=2,
+        run_dir=tmp_path / "again", **RUN,
+    )  # fmt: skip
+    assert losses(again)[0] < 0.7 * losses(first)[0]
+    with pytest.raises(ValueError, match=r"has rank 8 and lora\.rank is 4"):
+        dt.sft(
+            model=folder, data=chats(), lora={"rank": 4}, from_adapter=str(first.folder / "export/step_6"), steps=2,
+            run_dir=tmp_path / "other", **RUN,
+        )  # fmt: skip
+
+
+def test_microsteps_add_up_to_the_whole_batch(tmp_path):
+    folder = model_folder(tmp_path)
+    whole, parts = (
+        dt.sft(
+            model=folder,
+            data=chats(),
+            lora=LORA,
+            steps=3,
+            accumulate=n,
+            run_dir=tmp_path / str(n),
+            **RUN | {"batch": 16},
+        )
+        for n in (1, 2)
+    )
+    np.testing.assert_allclose(losses(whole), losses(parts), rtol=1e-4)
+
+
+def test_samples_and_held_out_loss_are_in_the_report(tmp_path):
+    ended = dt.sft(
+        model=model_folder(tmp_path), data={"path": written(tmp_path), "held_out": 0.25}, lora=LORA, steps=4,
+        run_dir=tmp_path / "run", samples={"every": 2, "prompts": ["say 3"], "tokens": 4},
+        eval={"every": 2, "batches": 1}, **RUN,
+    )  # fmt: skip
+    page = (ended.folder / "report.html").read_text()
+    assert "<h2>Samples</h2>" in page and "say 3" in page and "token accuracy" in page
+    assert ended.metrics["held_out_loss"] > 0 and 0 <= ended.metrics["held_out_token_accuracy"] <= 1
+
+
+def written(tmp_path) -> str:
+    import json
+
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats()))
+    return str(path)
+
+
+def test_packed_weights_take_less_memory_in_the_plan(tmp_path):
+    from dovetail.core.recipe import create
+    from dovetail.train.prepare import prepare
+    from dovetail.tune.settings import Sft
+    from dovetail.tune.sft import sft_objective
+
+    def planned(base):
+        settings = create(Sft, {"model": "qwen3-0.6b", "lora": LORA, "base": base, "steps": 1, "length": 64})
+        ready = prepare(settings, sft_objective(settings))
+        return ready.derived.memory.frozen, sum(
+            x.size * x.dtype.itemsize for x in jax_leaves(ready.objective.frozen.form(ready.cfg, ready.placement))
+        )
+
+    sizes = {base: planned(base) for base in ("bf16", "int8", "nf4")}
+    assert all(planned == held for planned, held in sizes.values())
+    assert sizes["nf4"][0] < 0.55 * sizes["bf16"][0] and sizes["int8"][0] < 0.8 * sizes["bf16"][0]
+
+
+def jax_leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"base": "nf4"}, "without lora all are"),
+        ({"lora": {"targets": ["c_attn"]}}, "no projection of this model is called so"),
+        ({"lora": {"rnk": 4}}, "Did you mean lora.rank"),
+        ({"samples": {"every": 2}}, "every and prompts belong together"),
+        ({"data": []}, "expected at least one"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(given, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        dt.sft(
+            **(
+                {
+                    "model": model_folder(tmp_path),
+                    "data": chats(),
+                    "steps": 1,
+                    "length": 48,
+                    "run_dir": tmp_path / "run",
+                }
+                | given
+            )
+        )
+
+
+def test_frozen_weights_have_no_gradient_in_the_loss():
+    import jax
+
+    from dovetail.ops.loss import cross_entropy
+
+    hidden, head = jnp.ones((1, 4, 8)) * 0.1, jnp.eye(16, 8)
+    targets, mask = jnp.arange(4)[None], jnp.ones((1, 4))
+
+    def loss(hidden, head, trains):
+        return cross_entropy(hidden, head, targets, mask, trains_head=trains)[0]
+
+    (ours, none), (theirs, _) = (jax.grad(loss, (0, 1))(hidden, head, trains) for trains in (False, True))
+    np.testing.assert_array_equal(ours, theirs)
+    assert not np.any(none)
