@@ -66,6 +66,7 @@ class Column:
 
     dtype: str = "float32"
     per_token: bool = True  # [B, T], in the place of the token whose target it is about; else [B], one per row
+    width: int = 0  # above 0: so many numbers in each place, [B, T, width]
 
 
 @jax.tree_util.register_dataclass

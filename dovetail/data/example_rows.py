@@ -40,7 +40,9 @@ class ExamplePacking(BestFit):
 
     def row(self, i: int) -> Batch:
         row: Any = super().row(i)
-        columns = {name: np.zeros(self.length, values.dtype) for name, values in self.columns.items()}
+        columns = {
+            name: np.zeros((self.length, *values.shape[1:]), values.dtype) for name, values in self.columns.items()
+        }
         at = 0
         for document, _, size in self.pieces(i):
             span = self.examples.span(document)
@@ -76,7 +78,8 @@ class ExampleRows(Loader):
 
     def with_column(self, name: str, values: np.ndarray | Sequence[float] | Sequence[np.ndarray]) -> ExampleRows:
         """The same rows with a further column: a number for each document [documents], which all its tokens get; or an
-        array for each document, with a number for each of its tokens (at the token whose target it is about)."""
+        array for each document, with a number, or several, for each of its tokens (at the token whose target it is
+        about)."""
         column = _per_token(name, values, self.examples)
         found, rows = copy.copy(self), copy.copy(self.rows)
         rows.sources = tuple(_with_column(packing, name, column) for packing in rows.sources)

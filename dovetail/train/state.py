@@ -100,4 +100,6 @@ def batch_form(settings: Training, columns: Mapping[str, Column], placement: Pla
 def _column_form(column: Column, shape: tuple[int, int], placement: Placement) -> Any:
     axes = ("batch", "length") if column.per_token else ("batch",)
     own = shape[: len(axes)]
+    if column.width:
+        axes, own = (*axes, None), (*own, column.width)
     return jax.ShapeDtypeStruct(own, jnp.dtype(column.dtype), sharding=placement.sharding(axes, own))

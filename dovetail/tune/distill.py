@@ -43,7 +43,9 @@ def distill(
     """`policy` and `teacher` make models of the weights that `specs` declares and of the context's frozen ones.
     `teacher` and `teacher_cfg` may be None where the rows have the teacher's words."""
     taught = _Taught(settings, policy, teacher, teacher_cfg)
-    from_rows = {"teacher_words": Column("int32"), "teacher_logprobs": Column()} if settings.teacher == "disk" else {}
+    K, from_rows = settings.top_k, {}
+    if settings.teacher == "disk":
+        from_rows = {"teacher_words": Column("int32", width=K), "teacher_logprobs": Column(width=K)}
     return Objective(
         taught.measure,
         columns=from_rows,

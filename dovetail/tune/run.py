@@ -21,9 +21,9 @@ from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
 from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
-from dovetail.tune.reference import with_reference
+from dovetail.tune.computed import computed_for, with_columns
 from dovetail.tune.samples import Sampler
-from dovetail.tune.settings import Dpo, Tuning
+from dovetail.tune.settings import Tuning
 
 S = TypeVar("S", bound=Tuning)
 Bar = Callable[[], AbstractContextManager[Progress]]
@@ -104,8 +104,8 @@ def _open_rows(
         )
     if first:
         told(f"{stats}; {rows.steps_per_epoch:,} steps are one pass over them")
-    if isinstance(settings, Dpo) and settings.preference.source == "disk":
-        rows, held_out = with_reference(rows, held_out, settings, ready, folder)
+    if (wanted := computed_for(settings, ready)) is not None:
+        rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
     return Opened(rows, held_out, tokenizer, Sampler.of(settings, ready, tokenizer))
 
 

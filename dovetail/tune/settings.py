@@ -125,8 +125,8 @@ class Dpo(Tuning):
 
     @property
     def most_documents(self) -> int:
-        """Of a row: one that is to be judged has two tokens at least."""
-        return self.length // 2
+        """Of a row: one that is to be judged has two tokens at least, and they come in pairs."""
+        return self.length // 4 * 2
 
 
 @dataclass(frozen=True, kw_only=True)

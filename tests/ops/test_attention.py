@@ -11,7 +11,8 @@ import pytest
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.dispatch import choose_packed
+from dovetail.models.remat import remember
+from dovetail.ops.dispatch import choose_packed, has_tokamax
 from dovetail.ops.kernels.tpu.packed import packed_attention as splash
 from dovetail.ops.packed import on_mesh, packed_attention
 from dovetail.ops.paged import BLOCK, paged_attention, read_heads, write_heads
@@ -85,11 +86,11 @@ def test_packed_gradient_does_not_depend_on_chunks():
         np.testing.assert_allclose(grad[:, :n], grad[:, n:], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "soft cap"])
-def test_splash_is_the_reference(kind):
+@pytest.mark.parametrize("kind, value_dim", [("causal", H), ("window", H), ("soft cap", H), ("causal", H + 8)])
+def test_splash_is_the_reference(kind, value_dim):
     """The TPU kernel, interpreted: its outputs and gradients on two packed rows."""
     T, options = 256, OPTIONS[kind] | dict(scale=SCALE)
-    q, k, v = normal(0, 2, T, N, H), normal(1, 2, T, K, H), normal(2, 2, T, K, H)
+    q, k, v = normal(0, 2, T, N, H), normal(1, 2, T, K, H), normal(2, 2, T, K, value_dim)
     ctx = Packed(jnp.concatenate([jnp.asarray(rows_of(lengths, T)[0]) for lengths in ([100, 156], [200, 20])]))
     real = (ctx.segment_ids > 0)[..., None, None]
 
@@ -118,12 +119,21 @@ def test_splash_on_a_mesh(axes):
     np.testing.assert_allclose(run(q, k, v, ctx), packed_attention(q, k, v, ctx, scale=SCALE), atol=1e-5)
 
 
+@pytest.mark.parametrize("remat, keeps", [("dots", True), ("attention", True), ("full", False)])
+def test_what_splash_gives_is_kept_for_the_backward_pass(remat, keeps):
+    x, ctx = jax.ShapeDtypeStruct((1, 256, 2, H), jnp.float32), Packed(jnp.ones((1, 256), jnp.int32))
+    run = remember(lambda *qkv: splash(*qkv, ctx, scale=SCALE), remat)
+    pull = jax.eval_shape(lambda *qkv: jax.vjp(run, *qkv)[1], x, x, x)
+    denominators = (1, 2, 1, 256)
+    assert (denominators in [leaf.shape for leaf in jax.tree.leaves(pull)]) == keeps
+
+
 def test_the_choice_of_a_kernel():
     q = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.bfloat16)
     odd = jax.ShapeDtypeStruct((1, 1000, 8, 64), jnp.bfloat16)
     assert choose_packed("tpu", q, q) == "splash"
     assert choose_packed("tpu", odd, odd) == "reference"
-    assert choose_packed("tpu", q, q, sinks=jnp.zeros(8)) == "reference"
+    assert choose_packed("tpu", q, q, sinks=jnp.zeros(8)) == ("tokamax" if has_tokamax() else "reference")
     assert choose_packed("cpu", q, q) == "reference"
 
 

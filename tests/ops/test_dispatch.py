@@ -5,9 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
+from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.dispatch import choose_paged, rotates_and_stores, why_not_ragged
+from dovetail.ops.dispatch import TPU_CASES, choose_paged, describe_tpu, has_tokamax, page_row, rotates_and_stores
+from dovetail.ops.kernels.tpu.limits import ROOM
+from dovetail.ops.kernels.tpu.needs import why_not_flat, why_not_ragged
 from dovetail.ops.rope import Rope
 
 NONE = jnp.zeros((1,), jnp.int32)
@@ -61,17 +65,83 @@ def test_a_tpu_takes_upstreams_kernel(kv_heads, dtype):
         (heads(64), 8, None, "multiples of 128 dims, and these have 64"),
         (heads(96), 8, None, "these have 96"),
         (heads(), 8, jnp.zeros(64), "no sinks"),
-        (heads(dtype=jnp.float16), 8, None, "float16"),
         *((heads(), number, None, f"cannot tile {number} key heads") for number in (3, 6, 10, 12, 20)),
     ],
 )
-def test_what_upstreams_kernel_for_tpus_cannot_do_goes_to_the_reference(q, kv_heads, sinks, reason):
+def test_what_upstreams_kernel_for_tpus_cannot_do_goes_to_ours(q, kv_heads, sinks, reason):
     with on_tpu():
         assert reason in (why_not_ragged(q, kv_heads, sinks) or "")
-        assert choose_paged("tpu", q, kv_heads, sinks) == "reference"
+        assert choose_paged("tpu", q, kv_heads, sinks) == "flat"
 
 
-def test_tpus_before_v4_do_not_take_it():
+def test_what_no_kernel_for_tpus_can_do_goes_to_the_reference():
+    half = heads(dtype=jnp.float16)
+    with on_tpu():
+        assert "float16" in (why_not_ragged(half, 8) or "") and "float16" in (why_not_flat(half, 8) or "")
+        assert choose_paged("tpu", half, 8) == "reference"
     for kind in ("TPU v2", "TPU v3"):
         with on_tpu(kind):
-            assert "v4" in (why_not_ragged(heads(), 8) or "")
+            assert "v4" in (why_not_ragged(heads(), 8) or "") and "v4" in (why_not_flat(heads(), 8) or "")
+            assert choose_paged("tpu", heads(), 8) == "reference"
+    assert "none is known" in (why_not_flat(heads(64), 8) or "")
+
+
+def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "page, tables, reason",
+    [
+        (array(9, 16, 16, 64), array(4, 9), "made for another kernel"),
+        (array(9, 8, 1024), array(4, 9), "multiples of 16 tokens, and these have 8"),
+        (array(9, 4096, 1024), array(4, 9), "MiB of VMEM, and a core has 16.0"),
+        (array(9, 128, 1024), array(4, 2**16), "MiB of SMEM, and a core has 1.0"),
+    ],
+)
+def test_what_ours_cannot_take_of_pages(page, tables, reason):
+    q = array(64, 16, 64)
+    with on_tpu("TPU v4"):
+        assert why_not_flat(q, 8, None, array(4, 9), array(9, 128, 1024)) is None
+        assert reason in (why_not_flat(q, 8, None, tables, page) or "")
+        assert choose_paged("tpu", q, 8, None, None, tables, page) == "reference"
+
+
+def test_a_table_that_upstreams_kernel_has_no_room_for():
+    with on_tpu():
+        assert why_not_ragged(heads(), 8, None, None, array(256, 512)) is None
+        assert "1.0 MiB of SMEM" in (why_not_ragged(heads(), 8, None, None, array(256, 1024)) or "")
+
+
+@pytest.mark.parametrize(
+    "kv_heads, dim, sinks, row",
+    [(8, 128, False, (16, 128)), (8, 64, False, (1024,)), (1, 80, False, (256,)), (3, 128, False, (768,)),
+     (8, 128, True, (2048,))],
+)  # fmt: skip
+def test_pages_of_a_tpu_are_laid_out_for_the_kernel_that_reads_them(kv_heads, dim, sinks, row):
+    assert page_row("tpu", kv_heads, dim, jnp.bfloat16, sinks) == row
+    assert page_row("cuda", kv_heads, dim, jnp.bfloat16, sinks) == (2 * kv_heads, dim)
+
+
+def test_flat_pages_have_whole_tiles_on_each_device_of_a_mesh():
+    placement = Placement(make_mesh({"tensor": 4}, jax.devices()[:4]), SERVE)
+    assert page_row("tpu", 4, 80, jnp.bfloat16, False, placement) == (4 * 256,)
+    assert page_row("tpu", 3, 80, jnp.bfloat16, False, placement) == (512,)  # three heads stay together
+
+
+def test_the_room_in_a_core_is_what_jax_says():
+    for name, room in ROOM.items():
+        version = pltpu.ChipVersion[f"TPU_{name.upper().replace('TPU', '')}"]
+        cores = 1 if name in ("v2", "v3", "TPU7x") else version.num_physical_tensor_cores_per_chip
+        info = pltpu.get_tpu_info_for_chip(version, cores)
+        assert room == (info.smem_capacity_bytes, info.vmem_capacity_bytes), name
+
+
+def test_the_table_of_kernels_says_why_not_a_better_one():
+    rows = describe_tpu()
+    assert len(rows) == len(TPU_CASES) * len(ROOM)
+    for what, generation, packed, paged, why in rows:
+        has_kernel = generation not in ("v2", "v3") and what != "f16"
+        assert (paged != "reference") == has_kernel, (what, generation)
+        assert (packed != "reference") == (has_kernel and (not what.startswith("sinks") or has_tokamax()))
+        assert ("packed: " in why) == (packed != "splash") and ("paged: " in why) == (paged != "ragged")

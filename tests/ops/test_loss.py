@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
-from dovetail.ops.loss import cross_entropy, token_logprobs
+from dovetail.ops.loss import cross_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -138,27 +138,6 @@ def test_bf16_hidden_with_an_f32_head_gives_the_head_an_f32_gradient():
     assert_same(got, want, tol=1e-2)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_token_logprobs(softcap):
-    hidden, head, targets, _ = batch()
-    targets = jnp.maximum(targets, 0)
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(B, T)), jnp.float32)
-
-    def whole(h, w):
-        logp = jax.nn.log_softmax(plain_logits(h, w, softcap))
-        return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
-
-    def chunked(h, w):
-        return token_logprobs(h, w, targets, softcap=softcap, chunk=5)
-
-    assert_same(jax.jit(chunked)(hidden, head), jax.jit(whole)(hidden, head))
-
-    def grads(f):
-        return jax.jit(jax.grad(lambda h, w: jnp.sum(weight * f(h, w)), (0, 1)))(hidden, head)
-
-    assert_same(grads(chunked), grads(whole))
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,17 +185,6 @@ def test_a_mesh_gives_what_one_device_gives(axes, rows):
     got = value_and_grads(cross_entropy, *split, z=1e-2, chunk=4, placement=placement)
     assert_same(got, value_and_grads(cross_entropy, *one, z=1e-2, chunk=4))
     assert got[1][1].sharding.is_equivalent_to(split[1].sharding, 2)  # the head's gradient lies as the head does
-
-
-def test_token_logprobs_on_a_mesh():
-    one = batch(rows=8)
-    placement, split = on_mesh(dict(fsdp=4, tensor=2), *one)
-
-    def grads(h, w, t, _, placement=None):
-        f = jax.value_and_grad(lambda h, w: jnp.sum(token_logprobs(h, w, t, chunk=4, placement=placement)), (0, 1))
-        return jax.jit(f)(h, w)
-
-    assert_same(grads(*split, placement=placement), grads(*one))
 
 
 def moves(axes):

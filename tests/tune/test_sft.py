@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import peft
@@ -11,7 +15,12 @@ import transformers
 from tune.small_models import LORA, RUN, chats, metrics, model_folder
 
 import dovetail as dt
+from dovetail.core.recipe import create
 from dovetail.io.load import load
+from dovetail.ops.loss import cross_entropy
+from dovetail.train.prepare import prepare
+from dovetail.tune.settings import Sft
+from dovetail.tune.sft import sft_objective
 
 
 def losses(ended) -> list[float]:
@@ -89,35 +98,23 @@ def test_samples_and_held_out_loss_are_in_the_report(tmp_path):
 
 
 def written(tmp_path) -> str:
-    import json
-
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats()))
     return str(path)
 
 
 def test_packed_weights_take_less_memory_in_the_plan(tmp_path):
-    from dovetail.core.recipe import create
-    from dovetail.train.prepare import prepare
-    from dovetail.tune.settings import Sft
-    from dovetail.tune.sft import sft_objective
-
-    def planned(base):
+    def planned(base: str) -> tuple[int, int]:
         settings = create(Sft, {"model": "qwen3-0.6b", "lora": LORA, "base": base, "steps": 1, "length": 64})
         ready = prepare(settings, sft_objective(settings))
-        return ready.derived.memory.frozen, sum(
-            x.size * x.dtype.itemsize for x in jax_leaves(ready.objective.frozen.form(ready.cfg, ready.placement))
-        )
+        leaves = jax.tree.leaves(ready.objective.frozen.form(ready.cfg, ready.placement))
+        held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+        axes = ready.derived.axes
+        return ready.derived.memory.frozen * axes["fsdp"], held * axes["fsdp"]
 
     sizes = {base: planned(base) for base in ("bf16", "int8", "nf4")}
     assert all(planned == held for planned, held in sizes.values())
     assert sizes["nf4"][0] < 0.55 * sizes["bf16"][0] and sizes["int8"][0] < 0.8 * sizes["bf16"][0]
-
-
-def jax_leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +145,6 @@ def test_what_cannot_be_is_refused_in_a_sentence(given, words, tmp_path):
 
 def test_frozen_weights_have_no_gradient_in_the_loss():
     import jax
-
-    from dovetail.ops.loss import cross_entropy
 
     hidden, head = jnp.ones((1, 4, 8)) * 0.1, jnp.eye(16, 8)
     targets, mask = jnp.arange(4)[None], jnp.ones((1, 4))

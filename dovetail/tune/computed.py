@@ -1,0 +1,111 @@
+"""What a model that is not trained says of every example, computed once and kept in the run's folder: a reference's
+log-probabilities, a teacher's likeliest words. With them on disk no second model is in memory during the training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dovetail.core.types import Batch, Params
+from dovetail.data.example_rows import ExampleRows
+from dovetail.models.registry import read_model
+from dovetail.train.objective import StepContext, step_context
+from dovetail.train.prepare import Ready
+from dovetail.tune.distill import likeliest
+from dovetail.tune.policy import frozen_model
+from dovetail.tune.preference import target_logprobs
+from dovetail.tune.settings import Distill, Dpo, Tuning
+
+Values = dict[str, np.ndarray]  # by column: a number, or several, for each token of the examples, one after another
+
+
+@dataclass(frozen=True)
+class Computed:
+    name: str  # of its file
+    said: str  # by which setting, for an error
+    weights: str  # a folder or a name
+    score: Callable[[Params, Batch, StepContext], dict[str, jax.Array]]
+
+
+def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
+    """What the rows are to hold besides; None: nothing."""
+    if isinstance(settings, Dpo) and settings.preference.source == "disk":
+        return Computed(
+            "reference.npz", "preference.reference", settings.weights,
+            lambda params, batch, ctx: {"reference": target_logprobs(params, ready.cfg, batch, ctx)},
+        )  # fmt: skip
+    if isinstance(settings, Distill) and settings.distillation.teacher == "disk":
+        cfg, k = read_model(settings.teacher), settings.distillation.top_k
+
+        def words(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
+            return dict(zip(("teacher_words", "teacher_logprobs"), likeliest(params, cfg, batch, ctx, k), strict=True))
+
+        return Computed("teacher.npz", "distillation.teacher", settings.teacher, words)
+    return None
+
+
+def with_columns(
+    wanted: Computed, rows: ExampleRows, held_out: ExampleRows | None, settings: Tuning, ready: Ready, folder: Path
+) -> tuple[ExampleRows, ExampleRows | None]:
+    """The rows with what was computed, which is done now unless an earlier start has."""
+    if jax.process_count() > 1:
+        raise ValueError(f"{wanted.said}=disk is for one process: set it to live where several train together")
+    key = hashlib.sha256(json.dumps([settings.rows_key, wanted.weights, settings.held]).encode()).hexdigest()
+    values = _kept(folder / wanted.name, key)
+    if values is None:
+        values = _compute(wanted, rows.every_document(), settings, ready)
+        _keep(folder / wanted.name, key, values)
+    for name, flat in values.items():
+        by_document = [flat[start:stop] for start, stop in pairwise(rows.examples.offsets)]
+        rows, held_out = rows.with_column(name, by_document), held_out and held_out.with_column(name, by_document)
+    return rows, held_out
+
+
+def _compute(wanted: Computed, rows: ExampleRows, settings: Tuning, ready: Ready) -> Values:
+    """`rows` have the column `document`."""
+    same = wanted.weights == settings.weights
+    cfg = ready.cfg if same else read_model(wanted.weights)
+    frozen = ready.frozen if same and settings.lora else None
+    if frozen is None:
+        frozen = frozen_model(wanted.weights, settings.held, settings.precision.compute).load(cfg, ready.placement)
+    ctx, offsets = step_context(ready.settings, ready.placement, ready.platform), rows.examples.offsets
+    score, values = jax.jit(lambda params, batch: wanted.score(params, batch, ctx)), {}
+    for step in range(rows.steps_per_epoch):
+        batch: Any = rows.batch(step)
+        there = batch.segment_ids > 0
+        place = offsets[batch.columns["document"][there] - 1] + batch.positions[there]
+        with ctx.compute.products(ctx.platform):
+            found = jax.device_get(score(frozen, _put(batch, ready)))
+        for name, x in found.items():
+            values.setdefault(name, np.zeros((int(offsets[-1]), *x.shape[2:]), x.dtype))[place] = x[there]
+    return values
+
+
+def _put(batch: Batch, ready: Ready) -> Batch:
+    form = ready.batch_form
+    usual = {name: getattr(batch, name) for name in ("tokens", "targets", "positions", "segment_ids", "loss_mask")}
+    put = {n: jax.device_put(np.asarray(x, (f := getattr(form, n)).dtype), f.sharding) for n, x in usual.items()}
+    return Batch(**put)
+
+
+def _keep(path: Path, key: str, values: Values) -> None:
+    beside = path.with_name(f".{path.name}")
+    with beside.open("wb") as file:
+        np.savez(file, key=np.asarray(key), **values)  # pyright: ignore[reportArgumentType]
+    beside.rename(path)
+
+
+def _kept(path: Path, key: str) -> Values | None:
+    """What an earlier start computed; None: nothing, or for other rows."""
+    if not path.exists():
+        return None
+    found = dict(np.load(path))
+    return found if str(found.pop("key")) == key else None
