@@ -6,7 +6,7 @@ STAMP := $(VENV)/.dovetail-installed
 # Two workers: each holds jax and torch, and more of them starve each other on a small machine.
 PYTEST_ARGS ?= -n 2 --dist loadscope
 
-.PHONY: test test-fast test-thorough lint fmt install
+.PHONY: test test-fast test-thorough test-tpu lint fmt install
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -36,3 +36,8 @@ test-fast: $(STAMP)
 # Everything, the whole of each matrix too.
 test-thorough: lint
 	$(PY) -m pytest -q $(PYTEST_ARGS)
+
+# Every recipe's step and every family's engine compiled for TPUs: takes libtpu (x86-64 Linux), and no TPU. Cases go to
+# the workers one by one, each on its own.
+test-tpu: $(STAMP)
+	$(PY) -m pytest -q -rs tests/tpu -n 2 --dist load

@@ -47,7 +47,8 @@ class StubRunner:
 
     def __init__(self, rows: int, steps: int):
         self.cfg = SimpleNamespace(vocab=VOCAB, eos_ids=(EOS,))
-        self.buckets, self.weights, self.everywhere = SimpleNamespace(max_rows=rows), SimpleNamespace(version=0), None
+        self.buckets, self.weights = SimpleNamespace(max_rows=rows), SimpleNamespace(version=0)
+        self.programs, self.adapters = SimpleNamespace(everywhere=None), None
         rng = np.random.default_rng(0)
         shapes = (steps, rows), (steps, rows), (steps, rows, 0), (steps, rows, 0)
         value, rank, top, ids = (rng.integers(3, VOCAB, shape, np.int32) for shape in shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -17,7 +18,7 @@ from dovetail.engine.batch import NUMBERS, Shape
 from dovetail.engine.step import Unsampled, run_sampler
 from dovetail.io.load import _logits
 from dovetail.models import greedy
-from dovetail.models.decoder import forward, init_cache, unembed
+from dovetail.models.decoder import cache_form, forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 
@@ -51,16 +52,25 @@ def ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 @functools.cache
-def model(name: str):
+def model(name: str, platform: str | None = None, placement: Placement | None = None):
     cfg = parse_config(dict(MODELS[name]))
-    cache = jax.eval_shape(lambda: init_cache(cfg, S * PAGES, PAGE, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: init_cache(cfg, S * PAGES, PAGE, jnp.bfloat16, placement, platform))
     return cfg, abstract(spec(cfg), jnp.bfloat16), cache
 
 
 def lower(function, platform: str, *args) -> str:
     """The module as text; `function` is jitted unless it already is."""
     jitted = function if hasattr(function, "trace") else jax.jit(function)
-    return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    with a_device(platform):
+        return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def a_device(platform: str):
+    """jax 0.12 lowers kernels for a kind of GPU, which a machine without one must be told of."""
+    if platform != "cuda":
+        return contextlib.nullcontext()
+    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=1, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def scores(cfg, params, tokens, ctx):
@@ -82,7 +92,7 @@ def test_packed(name, platform, gradient, axes):
     if gradient:
         run = jax.grad(lambda params, tokens, ctx: jnp.mean(scores(cfg, params, tokens, ctx)))
     text = lower(run, platform, params, ints(B, T), Packed(ints(B, T), platform, placement))
-    takes_splash = platform == "tpu" and name != "experts, sinks" and name != "latent"
+    takes_splash = platform == "tpu" and name != "experts, sinks"
     assert ("tpu_custom_call" in text) == takes_splash
 
 
@@ -93,8 +103,8 @@ def test_packed(name, platform, gradient, axes):
 @pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
 @pytest.mark.parametrize("name", NAMES)
 def test_paged(name, tokens, platform, axes):
-    cfg, params, cache = model(name)
     placement = Placement(make_mesh(axes), SERVE) if axes else None
+    cfg, params, cache = model(name, platform, placement)
     ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform=platform, placement=placement)
 
     def run(params, tokens, ctx, cache):
@@ -106,16 +116,39 @@ def test_paged(name, tokens, platform, axes):
     assert ("paged_attention_" in text and "triton" in text) == takes_ours
 
 
+KERNELS = {"wide heads": "ragged_paged_attention"} | dict.fromkeys(
+    ("dense", "windowed, soft cap", "experts, sinks", "latent"), "flat_paged_attention"
+)
+
+
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
 @pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
-def test_paged_for_a_kind_of_tpu(tokens, kind):
-    """Upstream's kernel is lowered for a chip, which a machine without one must be told of."""
-    cfg, params, cache = model("wide heads")
+@pytest.mark.parametrize("name", KERNELS)
+def test_paged_for_a_kind_of_tpu(name, tokens, kind):
+    """A kernel is lowered for a chip, which a machine without one must be told of."""
+    cfg, params, cache = model(name, "tpu")
     ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="tpu")
     device = jax.sharding.AbstractDevice(kind, num_cores=1, platform="tpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         text = lower(lambda p, t, c, cache: forward(p, cfg, t, t, c, cache), "tpu", params, ints(tokens), ctx, cache)
-    assert "ragged_paged_attention" in text and "tpu_custom_call" in text
+    assert KERNELS[name] in text and "tpu_custom_call" in text
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_paged_on_a_mesh_of_tpus(name):
+    here = make_mesh(dict(tensor=2), jax.devices()[:2])
+    device = jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh(
+        tuple(here.shape.values()), tuple(here.shape), axis_types=here.axis_types, abstract_device=device
+    )
+    placement = Placement(mesh, SERVE)
+    cfg = parse_config(dict(MODELS[name]))
+    cache = cache_form(cfg, S * PAGES, PAGE, jnp.bfloat16, placement, "tpu")
+    ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="tpu", placement=placement)
+    params = abstract(spec(cfg), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = lower(lambda p, t, c, cache: forward(p, cfg, t, t, c, cache), "tpu", params, ints(64), ctx, cache)
+    assert KERNELS[name] in text and "tpu_custom_call" in text
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -136,16 +169,18 @@ def test_logits(name, platform):
 @pytest.mark.parametrize("shape", [(S, 1), (S, 4), (64, 1)], ids=["decode", "four steps", "prompts"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_engine_step(platform, shape):
-    cfg, params, cache = model("dense")
+    cfg, params, cache = model("dense", platform)
     tokens, steps = shape
-    traced = trace_step(params, cache, cfg, Shape(tokens, S, PAGES, steps), COMPUTES["bf16"], platform)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    with a_device(platform):
+        traced = trace_step(params, cache, cfg, Shape(tokens, S, PAGES, steps), COMPUTES["bf16"], platform)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("paged_attention" in text) == (platform == "cuda")
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_sampler_after_a_step_of_prompts(platform):
     left = Unsampled(jax.ShapeDtypeStruct((S, 512), jnp.float32), ints(S), ints(len(NUMBERS), S))
-    traced = run_sampler.trace(ints(S + 1), ints(S, 512), left, asked(512, S), platform=platform)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    with a_device(platform):
+        traced = run_sampler.trace(ints(S + 1), ints(S, 512), left, asked(512, S), platform=platform)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("draw_tokens" in text) == (platform == "cuda")

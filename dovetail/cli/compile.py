@@ -1,112 +1,76 @@
-"""`dovetail compile`: a recipe's step compiled for hardware that need not be here, and what the compiler says of it."""
+"""`dovetail compile`: a recipe's step, or an engine's, compiled for hardware that need not be here."""
+
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+
+from dovetail.cli.serve import engine_option
+
+TOPOLOGY = typer.Option(..., help="A TPU slice: v5e:16x16, v4:2x2x1, v5p:4x4x4, v6e:8x8, 7x:2x2x1.")
+JSON = typer.Option(False, "--json", help="The same as JSON.")
 
 
-def compile_(
+class RecipeUnlessNamed(TyperGroup):
+    """`dovetail compile tiny` is `dovetail compile recipe tiny`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = not args or args[0] in self.commands or args[0] in ctx.help_option_names
+        return super().parse_args(ctx, args if named else ["recipe", *args])
+
+
+app = typer.Typer(
+    cls=RecipeUnlessNamed,
+    help="Compile a recipe's step, or an engine's, for machines that are not here: memory, FLOPs, collectives, time.",
+    no_args_is_help=True,
+)
+
+
+@app.command("recipe")
+def compile_recipe(
     recipe: str = typer.Argument(help="A recipe's name or file."),
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as per_device=2 mesh.slices=2."),
-    topology: str = typer.Option(
-        ..., help="A TPU slice, chip and grid: v5e:16x16, v4:2x2x1, v5p:4x4x4, v6e:8x8, 7x:2x2x1; or gpu: those here."
-    ),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as per_device=2."),
+    topology: str = typer.Option(..., help=f"{TOPOLOGY.help} Or gpu: those here."),
+    slices: int = typer.Option(0, min=0, help="Slices of that topology, joined by a slower network; 1 if not given."),
+    as_json: bool = JSON,
 ) -> None:
-    """Compile a recipe's step for machines that are not here: memory, FLOPs."""
-    from rich.console import Console
-
+    """The step of RECIPE; `dovetail compile RECIPE` is short for it."""
     from dovetail.plan import topology as topologies
 
-    console = Console(highlight=False)
     wanted = None if topology.strip().lower() == "gpu" else topologies.parse(topology)
     if wanted:
         topologies.without_hardware()
 
-    from dovetail.core.recipe import load
-    from dovetail.train.next_token import next_token
-    from dovetail.train.prepare import prepare
-    from dovetail.train.settings import Pretrain
+    from dovetail.cli.compile_recipe import compile_recipe
 
-    settings = load(recipe, overrides or [], Pretrain)
-    if wanted:
-        devices, platform = topologies.tpu_devices(wanted, settings.mesh.slices), "tpu"
-    else:
-        devices, platform = topologies.gpu_devices(), "cuda"
-    ready = prepare(settings, next_token(settings), devices, platform)
-    for line in ready.derived.explain():
-        console.print(line, markup=False)
-    with console.status(f"compiling {recipe} for {len(devices)} devices"):
-        compiled, seconds = _compiled(ready)
-    console.print(table(f"{recipe} on {topology}", ready, compiled, seconds))
+    words = [*(overrides or []), *([f"mesh.slices={slices}"] if slices else [])]
+    compile_recipe(recipe, words, topology, wanted, as_json)
 
 
-def _compiled(ready):
-    """(the compiled step, seconds to lower it, seconds to compile it)."""
-    import time
+@app.command("serve")
+def compile_serve(
+    model: str = typer.Argument(help="A shipped architecture, a config.json, or the folder that holds one."),
+    topology: str = TOPOLOGY,
+    dtype: str = engine_option("dtype", help="bf16, f32 or f16; bf16 if not given."),
+    max_model_len: int = engine_option("max_model_len", min=0),
+    max_num_seqs: int = engine_option("max_num_seqs", min=1),
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 8192, "Most tokens in one step.", min=1),
+    memory_fraction: float = engine_option("memory_fraction", min=0.01, max=1.0),
+    tensor_parallel: int = engine_option(
+        "tensor_parallel", 0, "Devices to split the model over; all that the topology has if not given.", min=0
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """The engine's steps for MODEL: decode with the fewest and the most rows, the largest step of prompts."""
+    from dovetail.plan import topology as topologies
 
-    from jax.errors import JaxRuntimeError
+    wanted = topologies.parse(topology)
+    topologies.without_hardware()
 
-    start = time.perf_counter()
-    lowered = ready.lower(ready.bucket(1))
-    middle = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:300].rstrip(".")
-        raise ValueError(
-            f"it was planned to fit and the compiler says it does not: {reason}. What would do: more devices, "
-            "per_device=1, or remat=full"
-        ) from error
-    return compiled, (middle - start, time.perf_counter() - middle)
+    from dovetail.cli.compile_serve import compile_serve
 
-
-def table(title: str, ready, compiled, seconds: tuple[float, float]):
-    """What the compiler counted beside what was estimated, of one device."""
-    from rich import box
-    from rich.table import Table
-
-    out = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED)
-    out.add_column("of one device", style="cyan", no_wrap=True)
-    out.add_column("compiled", justify="right")
-    out.add_column("estimated", justify="right")
-    for row in [*_memory(ready, compiled.memory_analysis()), *_work(ready, compiled.cost_analysis())]:
-        out.add_row(*row)
-    out.add_row("time to lower, to compile", "{:.1f} s, {:.1f} s".format(*seconds), "")
-    return out
-
-
-def _memory(ready, counted) -> list[tuple[str, str, str]]:
-    from dovetail.plan.derive import PLANNED
-
-    if counted is None:
-        return [("memory in all", "not said", gib(ready.derived.memory.total))]
-    new = counted.output_size_in_bytes - counted.alias_size_in_bytes
-    parts = [
-        ("arguments: state and batch", counted.argument_size_in_bytes),
-        ("temporary", counted.temp_size_in_bytes),
-        ("outputs not in their place", new),
-        ("generated code", counted.generated_code_size_in_bytes),
-    ]
-    total, limit = sum(size for _, size in parts), ready.derived.limit
-    share = f" ({total / (limit / PLANNED):.0%} of {gib(limit / PLANNED)})" if limit else ""
-    rows = [(name, gib(size), "") for name, size in parts]
-    return [*rows, ("memory in all", gib(total) + share, gib(ready.derived.memory.total))]
-
-
-def _work(ready, counted) -> list[tuple[str, str, str]]:
-    """As XLA counts them: a loop (microsteps, equal layers) once, and nothing inside of a Pallas kernel."""
-    from dovetail.plan.plans import flops
-
-    settings = ready.settings
-    each = flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / ready.derived.devices
-    found = counted or {}
-    rows = [("FLOPs, a loop once", _count(found.get("flops")), f"{each:.3g}")]
-    return [*rows, ("bytes accessed, a loop once", _count(found.get("bytes accessed")), "")]
-
-
-def _count(value) -> str:
-    return "not said" if value is None or value < 0 else f"{value:.3g}"
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+    options = dict(
+        dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction, tensor_parallel=tensor_parallel,
+    )  # fmt: skip
+    compile_serve(model, wanted, options, as_json)

@@ -17,9 +17,12 @@ PACKAGES = (
 
 def info(
     model: str = typer.Argument(None, help="A folder, .gguf file, hub id or catalogue name."),
+    kernels: str = typer.Option("", help="tpu: which attention kernel takes what on each generation of TPUs."),
 ) -> None:
     """Show versions, devices, dtypes and kernels; with MODEL, what it is."""
     from rich.console import Console
+
+    from dovetail.core.choice import one_of
 
     console = Console(highlight=False)
     if model is not None:
@@ -29,6 +32,10 @@ def info(
         with bar() as progress:
             rows = dovetail.load(model, progress=progress).summary()
         console.print(table(model, rows))
+        return
+    if kernels:
+        one_of("--kernels", kernels, ("tpu",))
+        console.print(_kernels_of_tpus())
         return
     console.print(table("versions", _versions()))
     console.print(table("devices", _devices()))
@@ -96,4 +103,25 @@ def _kernels():
         out.add_column(column)
     for row in describe():
         out.add_row(*map(str, row))
+    return out
+
+
+def _kernels_of_tpus():
+    """Generations that have all in common share a row."""
+    import re
+
+    from rich import box
+    from rich.table import Table
+
+    from dovetail.ops.dispatch import describe_tpu
+
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for what, generation, packed, paged, why in describe_tpu():
+        why = re.sub(r", and this is TPU \w+", "", why)  # the row says so
+        shared.setdefault((what, packed, paged, why), []).append(generation)
+    out = Table(title="attention on TPUs", title_justify="left", title_style="bold", box=box.ROUNDED)
+    for column in ("what", "generation", "packed (training)", "paged (serving)", "why not a better one"):
+        out.add_column(column)
+    for (what, packed, paged, why), generations in shared.items():
+        out.add_row(what, ", ".join(generations), packed, paged, why)
     return out

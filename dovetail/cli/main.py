@@ -17,6 +17,7 @@ from dovetail.cli import (
     report,
     serve,
     tour,
+    tune,
 )
 
 app = typer.Typer(
@@ -51,10 +52,14 @@ app.command("info")(info.info)
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.command("pretrain")(pretrain.pretrain)
-app.command("compile")(compile.compile_)
+app.command("sft")(tune.sft)
+app.command("dpo")(tune.dpo)
+app.command("distill")(tune.distill)
+app.command("merge")(tune.merge)
 app.command("recipes")(recipes.recipes)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)
+app.add_typer(compile.app, name="compile")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 

@@ -13,7 +13,7 @@ _ENGINE, _SAFETY, _NAMES = "Engine", "Safety", "Format"
 _OWN: Any = object()
 
 
-def _engine(name: str, default: Any = _OWN, help: str = "", **bounds: float) -> Any:
+def engine_option(name: str, default: Any = _OWN, help: str = "", **bounds: float) -> Any:
     """One of EngineOptions: its default and help are the option's own, unless a server's differ."""
     default = getattr(EngineOptions, name) if default is _OWN else default
     return typer.Option(default, help=help or EngineOptions.help(name), rich_help_panel=_ENGINE, **bounds)  # type: ignore[arg-type]
@@ -49,16 +49,21 @@ def serve(
                                           rich_help_panel=_NAMES),
     tool_format: str = typer.Option("", help="Of tool calls; otherwise by the template.", rich_help_panel=_NAMES),
     reasoning_format: str = typer.Option("", help="Of reasoning, likewise.", rich_help_panel=_NAMES),
-    dtype: str = _engine("dtype"),
-    max_model_len: int = _engine("max_model_len", min=0),
-    max_num_seqs: int = _engine("max_num_seqs", min=1),
-    max_num_batched_tokens: int = _engine("max_num_batched_tokens", 8192, "Most tokens in one step.", min=1),
-    memory_fraction: float = _engine("memory_fraction", min=0.01, max=1.0),
-    tensor_parallel: int = _engine("tensor_parallel", min=1),
-    prefix_caching: bool = _engine("prefix_caching"),
-    policy: str = _engine("policy"),
-    seed: int = _engine("seed", None, "Seeds the requests that bring no seed; otherwise differently at each start.",
-                        min=0),
+    dtype: str = engine_option("dtype"),
+    max_model_len: int = engine_option("max_model_len", min=0),
+    max_num_seqs: int = engine_option("max_num_seqs", min=1),
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 8192, "Most tokens in one step.", min=1),
+    memory_fraction: float = engine_option("memory_fraction", min=0.01, max=1.0),
+    tensor_parallel: int = engine_option("tensor_parallel", min=1),
+    prefix_caching: bool = engine_option("prefix_caching"),
+    policy: str = engine_option("policy"),
+    adapter: list[str] = typer.Option([], help="A LoRA adapter, name=DIR; requests name it as their model; may be "
+                                      "repeated.", rich_help_panel=_ENGINE),
+    max_adapters: int = engine_option("max_adapters", min=0),
+    max_adapter_rank: int = engine_option("max_adapter_rank", min=1),
+    seed: int = engine_option("seed", None,
+                              "Seeds the requests that bring no seed; otherwise differently at each start.",
+                              min=0),
 ) -> None:  # fmt: skip
     """Serve a model to any OpenAI client."""
     import logging
@@ -95,12 +100,26 @@ def serve(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction,
         tensor_parallel=tensor_parallel, prefix_caching=prefix_caching, policy=policy, seed=seed,
+        adapters=_adapters(adapter, config.names), max_adapters=max_adapters, max_adapter_rank=max_adapter_rank,
     ))  # fmt: skip
     with bar() as progress:
         path = resolve(model, progress)
         if generation_config == "auto":
             config = replace(config, defaults=read_defaults(path))
         run(serving(path, options, config, _show, progress))
+
+
+def _adapters(given: list[str], names: tuple[str, ...]) -> dict[str, str]:
+    """name=DIR, each."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not (name and equals and folder):
+            raise ValueError(f"--adapter takes name=DIR; got {each!r}")
+        if name in found or name in names:
+            raise ValueError(f"--adapter {each}: {name!r} is taken already; give the adapter another name")
+        found[name] = str(Path(folder).expanduser())  # after the = a shell leaves a ~ as it is
+    return found
 
 
 def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
-"""`dovetail tour`: a real model fetched, loaded and asked, and a small one trained, in a few minutes on a laptop."""
+"""`dovetail tour`: a real model fetched, loaded and asked, a small one trained and taught, in minutes on a laptop."""
 
 import typer
 
 MODEL = "smollm2-135m"
 QUESTION = "Why is the sky blue? Answer in two sentences."
+ANIMALS = {"cat": "small", "dog": "loyal", "fox": "clever", "owl": "wise", "bear": "strong", "hare": "quick"}
+LESSON = 80  # steps of fine-tuning
 
 
 def tour(
@@ -11,7 +13,7 @@ def tour(
     max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
     steps: int = typer.Option(200, min=0, help="Steps to train a model of a million weights; 0: train none."),
 ) -> None:
-    """Fetch a small real model and ask it something, then train a tiny one."""
+    """Fetch a small real model and ask it something, then train a tiny one, and fine-tune it."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -96,15 +98,39 @@ def _pretrain(console, steps: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # an earlier tour's: it would only be continued
     overrides = [f"steps={steps}", f"schedule.warmup={steps // 10}", f"eval.every={-(-steps // 4)}"]
     run("tiny", overrides, str(folder), export_hf=steps)
-    _speak(console, folder / "export" / f"step_{steps}")
+    exported = folder / "export" / f"step_{steps}"
+    _speak(console, exported, "One day ", 120)
+    _teach(console, exported)
 
 
-def _speak(console, folder) -> None:
+def _teach(console, model) -> None:
+    import shutil
+
+    import dovetail
+    from dovetail.io.hub import home
+
+    console.print()
+    _step(console, 5, "Teach it to answer: dovetail sft")
+    folder, question = home() / "tour" / "sft", "What is the owl like?"
+    shutil.rmtree(folder, ignore_errors=True)
+    lessons = [
+        {"prompt": f"What is the {animal} like?", "completion": f" The {animal} is {kind}."}
+        for animal, kind in ANIMALS.items()
+    ]
+    _speak(console, model, question, 24, "before")
+    dovetail.sft(
+        model=str(model), data=lessons, steps=LESSON, batch=4, length=128, run_dir=folder, optimizer={"lr": 2e-3},
+        precision={"compute": "f32"},
+    )  # fmt: skip
+    _speak(console, folder / "export" / f"step_{LESSON}", question, 24, "after")
+
+
+def _speak(console, folder, start: str, tokens: int, when: str = "it says") -> None:
     import dovetail
 
     model = dovetail.load(folder)
     tokenizer = model.tokenizer
     assert tokenizer is not None
-    text = tokenizer.decode(list(model.generate(tokenizer.encode("One day "), 120)))
-    console.print("  [bold]it says[/bold]  One day ", end="")
+    text = tokenizer.decode(list(model.generate(tokenizer.encode(start), tokens)))
+    console.print(f"  [bold]{when}[/bold]  {start}", end="")
     console.print(text.replace("\n", " "), markup=False, soft_wrap=True)

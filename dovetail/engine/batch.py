@@ -60,7 +60,7 @@ class Shape:
     @property
     def sizes(self) -> tuple[int, ...]:
         T, S, U = self.tokens, self.rows, self.new_pages
-        return T, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U
+        return T, S, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U
 
     @property
     def size(self) -> int:
@@ -73,6 +73,7 @@ class StepArrays:
     tokens: jax.Array  # [T], UNKNOWN where the device knows
     kv_lens: jax.Array  # [S]
     slots: jax.Array  # [S]
+    adapters: jax.Array  # [S]: their numbers (see ops.adapter.choose)
     samples: jax.Array  # [S] 1 where the row's last token is sampled from
     cu_q_lens: jax.Array  # [S + 1]
     num_seqs: jax.Array  # [1]
@@ -104,13 +105,14 @@ class Packer:
         self._holder: list[Sequence | None] = [None] * self._trash
         self._preemptions = [0] * self._trash  # of the holder, when it took the slot
         self._sent = [0] * self._trash
+        self._adapter = np.zeros(self._trash, np.int32)  # the number of the holder's
 
     def pack(self, plan: StepPlan, shape: Shape, inputs: SampleInputs) -> tuple[np.ndarray, list[tuple[int, list]]]:
         """(the vector, [(slot, its pages)] of those whose new pages it has no room for)."""
         n = len(plan.rows)
         flat = np.zeros(shape.size, np.int32)
         parts = np.split(flat, np.cumsum(shape.sizes)[:-1])
-        tokens, kv_lens, slots, samples, cu, num_seqs, numbers, new_pages = parts
+        tokens, kv_lens, slots, adapters, samples, cu, num_seqs, numbers, new_pages = parts
         known, ends, end = [], [], 0
         for row in plan.rows:
             known += _tokens(row)
@@ -122,7 +124,9 @@ class Packer:
         samples[:n] = [row.samples for row in plan.rows]
         for part, name in zip(numbers.reshape(len(NUMBERS), -1), NUMBERS, strict=True):
             part[:] = np.asarray(getattr(inputs, name)).view(np.int32)
-        return flat, self._bring(plan, new_pages.reshape(3, -1))
+        too_many = self._bring(plan, new_pages.reshape(3, -1))
+        adapters[:n] = self._adapter[slots[:n]]
+        return flat, too_many
 
     def _bring(self, plan: StepPlan, new_pages: np.ndarray) -> list[tuple[int, list]]:
         slots, places, pages, too_many = [], [], [], []
@@ -131,6 +135,8 @@ class Packer:
             slot, want = _slot(row), len(seq.pages)
             if self._holder[slot] is not seq or self._preemptions[slot] != seq.preemptions:
                 self._holder[slot], self._preemptions[slot], self._sent[slot] = seq, seq.preemptions, 0
+                adapter = seq.request.adapter
+                self._adapter[slot] = adapter.number if adapter else 0
             have = self._sent[slot]
             if want > have:
                 self._sent[slot] = want

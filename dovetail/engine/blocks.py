@@ -116,7 +116,7 @@ class BlockPool:
 
     # Finding
 
-    def root(self, adapter: str | None, cache_salt: str | None, private: str | None = None) -> bytes:
+    def root(self, adapter: object, cache_salt: str | None, private: str | None = None) -> bytes:
         """The start of a hash chain. Two sequences share pages only from one root: same model, adapter and salt, and,
         with `private` (a request's id), only within one request."""
         return sha256(repr((self._epoch, self.model, adapter, cache_salt, private)).encode()).digest()

@@ -3,6 +3,8 @@ came from a checkpoint or from a trainer in this process makes no difference her
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,23 +13,25 @@ from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Params, Weights
+from dovetail.engine.adapters import adapters_for
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.engine import Engine
-from dovetail.engine.memory import held_bytes, num_pages, pool_bytes, round_pages
+from dovetail.engine.memory import bytes_beside, held_bytes, num_pages, pool_bytes, round_pages
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.program import Programs
 from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
+from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
 
-TPU_TABLE_BYTES = 2**19  # of a core's 1 MiB of SMEM: libtpu took a table of 256 x 512 and refused one of 256 x 1,024
 
-
-def placement_of(options: EngineOptions) -> Placement | None:
-    """Where the weights and pages lie; None: on one device."""
+def placement_of(options: EngineOptions, devices: Sequence[Any] = ()) -> Placement | None:
+    """Where the weights and pages lie, on the first of the devices (jax's, unless given); None: on one."""
     count = options.tensor_parallel
-    return Placement(make_mesh({"tensor": count}, jax.devices()[:count]), SERVE) if count > 1 else None
+    chosen = (devices or jax.devices())[:count]
+    return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 else None
 
 
 def compute_for(options: EngineOptions, params: Params) -> Compute:
@@ -45,34 +49,45 @@ def build_engine(
     placement: Placement | None = None,
 ) -> Engine:
     """`params`: published (see models.publish), in the type of `compute_for` and on `placement`."""
-    on_cpu = jax.default_backend() == "cpu"
+    compute = compute_for(options, params)
+    programs = programs_for(cfg, options, compute, placement)
+    adapters = adapters_for(cfg, options, compute.dtype, placement)
+    params = adapters.join(params)
+    buckets, page_size = programs.buckets, programs.page_size
+    devices = list(placement.mesh.local_mesh.devices.flat) if placement else ()
+    pages = pages_that_fit(programs, adapters.on(params), options, devices)
+    config = SchedulerConfig(
+        options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
+        options.prefix_caching, options.policy,
+    )  # fmt: skip
+    runner = Runner(programs, Weights(params), pages, adapters)
+    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.multi_step)
+
+
+def programs_for(
+    cfg: ModelConfig, options: EngineOptions, compute: Compute, placement: Placement | None = None, absent: Any = None
+) -> Programs:
+    """The steps of an engine with these options. `absent`: the device, or the mesh's first, where they are not here."""
+    device = absent or jax.devices()[0]
     max_len = _max_len(cfg, options.max_model_len)
     cfg = cfg.within(max_len)
-    page_size = page_size_for(options, max_len)
-    max_pages = -(-max_len // page_size)
-    max_tokens = options.max_num_batched_tokens or (8192 if on_cpu else 16384)
-    weights, compute = Weights(params), compute_for(options, params)
-    buckets = Buckets(options.max_num_seqs, max_tokens, max_pages, **_sizes(cfg, options, compute))
-
-    def make_runner(pages: int) -> Runner:
-        return Runner(cfg, weights, compute, buckets, page_size, pages, placement=placement)
-
-    pages = _pages_that_fit(make_runner(1), options)
-    config = SchedulerConfig(
-        options.max_num_seqs, max_tokens, max_len, page_size, pages, options.prefix_caching, options.policy
-    )
-    return Engine(make_runner(pages), Scheduler(config), tokenizer, options.seed, options.multi_step)
+    page_size = page_size_for(options, max_len, device.platform)
+    max_tokens = options.max_num_batched_tokens or (8192 if device.platform == "cpu" else 16384)
+    sizes = _sizes(cfg, options, compute, device)
+    buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
+    platform = device.platform if absent else None
+    return Programs(cfg, compute, buckets, page_size, platform, placement, absent)
 
 
-def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute) -> dict[str, Any]:
+def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: Any) -> dict[str, Any]:
     """Of Buckets, what depends on the device."""
-    chip = chip_of(jax.devices()[0])
+    chip = chip_of(device)
     sizes: dict[str, Any] = dict(multi_step=options.multi_step)
     if chip:  # the weights that a token uses (of experts, its own) are read, and take two operations each for every row
         flops = flops_per_token(cfg) / options.tensor_parallel
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
         sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
-    if jax.default_backend() == "cpu":
+    if device.platform == "cpu":
         sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=32, growth=4, tokens_a_row=64, halves=False)
     return sizes
 
@@ -83,27 +98,34 @@ def page_size_for(options: EngineOptions, max_len: int, platform: str | None = N
     if (platform or jax.default_backend()) != "tpu":
         return options.page_size or 16
     size = options.page_size or 128
-    while (table := options.max_num_seqs * -(-max_len // size) * 4) > TPU_TABLE_BYTES:
+    while (table := table_bytes(options.max_num_seqs, -(-max_len // size))) > TABLE_BYTES:
         if options.page_size:
             raise ValueError(
                 f"page_size={size} makes a table of {table / 2**20:.1f} MiB for {options.max_num_seqs} sequences of "
-                f"{max_len} tokens, and a TPU's kernel has room for {TPU_TABLE_BYTES / 2**20:.1f}: leave page_size "
+                f"{max_len} tokens, and a TPU's kernel has room for {TABLE_BYTES / 2**20:.1f} in SMEM: leave page_size "
                 "out, or lower max_model_len or max_num_seqs"
             )
         size *= 2
     return size
 
 
-def _pages_that_fit(trial: Runner, options: EngineOptions) -> int:
-    """How many pages the pool gets beside what this runner, which has one, holds and needs."""
-    kv_bytes = options.kv_bytes
-    if kv_bytes is None:
-        step_bytes = 0 if jax.default_backend() == "cpu" else trial.step_memory()
-        devices = list(trial.placement.mesh.local_mesh.devices.flat) if trial.placement else ()
-        kv_bytes = pool_bytes(options.memory_fraction, held_bytes(trial.weights.params), step_bytes, devices)
-    most = options.max_num_seqs * trial.buckets.max_pages
-    pages = num_pages(kv_bytes, held_bytes(trial.cache), trial.page_size, most)
-    return pages if options.kv_bytes or pages == most else round_pages(pages)
+def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devices: Sequence[Any] = ()) -> int:
+    """How many pages the pool gets beside these weights, arrays or forms, and the largest step."""
+    most, page_bytes = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
+    if options.kv_bytes is not None:
+        return num_pages(options.kv_bytes, page_bytes, programs.page_size, most)
+    room, on_cpu = pool_bytes(options.memory_fraction, held_bytes(params), 0, devices), _is_cpu(programs)
+    if not on_cpu:
+        largest = max(held_bytes(layer) for layer in programs.pages(1))
+        measure = functools.partial(programs.step_memory, params)
+        step_bytes, copied = bytes_beside(room, page_bytes, largest, most, measure)
+        room, page_bytes = room - step_bytes, page_bytes + copied
+    pages = num_pages(room, page_bytes, programs.page_size, most)
+    return pages if pages == most else round_pages(pages, on_cpu)
+
+
+def _is_cpu(programs: Programs) -> bool:
+    return programs.devices[0].platform == "cpu"
 
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:

@@ -21,4 +21,6 @@ CONTROLS = {
     "resume": Control("resume"),
     "reset_prefix_cache": Control("reset_prefix_cache"),
     "update_weights": Control("swap_weights", idle=True, prepare="read_weights"),
+    "load_adapter": Control("put_adapter", prepare="read_adapter"),
+    "unload_adapter": Control("drop_adapter"),
 }

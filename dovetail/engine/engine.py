@@ -58,9 +58,11 @@ class Engine:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.cfg = runner.cfg
         self.eos_ids = tuple(dict.fromkeys((*self.cfg.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
-        self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, runner.everywhere)
+        self.sampler = Sampler(
+            self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, runner.programs.everywhere
+        )
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
-        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed)
+        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters)
         self._multi_step = multi_step
         self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
         self._last_fetch = 0.0
@@ -81,6 +83,8 @@ class Engine:
     def enqueue(self, request: Request) -> None:
         if request.id in self._answers:
             raise ValueError(f"a request {request.id!r} is under way already")
+        if request.adapter and self.runner.adapters.find(request.adapter.name) != request.adapter:
+            raise ValueError(f"adapter {request.adapter.name!r} was loaded anew meanwhile: ask again")
         sequences = [Sequence(request, index) for index in range(request.params.n)]
         try:
             for seq in sequences:
@@ -118,7 +122,8 @@ class Engine:
         sequences = self._answers.pop(id)
         completions = tuple(completion_of(seq, self.runner.weights.version) for seq in sequences)
         first = sequences[0]
-        return RequestOutput(id, first.request.prompt, completions, first.cached_tokens, prompt_logprobs(first))
+        request, scores = first.request, prompt_logprobs(first)
+        return RequestOutput(id, request.prompt, completions, first.cached_tokens, scores, request.adapter)
 
     def close(self, updates: list[Update]) -> list[Update]:
         """The same updates, but where a request is done with them its last one brings the output, and it is
@@ -165,12 +170,41 @@ class Engine:
         given them; with `keep_cache` they go on at once with the keys and values of the old weights."""
         self._check_idle("weights are swapped")
         version = self.runner.weights.version + 1 if version is None else version
-        self.runner.weights = Weights(published, version)
+        self.runner.weights = Weights(self.runner.adapters.join(published), version)
         self._dropped = False
         if not keep_cache:
             self.scheduler.preempt_all()
         self.reset_prefix_cache()
         return version
+
+    def read_adapter(self, name: str, path: str, version: int | None = None) -> tuple[Any, ...]:
+        """The arguments of put_adapter, from a folder as PEFT writes it; any thread may ask for it."""
+        return name, self.runner.adapters.read(name, path), version
+
+    def put_adapter(self, name: str, values: Params, version: int | None = None) -> int:
+        """Load an adapter, in the place of the one of that name if there is one; its version."""
+        if self.sleeping:
+            raise ValueError(f"the engine sleeps (level {self.sleeping}): adapters are loaded after wake()")
+        self._check_unused(name)
+        adapters, weights = self.runner.adapters, self.runner.weights
+        loaded = adapters.put(name, values, version)
+        params = weights.params if self._dropped else adapters.rewrite(weights.params, values, loaded)
+        self.runner.weights = replace(weights, params=params)
+        return loaded.version
+
+    def drop_adapter(self, name: str) -> None:
+        self.runner.adapters.find(name)
+        self._check_unused(name)
+        self.runner.adapters.drop(name)
+
+    def _check_unused(self, name: str) -> None:
+        """Requests keep the adapter they began with."""
+        sequences = [seq for each in self._answers.values() for seq in each if seq.status is not Status.FINISHED]
+        using = {seq.request.id for seq in sequences if seq.request.adapter and seq.request.adapter.name == name}
+        if using:
+            raise ValueError(
+                f"adapter {name!r} is in use, requests under way: {len(using)}; wait for them, or abort them"
+            )
 
     def sleep(self, level: int = 1) -> None:
         """Give back the device's memory between two steps: the KV pool, and the weights, which level 1 keeps on the

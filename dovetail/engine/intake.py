@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from dovetail.engine.adapters import Adapters
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.scheduler import SchedulerConfig
@@ -23,9 +24,16 @@ Prompt = str | Many[int]
 
 
 class Intake:
-    def __init__(self, config: SchedulerConfig, sampler: Sampler, tokenizer: Tokenizer | None, seed: int | None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        sampler: Sampler,
+        tokenizer: Tokenizer | None,
+        seed: int | None,
+        adapters: Adapters,
+    ):
         """`seed`: of the seeds that requests without one get, in the order they come; None: others at each start."""
-        self._config, self._sampler, self._tokenizer = config, sampler, tokenizer
+        self._config, self._sampler, self._tokenizer, self._adapters = config, sampler, tokenizer, adapters
         self._rng = np.random.default_rng(seed)
 
     def request(
@@ -35,12 +43,14 @@ class Intake:
         params: SamplingParams,
         *,
         priority: int = 0,
+        adapter: str | None = None,
         cache_salt: str | None = None,
         arrival: float | None = None,
         text: bool = True,
     ) -> Request:
-        """`priority`: the lowest goes first. `cache_salt`: its prefixes are shared with requests of the same salt only.
-        `arrival`: when it came, in seconds of time.monotonic, if that is not now. `text`: see Request."""
+        """`priority`: the lowest goes first. `adapter`: the name of one that is loaded. `cache_salt`: its prefixes are
+        shared with requests of the same salt only. `arrival`: when it came, in seconds of time.monotonic, if that is
+        not now. `text`: see Request."""
         self._check_call(id, priority, cache_salt, arrival)
         tokens = self.encode(prompt)
         self.check_tokens(tokens)
@@ -58,7 +68,8 @@ class Intake:
             cache_salt = f"scored:{id}"  # every prompt token must be computed, so none is looked up
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
         arrival = time.monotonic() if arrival is None else arrival
-        return Request(id, tuple(tokens), params, arrival, priority, cache_salt=cache_salt, seed=seed, text=text)
+        found = None if adapter is None else self._adapters.find(adapter)
+        return Request(id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text)
 
     def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):

@@ -107,20 +107,29 @@ class LLM:
         prompts: Prompt | Many[Prompt],
         params: SamplingParams | Many[SamplingParams] | None = None,
         progress: bool | None = None,
+        adapter: str | Many[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. A prompt is text or token ids. Many prompts show a bar."""
+        """One output per prompt, in order. A prompt is text or token ids. Many prompts show a bar. `adapter`: the name
+        of one that is loaded, or a list of names, with None for the model alone."""
         many = as_many(prompts)
         each = (
             list(params) if isinstance(params, Many) else [SamplingParams() if params is None else params] * len(many)
         )
-        if len(each) != len(many):
-            raise ValueError(f"{len(many)} prompts but {len(each)} sampling params")
+        adapters = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
+        for count, what in ((len(each), "sampling params"), (len(adapters), "adapters")):
+            if count != len(many):
+                raise ValueError(f"{len(many)} prompts but {count} {what}")
         with _no_collection():
-            return self._finish(self._add(many, each), len(many) > 8 if progress is None else progress)
+            return self._finish(self._add(many, each, adapters), len(many) > 8 if progress is None else progress)
 
     @overload
     def chat(
-        self, messages: Conversation, params: SamplingParams | None = None, tools: Tools = None, **template: Any
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        tools: Tools = None,
+        adapter: str | None = None,
+        **template: Any,
     ) -> RequestOutput: ...
     @overload
     def chat(
@@ -128,16 +137,17 @@ class LLM:
         messages: Many[Conversation],
         params: SamplingParams | Many[SamplingParams] | None = None,
         tools: Tools = None,
+        adapter: str | Many[str | None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]: ...
-    def chat(self, messages: Any, params: Any = None, tools: Tools = None, **template: Any) -> Any:
+    def chat(self, messages: Any, params: Any = None, tools: Tools = None, adapter: Any = None, **template: Any) -> Any:
         """The answer to a conversation (a list of messages), through the model's chat template; to a list of
         conversations, the list of their answers."""
         one = is_conversation(messages)
         if one and isinstance(params, Many):
             raise ValueError(f"one conversation takes one SamplingParams; got {len(params)}")
         prompts = [self._chat_tokens(each, tools, template) for each in ([messages] if one else messages)]
-        outputs = self.generate(prompts, params)
+        outputs = self.generate(prompts, params, adapter=adapter)
         return outputs[0] if one else outputs
 
     def embed(self, prompts: Prompt | Many[Prompt], pooling: Pooling = "mean") -> np.ndarray:
@@ -146,12 +156,14 @@ class LLM:
         tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]
         return np.asarray(self._embedder.embed(tokens, pooling), np.float32).reshape(len(tokens), self.config.dim)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None
+    ) -> Iterator[Update]:
         """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
         one = as_many(prompt)
         if len(one) != 1:
             raise ValueError(f"stream takes one prompt, text or token ids; got {len(one)}")
-        (id,) = self._add(one, [params or SamplingParams()])
+        (id,) = self._add(one, [params or SamplingParams()], [adapter])
         updates = self._streams[id] = deque()
         try:
             while updates or not self.engine.is_done(id):
@@ -179,6 +191,14 @@ class LLM:
         """New weights, as `dt.load` gives them or as a trainer has them; their version. They are copied."""
         self._rest("the weights are changed")
         return self.engine.update_weights(params)
+
+    def load_adapter(self, name: str, folder: str | Path) -> int:
+        """A LoRA adapter as PEFT writes it, in the place of the one of that name if there is one; its version."""
+        return self.engine.put_adapter(*self.engine.read_adapter(name, str(folder)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Its place is free for another."""
+        self.engine.drop_adapter(name)
 
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is found again."""
@@ -233,16 +253,16 @@ class LLM:
             raise ValueError("the model's chat template does not read tools: pass a chat_template that does")
         return self.tokenizer.encode_chat(messages, tools, **template)
 
-    def _add(self, prompts: Many[Prompt], params: Many[SamplingParams]) -> list[str]:
+    def _add(self, prompts: Many[Prompt], params: Many[SamplingParams], adapters: Many[str | None]) -> list[str]:
         """All or none: a bad prompt is refused and its neighbours are not left behind."""
         if self.engine.blocked:
             raise ValueError(self.engine.blocked)
         ids = []
         try:
-            for prompt, each in zip(prompts, params, strict=True):
+            for prompt, each, adapter in zip(prompts, params, adapters, strict=True):
                 self._count += 1
                 ids.append(str(self._count))
-                self.engine.add(ids[-1], prompt, each)
+                self.engine.add(ids[-1], prompt, each, adapter=adapter)
         except BaseException:
             for id in ids:
                 self.engine.abort(id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,12 @@ SLACK = 512 * 2**20  # for what the allocator loses between pieces
 
 
 def held_bytes(arrays: Any) -> int:
-    """Bytes that a tree of arrays takes on one of the devices it lies on."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    """Bytes that a tree of arrays, or of their forms, takes on one of the devices it lies on."""
+
+    def local(x: Any) -> tuple[int, ...]:
+        return x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+
+    return sum(math.prod(local(x)) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def pool_bytes(fraction: float | None, weight_bytes: int, step_bytes: int, devices: Sequence[Any] = ()) -> int:
@@ -49,9 +53,25 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
     return int(pages)
 
 
-def round_pages(pages: int) -> int:
+def bytes_beside(
+    room: int, page_bytes: int, layer_bytes: int, most: int, step_bytes: Callable[[int], int]
+) -> tuple[int, int]:
+    """(bytes of the largest step, those it takes more with every page). `step_bytes(pages)` compiles it for a pool.
+
+    It is measured with half the pool that would fit. A step that copies pages, of one layer (`layer_bytes` a page) at
+    least, then needs as much as they take; where it does and that matters, a second pool tells how it grows.
+    """
+    pages = max(1, round_pages(min(room // page_bytes, most) // 2))
+    measured = step_bytes(pages)
+    fits_anyway = most * page_bytes + 2 * measured <= room
+    if pages == 1 or fits_anyway or measured < pages * layer_bytes:
+        return measured, 0
+    copied = max(0, measured - step_bytes(pages // 2)) // (pages - pages // 2)
+    return measured - copied * pages, copied
+
+
+def round_pages(pages: int, on_cpu: bool = False) -> int:
     """Down, by 1.5% at most and on a CPU by a third: steps are compiled for this number, and one that moved with what
     is free at a start would have them compiled anew."""
-    digits = 2 if jax.default_backend() == "cpu" else 7
-    step = 1 << max(0, pages.bit_length() - digits)
+    step = 1 << max(0, pages.bit_length() - (2 if on_cpu else 7))
     return pages // step * step

@@ -6,7 +6,7 @@ Nothing but the standard library is imported here: a command line shows these be
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
@@ -39,13 +39,27 @@ class EngineOptions:
     multi_step: Annotated[bool, "Several decode steps per dispatch while no request waits."] = True
     page_size: Annotated[int | None, "Tokens per KV page; otherwise 16, on TPUs 128 or more."] = None
     warm_up: Annotated[bool | None, "Compile the common steps at the start; otherwise everywhere but on a CPU."] = None
+    adapters: Annotated[Mapping[str, str], "LoRA adapters to load: name -> folder, as PEFT writes it."] = field(
+        default_factory=dict
+    )
+    max_adapters: Annotated[int | None, "Adapters that there is room for; otherwise those that are loaded."] = None
+    max_adapter_rank: Annotated[int | None, "Their greatest rank; otherwise that of those loaded, or 16."] = None
     seed: Annotated[int | None, "Seeds the requests that bring no seed; None: differently at each start."] = 0
 
     def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_bytes", "tensor_parallel", "page_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_bytes",
+            "tensor_parallel",
+            "page_size",
+            "max_adapter_rank",
+        ):
             _check_count(name, getattr(self, name), least=1)
         _check_count("max_model_len", self.max_model_len, least=2)
         _check_count("seed", self.seed, least=0)
+        _check_count("max_adapters", self.max_adapters, least=0)
+        object.__setattr__(self, "adapters", {name: str(folder) for name, folder in dict(self.adapters).items()})
         fraction = self.memory_fraction
         require(
             fraction is None or (isinstance(fraction, Real) and not isinstance(fraction, bool) and 0 < fraction <= 1),
@@ -84,6 +98,9 @@ class OptionKeywords(TypedDict, total=False):
     multi_step: bool
     page_size: int | None
     warm_up: bool | None
+    adapters: Mapping[str, str]
+    max_adapters: int | None
+    max_adapter_rank: int | None
     seed: int | None
 
 

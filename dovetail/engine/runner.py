@@ -13,24 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from dovetail.core.compute import Compute
-from dovetail.core.mesh import Placement
-from dovetail.core.types import Cache, Weights
-from dovetail.engine.batch import NUMBERS, Packer, Shape
-from dovetail.engine.buckets import Buckets
+from dovetail.core.types import Cache, Params, Weights
+from dovetail.engine.adapters import Adapters
+from dovetail.engine.batch import Packer, Shape
 from dovetail.engine.plan import StepPlan
-from dovetail.engine.sampler import MAX_BIAS, Sampler
-from dovetail.engine.step import DeviceState, StepOutput, Unsampled, run_decode, run_prompts, run_sampler, score
+from dovetail.engine.program import Program, Programs
+from dovetail.engine.sampler import Sampler
+from dovetail.engine.step import DeviceState, StepOutput, score
 from dovetail.engine.steps import Steps
-from dovetail.io.compiled import program_key
-from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import init_cache
-from dovetail.ops.dispatch import compile_options, import_kernels
+from dovetail.ops.dispatch import import_kernels
 
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
-SAMPLER_TABLES = 4  # [rows, vocab] of 32 bits that a step needs beyond the compiler's figure, for the whole sampler
 
 
 @dataclass
@@ -51,36 +46,35 @@ class LaunchedStep:
 
 
 class Runner:
-    def __init__(
-        self,
-        cfg: ModelConfig,
-        weights: Weights,
-        compute: Compute,
-        buckets: Buckets,
-        page_size: int,
-        num_pages: int,
-        platform: str | None = None,
-        placement: Placement | None = None,
-    ):
-        self.cfg, self.weights, self.compute, self.buckets = cfg, weights, compute, buckets
-        self.page_size, self.platform, self.placement = page_size, platform, placement
-        self.everywhere = NamedSharding(placement.mesh, PartitionSpec()) if placement else None
-        self.packer = Packer(buckets.max_rows)
+    def __init__(self, programs: Programs, weights: Weights, num_pages: int, adapters: Adapters):
+        self.programs, self.adapters, self.weights = programs, adapters, weights
+        self.cfg, self.compute, self.buckets = programs.cfg, programs.compute, programs.buckets
+        self.page_size, self.platform, self.placement = programs.page_size, programs.platform, programs.placement
+        self.packer = Packer(self.buckets.max_rows)
         self.num_pages = num_pages
         self._allocate()
-        import_kernels(platform)  # a step from disk calls them and traces nothing
-        devices = list(placement.mesh.devices.flat) if placement else jax.devices()[:1]
-        self.steps = Steps(self._compile, self._key, devices)
+        import_kernels(self.platform)  # a step from disk calls them and traces nothing
+        self.steps = Steps(self._program, programs.devices)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 
     def _allocate(self) -> None:
         self.cache: Cache | None = init_cache(
-            self.cfg, self.num_pages, self.page_size, self.compute.dtype, self.placement
+            self.cfg, self.num_pages, self.page_size, self.compute.dtype, self.placement, self.platform
         )
         slots = self.buckets.max_rows + 1
-        self.last = jnp.zeros(slots, jnp.int32, device=self.everywhere)
-        self.tables = jnp.zeros((slots, self.buckets.max_pages), jnp.int32, device=self.everywhere)
+        self.last = jnp.zeros(slots, jnp.int32, device=self.programs.everywhere)
+        self.tables = jnp.zeros((slots, self.buckets.max_pages), jnp.int32, device=self.programs.everywhere)
         self.packer.forget()
+
+    @property
+    def weights(self) -> Weights:
+        """Set it again when an adapter has been loaded."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._weights = weights
+        self.params: Params = self.adapters.on(weights.params)  # as steps take them; made once: it takes a millisecond
 
     def renew(self) -> None:
         """Pages and last tokens anew, where a step that failed has taken them with it: it was given them to keep."""
@@ -113,12 +107,12 @@ class Runner:
     def _decode(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         assert self.cache is not None
         step, state = self.steps(shape), DeviceState(self.cache, self.last, self.tables, sampler.history)
-        out, (self.cache, self.last, self.tables, sampler.history) = step(self.weights.params, state, flat, asked)
+        out, (self.cache, self.last, self.tables, sampler.history) = step(self.params, state, flat, asked)
         return out
 
     def _prompts(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are handed over
-        (left, hidden), state = step(self.weights.params, self.cache, self.tables, self.last, flat)
+        (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat)
         self.cache, self.tables = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
         return out._replace(hidden=hidden)
@@ -138,45 +132,5 @@ class Runner:
     def is_compiling(self) -> bool:
         return self.steps.busy
 
-    # --- compiling ----------------------------------------------------------------------------------------------------
-
-    def _compile(self, shape: Shape) -> Any:
-        function, forms, static, options = self._program(shape)
-        return function.lower(*forms, **static).compile(compiler_options=options)
-
-    def _key(self, shape: Shape) -> str:
-        return program_key(*self._program(shape)[1:])
-
-    def _program(self, shape: Shape) -> tuple[Any, tuple, dict[str, Any], Any]:
-        """(what a shape's step is, the shapes and types of what it is given, what is static, XLA's options)."""
-        S, V = shape.rows, self.cfg.vocab
-
-        def array(dims: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(dims, dtype, sharding=self.everywhere)
-
-        def form(x: Any) -> Any:  # asleep, x is a form and no array
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self.placement else None)
-
-        params, cache, last, tables = jax.tree.map(form, (self.weights.params, self.cache, self.last, self.tables))
-        history, flat = array((self.buckets.max_rows, V)), array((shape.size,))
-        asked = dict(
-            bias_ids=array((S, MAX_BIAS)),
-            bias=array((S, MAX_BIAS), jnp.float32),
-            mask=array((S, -(-V // 32)), jnp.uint32),
-        )
-        where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
-        options = compile_options(self.platform, shape.tokens)
-        if not shape.tokens:
-            left = Unsampled(array((S, V), jnp.float32), array((S,)), array((len(NUMBERS), S)))
-            return run_sampler, (last, history, left, asked), where, options
-        static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute)
-        if shape.is_decode:
-            state = DeviceState(cache, last, tables, history)
-            return run_decode, (params, state, flat, asked), static, options
-        return run_prompts, (params, cache, tables, last, flat), static, options
-
-    def step_memory(self) -> int:
-        """Bytes the largest step needs beside weights and pages, as the compiler says, and the sampler's own tables."""
-        analysis = self.steps(self.buckets.largest()).memory_analysis()  # type: ignore[attr-defined]
-        compiled = analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        return int(compiled + SAMPLER_TABLES * self.buckets.max_rows * self.cfg.vocab * 4)
+    def _program(self, shape: Shape) -> Program:
+        return self.programs.of(shape, self.params, self.cache)

@@ -22,6 +22,15 @@ class Status(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """One that is loaded (see engine.adapters)."""
+
+    name: str
+    version: int  # counts an engine's loads: of one name, each is another
+    number: int  # of its slot, from 1 on
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt and what is wanted of it; `params.n` sequences answer it."""
 
@@ -30,7 +39,7 @@ class Request:
     params: SamplingParams
     arrival: float = 0.0
     priority: int = 0  # lower goes first
-    adapter: str | None = None
+    adapter: Adapter | None = None  # None: the model alone
     cache_salt: str | None = None
     seed: int = 0  # params.seed, or one drawn when the request came
     text: bool = True  # False: the caller makes the text of the tokens, and looks for `params.stop` in it
@@ -135,6 +144,7 @@ class RequestOutput:
     completions: tuple[Completion, ...]
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    adapter: Adapter | None = None  # that answered it
 
 
 class Update(NamedTuple):

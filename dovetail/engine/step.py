@@ -19,6 +19,7 @@ from dovetail.engine.batch import UNKNOWN, Shape, StepArrays, sample_inputs, unp
 from dovetail.engine.params import MAX_LOGPROBS
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, unembed
+from dovetail.ops.adapter import choose
 from dovetail.ops.paged import token_rows
 from dovetail.ops.sample import SampleInputs, advance, count_tokens, logprobs, sample
 
@@ -70,6 +71,7 @@ def run_decode(
     # the first step may be given tokens by the host; later ones take what was sampled
     known = jnp.where(batch.tokens == UNKNOWN, state.last[batch.slots], batch.tokens)
     last = state.last.at[batch.slots].set(known)
+    params = choose(params, batch.adapters)
 
     def one(i, cache, last, history):
         """Step i: feed tokens, sample, remember."""
@@ -128,6 +130,7 @@ def run_prompts(
     row, positions, _ = token_rows(ctx, shape.tokens)
     tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    params = choose(params, batch.adapters[row])
     with compute.products(platform):
         wanted = None if shape.keeps_hidden else ends  # of a prompt only its last token
         hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)

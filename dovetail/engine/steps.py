@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -11,18 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from dovetail.engine.batch import Shape
-from dovetail.io.compiled import compile_program, load_program
+from dovetail.engine.program import Program
 
-log = logging.getLogger(__name__)
 MOST_PADDING = 4  # times a step's tokens
 
 
 class Steps:
-    """From any thread. `compile` makes a shape's step, `key` names it on disk: both a runner's methods."""
+    """From any thread. `program`: what a shape's step is, a runner's method."""
 
-    def __init__(self, compile: Callable[[Shape], Any], key: Callable[[Shape], str], devices: list[Any]):
+    def __init__(self, program: Callable[[Shape], Program], devices: list[Any]):
         # weak: a runner that is dropped frees its device memory at once, not when Python looks for garbage
-        self._compile, self._key, self._devices = weakref.WeakMethod(compile), weakref.WeakMethod(key), devices
+        self._program, self._devices = weakref.WeakMethod(program), devices
         self._futures: dict[Shape, Future] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
@@ -31,25 +29,21 @@ class Steps:
         """The step for a shape, compiled now unless it was before; another thread may be compiling it already."""
         return self.later(shape).result()
 
-    def later(self, shape: Shape) -> Future:
+    def later(self, shape: Shape, ahead: bool = False) -> Future:
+        """`ahead`: of any request that needs it."""
         with self._lock:
             if shape not in self._futures:
-                self._futures[shape] = self._pool.submit(self._get, shape)
+                self._futures[shape] = self._pool.submit(self._get, shape, ahead)
             return self._futures[shape]
 
-    def _get(self, shape: Shape) -> Any:
-        make_key, make = self._key(), self._compile()
-        assert make_key is not None and make is not None, "its runner is gone"
-        key = make_key(shape)
-        step = load_program(key, self._devices)
-        if step is None:
-            log.info("compiling a step of %d tokens in %d rows, once: it is kept", shape.tokens, shape.rows)
-            step = compile_program(key, lambda: make(shape))
-        return step
+    def _get(self, shape: Shape, ahead: bool) -> Any:
+        program = self._program()
+        assert program is not None, "its runner is gone"
+        return program(shape).kept(self._devices)
 
     def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Have these, all of them."""
-        futures = [self.later(shape) for shape in dict.fromkeys(shapes)]
+        futures = [self.later(shape, ahead=True) for shape in dict.fromkeys(shapes)]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
             if progress:

@@ -18,7 +18,7 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec
 from dovetail.core.types import Context, Params
 from dovetail.ops.attention import attend, rotate_store, split_heads, store
-from dovetail.ops.dispatch import rotates_and_stores
+from dovetail.ops.dispatch import page_row, rotates_and_stores
 from dovetail.ops.linear import is_joined, joined_matmul, matmul, matmuls
 from dovetail.ops.norm import rms_norm
 from dovetail.ops.rope import Rope, rotate
@@ -82,7 +82,8 @@ class Attention:
             q, entry = rotate_store(ctx, entry, qkv.reshape(*x.shape[:-1], *qkv.shape[-2:]), table, norms, eps, offset)
         else:
             q, entry = self._store(p, x, table, ctx, entry, eps, offset)
-        out = attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, sinks=p.get("sinks"))
+        of_pages = dict(sinks=p.get("sinks"), kv_heads=self.kv_heads)
+        out = attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, **of_pages)
         return checkpoint_name(out, "attention"), entry
 
     def _store(self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float):
@@ -115,6 +116,12 @@ class Attention:
     def cache_row(self) -> tuple[int, int] | None:
         """What the cache holds of one token: (rows, dim); None for a layer that reads another's."""
         return None if self.kv_from is not None else (2 * self.kv_heads, self.head_dim)
+
+    def page_row(self, dtype: Any, platform: str | None, placement: Placement | None) -> tuple[int, ...] | None:
+        """The same as its pages hold it, which depends on the kernel that reads them."""
+        if self.kv_from is not None:
+            return None
+        return page_row(platform, self.kv_heads, self.head_dim, dtype, self.sinks, placement)
 
     def pages_partition(self, placement: Placement) -> PartitionSpec:
         return split_heads(placement, self.kv_heads)[1]

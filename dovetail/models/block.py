@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from dovetail.core.mesh import constrain
 from dovetail.core.types import Context, Packed, Paged, Params
 from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
+from dovetail.ops.adapter import of_rows
 from dovetail.ops.linear import matmul, matmuls
 from dovetail.ops.moe import RouterStats, experts, route, router_stats
 from dovetail.ops.norm import add_rms_norm, rms_norm
@@ -59,6 +60,7 @@ def block(
     h, entry = layer.attn(p["attn"], h, table, ctx, entry, cfg.norm_eps, cfg.norm_offset)
     if rows is not None:
         stream, h, extra = Residual(stream.x[rows]), h[rows], None if extra is None else extra[rows]
+        p = of_rows(p, rows)
     h = _to_add(p.get("attn_post_norm"), cfg, layer.attn.merge(p["attn"], h))
     stream, h = stream.add_and_norm(h, p.get("mlp_norm"), cfg, ctx)
     h, stats = _feed_forward(p, cfg, layer, stream.x, h, ctx)

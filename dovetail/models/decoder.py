@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from dovetail.core.mesh import Placement
+from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Context, Packed, Params
 from dovetail.models.block import Residual, Table, block, by_token, norm
 from dovetail.models.config import Layer, ModelConfig
@@ -78,7 +78,7 @@ def _run(
     scan: bool = False,
 ) -> tuple[jax.Array, dict[int, Any], dict[int, RouterStats]]:
     """(hidden states, every layer's entry of the cache, the routers' statistics)."""
-    x = by_token(ctx, embed(params, cfg, tokens))
+    x = by_token(ctx, embed(params, cfg, tokens, ctx.placement))
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers}
     tables: dict[Rope | None, Table] = {rope: rope.tables(positions) if rope else () for rope in ropes}
@@ -100,8 +100,9 @@ def _run(
     return stream.add_and_norm(None, params["norm"], cfg, ctx)[1], entries, stats
 
 
-def embed(params: Params, cfg: ModelConfig, tokens: jax.Array) -> jax.Array:
-    table = params["embed"]
+def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placement | None = None) -> jax.Array:
+    # rows whole: of a table cut along D, XLA looks up parts of all tokens' rows and sends those across the whole mesh
+    table = constrain(params["embed"], placement, "vocab", None)
     return table[tokens] * jnp.asarray(cfg.embed_scale, table.dtype)
 
 
@@ -121,11 +122,30 @@ def _per_layer_inputs(params: Params, cfg: ModelConfig, tokens: jax.Array, x: ja
 
 
 def init_cache(
-    cfg: ModelConfig, num_pages: int, page_size: int, dtype: Any, placement: Placement | None = None
+    cfg: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    placement: Placement | None = None,
+    platform: str | None = None,
 ) -> Cache:
-    shapes = cache_shapes(cfg, num_pages, page_size)
+    """`placement` and `platform` are those of the Paged contexts that will come with it."""
+    forms = cache_form(cfg, num_pages, page_size, dtype, placement, platform)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), forms)
+
+
+def cache_form(
+    cfg: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    placement: Placement | None = None,
+    platform: str | None = None,
+) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    """The same without the memory."""
+    shapes = cache_shapes(cfg, num_pages, page_size, dtype, placement, platform)
     return tuple(
-        None if shape is None else jnp.zeros(shape, dtype, device=_pages_sharding(layer, placement))
+        None if shape is None else jax.ShapeDtypeStruct(shape, dtype, sharding=_pages_sharding(layer, placement))
         for layer, shape in zip(cfg.layers, shapes, strict=True)
     )
 

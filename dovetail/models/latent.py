@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec
 from dovetail.core.types import Context, Params
+from dovetail.ops.dispatch import latent_row
 from dovetail.ops.latent import latent_attention
 from dovetail.ops.linear import matmul
 from dovetail.ops.norm import rms_norm
@@ -99,6 +100,10 @@ class Latent:
     def cache_row(self) -> tuple[int, int]:
         """What the cache holds of one token: (rows, dim)."""
         return 1, self.kv_rank + self.rope_dim
+
+    def page_row(self, dtype: Any, platform: str | None, placement: Placement | None) -> tuple[int, ...]:
+        """The same as its pages hold it, which depends on the kernel that reads them."""
+        return latent_row(platform, self.cache_row[1])
 
     def pages_partition(self, placement: Placement) -> PartitionSpec:
         return PartitionSpec()  # the latent is common to all heads

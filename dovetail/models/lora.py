@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,18 +69,23 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
     """The model's weights with the adapters on them; `key`: of this step's dropout."""
     count = 0
 
-    def put(p: Any, a: Any) -> Any:
+    def put(_: str, p: Any, a: Any) -> Any:
         nonlocal count
-        if isinstance(a, tuple):
-            return tuple(put(*pair) for pair in zip(p, a, strict=True))
-        if "lora_b" not in a:
-            return {**p, **{name: put(p[name], part) for name, part in a.items()}}
         count += 1
         own = jax.random.fold_in(key, count) if key is not None and lora.dropout else None
         up = a["lora_b"] * jnp.asarray(lora.scale, a["lora_b"].dtype)
         return Adapted(p, a["lora_a"], up, None, a.get("magnitude"), own, lora.dropout)
 
-    return put(params, adapters)
+    return on_each(params, adapters, put)
+
+
+def on_each(params: Params, adapters: Params, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Params:
+    """The weights, with put(its name, weight, its pair) in the place of each that has one."""
+    if isinstance(adapters, tuple):
+        return tuple(on_each(*pair, put) for pair in zip(params, adapters, strict=True))
+    if "lora_b" in adapters:
+        return put(name, params, adapters)
+    return {**params, **{name: on_each(params[name], part, put, name) for name, part in adapters.items()}}
 
 
 def merge(params: Params, adapters: Params, cfg: ModelConfig, lora: Lora) -> Params:
@@ -118,7 +124,7 @@ def _select(tree: dict[str, Any], lora: Lora) -> dict[str, Any]:
     for name, part in tree.items():
         if not is_spec(part):
             kept[name] = _select(part, lora)
-        elif _is_candidate(name, part) and lora.adapts(_module(part)):
+        elif is_projection(name, part) and lora.adapts(_module(part)):
             kept[name] = _pair(part, lora)
     return {name: part for name, part in kept.items() if part}
 
@@ -144,11 +150,11 @@ def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:
 
 def _candidates(cfg: ModelConfig) -> list[ParamSpec]:
     found = [(path.rpartition(".")[2], leaf) for path, leaf in leaves(spec(cfg)["layers"])]
-    return [leaf for name, leaf in found if _is_candidate(name, leaf)]
+    return [leaf for name, leaf in found if is_projection(name, leaf)]
 
 
-def _is_candidate(name: str, leaf: ParamSpec) -> bool:
-    """A layer's projections."""
+def is_projection(name: str, leaf: ParamSpec) -> bool:
+    """Whether a weight of a layer may be adapted."""
     return leaf.active > 0 and len(leaf.shape) > 1 and name != "router"
 
 

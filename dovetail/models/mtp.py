@@ -110,7 +110,7 @@ def mtp_hidden(
     found = []
     for k, p in enumerate(params["mtp"], start=1):
         later = ahead(batch, k)
-        token = norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens))
+        token = norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens, ctx.placement))
         # checkpoints have the token's half first, where the paper's equation has it second
         both = jnp.concatenate([token, norm(p["hidden_norm"], cfg, hidden)], axis=-1)
         x = matmul(both, p["proj"])

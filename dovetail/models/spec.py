@@ -12,6 +12,7 @@ import functools
 import math
 from typing import Any
 
+from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
 from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.models.family import Family
@@ -144,9 +145,16 @@ def _expert_layout(family: Family, x: str, E: int, F: int, D: int) -> dict[str, 
 _BIAS: dict[str, Any] = dict(init="zeros", active=0.0)
 
 
-def cache_shapes(cfg: ModelConfig, num_pages: int, page_size: int) -> tuple[tuple[int, ...] | None, ...]:
-    """The shape of each layer's pages; None for a layer that reads another's."""
-    rows = [layer.attn.cache_row for layer in cfg.layers]
+def cache_shapes(
+    cfg: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    placement: Placement | None = None,
+    platform: str | None = None,
+) -> tuple[tuple[int, ...] | None, ...]:
+    """The shape of each layer's pages; None for a layer that reads another's. `platform`: see Paged."""
+    rows = [layer.attn.page_row(dtype, platform, placement) for layer in cfg.layers]
     return tuple(None if row is None else (num_pages, page_size, *row) for row in rows)
 
 

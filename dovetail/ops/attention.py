@@ -28,7 +28,7 @@ def store(ctx: Packed | Paged, entry: Any, k: jax.Array, v: jax.Array) -> Any:
     if isinstance(ctx, Packed):
         return k, v
     heads, pages = split_heads(ctx.placement, k.shape[1])
-    return _per_device(store_kernel(ctx, k), ctx, (entry, k, v), (pages, heads, heads), pages)
+    return per_device(store_kernel(ctx, k), ctx, (entry, k, v), (pages, heads, heads), pages)
 
 
 def rotate_store(
@@ -56,37 +56,41 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    kv_heads: int | None = None,
 ) -> jax.Array:
-    """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing."""
+    """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing; `kv_heads`
+    is K, where `stored` is pages: flat ones do not say it."""
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
-        run = paged_kernel(choose_paged(ctx.platform, q, stored.shape[2] // 2, sinks, ctx.placement))
-        heads, pages = split_heads(ctx.placement, stored.shape[2] // 2)
-        del options["sinks"]
-        run = functools.partial(run, **options)
-        given, specs = (
-            ((q, stored), (heads, pages)) if sinks is None else ((q, stored, sinks), (heads, pages, P(heads[1])))
-        )
-        return _per_device(
-            lambda ctx, q, stored, sinks=None: run(ctx, q, stored, sinks=sinks), ctx, given, specs, heads
-        )
+        assert kv_heads is not None
+        return _attend_pages(ctx, q, stored, kv_heads, **options)
     k, v = stored
     if is_cut(ctx.placement, q.shape[1]):
         return context_attention(q, k, v, ctx, **options)
     name = choose_packed(ctx.platform, q, v, softcap, sinks)
     run = packed_kernel(name)
     # XLA splits the others itself
-    return on_mesh(run, q, k, v, ctx, **options) if name == "splash" else run(q, k, v, ctx, **options)
+    return on_mesh(run, q, k, v, ctx, **options) if name in ("splash", "tokamax") else run(q, k, v, ctx, **options)
+
+
+def _attend_pages(ctx: Paged, q: jax.Array, stored: jax.Array, kv_heads: int, *, sinks, **options: Any) -> jax.Array:
+    heads, pages = split_heads(ctx.placement, kv_heads)
+    name = choose_paged(ctx.platform, q, kv_heads, sinks, ctx.placement, ctx.block_tables, stored)
+    here = kv_heads // ctx.placement.size("kv_heads") if ctx.placement and heads[1] else kv_heads
+    run = functools.partial(paged_kernel(name, here if stored.ndim == 3 else None), **options)
+    given, specs = ((q, stored), (heads, pages)) if sinks is None else ((q, stored, sinks), (heads, pages, P(heads[1])))
+    return per_device(lambda ctx, q, stored, sinks=None: run(ctx, q, stored, sinks=sinks), ctx, given, specs, heads)
 
 
 def split_heads(placement: Placement | None, num_kv_heads: int) -> tuple[P, P]:
-    """How [T, heads, H] and pages [P, page, 2K, H] lie on a mesh: by head, where its key heads can be dealt out."""
+    """How [T, heads, H] and pages [P, page, 2K, H], or flat, lie on a mesh: by head, where its key heads can be dealt
+    out."""
     fits = placement is not None and num_kv_heads % placement.size("kv_heads") == 0
     axis = placement.rules.axes_of("kv_heads") if fits and placement else None
-    return P(None, axis, None), P(None, None, axis, None)
+    return P(None, axis, None), P(None, None, axis)
 
 
-def _per_device(run: Callable, ctx: Paged, arrays: tuple, specs: tuple[P, ...], out: P) -> jax.Array:
+def per_device(run: Callable, ctx: Paged, arrays: tuple, specs: tuple[P, ...], out: P) -> jax.Array:
     """Call what knows one device on each of a mesh, with its heads."""
     placement = ctx.placement
     if placement is None or placement.mesh.size == 1:

@@ -15,11 +15,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 
+from dovetail.core.chips import CHIPS
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
+from dovetail.ops.kernels.tpu.needs import (
+    heads_here,
+    why_not_flat,
+    why_not_heads,
+    why_not_ragged,
+    why_not_rows,
+    why_not_splash,
+)
+from dovetail.ops.kernels.tpu.tiling import whole
 from dovetail.ops.packed import packed_attention
-from dovetail.ops.paged import paged_attention, write_heads
+from dovetail.ops.paged import flat_attention, paged_attention, write_heads
 from dovetail.ops.rope import Rope
 
 log = logging.getLogger(__name__)
@@ -29,19 +40,18 @@ FEW_ROWS = 64  # of a product on an Arm CPU: up to here ours was faster than XLA
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def choose_packed(
-    platform: str | None, q: Any, v: Any, softcap: float | None = None, sinks: jax.Array | None = None
-) -> str:
-    """The packed implementation for these shapes: 'cudnn', 'splash' or 'reference'."""
+def choose_packed(platform: str | None, q: Any, v: Any, softcap: float | None = None, sinks: Any = None) -> str:
+    """The packed implementation for these shapes: 'cudnn', 'splash' (upstream's for TPUs), 'tokamax' (its successor, so
+    far for what upstream's cannot: nobody has timed the two on a TPU yet) or 'reference'."""
     platform = platform or jax.default_backend()
     same_dim = q.shape[-1] == v.shape[-1]
     if platform in ("cuda", "gpu") and _has_cudnn():
         half = q.dtype in (jnp.bfloat16, jnp.float16)
         if half and same_dim and q.shape[-1] <= 128 and q.shape[-1] % 8 == 0 and softcap is None and sinks is None:
             return "cudnn"
-    if platform == "tpu" and same_dim and q.shape[1] % 128 == 0 and sinks is None:
-        return "splash"
-    return "reference"
+    if platform != "tpu" or why_not_rows(q):
+        return "reference"
+    return "splash" if why_not_splash(q, sinks) is None else "tokamax" if has_tokamax() else "reference"
 
 
 def choose_paged(
@@ -50,35 +60,51 @@ def choose_paged(
     kv_heads: int,
     sinks: jax.Array | None = None,
     placement: Placement | None = None,
+    tables: Any = None,
+    pages: Any = None,
 ) -> str:
-    """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs), 'numba' or 'reference'."""
+    """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs), 'flat' (ours), 'numba' or
+    'reference'. Without the tables and pages: what would take them as `page_row` makes them."""
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
     if platform in ("cuda", "gpu") and H >= 16 and H & (H - 1) == 0:
         return "triton"
-    if platform == "tpu" and why_not_ragged(q, kv_heads, sinks, placement) is None:
+    if platform != "tpu":
+        return "reference"
+    is_flat = pages is not None and pages.ndim == 3
+    if not is_flat and why_not_ragged(q, kv_heads, sinks, placement, tables) is None:
         return "ragged"
-    return "reference"
+    return "flat" if why_not_flat(q, kv_heads, placement, tables, pages) is None else "reference"
 
 
-def why_not_ragged(
-    q: Any, kv_heads: int, sinks: jax.Array | None = None, placement: Placement | None = None
-) -> str | None:
-    """What upstream's kernel for TPUs cannot do of this; None: it can do it all."""
-    parts = placement.mesh.shape.get("tensor", 1) if placement else 1
-    here = kv_heads // parts if kv_heads % parts == 0 else kv_heads  # on each device
-    rows, odd = divmod(2 * here, 4 // q.dtype.itemsize)  # of keys and values, in words of 32 bits
-    reasons = {
-        f"it takes heads of multiples of 128 dims, and these have {q.shape[-1]}": q.shape[-1] % 128 != 0,
-        "it knows no sinks": sinks is not None,
-        f"it takes bf16 and f32, and this is {q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
-        f"it cannot tile {here} key heads on a device: in bf16 1, 2, 4 or a multiple of 8": (
-            odd > 0 or not (rows in (1, 2, 4, 8) or rows % 8 == 0)
-        ),
-        "its memory is too much for this chip: it was argued for v4 and later": not _knows_tpu(placement),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+def choose_latent(platform: str | None, q: Any, rank: int, ctx: Paged, pages: Any) -> str:
+    """The same for queries [T, N, C] over pages of latents: 'flat' or 'reference'."""
+    is_tpu = (platform or jax.default_backend()) == "tpu"
+    can = is_tpu and why_not_flat(q, 1, ctx.placement, ctx.block_tables, pages, rank) is None
+    return "flat" if can else "reference"
+
+
+def page_row(
+    platform: str | None,
+    kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    has_sinks: bool = False,
+    placement: Placement | None = None,
+) -> tuple[int, ...]:
+    """What pages hold of a token: (2K, H), or flat where upstream's kernel for TPUs cannot take that: one row of whole
+    tiles for each device."""
+    is_tpu = (platform or jax.default_backend()) == "tpu"
+    if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement) is None:
+        return 2 * kv_heads, head_dim
+    here, parts = heads_here(kv_heads, placement)
+    return (parts * whole(2 * here * head_dim),)
+
+
+def latent_row(platform: str | None, channels: int) -> tuple[int, ...]:
+    """The same of a latent, which all heads and devices share."""
+    return (whole(channels),) if (platform or jax.default_backend()) == "tpu" else (1, channels)
 
 
 def packed_kernel(name: str, gathered: bool = False) -> Callable:
@@ -91,14 +117,24 @@ def packed_kernel(name: str, gathered: bool = False) -> Callable:
         from dovetail.ops.kernels.tpu.context import packed_attention as kernel
     elif name == "splash":
         from dovetail.ops.kernels.tpu.packed import packed_attention as kernel
+    elif name == "tokamax":
+        from dovetail.ops.kernels.tpu.splash import packed_attention as kernel
     else:
         kernel = packed_attention
     log_once("packed attention", f"{name}, gathered over context" if gathered else name)
     return kernel
 
 
-def paged_kernel(name: str) -> Callable:
-    if name == "triton":
+def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
+    """`flat_heads`: key heads of each device, where the pages are flat and do not say."""
+    if name == "flat":
+        assert flat_heads is not None
+        from dovetail.ops.kernels.tpu.flat import paged_attention as ours
+
+        kernel = functools.partial(ours, kv_heads=flat_heads)
+    elif flat_heads is not None:
+        kernel = functools.partial(flat_attention, rows=2 * flat_heads)
+    elif name == "triton":
         from dovetail.ops.kernels.gpu.paged import paged_attention as kernel
     elif name == "ragged":
         from dovetail.ops.kernels.tpu.paged import paged_attention as kernel
@@ -200,21 +236,6 @@ def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
 
 
-def _knows_tpu(placement: Placement | None) -> bool:
-    """Upstream's kernel is lowered for one kind of TPU, v4 or later: that of the mesh, the context, or this machine."""
-    if placement is not None:
-        return placement.platform == "tpu" and _is_recent(placement.mesh.devices.flat[0].device_kind)
-    context = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    kind = getattr(context, "device_kind", "")
-    if not kind and jax.default_backend() == "tpu":
-        kind = jax.devices()[0].device_kind
-    return "TPU" in kind and _is_recent(kind)
-
-
-def _is_recent(kind: str) -> bool:
-    return kind not in ("TPU v2", "TPU v3")
-
-
 @functools.cache
 def _has_cudnn() -> bool:
     """cuDNN's call is built against the library that is loaded: it cannot be lowered where there is none."""
@@ -224,6 +245,12 @@ def _has_cudnn() -> bool:
 @functools.cache
 def _has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def has_tokamax() -> bool:
+    """The `kernels` extra: kernels for TPUs that jax has not."""
+    return importlib.util.find_spec("tokamax") is not None
 
 
 @functools.cache
@@ -243,7 +270,7 @@ def describe() -> list[tuple[str, str, str]]:
         rows += [
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, choose_paged(platform, heads, 8)),
-            ("latent attention, paged", platform, "reference"),  # no kernel reads latents yet
+            ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
             ("products of few rows", platform, "numba" if platform == "cpu" and few_rows(few, few) else "xla"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
@@ -251,3 +278,45 @@ def describe() -> list[tuple[str, str, str]]:
             ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])
+
+
+# what: (query heads, key heads of a device, head dim, its option)
+TPU_CASES: dict[str, tuple[int, int, int, str]] = {
+    "heads of 64 (Llama 3.2 1B)": (32, 8, 64, ""),
+    "heads of 64, 3 key heads (SmolLM2)": (9, 3, 64, ""),
+    "heads of 80": (32, 32, 80, ""),
+    "heads of 96 (Phi-3)": (32, 32, 96, ""),
+    "heads of 128 (Llama, Qwen, Mistral)": (32, 8, 128, ""),
+    "heads of 128, 1 key head": (4, 1, 128, ""),
+    "heads of 128, 10 key heads (Phi-4)": (40, 10, 128, ""),
+    "heads of 256 (Gemma)": (16, 8, 256, ""),
+    "sinks (GPT-OSS)": (64, 8, 64, "sinks"),
+    "latents (DeepSeek)": (16, 1, 576, "latent"),
+    "f16": (32, 8, 128, "f16"),
+}
+
+
+def describe_tpu() -> list[tuple[str, str, str, str, str]]:
+    """(what, generation, packed kernel, paged kernel, why not a better one), for engine steps of 256 sequences."""
+    rows = []
+    for name, chip in CHIPS.items():
+        if not chip.kinds[0].startswith("TPU"):
+            continue
+        device = AbstractDevice(chip.kinds[0], num_cores=1, platform="tpu")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            rows += [(what, name, *_on_tpu(*case)) for what, case in TPU_CASES.items()]
+    return sorted(rows, key=lambda row: row[0])
+
+
+def _on_tpu(N: int, K: int, H: int, option: str) -> tuple[str, str, str]:
+    """(packed, paged, why) on the TPU of the context."""
+    dtype, rank = jnp.dtype("float16" if option == "f16" else "bfloat16"), 512 if option == "latent" else None
+    sinks = jax.ShapeDtypeStruct((N,), dtype) if option == "sinks" else None
+    q, long, tables = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, N, H), (1, 1024, N, H), (256, 512)))
+    row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None)
+    flat = why_not_flat(q, K, None, tables, jax.ShapeDtypeStruct((1, 128, *row), dtype), rank)
+    ragged = "it knows no latents" if rank else why_not_ragged(q, K, sinks, None, tables)
+    packed = choose_packed("tpu", long, long, None, sinks)
+    paged = "ragged" if ragged is None else "flat" if flat is None else "reference"
+    whys = {"packed": why_not_splash(long, sinks), "paged": flat if paged == "reference" else ragged}
+    return packed, paged, "; ".join(f"{context}: {why}" for context, why in whys.items() if why)

@@ -14,13 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.attention import attend, store
+from dovetail.ops.attention import attend, per_device, store
 from dovetail.ops.context import choose_way, gather_and_run, is_cut, per_slice, slices_of
+from dovetail.ops.dispatch import choose_latent, log_once
 from dovetail.ops.linear import matmul, per_head
-from dovetail.ops.paged import Gather, paged_attention, write_latents
+from dovetail.ops.paged import Gather, flat_attention, paged_attention, write_latents
 
 
 def latent_attention(
@@ -39,9 +41,7 @@ def latent_attention(
     if isinstance(ctx, Paged):
         pages = write_latents(ctx, entry, jnp.concatenate([latent, k_rope], axis=-1))
         q = jnp.concatenate([per_head(q_nope, k_up, transposed=True), q_rope], axis=-1)
-        read = functools.partial(_read_latents, rank=latent.shape[-1])
-        out = paged_attention(ctx, q, pages, read=read, scale=scale)
-        return per_head(out, v_up), pages
+        return per_head(_attend_pages(ctx, q, pages, latent.shape[-1], scale), v_up), pages
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     placement = ctx.placement
     if placement is not None and is_cut(placement, q.shape[1]):
@@ -50,6 +50,22 @@ def latent_attention(
             return _over_context(ctx, placement, q, latent, k_rope, k_up, v_up, scale), (latent, k_rope)
     stored = store(ctx, entry, *_expand(latent, k_rope, k_up, v_up))
     return attend(ctx, q, stored, scale=scale), stored
+
+
+def _attend_pages(ctx: Paged, q: jax.Array, pages: jax.Array, rank: int, scale: float) -> jax.Array:
+    """q [T, N, R + E] -> [T, N, R]."""
+    name = choose_latent(ctx.platform, q, rank, ctx, pages)
+    log_once("latent attention, paged", name)
+    if name == "flat":
+        from dovetail.ops.kernels.tpu.flat import paged_attention as kernel
+
+        run = functools.partial(kernel, kv_heads=1, rank=rank, scale=scale)
+        heads = ctx.placement.partition((None, "heads", None), q.shape) if ctx.placement else P()
+        return per_device(run, ctx, (q, pages), (heads, P()), heads)
+    options: dict[str, Any] = dict(read=functools.partial(_read_latents, rank=rank), scale=scale)
+    if pages.ndim == 3:
+        return flat_attention(ctx, q, pages, rows=1, **options)
+    return paged_attention(ctx, q, pages, **options)
 
 
 def _expand(latent: jax.Array, k_rope: jax.Array, k_up: jax.Array, v_up: jax.Array) -> tuple[jax.Array, jax.Array]:

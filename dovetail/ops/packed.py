@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed
@@ -79,21 +80,31 @@ def attend_block(q, k, v, segments, positions, sinks=None, *, scale, window, sof
     return out, (top + jnp.log(total))[..., 0].transpose(0, 2, 1, 3).reshape(B, T, N)
 
 
-def on_mesh(run: Callable, q: jax.Array, k: jax.Array, v: jax.Array, ctx: Packed, **options: Any) -> jax.Array:
+def on_mesh(
+    run: Callable,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ctx: Packed,
+    *,
+    sinks: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
     """Run a packed kernel that knows one device on a mesh of them: each gets its rows and its heads."""
     placement = ctx.placement
     if placement is None or placement.mesh.size == 1:
-        return run(q, k, v, ctx, **options)
+        return run(q, k, v, ctx, sinks=sinks, **options)
     axes = ("batch", None, "heads", None)
     k, v = keys_of_heads(placement, q, k, v)
     specs = [placement.partition(axes, x.shape) for x in (q, k, v)]
 
-    def local(q, k, v, segment_ids):
-        return run(q, k, v, Packed(segment_ids, ctx.platform), **options)
+    def local(q, k, v, segment_ids, sinks):
+        return run(q, k, v, Packed(segment_ids, ctx.platform), sinks=sinks, **options)
 
-    rows = placement.partition(("batch", None), ctx.segment_ids.shape)
-    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(*specs, rows), out_specs=specs[0], check_vma=False)
-    return mapped(q, k, v, ctx.segment_ids)
+    rows, heads = placement.partition(("batch", None), ctx.segment_ids.shape), P(specs[0][2])
+    in_specs = (*specs, rows, heads if sinks is not None else None)
+    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=in_specs, out_specs=specs[0], check_vma=False)
+    return mapped(q, k, v, ctx.segment_ids, sinks)
 
 
 def keys_of_heads(placement: Placement, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

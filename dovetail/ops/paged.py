@@ -9,6 +9,7 @@ T tokens, S sequences, I tiles of R rows, N query heads, K key heads, G = N / K,
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +57,22 @@ def _write(ctx: Paged, pages: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """pages [P, page, 2K, H], K and V of a head side by side (the layout of the TPU kernel)."""
+    """pages [P, page, 2K, H], K and V of a head side by side (the layout of upstream's TPU kernel), or flat."""
     T, K, H = k.shape
-    return _write(ctx, pages, jnp.stack([k, v], axis=2).reshape(T, 2 * K, H))
+    return _write(ctx, pages, _as_pages(pages, jnp.stack([k, v], axis=2).reshape(T, 2 * K, H)))
 
 
 def write_latents(ctx: Paged, pages: jax.Array, latents: jax.Array) -> jax.Array:
-    """pages [P, page, 1, C] for latents [T, C]."""
-    return _write(ctx, pages, latents[:, None])
+    """pages [P, page, 1, C] for latents [T, C], or flat."""
+    return _write(ctx, pages, _as_pages(pages, latents[:, None]))
+
+
+def _as_pages(pages: jax.Array, rows: jax.Array) -> jax.Array:
+    """rows [T, n, H] as pages hold a token: so, or flat (see dispatch.page_row) as one row [T, W] with zeros behind."""
+    if pages.ndim == 4:
+        return rows
+    flat = rows.reshape(rows.shape[0], -1)
+    return jnp.pad(flat, ((0, 0), (0, pages.shape[2] - flat.shape[1])))
 
 
 Gather = Callable[[jax.Array], jax.Array]  # heads of the pages [n] -> [I, n, block, H] of each tile's block of keys
@@ -131,7 +140,13 @@ def paged_attention(
     _, total, out = jax.lax.fori_loop(first, last, step, carry)
     out = jnp.where((q_pos < 0)[:, None, None, :, None], 0, out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, N, Hv)
-    return out[_tile_of_token(ctx, q.shape[0], rows)]
+    return out[tile_of_token(ctx, q.shape[0], rows)]
+
+
+def flat_attention(ctx: Paged, q: jax.Array, pages: jax.Array, *, rows: int, **options: Any) -> jax.Array:
+    """The same of flat pages [P, page, W], of which each token is `rows` of q's head dim."""
+    whole = pages[..., : rows * q.shape[-1]]
+    return paged_attention(ctx, q, whole.reshape(*pages.shape[:2], rows, -1), **options)
 
 
 def _tile(num_tokens: int, num_seqs: int) -> int:
@@ -168,7 +183,7 @@ def tiles_of(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Arr
     return seq, jnp.where(count > 0, ctx.cu_q_lens[seq] + offset, 0), count.astype(jnp.int32), position
 
 
-def _tile_of_token(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
+def tile_of_token(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """Where each token is: (tile, row)."""
     num_seqs = ctx.kv_lens.shape[0]
     exists = jnp.arange(num_seqs) < ctx.num_seqs[0]

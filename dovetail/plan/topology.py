@@ -62,7 +62,7 @@ def parse(text: str) -> Topology:
     if chip.pod and topology.chips > chip.pod:
         raise ValueError(
             f"{text} has {topology.chips:,} chips and a slice of {chip.name} at most {chip.pod:,}: name a smaller one, "
-            "and say with mesh.slices=2 that there are several"
+            "and say with --slices 2 that there are several"
         )
     return topology
 

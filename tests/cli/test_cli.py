@@ -167,6 +167,15 @@ def test_info():
         assert word in out.stdout
 
 
+def test_kernels_of_tpus(capsys):
+    info(None, "tpu")
+    shown = capsys.readouterr().out
+    for word in ("splash", "ragged", "v5e", "GPT-OSS"):
+        assert word in shown
+    with pytest.raises(ValueError, match="--kernels must be one of 'tpu'; got 'cuda'"):
+        info(None, "cuda")
+
+
 def test_one_bar_for_one_piece_of_work(capsys):
     """A loader names hundreds of tensors; a bar for each would take longer to draw than they take to load."""
     with bar() as progress:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 
+import jax
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from dovetail.cli import compile as command
+from dovetail.cli.compile import app
+from dovetail.cli.compile_recipe import report
+from dovetail.cli.compile_table import plain, show
+from dovetail.core import chips
+from dovetail.core.recipe import load
+from dovetail.engine import ahead
 from dovetail.plan import topology
 from dovetail.plan.topology import gpu_devices, parse, tpu_devices
+from dovetail.train.next_token import next_token
+from dovetail.train.prepare import prepare
+from dovetail.train.settings import Pretrain
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
-app = typer.Typer()
-app.command("compile")(command.compile_)
 
 
 def run(*args: str):
@@ -53,7 +60,7 @@ def test_a_topology_is_a_chip_and_its_grid(text, chip, sides):
         ("v5e:0x4", "has 2 sides"),
         ("v5f:4x4", r"no TPU 'v5f' to compile for\. Did you mean"),
         ("H200:8x1", r"Known: v2.*TPU7x"),
-        ("v5e:32x32", r"has 1,024 chips and a slice of v5e at most 256.*mesh\.slices=2"),
+        ("v5e:32x32", r"has 1,024 chips and a slice of v5e at most 256.*--slices 2"),
     ],
 )
 def test_what_is_no_topology(text, message):
@@ -78,6 +85,55 @@ def test_a_recipe_that_is_not_there():
     assert "optimizer.lr" in str(run("tiny", "optimizer.lrr=1", "--topology", "v5e:2x2").exception)
 
 
+def test_slices_are_said_in_one_way_or_the_other(monkeypatch):
+    asked = []
+    monkeypatch.setattr(topology, "tpu_devices", lambda *args: asked.append(args))
+    for words in (["--slices", "2"], ["mesh.slices=2"]):
+        run("tiny", "--topology", "v5e:2x2", *words)
+    assert asked == [(parse("v5e:2x2"), 2)] * 2
+
+
+def test_a_recipes_step_is_shown(capsys):
+    """On the CPU's devices, in place of a TPU's."""
+    settings = load("tiny", ["batch=8", "length=128", "mesh.fsdp=4"], Pretrain)
+    ready = prepare(settings, next_token(settings))
+    found = report("tiny on eight", ready, ready.compile(), 1.5)
+    show({}, [found], as_json=False)
+    shown = capsys.readouterr().out
+    for words in (
+        "tiny on eight",
+        "temporary",
+        "memory in all",
+        "all-reduce over data",
+        "all-gather over fsdp",
+        "1.5 s",
+    ):
+        assert words in shown
+    show({"recipe": "tiny"}, [found], as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["recipe"] == "tiny" and told["programs"] == [json.loads(json.dumps(plain(found)))]
+    sent = told["programs"][0]["compiled"]["traffic"]
+    assert {"kind", "axes", "crosses", "count", "bytes"} == set(sent[0])
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
+    v5e = chips.CHIPS["v5e"]
+    monkeypatch.setattr(topology, "tpu_devices", lambda topology: jax.devices()[:2])
+    monkeypatch.setattr(chips, "chip_of", lambda device: v5e)
+    monkeypatch.setattr(ahead, "chip_of", lambda device: v5e)
+    options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "f32"]
+    result = run("serve", "tiny", "--topology", "v5e:2x2", *options, *flags)
+    assert result.exit_code == 0, result.output
+    if flags:
+        told = json.loads(result.stdout)
+        assert told["tensor_parallel"] == 2 and len(told["programs"]) == 3
+        assert all(one["predicted_seconds"]["least"] > 0 for one in told["programs"])
+    else:
+        for words in ("decode: 1 tokens in 1 rows", "prompts: 64 tokens in 4 rows", "KV pages", "over tensor", "pool"):
+            assert words in result.output
+
+
 @pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed")
 class TestWithLibtpu:
     @pytest.mark.parametrize(("text", "devices"), [("v5e:4x4", 16), ("v4:2x2x1", 4), ("v5p:2x2x2", 8), ("7x:2x2x1", 8)])
@@ -97,9 +153,9 @@ class TestWithLibtpu:
     @pytest.mark.slow
     def test_tiny(self):
         """In a process of its own, as a user would: the environment is set before jax is there."""
-        program = "import typer; from dovetail.cli.compile import compile_; typer.run(compile_)"
+        program = "from dovetail.cli.compile import app; app()"
         words = ["tiny", "--topology", "v5e:2x2", "batch=4"]
         done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        for word in ("tiny on v5e:2x2", "4 x v5e", "temporary", "memory in all", "FLOPs", "to compile"):
+        for word in ("tiny on v5e:2x2", "4 x v5e", "temporary", "memory in all", "FLOPs", "and compile"):
             assert word in done.stdout

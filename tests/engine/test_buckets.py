@@ -7,11 +7,12 @@ import random
 import pytest
 
 from dovetail.engine.buckets import Buckets, steps_in_time
-from dovetail.engine.build import TPU_TABLE_BYTES, page_size_for
+from dovetail.engine.build import page_size_for
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.sequence import Request, Sequence
+from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
 
 SIZES = {
     "a GPU": Buckets(512, 16384, 512),
@@ -68,7 +69,7 @@ def test_no_more_steps_in_a_dispatch_than_a_newcomer_may_wait_for():
 )
 def test_pages_of_a_tpu_are_long_enough_for_its_kernels_table(rows, length, size):
     assert page_size_for(EngineOptions(max_num_seqs=rows), length, "tpu") == size
-    assert rows * -(-length // size) * 4 <= TPU_TABLE_BYTES
+    assert table_bytes(rows, -(-length // size)) <= TABLE_BYTES
     assert page_size_for(EngineOptions(max_num_seqs=rows), length, "cuda") == 16
 
 

@@ -34,7 +34,8 @@ class Device:
     def __init__(self, rows: int, ends=()):
         self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,))
         self.buckets, self.weights = SimpleNamespace(max_rows=rows, steps=(1, 4)), SimpleNamespace(version=0)
-        self.everywhere, self.ends, self.rows = None, set(ends), rows
+        self.programs, self.adapters = SimpleNamespace(everywhere=None), None
+        self.ends, self.rows = set(ends), rows
         self.launches, self.next = [], 10
 
     def launch(self, plan, sampler, keeps_hidden: bool = False):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dovetail.ops.adapter import Adapted, merged
+from dovetail.ops.adapter import Adapted, Widened, choose, merged, of_rows
 from dovetail.ops.linear import grouped, matmul, per_head
 from dovetail.ops.quant import int8, nf4
 
@@ -47,6 +47,28 @@ def test_each_token_takes_its_own_ranks():
     alone = [Adapted(base, down[:2], up[:, :2]), Adapted(base, down[2:], up[:, 2:]), base]
     for i, weight in enumerate(alone):
         np.testing.assert_allclose(got[i], matmul(x[i], weight), atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_widened_rows_give_the_same_in_one_product(parts):
+    base, down, up, x = random(4, 8, 16), random(6, 16), random(4, 8, 6), random(3, 16)
+    own = base.reshape(parts, 32 // parts, 16)
+    rows = jnp.concatenate([own, jnp.broadcast_to(down, (parts, 6, 16))], axis=1)
+    numbers = jnp.asarray([2, 0, 1])
+    wide, apart = choose((Widened(rows, up, slots=2), Adapted(base, down, up, slots=2)), numbers)
+    assert wide.shape == apart.shape == (4, 8, 16)
+    np.testing.assert_allclose(matmul(x, wide), matmul(x, apart), atol=1e-4)
+    np.testing.assert_allclose(matmul(x, wide)[1], matmul(x, base)[1], atol=1e-5)
+    some = jnp.asarray([2, 1])
+    np.testing.assert_allclose(matmul(x[some], of_rows(wide, some)), matmul(x, wide)[some], atol=1e-5)
+    heads = random(3, 4, 16)
+    whole = jnp.stack(
+        [
+            per_head(heads[i], merged(base, down[at], up[..., at], 1))
+            for i, at in enumerate((slice(3, 6), slice(0, 0), slice(0, 3)))
+        ]
+    )
+    np.testing.assert_allclose(per_head(heads, apart), whole, atol=1e-4)
 
 
 def test_a_magnitude_sets_the_norm_of_each_row():

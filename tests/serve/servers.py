@@ -96,11 +96,14 @@ class Script:
 
     def __init__(self, tokenizer: Tokenizer, delay: float = 0.0, max_num_seqs: int = 64):
         self.tokenizer, self.delay = tokenizer, delay
-        self.info = SimpleNamespace(max_model_len=512, vocab=tokenizer.vocab_size, max_num_seqs=max_num_seqs)
+        self.info = SimpleNamespace(
+            max_model_len=512, vocab=tokenizer.vocab_size, max_num_seqs=max_num_seqs, weights_version=0, adapters={}
+        )
         self.trouble: str | None = None
         self.rest: str | None = None
         self.texts: list[str | list[int]] = []
         self.asked: list[Any] = []  # (prompt's text, params, priority, cache_salt)
+        self.adapters: list[str | None] = []  # that they were asked of
         self.ended: list[str] = []  # how each request ended: "whole", or "left"
         self.called: list[Any] = []
         self.aborted: set[str] = set()
@@ -110,8 +113,9 @@ class Script:
     def unready(self) -> str | None:
         return self.trouble or self.rest
 
-    async def generate(self, id, prompt, params, *, priority=0, cache_salt=None):
+    async def generate(self, id, prompt, params, *, priority=0, cache_salt=None, adapter=None):
         self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params, priority, cache_salt))
+        self.adapters.append(adapter)
         if params.max_tokens == 13:
             raise ValueError("max_tokens must not be 13: that is unlucky")
         text = self.texts.pop(0) if self.texts else "Fine."
@@ -146,7 +150,7 @@ class Script:
     async def stats(self):
         return Stats(1, 2, 3, 4, 10, 0.0, 0, 5, 6, 7)
 
-    async def embed(self, prompts, pooling):
+    async def embed(self, prompts, pooling, adapter=None):
         self.called.append(("embed", pooling))
         return [[float(len(prompt)), 1.0] for prompt in prompts]
 

@@ -13,6 +13,8 @@ import dovetail as dt
 
 QUICK = RUN | {"optimizer": {"lr": 3e-3}}
 
+pytestmark = pytest.mark.slow
+
 
 def last(ended, name: str) -> float:
     return [line[name] for line in metrics(ended.folder) if name in line][-1]

@@ -10,6 +10,8 @@ import dovetail as dt
 
 QUICK = RUN | {"optimizer": {"lr": 3e-3}}
 
+pytestmark = pytest.mark.slow
+
 
 def told(ended, name: str) -> list[float]:
     return [line[name] for line in metrics(ended.folder) if name in line]

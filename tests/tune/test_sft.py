@@ -22,6 +22,8 @@ from dovetail.train.prepare import prepare
 from dovetail.tune.settings import Sft
 from dovetail.tune.sft import sft_objective
 
+pytestmark = pytest.mark.slow
+
 
 def losses(ended) -> list[float]:
     return [line["loss"] for line in metrics(ended.folder) if "loss" in line]

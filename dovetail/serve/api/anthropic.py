@@ -28,16 +28,16 @@ def routes(service: Service) -> APIRouter:
     @router.post(PATH)
     async def messages(body: MessagesRequest) -> Response:
         """A conversation's next message, for Anthropic's clients."""
-        service.check_model(body.model)
+        adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        ask = await asyncio.to_thread(service.prompts.ask, talk, params, limit="max_tokens")
+        ask = await asyncio.to_thread(service.prompts.ask, talk, params, limit="max_tokens", adapter=adapter)
         service.check([ask])
         made = _Message(service, ask)
         return EventStream(made.events(), _failed) if body.stream else JsonAnswer(made.whole())
 
     @router.post(f"{PATH}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         prompts = service.prompts
         tokens = await asyncio.to_thread(lambda: prompts.encode(prompts.text(body.conversation()), False))
         return json_answer({"input_tokens": len(tokens)})
@@ -91,8 +91,8 @@ class _Message:
         yield b"".join(event(data, data["type"]) for data in ends)
 
     def _head(self) -> dict[str, Any]:
-        id = f"msg_{uuid.uuid4().hex}"
-        return {"id": id, "type": "message", "role": "assistant", "model": self._service.name}
+        id, name = f"msg_{uuid.uuid4().hex}", self._service.name_of(self._ask.adapter)
+        return {"id": id, "type": "message", "role": "assistant", "model": name}
 
     def _start(self) -> dict[str, Any]:
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}

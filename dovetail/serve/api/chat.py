@@ -28,9 +28,9 @@ def routes(service: Service) -> APIRouter:
     @router.post(PATH)
     async def chat_completions(body: ChatRequest) -> Response:
         """A conversation's next message."""
-        service.check_model(body.model)
+        adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        ask = await asyncio.to_thread(service.prompts.ask, talk, params, **body.ask_options)
+        ask = await asyncio.to_thread(service.prompts.ask, talk, params, adapter=adapter, **body.ask_options)
         service.check([ask])
         chat = _Chat(service, body, ask)
         if body.stream:
@@ -44,7 +44,8 @@ class _Chat:
     def __init__(self, service: Service, body: ChatRequest, ask: Ask):
         self._service, self._body, self._ask = service, body, ask
         self._usage = Usage([ask])
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+        name = service.name_of(ask.adapter)
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
     # --- in chunks ----------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ def routes(service: Service) -> APIRouter:
     @router.post(PATH)
     async def completions(body: CompletionRequest) -> Response:
         """The text that follows a prompt."""
-        service.check_model(body.model)
-        asks = await asyncio.to_thread(_asks, service, body)
+        adapter = service.adapter_of(body.model)
+        asks = await asyncio.to_thread(_asks, service, body, adapter)
         service.check(asks)
         made = _Completion(service, body, asks)
         if body.stream:
@@ -40,7 +40,7 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
+def _asks(service: Service, body: CompletionRequest, adapter: str | None) -> list[Ask]:
     params, asks = body.params(service.config.defaults), []
     for prompt in body.prompts():
         tokens = prompt
@@ -50,7 +50,7 @@ def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
             raise bad("prompt is empty: give at least one token", "prompt")
         if body.echo:
             _echoed(service, body, tokens)
-        asks.append(Ask(prompt=tokens, params=params, **body.ask_options))
+        asks.append(Ask(prompt=tokens, params=params, adapter=adapter, **body.ask_options))
     return asks
 
 
@@ -71,7 +71,7 @@ class _Completion:
         self._choices = [_Choice(ask) for ask in asks for _ in range(body.n)]
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
-            "model": service.name,
+            "model": service.name_of(asks[0].adapter),
         }  # fmt: skip
         self._scores_prompt = asks[0].params.prompt_logprobs is not None
 

@@ -1,9 +1,9 @@
-"""The controls, for the operator of the server: profiles, sleep, pause, the prefix cache and the weights."""
+"""The controls, for the operator of the server: profiles, sleep, pause, the prefix cache, weights and adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -46,11 +46,26 @@ class WeightsRequest(Body):
     path: Annotated[str, Field(min_length=1)]
 
 
+class LoadAdapterRequest(Body):
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    refused: ClassVar = {
+        "load_inplace": Refused("an adapter of the same name is always replaced", (True,)),
+        "is_3d_lora_weight": Refused("adapters of experts are not served", (False,)),
+    }
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: Annotated[str, Field(min_length=1)]
+    refused: ClassVar = {"lora_int_id": Refused("an adapter is known by its name")}
+
+
 class ControlRoute(NamedTuple):
     control: str  # one of engine.controls
     body: type[Body]  # its fields are the control's arguments, in their order
     status: str | None  # what the answer says; None: the control's own answer, a version of the weights
     help: str | None = None
+    check: Callable[[Service, Any], None] | None = None  # of the body, before the engine is asked
 
 
 CONTROL_ROUTES = {
@@ -68,6 +83,12 @@ CONTROL_ROUTES = {
         "update_weights", WeightsRequest, None,
         "Load weights from a path on the server's machine and swap them in between two steps.",
     ),
+    "/v1/load_lora_adapter": ControlRoute(
+        "load_adapter", LoadAdapterRequest, None,
+        "Load an adapter from a folder on the server's machine, as PEFT writes it; requests name it as their model.",
+        lambda service, asked: service.check_adapter(asked.lora_name),
+    ),
+    "/v1/unload_lora_adapter": ControlRoute("unload_adapter", UnloadAdapterRequest, "unloaded"),
 }  # fmt: skip
 
 
@@ -100,6 +121,8 @@ def admin(service: Service) -> APIRouter:
 
 def _endpoint(service: Service, route: ControlRoute) -> Callable[..., Awaitable[Response]]:
     async def control(asked: Body = arguments(route.body)) -> Response:
+        if route.check is not None:
+            route.check(service, asked)
         answer = await _done(service.backend.control(route.control, *asked.model_dump().values()))
         return json_answer({"weights_version": answer} if route.status is None else {"status": route.status})
 

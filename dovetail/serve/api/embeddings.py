@@ -35,13 +35,12 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> Response:
         """One vector per text, pooled from the model's last hidden states."""
-        service.check_model(body.model)
-        return JsonAnswer(_embeddings(service, body))
+        return JsonAnswer(_embeddings(service, body, service.adapter_of(body.model)))
 
     return router
 
 
-async def _embeddings(service: Service, body: EmbeddingRequest) -> dict[str, Any]:
+async def _embeddings(service: Service, body: EmbeddingRequest, adapter: str | None) -> dict[str, Any]:
     most = min(service.max_len, service.config.limits.prompt_tokens or service.max_len)
 
     def encode() -> list[list[int]]:
@@ -56,14 +55,14 @@ async def _embeddings(service: Service, body: EmbeddingRequest) -> dict[str, Any
     service.check_ready()
     service.inflight.check([1] * len(prompts))
     try:
-        vectors = await service.backend.embed(prompts, body.pooling)
+        vectors = await service.backend.embed(prompts, body.pooling, adapter)
     except ValueError as error:
         raise bad(f"input: {str(error).removeprefix('prompt: ')}", "input") from None
     form = _base64 if body.encoding_format == "base64" else list
     data = [{"object": "embedding", "index": i, "embedding": form(vector)} for i, vector in enumerate(vectors)]
     total = sum(map(len, prompts))
     usage = {"prompt_tokens": total, "total_tokens": total}
-    return {"object": "list", "data": data, "model": service.name, "usage": usage}
+    return {"object": "list", "data": data, "model": service.name_of(adapter), "usage": usage}
 
 
 def _base64(vector: Any) -> str:

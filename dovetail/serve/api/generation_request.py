@@ -84,7 +84,7 @@ class GenerationRequest(Body):
         "logits_processors": Refused("a request brings no code"),
         "spaces_between_special_tokens": Refused("text is as the tokenizer decodes it", (True,)),
         "kv_transfer_params": Refused("there is one engine"),
-        "lora_request": Refused("there are no adapters"),
+        "lora_request": Refused("the model field names the adapter"),
         "thinking_token_budget": Refused("thinking is not counted separately; use max_tokens"),
         "return_tokens_as_token_ids": Refused("send return_token_ids", (False,)),
         **{f"guided_{name}": Refused(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},

@@ -29,10 +29,10 @@ def routes(service: Service) -> APIRouter:
     @router.post(PATH)
     async def responses(body: ResponsesRequest) -> Response:
         """A conversation's next items."""
-        service.check_model(body.model)
+        adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
         limit = None if body.max_output_tokens is None else "max_output_tokens"
-        ask = await asyncio.to_thread(service.prompts.ask, talk, params, limit=limit)
+        ask = await asyncio.to_thread(service.prompts.ask, talk, params, limit=limit, adapter=adapter)
         service.check([ask])
         made = _Response(service, body, ask)
         return EventStream(made.events(), made.failed) if body.stream else JsonAnswer(made.whole())
@@ -96,7 +96,7 @@ class _Response:
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "background": False,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "error": None, "model": self._service.name,
+            "error": None, "model": self._service.name_of(self._ask.adapter),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "output": self._output.items if ended else [], "top_logprobs": body.top_logprobs or 0,

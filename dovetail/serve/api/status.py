@@ -1,4 +1,4 @@
-"""What the server reports of itself: its model, its health, its load and its metrics."""
+"""What the server reports of itself: its model and adapters, its health, its load and its metrics."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ def models(service: Service) -> APIRouter:
     router = APIRouter()
 
     def describe(name: str) -> dict[str, Any]:
+        info = service.backend.info
+        adapter = info.adapters.get(name)
+        version = adapter.version if adapter else info.weights_version
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "dovetail", "root": service.name,
-            "max_model_len": service.max_len, "vocab_size": service.backend.info.vocab,
+            "parent": service.name if adapter else None, "weights_version": version,
+            "max_model_len": service.max_len, "vocab_size": info.vocab,
         }  # fmt: skip
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        return json_answer({"object": "list", "data": [describe(name) for name in service.config.names]})
+        names = [*service.config.names, *service.backend.info.adapters]
+        return json_answer({"object": "list", "data": [describe(name) for name in names]})
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        service.check_model(name)
+        service.adapter_of(name)
         return json_answer(describe(name))
 
     return router

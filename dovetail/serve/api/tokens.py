@@ -52,12 +52,12 @@ def routes(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a prompt, or of messages as the model's template writes them."""
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         return json_answer(await asyncio.to_thread(_tokenize, service, body))
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+        service.adapter_of(body.model)
         try:
             text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
         except ValueError as error:

@@ -43,6 +43,7 @@ class LongBodies:
         self._tokenizer = _pickled(tokenizer)  # now: later it would delay streams
         self._places, self._turn = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self._reader: _Process | None = None
+        self._told = b""  # what it knows of the server and its engine
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
@@ -75,8 +76,12 @@ class LongBodies:
             self._timer.cancel()
         seconds = self._config.limits.request_seconds
         try:
+            known = pickle.dumps((self._config, self._backend.info))
+            if known != self._told:  # an adapter has come or gone
+                self.close()
             if self._reader is None:
-                self._reader = await _Process.start(self._tokenizer, pickle.dumps((self._config, self._backend.info)))
+                self._reader = await _Process.start(self._tokenizer, known)
+                self._told = known
             reply = await asyncio.wait_for(self._reader.ask(head, body), seconds)
         except TimeoutError:
             self.close()

@@ -17,14 +17,23 @@ class Backend(Protocol):
     @property
     def unready(self) -> str | None: ...  # why none would be answered now: trouble, or it sleeps or is paused
     def generate(
-        self, id: str, prompt: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
+        self,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[Delta]:
         """ValueError before the first delta for a request that is refused; leaving the iterator aborts it."""
         ...
 
     async def abort(self, id: str, index: int | None = None) -> None: ...
     async def stats(self) -> Any: ...  # Stats
-    async def embed(self, prompts: list[list[int]], pooling: Literal["mean", "last"]) -> Any: ...
+    async def embed(
+        self, prompts: list[list[int]], pooling: Literal["mean", "last"], adapter: str | None = None
+    ) -> Any: ...
     async def control(self, name: str, *args: Any) -> Any: ...  # see engine.controls
     async def start_profile(self, folder: str) -> Any: ...
     async def stop_profile(self) -> Any: ...

@@ -28,6 +28,7 @@ from dovetail.serve.remote.wire import (
     EngineInfo,
     EngineReady,
     FromEngine,
+    LoadedAdapter,
     Progress,
     RequestRefused,
     Start,
@@ -95,6 +96,10 @@ class Child:
     def set_version(self, version: int) -> None:
         """The version of the weights it has now."""
         self.info = msgspec.structs.replace(self.info, weights_version=version)
+
+    def set_adapters(self, adapters: dict[str, LoadedAdapter]) -> None:
+        """Those it has now."""
+        self.info = msgspec.structs.replace(self.info, adapters=adapters)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 

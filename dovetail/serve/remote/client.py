@@ -146,6 +146,7 @@ class EngineClient:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[Delta]:
         """Stream a request's deltas; those of its n sequences are interleaved. ValueError, before the first, if it is
         refused. A caller slower than the engine gets several deltas joined into one. Leaving the loop, being cancelled,
@@ -155,7 +156,7 @@ class EngineClient:
         if not isinstance(id, str):
             raise ValueError(f"a request's id is a string; got {id!r}")
         child = self._supervisor.child
-        stream = child.open(Add(id, list(prompt), params, priority, cache_salt, time.monotonic()))
+        stream = child.open(Add(id, list(prompt), params, priority, cache_salt, time.monotonic(), adapter))
         try:
             while (delta := await stream.get()) is not None:
                 yield delta
@@ -168,10 +169,13 @@ class EngineClient:
         await self._supervisor.child.call("abort", id, index)
 
     async def embed(
-        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"] = "mean"
+        self,
+        prompts: Sequence[Sequence[int]],
+        pooling: Literal["mean", "last"] = "mean",
+        adapter: str | None = None,
     ) -> list[list[float]]:
         """A vector of length 1 for each prompt, from the model's final hidden states."""
-        return await self._call("embed", [list(prompt) for prompt in prompts], pooling)
+        return await self._call("embed", [list(prompt) for prompt in prompts], pooling, adapter)
 
     # --- the engine ---------------------------------------------------------------------------------------------------
 

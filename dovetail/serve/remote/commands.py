@@ -38,8 +38,8 @@ class Commands:
     def stats(self) -> Stats:
         return self._loop.engine.stats()
 
-    def embed(self, prompts: list[list[int]], pooling: Pooling) -> list[list[float]]:
-        return self._embedder.embed(prompts, pooling)
+    def embed(self, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None) -> list[list[float]]:
+        return self._embedder.embed(prompts, pooling, adapter)
 
     def start_profile(self, folder: str) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""ControlState: what an engine was told since its start (weights, pause, sleep), so that one started in its place is
-brought to the same state. Weights are loaded again from their path; where that fails, the new engine is not used: it
-would answer with older weights without telling anyone."""
+"""ControlState: what an engine was told since its start (weights, adapters, pause, sleep), so that one started in its
+place is brought to the same state. Weights are loaded again from their path; where that fails, the new engine is not
+used: it would answer with older weights without telling anyone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from dovetail.engine.controls import CONTROLS
 from dovetail.serve.remote.child import Child
+from dovetail.serve.remote.wire import LoadedAdapter
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,12 @@ class ControlState:
         self._level = 0  # of its sleep; 0: awake
         self._dropped = False  # a sleep of level 2 dropped the weights, and none were loaded since
         self._loaded_asleep = False
+        self._adapters: dict[str, LoadedWeights] = {}
+
+    def begin(self, child: Child) -> None:
+        """Take down what the first engine was started with."""
+        for name, given in child.info.adapters.items():
+            self._adapters[name] = LoadedWeights(given.path, given.version, stamp_of(given.path))
 
     @property
     def rest(self) -> str | None:
@@ -45,7 +52,7 @@ class ControlState:
 
     async def control(self, child: Child, name: str, *args: Any) -> Any:
         """Have the engine carry out a control (see engine.controls), and remember the state that leaves it in."""
-        stamp = stamp_of(args[0]) if name == "update_weights" else ()
+        stamp = stamp_of(args[-1]) if name in ("update_weights", "load_adapter") else ()
         with self._change(CONTROLS[name].change):
             answer = await child.call(name, *args)
             self._remember(child, name, args, answer, stamp)
@@ -74,9 +81,18 @@ class ControlState:
                 self._weights = LoadedWeights(args[0], answer, stamp)
                 self._dropped, self._loaded_asleep = False, self._level > 0
                 child.set_version(answer)
+            case "load_adapter":
+                self._set_adapters(child, self._adapters | {args[0]: LoadedWeights(args[1], answer, stamp)})
+            case "unload_adapter":
+                self._set_adapters(child, {key: each for key, each in self._adapters.items() if key != args[0]})
+
+    def _set_adapters(self, child: Child, adapters: dict[str, LoadedWeights]) -> None:
+        self._adapters = adapters
+        child.set_adapters({name: LoadedAdapter(each.path, each.version) for name, each in adapters.items()})
 
     async def restore(self, child: Child) -> None:
         """Bring a new engine to the state of the last one; ValueError where that fails."""
+        await self._restore_adapters(child)
         depth = 2 if self._dropped else self._level
         if not self._dropped and not self._loaded_asleep:
             await self._load(child)
@@ -88,6 +104,18 @@ class ControlState:
             await child.call("wake")
         if self._paused:
             await child.call("pause")
+
+    async def _restore_adapters(self, child: Child) -> None:
+        """One whose files are gone is left out: requests for it are refused."""
+        found: dict[str, LoadedWeights] = {}
+        for name, (path, version, stamp) in self._adapters.items():
+            now = stamp_of(path)
+            try:
+                version = await child.call("load_adapter", name, path, version if now == stamp else None)
+                found[name] = LoadedWeights(path, version, now)
+            except ValueError as error:
+                log.error("adapter %s is not served any more: %s", name, error)
+        self._set_adapters(child, found)
 
     async def _load(self, child: Child) -> None:
         if self._weights is None:

@@ -33,6 +33,7 @@ from dovetail.serve.remote.wire import (
     EngineFailed,
     EngineInfo,
     EngineReady,
+    LoadedAdapter,
     Progress,
     RequestRefused,
     Start,
@@ -193,7 +194,7 @@ class EngineProcess:
         try:
             request = self._loop.engine.intake.request(
                 add.id, add.prompt, add.params,
-                priority=add.priority, cache_salt=add.cache_salt, arrival=add.arrival, text=False,
+                priority=add.priority, adapter=add.adapter, cache_salt=add.cache_salt, arrival=add.arrival, text=False,
             )  # fmt: skip
             with self._lock:  # an abort comes before this and is seen here, or after it and finds the request queued
                 if add.id in self._checking:
@@ -234,13 +235,18 @@ def _aborted(add: Add) -> Deltas:
 
 
 def _info(model: str, llm: LLM) -> EngineInfo:
-    engine = llm.engine
+    engine, room = llm.engine, llm.runner.adapters.form
     config = engine.scheduler.config
     return EngineInfo(
         model, config.context, llm.config.vocab, config.num_pages, config.page_size, config.max_num_seqs,
         config.policy, engine.eos_ids, engine.tokenizer is not None, engine.runner.weights.version,
-        llm.start_seconds, os.getpid(), llm.describe(),
+        llm.start_seconds, os.getpid(), llm.describe(), _adapters(llm), room.slots, room.rank,
     )  # fmt: skip
+
+
+def _adapters(llm: LLM) -> dict[str, LoadedAdapter]:
+    find = llm.runner.adapters.find
+    return {name: LoadedAdapter(path, find(name).version) for name, path in llm.options.adapters.items()}
 
 
 if __name__ == "__main__":

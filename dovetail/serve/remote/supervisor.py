@@ -44,7 +44,10 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the first child; an error in the model or an option is raised and not tried again."""
-        self._use(await Child.spawn(self._start, self._progress))
+        child = await Child.spawn(self._start, self._progress)
+        self._use(child)
+        self.control_state.begin(child)
+        self._start = self._start.again(child.info)
         self._task = asyncio.create_task(self._keep_running())
 
     def _use(self, child: Child) -> None:

@@ -10,6 +10,7 @@ other process has ended.
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -30,6 +31,11 @@ class Start(Struct, tag="start", array_like=True):
     options: EngineOptions = EngineOptions()
     log_level: int = 30
 
+    def again(self, info: EngineInfo) -> Start:
+        """For an engine in the place of that one: its adapters, which change, are loaded when it has started."""
+        room = dict(max_adapters=info.max_adapters, max_adapter_rank=info.max_adapter_rank)
+        return msgspec.structs.replace(self, options=replace(self.options, adapters={}, **room))
+
 
 class Add(Struct, tag="add", array_like=True):
     """A request, with its prompt in tokens. The parent finds its stop strings: the child makes no text."""
@@ -40,6 +46,7 @@ class Add(Struct, tag="add", array_like=True):
     priority: int = 0
     cache_salt: str | None = None
     arrival: float | None = None  # of time.monotonic, which all processes of a machine share
+    adapter: str | None = None  # by its name
 
 
 class Call(Struct, tag="call", array_like=True):
@@ -54,6 +61,11 @@ ToEngine = Start | Add | Call
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------
+
+
+class LoadedAdapter(Struct, frozen=True):
+    path: str
+    version: int  # which of the engine's loads it is
 
 
 class EngineInfo(Struct, frozen=True):
@@ -72,6 +84,9 @@ class EngineInfo(Struct, frozen=True):
     start_seconds: float
     pid: int
     description: str
+    adapters: dict[str, LoadedAdapter] = {}
+    max_adapters: int = 0
+    max_adapter_rank: int = 1
 
     def describe(self) -> str:
         """What the engine has room for, in one line."""

@@ -28,6 +28,7 @@ class Ask:
     limit: str | None = None  # the field by which the client set params.max_tokens; None: it is a default
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None  # None: the model alone
     skip_special: bool = True
     keep: frozenset[int] = frozenset()  # special tokens that a parser must see
     new_parser: Callable[[], StreamParser] | None = None  # None: the text is the answer

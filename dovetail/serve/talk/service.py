@@ -43,11 +43,24 @@ class Service:
     def max_len(self) -> int:
         return self.backend.info.max_model_len
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.config.names:
-            known = ", ".join(self.config.names)
+    def name_of(self, adapter: str | None) -> str:
+        """What an answer calls the model."""
+        return adapter or self.name
+
+    def check_adapter(self, name: str) -> None:
+        if name in self.config.names:
+            raise bad(f"lora_name {name!r} is the model's own: choose another", "lora_name")
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request means by its model; None: the model alone. 404 for a name that is neither."""
+        adapters = self.backend.info.adapters
+        if name is None or name in self.config.names:
+            return None
+        if name not in adapters:
+            known = ", ".join([*self.config.names, *adapters])
             message = f"the model {name[:200]!r} is not served here; this server has {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return name
 
     def check_ready(self) -> None:
         """503 while a request would wait: for an engine to start, or for one that sleeps or is paused."""
@@ -87,8 +100,9 @@ class Service:
         place = self.inflight.ticket(lambda: self._abort(id), ask.params.n)
         with place as ticket, _Clock(self.metrics, ticket, ask) as clock:
             generated = self.backend.generate(
-                id, ask.prompt, ask.engine_params, priority=ask.priority, cache_salt=ask.cache_salt
-            )
+                id, ask.prompt, ask.engine_params,
+                priority=ask.priority, cache_salt=ask.cache_salt, adapter=ask.adapter,
+            )  # fmt: skip
             async with aclosing(generated) as deltas:
                 delta = await _first(deltas)
                 while delta is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -15,23 +18,35 @@ LANES = 128
 def packed_attention(
     q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None, interpret: bool = False
 ):
-    """As ops.packed.packed_attention, for T a multiple of 128. Heads narrower than a TPU's lanes are padded."""
+    """As ops.packed.packed_attention, for T a multiple of 128. The kernel's output and denominators are named
+    `attention`, for models.remat to keep."""
     assert sinks is None
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    pad = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
-    q_BKGTH = jnp.pad(q * jnp.asarray(scale, q.dtype), pad).reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
-    k_BKTH, v_BKTH = (jnp.pad(x, pad).transpose(0, 2, 1, 3) for x in (k, v))
+    T, G = q.shape[1], q.shape[2] // k.shape[2]
     kernel = splash.make_splash_mqa_single_device(
-        mask=masks.MultiHeadMask([_mask(T, window)] * (N // K)),
-        block_sizes=_blocks(T),
+        mask=masks.MultiHeadMask([_mask(T, window)] * G),
+        block_sizes=splash.BlockSizes(**blocks(T)),
         attn_logits_soft_cap=softcap,
+        residual_checkpoint_name="attention",
         interpret=interpret,
     )
-    over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
     segments = splash.SegmentIds(ctx.segment_ids, ctx.segment_ids)
-    out: jax.Array = jax.vmap(over_heads)(q_BKGTH, k_BKTH, v_BKTH, segments)  # type: ignore  # [B, K, G, T, H]
-    return out[..., :H].transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return over_heads(kernel, q, k, v, segments, scale)
+
+
+def over_heads(kernel: Callable, q, k, v, segments: Any, scale: float, *of_heads: jax.Array) -> jax.Array:
+    """Run a kernel that takes one row's key head, with the G query heads that share it, on all rows and heads. Heads
+    that do not fill a TPU's lanes are padded. `of_heads` [N]: further arguments, of each query head."""
+    (B, T, N, _), K, V = q.shape, k.shape[2], v.shape[-1]
+    q = _padded(q * jnp.asarray(scale, q.dtype)).reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
+    k, v = (_padded(x).transpose(0, 2, 1, 3) for x in (k, v))
+    per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None, *(0 for _ in of_heads)))
+    per_row = jax.vmap(per_head, in_axes=(0, 0, 0, 0, *(None for _ in of_heads)))
+    out: jax.Array = per_row(q, k, v, segments, *(x.reshape(K, N // K) for x in of_heads))  # [B, K, G, T, V]
+    return out[..., :V].transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[-1] % LANES)))
 
 
 def _mask(T: int, window: int | None):
@@ -40,10 +55,8 @@ def _mask(T: int, window: int | None):
     return masks.LocalMask((T, T), (window - 1, 0), offset=0)
 
 
-def _blocks(T: int) -> splash.BlockSizes:
+def blocks(T: int) -> dict[str, Any]:
     """The largest tiles up to 512 that divide T: they fit the vector memory of every generation from v4 on."""
-    b = next(size for size in (512, 384, 256, 128) if T % size == 0)
-    return splash.BlockSizes(
-        block_q=b, block_kv=b, block_kv_compute=b, block_q_dkv=b, block_kv_dkv=b, block_kv_dkv_compute=b,
-        block_q_dq=b, block_kv_dq=b,
-    )  # fmt: skip
+    size = next(size for size in (512, 384, 256, 128) if T % size == 0)
+    names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq block_kv_dq"
+    return dict.fromkeys(names.split(), size)

@@ -10,10 +10,12 @@ import jax
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from dovetail.core.types import Paged
+from dovetail.ops.kernels.tpu.limits import room_of
+from dovetail.ops.kernels.tpu.needs import tpu_kind
 
 KEYS = 256  # a turn of the kernel's loop looks at
 QUERIES = 32
-VMEM_BYTES = 32 * 2**20  # a core of every TPU from v4 on has at least twice as much
+VMEM_BYTES = 32 * 2**20  # at most; a core of v4 has half of it, later ones at least twice as much
 
 
 def paged_attention(
@@ -26,10 +28,11 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    assert sinks is None, "choose_paged gives sinks to the reference"
+    assert sinks is None, "choose_paged gives sinks to another"
+    room = room_of(tpu_kind(None))
     pages_a_block = min(ctx.block_tables.shape[1], max(1, KEYS // pages.shape[1]))
     return ragged_paged_attention(
         q, pages, ctx.kv_lens, ctx.block_tables, ctx.cu_q_lens, ctx.num_seqs, sm_scale=scale, sliding_window=window,
         soft_cap=softcap, num_kv_pages_per_block=pages_a_block, num_queries_per_block=min(QUERIES, q.shape[0]),
-        vmem_limit_bytes=VMEM_BYTES,
+        vmem_limit_bytes=min(VMEM_BYTES, room.vmem) if room else VMEM_BYTES,
     )  # fmt: skip

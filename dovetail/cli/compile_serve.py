@@ -1,0 +1,56 @@
+"""`dovetail compile serve MODEL`: the corners of an engine's steps compiled for a topology."""
+
+from typing import Any
+
+from dovetail.cli.compile_table import Report, compiled, gib, show
+
+
+def compile_serve(model: str, topology, options: dict[str, Any], as_json: bool) -> None:
+    from rich.console import Console
+
+    from dovetail.engine.ahead import ahead
+    from dovetail.engine.options import EngineOptions
+    from dovetail.models.registry import read_model
+    from dovetail.plan.topology import tpu_devices
+
+    cfg, devices = read_model(model), tpu_devices(topology)
+    given = EngineOptions.of({**options, "tensor_parallel": options["tensor_parallel"] or len(devices)})
+    console, reports = Console(highlight=False, stderr=as_json), []
+    with console.status(f"compiling {model}'s largest step for {topology}") as status:
+        made, _ = compiled(lambda: ahead(cfg, given, devices))
+        for shape in made.corners():
+            status.update(f"compiling a step of {shape.tokens} tokens in {shape.rows} rows")
+            program, seconds = compiled(lambda shape=shape: made.compile(shape))
+            reports.append(report(model, made, shape, program, seconds))
+    tokens = made.pages * made.programs.page_size
+    console.print(
+        f"{model} on {given.tensor_parallel} of {topology}: {gib(made.weight_bytes)} of weights and "
+        f"{gib(made.pool_bytes)} of KV pages on each, for {tokens:,} tokens in pages of {made.programs.page_size}"
+    )
+    head = dict(
+        model=model, topology=str(topology), tensor_parallel=given.tensor_parallel, weight_bytes=made.weight_bytes,
+        pool_bytes=made.pool_bytes, pages=made.pages, page_size=made.programs.page_size,
+    )  # fmt: skip
+    show(head, reports, as_json)
+
+
+def report(model: str, made, shape, program, seconds: float) -> Report:
+    from dovetail.core.chips import chip_of
+    from dovetail.plan.counted import count
+    from dovetail.plan.roofline import predict
+
+    devices = made.programs.devices
+    chip = chip_of(devices[0])
+    counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes)
+    flops = made.flops(shape)
+    predicted = predict(chip, flops, made.moved(shape), counted.traffic, devices) if chip else None
+    held = made.weight_bytes + made.pool_bytes
+    estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes, "arguments": held, "FLOPs": flops}
+    copies = counted.pool_copies
+    notes = {
+        "pool copied": f"{len(copies)} x: {copies[0]}" if copies else "no",
+        "paged attention": "; ".join(made.kernels(shape)),
+    }
+    kind = "decode" if shape.is_decode else "prompts"
+    title = f"{model}, {kind}: {shape.tokens} tokens in {shape.rows} rows"
+    return Report(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)

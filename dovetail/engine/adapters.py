@@ -1,0 +1,87 @@
+"""Adapters: the low-rank adapters that an engine has loaded, each in a slot of the tables beside its weights.
+
+A step computes all of them at once (see models.serving_lora), so requests of different adapters share a batch. What an
+adapter is called, and which load of it this is, is in its Adapter: its prefixes are found by requests of the same only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.core.types import Params
+from dovetail.engine.options import EngineOptions
+from dovetail.engine.sequence import Adapter
+from dovetail.io.peft import read_adapter
+from dovetail.models.config import ModelConfig
+from dovetail.models.serving_lora import SlotForm, empty_tables, greatest_rank, slot_values, write_slot
+from dovetail.models.widened import rewrite, widen, with_tables
+
+RANK = 16  # there is room for, unless told or given more
+
+
+class Adapters:
+    def __init__(self, form: SlotForm, dtype: Any):
+        self.form, self._dtype = form, dtype
+        self.tables: Params = empty_tables(form, dtype) if form.slots else {}
+        self._loaded: dict[str, Adapter] = {}
+        self._loads = 0
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._loaded)
+
+    def join(self, params: Params) -> Params:
+        """Published weights as the engine keeps them (see models.widened); those given are used up."""
+        return widen(params, self.tables) if self.form.slots else params
+
+    def on(self, params: Params) -> Params:
+        """The engine's weights as a step takes them."""
+        return with_tables(params, self.tables, self.form.slots) if self.form.slots else params
+
+    def rewrite(self, params: Params, values: Params, adapter: Adapter) -> Params:
+        """The engine's weights, after `put` has brought these values."""
+        return rewrite(params, values, adapter.number - 1, self.form.slots)
+
+    def find(self, name: str) -> Adapter:
+        if name not in self._loaded:
+            known = f"there are {', '.join(self._loaded)}" if self._loaded else "none is"
+            raise ValueError(f"adapter {name!r} is not loaded: {known}")
+        return self._loaded[name]
+
+    def read(self, name: str, path: str) -> Params:
+        """What `put` writes; any thread may ask for it."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter's name is a text of its own; got {name!r}")
+        if not self.form.slots:
+            raise ValueError("the engine was built without room for adapters: give it max_adapters")
+        lora, tree = read_adapter(path, self.form.cfg)
+        return slot_values(self.form, tree, lora, self._dtype)
+
+    def put(self, name: str, values: Params, version: int | None = None) -> Adapter:
+        """In the slot of the one it replaces, or in a free one. No request may run on what was there."""
+        slots = range(1, self.form.slots + 1)
+        taken = {each.number for each in self._loaded.values()}
+        free = next((number for number in slots if number not in taken), None)
+        number = self._loaded[name].number if name in self._loaded else free
+        if number is None:
+            raise ValueError(f"all {len(slots)} places for adapters are taken: unload one, or raise max_adapters")
+        self.tables = write_slot(self.tables, values, number - 1)
+        self._loads = max(self._loads + 1, version or 0)
+        self._loaded[name] = Adapter(name, version or self._loads, number)
+        return self._loaded[name]
+
+    def drop(self, name: str) -> None:
+        """Its place is free; what is written there no request asks for."""
+        del self._loaded[self.find(name).name]
+
+
+def adapters_for(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Adapters:
+    """With those that the options name, and room for as many as they say."""
+    read = {name: read_adapter(path, cfg) for name, path in options.adapters.items()}
+    ranks = [greatest_rank(tree) for _, tree in read.values()]
+    slots = len(read) if options.max_adapters is None else options.max_adapters
+    form = SlotForm(cfg, slots, options.max_adapter_rank or max(ranks, default=RANK), placement)
+    adapters = Adapters(form, dtype)
+    for name, (lora, tree) in read.items():
+        adapters.put(name, slot_values(form, tree, lora, dtype))
+    return adapters

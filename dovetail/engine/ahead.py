@@ -1,0 +1,133 @@
+"""An engine's steps compiled for devices that are not here, with nothing allocated: `dovetail compile serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.chips import chip_of
+from dovetail.core.compute import compute_of
+from dovetail.core.mesh import Placement, param_sharding
+from dovetail.core.spec import leaf_dtype, tree_map
+from dovetail.core.types import Paged
+from dovetail.engine.batch import Shape
+from dovetail.engine.build import pages_that_fit, placement_of, programs_for
+from dovetail.engine.memory import held_bytes
+from dovetail.engine.options import EngineOptions
+from dovetail.engine.program import Programs
+from dovetail.models.config import ModelConfig
+from dovetail.models.latent import Latent
+from dovetail.models.publish import serving_spec
+from dovetail.models.spec import flops_per_token
+from dovetail.ops.dispatch import choose_latent, choose_paged
+from dovetail.ops.kernels.tpu.needs import why_not_ragged
+
+USABLE = 0.975  # of a TPU's memory: libtpu keeps 0.25 GiB of a v5e's 16, 0.75 of a v6e's 32
+
+
+@dataclass(frozen=True)
+class Ahead:
+    programs: Programs
+    params: Any  # the weights' forms
+    pages: int  # that the pool would have
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.programs.cfg
+
+    @property
+    def weight_bytes(self) -> int:
+        """On one device, as all of these."""
+        return held_bytes(self.params)
+
+    @property
+    def pool_bytes(self) -> int:
+        return held_bytes(self.programs.pages(self.pages))
+
+    @property
+    def layer_shapes(self) -> list[tuple[int, ...]]:
+        """Of the layers' pages on one device, each kind once."""
+        layers = jax.tree.leaves(self.programs.pages(self.pages))
+        return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
+
+    def corners(self) -> list[Shape]:
+        """Of the shapes that an engine compiles, decode steps of the fewest and the most rows, the largest prompts."""
+        buckets = self.programs.buckets
+        decode = [shape for shape in buckets.usual() if shape.tokens and shape.is_decode and shape.steps == 1]
+        rows = sorted(decode, key=lambda shape: shape.rows)
+        return list(dict.fromkeys([rows[0], rows[-1], buckets.largest()]))
+
+    def compile(self, shape: Shape) -> Any:
+        return self.programs.compile(shape, self.params, self.pages)
+
+    def flops(self, shape: Shape) -> float:
+        """Of one device, without attention over what is in the pages. Only a row's last token is unembedded."""
+        head = 2.0 * self.cfg.vocab * self.cfg.dim
+        tokens = shape.tokens * (flops_per_token(self.cfg) - head) + shape.rows * head
+        return tokens / len(self.programs.devices)
+
+    def moved(self, shape: Shape) -> tuple[float, float]:
+        """Bytes of one device's memory that a step reads: the weights that its tokens use (each of its own experts at
+        most), and at most all pages too."""
+        size = self.programs.compute.dtype.itemsize
+        used = flops_per_token(self.cfg) / 2 * size / len(self.programs.devices)
+        some = any(layer.moe for layer in self.cfg.layers)
+        return min(self.weight_bytes, used * (shape.tokens if some else 1)), self.weight_bytes + self.pool_bytes
+
+    def kernels(self, shape: Shape) -> list[str]:
+        """What attends over the pages, for each kind of layer; where that is not upstream's kernel, why."""
+        pages = self.programs.pages(self.pages)
+        with self.programs.for_its_kind():
+            found = [self._kernel(shape, layer.attn, own) for layer, own in zip(self.cfg.layers, pages, strict=True)]
+        return list(dict.fromkeys(name for name in found if name))
+
+    def _kernel(self, shape: Shape, attn: Any, pages: Any) -> str:
+        programs = self.programs
+        tables = jax.ShapeDtypeStruct((shape.rows, shape.pages), jnp.int32)
+        if pages is None:  # it reads another layer's
+            return ""
+        if isinstance(attn, Latent):
+            q = self._queries(shape, attn.heads, attn.kv_rank + attn.rope_dim)
+            ctx = Paged(tables, tables, tables, tables, placement=programs.placement)  # type: ignore[arg-type]
+            return f"{choose_latent(programs.platform, q, attn.kv_rank, ctx, pages)}, over latents"
+        q, sinks = self._queries(shape, attn.heads, attn.head_dim), tables if attn.sinks else None
+        where = sinks, programs.placement, tables
+        name = choose_paged(programs.platform, q, attn.kv_heads, *where, pages)  # type: ignore[arg-type]
+        reason = why_not_ragged(q, attn.kv_heads, *where) if programs.platform == "tpu" else None
+        return f"{name} (not upstream's: {reason})" if reason else name
+
+    def _queries(self, shape: Shape, heads: int, dim: int) -> Any:
+        return jax.ShapeDtypeStruct((shape.tokens, heads, dim), self.programs.compute.dtype)
+
+
+@dataclass(frozen=True)
+class _Empty:
+    """A device of which nothing is in use."""
+
+    limit: int
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": self.limit}
+
+
+def ahead(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> Ahead:
+    """With the pool that an engine would make on the first of these devices. Weights are bf16 unless options say."""
+    count, chip = options.tensor_parallel, chip_of(devices[0])
+    if count > len(devices):
+        raise ValueError(f"tensor_parallel={count} needs as many devices, and the topology has {len(devices)}")
+    placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
+    programs = programs_for(cfg, options, compute, placement, devices[0])
+    params = _forms(cfg, compute.dtype, placement)
+    limit = int(chip.device_hbm * USABLE) if chip else 0
+    return Ahead(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
+
+
+def _forms(cfg: ModelConfig, dtype: Any, placement: Placement | None) -> Any:
+    def one(spec: Any) -> Any:
+        return jax.ShapeDtypeStruct(spec.shape, leaf_dtype(spec, dtype), sharding=param_sharding(placement, spec))
+
+    return tree_map(one, serving_spec(cfg, placement))

@@ -1,0 +1,142 @@
+"""What is compiled for a shape: a function, and the forms (shape, type, place) of what it is given.
+
+No array is needed, so a step can be compiled before there are pages, and for devices that are not here.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from dovetail.core.compute import Compute
+from dovetail.core.mesh import Placement
+from dovetail.engine.batch import NUMBERS, Shape
+from dovetail.engine.buckets import Buckets
+from dovetail.engine.sampler import MAX_BIAS
+from dovetail.engine.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler
+from dovetail.io.compiled import compile_program, load_program, program_key
+from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import cache_form
+from dovetail.ops.dispatch import compile_options
+
+log = logging.getLogger(__name__)
+SAMPLER_TABLES = 4  # [rows, vocab] of 32 bits that a step needs beyond the compiler's figure, for the whole sampler
+
+
+class Program(NamedTuple):
+    """One shape's step."""
+
+    shape: Shape
+    function: Any
+    forms: tuple
+    static: dict[str, Any]
+    options: Any  # XLA's
+
+    def compile(self) -> Any:
+        return self.function.lower(*self.forms, **self.static).compile(compiler_options=self.options)
+
+    def kept(self, devices: list[Any]) -> Any:
+        """Read from disk where an earlier start kept it, else compiled."""
+        key = program_key(*self[2:])
+        step = load_program(key, devices)
+        if step is None:
+            tokens, rows = self.shape.tokens, self.shape.rows
+            log.info("compiling a step of %d tokens in %d rows, once: it is kept", tokens, rows)
+            step = compile_program(key, self.compile)
+        return step
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Those of one engine."""
+
+    cfg: ModelConfig
+    compute: Compute
+    buckets: Buckets
+    page_size: int
+    platform: str | None = None
+    placement: Placement | None = None
+    absent: Any = None  # the device to compile for, or the mesh's first, where they are not here
+
+    @property
+    def everywhere(self) -> Any:
+        if self.placement:
+            return NamedSharding(self.placement.mesh, PartitionSpec())
+        return SingleDeviceSharding(self.absent) if self.absent else None
+
+    @property
+    def devices(self) -> list[Any]:
+        if self.placement:
+            return list(self.placement.mesh.devices.flat)
+        return [self.absent] if self.absent else jax.devices()[:1]
+
+    def pages(self, count: int) -> Any:
+        """The form of a pool of so many."""
+        where = self.placement, self.platform
+        with self.for_its_kind():
+            return self._form(cache_form(self.cfg, count, self.page_size, self.compute.dtype, *where))
+
+    def of(self, shape: Shape, params: Any, cache: Any) -> Program:
+        """The step with these weights and pages, arrays or forms."""
+        array, slots = self._array, self.buckets.max_rows + 1
+        params, cache = self._form(params), self._form(cache)
+        last, tables = array((slots,)), array((slots, self.buckets.max_pages))
+        history, flat = array((slots - 1, self.cfg.vocab)), array((shape.size,))
+        where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
+        options = compile_options(self.platform, shape.tokens)
+        if not shape.tokens:
+            return Program(shape, run_sampler, (last, history, self._left(shape), self._asked(shape)), where, options)
+        static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute)
+        if shape.is_decode:
+            state = DeviceState(cache, last, tables, history)
+            return Program(shape, run_decode, (params, state, flat, self._asked(shape)), static, options)
+        return Program(shape, run_prompts, (params, cache, tables, last, flat), static, options)
+
+    def compile(self, shape: Shape, params: Any, pages: int) -> Any:
+        """The step with so many pages, from disk where it was kept; for devices that are not here nothing is."""
+        program = self.of(shape, params, self.pages(pages))
+        if not self.absent:
+            return program.kept(self.devices)
+        with self.for_its_kind():
+            return program.compile()
+
+    def step_memory(self, params: Any, pages: int) -> int:
+        """Bytes the largest step needs beside weights and so many pages, as the compiler says, and the sampler's own
+        tables."""
+        found = self.compile(self.buckets.largest(), params, pages).memory_analysis()
+        compiled = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        return int(compiled + SAMPLER_TABLES * self.buckets.max_rows * self.cfg.vocab * 4)
+
+    def for_its_kind(self) -> Any:
+        """A context for one device that is not here: kernels ask which TPU it is."""
+        if self.placement or not self.absent:
+            return nullcontext()
+        kind = AbstractDevice(self.absent.device_kind, num_cores=1, platform=self.absent.platform)
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+
+    def _form(self, tree: Any) -> Any:
+        def one(x: Any) -> Any:  # asleep, x is a form already
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self.placement else self.everywhere)
+
+        return jax.tree.map(one, tree)
+
+    def _array(self, dims: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self.everywhere)
+
+    def _asked(self, shape: Shape) -> dict[str, Any]:
+        rows = shape.rows
+        return dict(
+            bias_ids=self._array((rows, MAX_BIAS)),
+            bias=self._array((rows, MAX_BIAS), jnp.float32),
+            mask=self._array((rows, -(-self.cfg.vocab // 32)), jnp.uint32),
+        )
+
+    def _left(self, shape: Shape) -> Unsampled:
+        logits = self._array((shape.rows, self.cfg.vocab), jnp.float32)
+        return Unsampled(logits, self._array((shape.rows,)), self._array((len(NUMBERS), shape.rows)))

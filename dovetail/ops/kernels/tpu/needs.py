@@ -1,0 +1,125 @@
+"""What each kernel for TPUs needs, and why it cannot take a call: ops.dispatch chooses by these.
+
+Each function gives its reason as the end of a sentence, or None: the kernel takes it all. Shapes are of all devices;
+T tokens, N query heads, K key heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dovetail.core.mesh import Placement
+from dovetail.ops.kernels.tpu.limits import MIB, TABLE_BYTES, flat_smem, flat_vmem, room_of, table_bytes
+from dovetail.ops.kernels.tpu.tiling import SUBLANES, num_tiles, tiling
+
+DTYPES = (jnp.bfloat16, jnp.float32)
+TOO_OLD = ("TPU v2", "TPU v3")
+
+
+def why_not_splash(q: Any, sinks: Any = None) -> str | None:
+    """Upstream's kernel, of q [B, T, N, H]."""
+    return "it knows no sinks" if sinks is not None else why_not_rows(q)
+
+
+def why_not_rows(q: Any) -> str | None:
+    """Upstream's and tokamax's packed kernels, both."""
+    if q.dtype not in DTYPES:
+        return f"it takes bf16 and f32, and this is {q.dtype}"
+    if (kind := tpu_kind(None)) in TOO_OLD:
+        return f"it wants v4 or later, and this is {kind}"
+    return f"it takes rows of multiples of 128 tokens, and these have {q.shape[1]}" if q.shape[1] % 128 else None
+
+
+def why_not_ragged(
+    q: Any,  # [T, N, H]
+    kv_heads: int,
+    sinks: Any = None,
+    placement: Placement | None = None,
+    tables: Any = None,  # [S, M]
+) -> str | None:
+    """Upstream's kernel over pages [P, page, 2K, H]."""
+    reason = why_not_heads(q.shape[-1], q.dtype, kv_heads, sinks is not None, placement) or why_not_chip(placement)
+    if reason is None and tables is not None and table_bytes(*tables.shape) > TABLE_BYTES:
+        size, most = (bytes / MIB for bytes in (table_bytes(*tables.shape), TABLE_BYTES))
+        reason = f"its table of pages would take {size:.1f} MiB of SMEM, and it has room for {most:.1f}: longer pages"
+    return reason
+
+
+def why_not_heads(
+    head_dim: int, dtype: Any, kv_heads: int, has_sinks: bool, placement: Placement | None = None
+) -> str | None:
+    """Pages [P, page, 2K, H] that upstream's kernel reads, and that XLA lays out row by row."""
+    here = heads_here(kv_heads, placement)[0]
+    rows, odd = divmod(2 * here, 4 // jnp.dtype(dtype).itemsize)  # of keys and values, in words of 32 bits
+    reasons = {
+        f"it takes heads of multiples of 128 dims, and these have {head_dim}": head_dim % 128 != 0,
+        "it knows no sinks": has_sinks,
+        f"it takes bf16 and f32, and this is {jnp.dtype(dtype)}": dtype not in DTYPES,
+        f"it cannot tile {here} key heads on a device: in bf16 1, 2, 4 or a multiple of 8": (
+            odd > 0 or not (rows in (1, 2, 4, 8) or rows % 8 == 0)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def why_not_flat(
+    q: Any,  # [T, N, H], or of latents [T, N, C]
+    kv_heads: int,
+    placement: Placement | None = None,
+    tables: Any = None,  # [S, M]
+    pages: Any = None,  # [P, page, W]
+    rank: int | None = None,  # of latents
+) -> str | None:
+    """Our kernel over flat pages."""
+    if q.dtype not in DTYPES:
+        return f"it takes bf16 and f32, and this is {q.dtype}"
+    if (reason := why_not_chip(placement)) or pages is None or tables is None:
+        return reason
+    if pages.ndim != 3:
+        return "its pages are flat ones, and these were made for another kernel"
+    packed = SUBLANES * 4 // q.dtype.itemsize
+    if pages.shape[1] % packed:
+        return f"it takes pages of multiples of {packed} tokens, and these have {pages.shape[1]}"
+    return _why_no_room(q, kv_heads, placement, tables, pages, rank)
+
+
+def _why_no_room(q, kv_heads, placement, tables, pages, rank) -> str | None:
+    here, parts = heads_here(q.shape[1] if rank else kv_heads, placement)
+    T, N, H = q.shape[0], q.shape[1] // parts, q.shape[2]
+    page = jax.ShapeDtypeStruct((1, pages.shape[1], pages.shape[2] if rank else pages.shape[2] // parts), pages.dtype)
+    cut = tiling((T, N, H), tables.shape[0], 1 if rank else here, page, rank)
+    wants = {
+        "SMEM": flat_smem(num_tiles(T, tables.shape[0], cut.tokens), tables.shape[1]),
+        "VMEM": flat_vmem(cut, page),
+    }
+    room = room_of(tpu_kind(placement))
+    for name, has in (room._asdict() if room else {}).items():
+        if wants[name.upper()] > has * 3 / 4:
+            return f"it wants {wants[name.upper()] / MIB:.1f} MiB of {name.upper()}, and a core has {has / MIB:.1f}"
+    return None
+
+
+def why_not_chip(placement: Placement | None) -> str | None:
+    kind = tpu_kind(placement)
+    if not kind:
+        return "it is compiled for one kind of TPU, and none is known here"
+    return f"it wants v4 or later, and this is {kind}" if kind in TOO_OLD else None
+
+
+def heads_here(kv_heads: int, placement: Placement | None) -> tuple[int, int]:
+    """(key heads of one device, devices that they are dealt out to)."""
+    parts = placement.size("kv_heads") if placement else 1
+    return (kv_heads // parts, parts) if kv_heads % parts == 0 else (kv_heads, 1)
+
+
+def tpu_kind(placement: Placement | None) -> str:
+    """The kind of TPU a call is compiled for: that of the mesh, the context, or this machine; "" where it is none."""
+    mesh: Any = placement.mesh if placement else jax.sharding.get_abstract_mesh()
+    device = getattr(mesh, "abstract_device", None) or (mesh.devices.flat[0] if placement else None)
+    if device is None and jax.default_backend() == "tpu":
+        device = jax.devices()[0]
+    kind = getattr(device, "device_kind", "")
+    return kind if "TPU" in kind else ""

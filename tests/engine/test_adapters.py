@@ -1,0 +1,216 @@
+"""A batch that mixes adapters gives each request the tokens that PEFT gives with that adapter alone; and they come, go
+and are replaced while the engine runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import peft
+import pytest
+import torch
+from engine.engines import GREEDY, make_llm, mixed_prompts, theirs, tokens_of
+from reference_models import reference
+
+from dovetail.engine.llm import LLM
+from dovetail.io.load import load
+
+NAMES = [None, "a", "b", "a", "b", None, "b", "a"]
+PROMPTS = mixed_prompts(len(NAMES), 8, 60)
+
+
+def saved(folder, model: str, rank: int, seed: int, **options) -> str:
+    """An adapter of PEFT's, with random weights that change every answer."""
+    torch.manual_seed(seed)
+    given: dict[str, Any] = {"target_modules": "all-linear"} | options
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **given)
+    wrapped = peft.get_peft_model(reference(model)[0], config)
+    with torch.no_grad():
+        for key, tensor in wrapped.named_parameters():
+            if "lora_B" in key:
+                tensor.copy_(torch.randn_like(tensor) * 0.3)
+    wrapped.save_pretrained(str(folder))
+    wrapped.unload()
+    return str(folder)
+
+
+def peft_tokens(model: str, folder: str | None, prompts: list[list[int]]) -> list[list[int]]:
+    base = reference(model)[0]
+    if folder is None:
+        return [theirs(base, prompt) for prompt in prompts]
+    wrapped = peft.PeftModel.from_pretrained(base, folder)
+    try:
+        return [theirs(wrapped, prompt) for prompt in prompts]
+    finally:
+        wrapped.unload()
+
+
+def mixed(model: str, folders: dict[str, str]) -> list[list[int]]:
+    """PEFT's, each prompt with its own adapter alone."""
+    found: dict[int, list[int]] = {}
+    for name in {*NAMES}:
+        own = [i for i, each in enumerate(NAMES) if each == name]
+        answers = peft_tokens(model, folders[name] if name else None, [PROMPTS[i] for i in own])
+        found |= dict(zip(own, answers, strict=True))
+    return [found[i] for i in range(len(NAMES))]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    at = tmp_path_factory.mktemp("adapters")
+    some = dict(target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True)
+    return {"a": saved(at / "a", "llama3.1", 4, 1), "b": saved(at / "b", "llama3.1", 7, 2, **some)}
+
+
+@pytest.fixture(scope="module")
+def llm(folders) -> LLM:
+    return make_llm("llama3.1", adapters=folders, max_adapters=3)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mixed_batch_gives_each_what_peft_gives_it_alone(llm, folders):
+    expected = mixed("llama3.1", folders)
+    assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == expected
+    assert len({tuple(answer) for answer in expected}) == len(expected)
+    for name in (None, "a"):
+        own = [i for i, each in enumerate(NAMES) if each == name]
+        got = tokens_of(llm.generate([PROMPTS[i] for i in own], GREEDY, adapter=name))
+        assert got == [expected[i] for i in own]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["phi3", "qwen3", "deepseek-v3"])
+def test_other_families(model, tmp_path):
+    """Phi joins q, k and v on disk already; DeepSeek's latents are multiplied from either side."""
+    attention = {"deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+    targets = dict(target_modules=attention.get(model, "all-linear"))
+    ours = {name: saved(tmp_path / name, model, rank, rank, **targets) for name, rank in (("a", 3), ("b", 6))}
+    llm = make_llm(model, adapters=ours)
+    assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed(model, ours)
+
+
+@pytest.mark.slow
+def test_on_two_devices(folders):
+    llm = make_llm("llama3.1", adapters=folders, tensor_parallel=2)
+    assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed("llama3.1", folders)
+
+
+def test_streams_chunks_and_embeddings_take_one(llm, folders):
+    long = mixed_prompts(1, 150, 200, seed=3)[0]  # in several steps: it is longer than one may be
+    (expected,) = peft_tokens("llama3.1", folders["b"], [long])
+    assert [token for update in llm.stream(long, GREEDY, adapter="b") for token in update.tokens] == expected
+    vectors = {name: llm._embedder.embed([long], adapter=name)[0] for name in (None, "a", "b")}
+    assert vectors[None] == llm.embed([long])[0].tolist() and vectors["a"] != vectors["b"] != vectors[None]
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------------------
+
+
+def cached(llm, name: str | None) -> int:
+    (output,) = llm.generate([PROMPTS[0]], GREEDY, adapter=name)
+    assert output.adapter is None or output.adapter.name == name
+    return output.cached_tokens
+
+
+def test_prefixes_are_found_by_requests_of_the_same_adapter(llm):
+    llm.reset_prefix_cache()
+    for name in (None, "a", "b"):
+        assert cached(llm, name) == 0
+        assert cached(llm, name) > 0
+
+
+# --- coming and going -------------------------------------------------------------------------------------------------
+
+
+def test_loaded_replaced_and_unloaded_at_run_time(llm, folders):
+    ask = lambda name: tokens_of(llm.generate(PROMPTS[:2], GREEDY, adapter=name))  # noqa: E731
+    first, second = ask("a"), ask("b")
+    before = llm.load_adapter("c", folders["a"])
+    assert ask("c") == first and cached(llm, "c") > 0
+    assert llm.load_adapter("c", folders["b"]) == before + 1
+    assert cached(llm, "c") == 0 and ask("c") == second
+    (output,) = llm.generate(PROMPTS[0], GREEDY, adapter="c")
+    assert output.adapter.version == before + 1
+    with pytest.raises(ValueError, match="all 3 places for adapters are taken: unload one"):
+        llm.load_adapter("d", folders["a"])
+    llm.unload_adapter("c")
+    with pytest.raises(ValueError, match="adapter 'c' is not loaded: there are a, b"):
+        ask("c")
+    with pytest.raises(ValueError, match="'c' is not loaded"):
+        llm.unload_adapter("c")
+    assert ask("a") == first
+
+
+def test_requests_keep_the_adapter_they_began_with(llm, folders):
+    stream = llm.stream(PROMPTS[0], GREEDY, adapter="a")
+    next(stream)
+    for change in (lambda: llm.unload_adapter("a"), lambda: llm.load_adapter("a", folders["b"])):
+        with pytest.raises(ValueError, match="adapter 'a' is in use, requests under way: 1; wait"):
+            change()
+    llm.load_adapter("c", folders["b"])  # beside it
+    assert len(list(stream)) > 0
+    llm.unload_adapter("c")
+
+
+def test_a_request_that_was_checked_before_a_reload_is_refused(llm, folders):
+    llm.load_adapter("c", folders["a"])
+    request = llm.engine.intake.request("late", PROMPTS[0], GREEDY, adapter="c")
+    llm.load_adapter("c", folders["b"])
+    with pytest.raises(ValueError, match="loaded anew meanwhile"):
+        llm.engine.enqueue(request)
+    llm.unload_adapter("c")
+
+
+def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
+    expected = tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3]))
+    llm.sleep(1)
+    with pytest.raises(ValueError, match="adapters are loaded after wake"):
+        llm.load_adapter("c", folders["a"])
+    llm.wake()
+    assert tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3])) == expected
+
+
+def test_new_weights_come_below_the_adapters(folders):
+    """Also where a sleep of level 2 dropped the old ones, and with an adapter that came in between."""
+    llm = make_llm("llama3.1", adapters={"a": folders["a"]}, max_adapters=2, max_adapter_rank=8)
+    model = load(reference("llama3.1")[1], dtype="f32")
+    names = [name for name in NAMES if name != "b"]
+    expected = tokens_of(llm.generate(PROMPTS[: len(names)], GREEDY, adapter=names))
+    llm.update_weights({**model.params, "embed": model.params["embed"][::-1]})
+    assert tokens_of(llm.generate(PROMPTS[: len(names)], GREEDY, adapter=names)) != expected
+    llm.sleep(2)
+    llm.wake()
+    llm.load_adapter("b", folders["b"])
+    llm.update_weights(model.params)
+    assert tokens_of(llm.generate(PROMPTS[: len(names)], GREEDY, adapter=names)) == expected
+    assert tokens_of(llm.generate(PROMPTS[:2], GREEDY, adapter="b")) == peft_tokens(
+        "llama3.1", folders["b"], PROMPTS[:2]
+    )
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
+    with pytest.raises(ValueError, match="rank is 9, and there is room for 7: raise max_adapter_rank"):
+        llm.load_adapter("c", saved(tmp_path / "wide", "llama3.1", 9, 1))
+    with pytest.raises(ValueError, match="DoRA's, which is not served beside others: merge it"):
+        llm.load_adapter("c", saved(tmp_path / "dora", "llama3.1", 4, 1, use_dora=True))
+    with pytest.raises(ValueError, match="an adapter for another model"):
+        llm.load_adapter("c", saved(tmp_path / "phi", "phi3", 4, 1))
+    with pytest.raises(ValueError, match="is no adapter"):
+        llm.load_adapter("c", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="8 prompts but 2 adapters"):
+        llm.generate(PROMPTS, GREEDY, adapter=["a", "b"])
+    assert llm.runner.adapters.names == ["a", "b"]
+
+
+def test_an_engine_without_room_says_so(folders):
+    llm = make_llm("llama3.1")
+    with pytest.raises(ValueError, match="without room for adapters: give it max_adapters"):
+        llm.load_adapter("a", folders["a"])
+    with pytest.raises(ValueError, match="'a' is not loaded: none is"):
+        llm.generate(PROMPTS, GREEDY, adapter="a")
+    assert json.dumps(llm.options.adapters) == "{}"

@@ -1,0 +1,108 @@
+"""An engine's steps without the engine: the same programs, compiled from forms alone, and pools that steps copy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engine.engines import OPTIONS, make_llm
+
+from dovetail.engine.ahead import ahead
+from dovetail.engine.memory import bytes_beside
+from dovetail.engine.options import EngineOptions
+from dovetail.plan.counted import count
+from dovetail.plan.hlo import copies_of, read
+
+GIB = 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_programs_are_those_that_an_engine_runs(tensor):
+    options = OPTIONS | dict(tensor_parallel=tensor, kv_bytes=2**20, dtype="f32")
+    llm = make_llm("llama3.1", load_format="dummy", **options)
+    made = ahead(llm.config, EngineOptions.of(options), jax.devices())
+    assert made.pages == llm.runner.num_pages
+    assert (made.weight_bytes, made.pool_bytes) == (_local(llm.runner.weights.params), _local(llm.runner.cache))
+    for shape in made.corners():
+        assert shape in llm.runner.buckets.usual()
+        ours, theirs = made.programs.of(shape, made.params, made.programs.pages(made.pages)), llm.runner._program(shape)
+        assert jax.tree.map(_form, ours.forms) == jax.tree.map(_form, theirs.forms)
+        assert ours.static["cfg"] == theirs.static["cfg"] and ours.function is theirs.function
+
+
+@pytest.mark.slow
+def test_a_step_for_devices_that_are_not_here_is_counted():
+    options = EngineOptions.of(OPTIONS | dict(tensor_parallel=2, kv_bytes=2**20, dtype="f32"))
+    made = ahead(make_llm("llama3.1", load_format="dummy", kv_bytes=2**20).config, options, jax.devices())
+    least, most, prompts = made.corners()
+    assert (least.rows, most.rows, prompts.tokens) == (1, OPTIONS["max_num_seqs"], OPTIONS["max_num_batched_tokens"])
+    counted = count(made.compile(prompts), {"tensor": 2}, made.programs.devices, made.layer_shapes)
+    held = made.weight_bytes + made.pool_bytes
+    assert held < counted.memory["arguments"] < held * 1.2
+    assert {one.axes for one in counted.traffic} == {("tensor",)}
+    assert made.flops(least) * most.rows == pytest.approx(made.flops(most))
+
+
+def test_more_devices_than_there_are():
+    with pytest.raises(ValueError, match="tensor_parallel=16 needs as many devices, and the topology has 8"):
+        ahead(make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel=16), jax.devices())
+
+
+def _local(tree) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def _form(x) -> tuple:
+    return x.shape, x.dtype
+
+
+class Step:
+    """What the compiler would say of a step: so much, and more with each page that it copies."""
+
+    def __init__(self, fixed: int, copied: int):
+        self.fixed, self.copied, self.asked = fixed, copied, []
+
+    def __call__(self, pages: int) -> int:
+        self.asked.append(pages)
+        return self.fixed + self.copied * pages
+
+
+PAGE, LAYER, MOST = 2**20, 2**15, 10**6  # 32 layers
+
+
+def test_a_step_that_copies_nothing_is_compiled_once():
+    step = Step(GIB // 4, 0)
+    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step) == (GIB // 4, 0)
+    (pages,) = step.asked
+    assert 0.48 * 100 * GIB < pages * PAGE <= 50 * GIB, "half of what fits, rounded"
+
+
+def test_a_step_that_copies_a_layers_pages_twice_is_seen():
+    step = Step(GIB // 4, 2 * LAYER)
+    assert bytes_beside(100 * GIB, PAGE, LAYER, MOST, step) == (GIB // 4, 2 * LAYER)
+    assert len(step.asked) == 2
+
+
+def test_a_step_as_large_as_a_layers_pages_may_still_copy_nothing():
+    assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, Step(GIB, 0)) == (GIB, 0)
+
+
+def test_where_all_pages_fit_in_any_case_nothing_is_measured_again():
+    step = Step(GIB, LAYER)
+    fixed, copied = bytes_beside(100 * GIB, PAGE, LAYER, 100, step)
+    assert len(step.asked) == 1 and copied == 0 and fixed + 100 * PAGE < 100 * GIB
+
+
+def test_a_copied_pool_is_read_from_the_program():
+    """XLA copies what is still needed after an update, and updates in place what was given to it."""
+    pool, rows = jax.ShapeDtypeStruct((64, 16, 4, 32), jnp.float32), jax.ShapeDtypeStruct((16, 4, 32), jnp.float32)
+
+    def keeps(pool, rows):
+        return pool.at[3].set(rows), pool[::-1]
+
+    def text(function, **donated) -> str:
+        return jax.jit(function, **donated).lower(pool, rows).compile().as_text() or ""
+
+    assert copies_of(read(text(keeps)), pool.shape)
+    assert not copies_of(read(text(lambda pool, rows: pool.at[3].set(rows), donate_argnums=0)), pool.shape)

@@ -1,0 +1,131 @@
+"""Adapters over HTTP, with OpenAI's client and a real engine process: listed, chosen by the model field, loaded,
+replaced and unloaded; and there again after the engine's death."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+
+import httpx
+import openai
+import pytest
+from engine.engines import OPTIONS
+from engine.test_adapters import saved
+from reference_models import reference
+from serve.servers import MODEL, running
+
+from dovetail.engine.options import EngineOptions
+from dovetail.serve.remote.client import EngineClient
+from dovetail.serve.remote.supervisor import RestartLimits
+from dovetail.serve.remote.wire import LoadedAdapter
+
+pytestmark = pytest.mark.slow  # the engine is started twice
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    at = tmp_path_factory.mktemp("adapters")
+    return {name: saved(at / name, "llama3.1", 4, seed) for seed, name in enumerate(("red", "green", "blue"))}
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer, folders):
+    async def engine():
+        given = dict(adapters={name: folders[name] for name in ("red", "green")}, max_adapters=3)
+        options = EngineOptions(**OPTIONS, **given, multi_step=False, seed=None)
+        return await EngineClient.start(reference("llama3.1")[1], options, limits=RestartLimits(backoff=0.05))
+
+    with running(engine, tokenizer, admin_key="boss") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def tokens(client, model: str, **more) -> list[int]:
+    asked = dict(prompt=PROMPT, max_tokens=8, temperature=0) | more
+    answer = client.completions.create(model=model, **asked, extra_body={"ignore_eos": True, "return_token_ids": True})
+    assert answer.model == model
+    return answer.choices[0].token_ids
+
+
+def listed(client) -> dict[str, tuple[str | None, int]]:
+    return {model.id: (model.parent, model.weights_version) for model in client.models.list()}
+
+
+def post(server, path: str, status: int = 200, key: str = "boss", **body) -> dict:
+    answer = httpx.post(server.url + path, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_each_is_a_model_of_its_own(client):
+    assert listed(client) == {MODEL: (None, 0), "red": (MODEL, 1), "green": (MODEL, 2)}
+    assert client.models.retrieve("red").root == MODEL
+    answers = [tokens(client, name) for name in (MODEL, "red", "green")]
+    assert len({tuple(each) for each in answers}) == 3
+    assert [tokens(client, name) for name in (MODEL, "red", "green")] == answers, "their prefixes are their own"
+    vectors = [client.embeddings.create(model=name, input=PROMPT).data[0].embedding for name in (MODEL, "red")]
+    assert vectors[0] != vectors[1]
+    with pytest.raises(openai.NotFoundError, match="'blue' is not served here; this server has smollm2, red, green"):
+        tokens(client, "blue")
+
+
+def test_every_route_chooses_by_the_same_name(scripted):
+    scripted.engine.info.adapters = {"red": LoadedAdapter("somewhere", 1)}
+    message, url = dict(role="user", content="Hi"), f"{scripted.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        parts = client.chat.completions.create(model="red", messages=[message], stream=True)
+        assert {part.model for part in parts} == {"red"}
+        assert client.chat.completions.create(model="red", messages=[message]).model == "red"
+        assert client.completions.create(model="red", prompt="Hi").model == "red"
+        assert client.responses.create(model="red", input="Hi").model == "red"
+    body = dict(model="red", messages=[message], max_tokens=4)
+    assert httpx.post(f"{url}/messages", json=body, timeout=60).json()["model"] == "red"
+    assert scripted.engine.adapters == ["red"] * 5
+
+
+def test_loaded_replaced_and_unloaded(server, client, folders):
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    post(server, load, 401, "none", lora_name="blue", lora_path=folders["blue"])
+    assert post(server, load, lora_name="blue", lora_path=folders["blue"]) == {"weights_version": 3}
+    blue = tokens(client, "blue")
+    assert post(server, load, lora_name="blue", lora_path=folders["red"]) == {"weights_version": 4}
+    assert tokens(client, "blue") == tokens(client, "red") != blue
+    full = post(server, load, 400, lora_name="other", lora_path=folders["red"])["error"]["message"]
+    assert "all 3 places for adapters are taken" in full
+    assert "is the model's own" in post(server, load, 400, lora_name=MODEL, lora_path="x")["error"]["message"]
+    assert post(server, unload, lora_name="green") == {"status": "unloaded"}
+    assert "'green' is not loaded" in post(server, unload, 400, lora_name="green")["error"]["message"]
+    assert listed(client) == {MODEL: (None, 0), "red": (MODEL, 1), "blue": (MODEL, 4)}
+    with pytest.raises(openai.NotFoundError):
+        tokens(client, "green")
+
+
+def test_a_long_request_may_name_one_that_came_later(server, client, folders):
+    long = "a " * 100_000  # read by another process, which must know it too
+    with pytest.raises(openai.BadRequestError, match="the prompt has more than"):
+        tokens(client, "blue", prompt=long)
+    post(server, "/v1/load_lora_adapter", lora_name="late", lora_path=folders["green"])
+    with pytest.raises(openai.BadRequestError, match="the prompt has more than"):
+        tokens(client, "late", prompt=long)
+
+
+def test_they_outlive_the_engine(server, client, folders):
+    """Except one whose files are gone."""
+    before, red = listed(client), tokens(client, "red")
+    shutil.rmtree(folders["green"])
+    os.kill(server.engine.info.pid, signal.SIGKILL)
+    end = time.monotonic() + 90
+    while server.engine.restarts == 0 or server.engine.trouble:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert listed(client) == {name: each for name, each in before.items() if name != "late"}
+    assert tokens(client, "red") == tokens(client, "blue") == red

@@ -1,0 +1,52 @@
+"""The engine's decode and prompt steps with default options, compiled for TPUs: no copy of the pool, and the kernel
+that the table of `dovetail info --kernels tpu` names.
+
+`make test-tpu` runs every family alone and over eight devices; the suite the corners.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tpu.families import FAMILIES
+
+from dovetail.engine.ahead import Ahead, ahead
+from dovetail.engine.options import EngineOptions
+from dovetail.models.registry import FAMILIES as REGISTERED
+from dovetail.models.registry import parse_config
+from dovetail.plan.counted import count
+from dovetail.plan.topology import parse, tpu_devices
+
+EIGHT = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "7x": "7x:2x2x1"}
+CORNERS = [
+    ("llama3.1-8b", "v5e", 1),
+    ("llama3.1-8b", "v6e", 8),
+    ("gpt-oss-20b", "v5p", 8),
+    ("deepseek-v3", "7x", 8),
+]
+MATRIX = [(name, chip, tensor) for name in FAMILIES for chip in ("v5e", "v6e") for tensor in (1, 8)]
+MATRIX += [(name, chip, 8) for name in FAMILIES for chip in ("v5p", "7x")]
+ALL = [*CORNERS, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MATRIX if case not in CORNERS)]
+
+
+def made(name: str, chip: str, tensor: int) -> Ahead:
+    return ahead(
+        parse_config(dict(FAMILIES[name])), EngineOptions(tensor_parallel=tensor), tpu_devices(parse(EIGHT[chip]))
+    )
+
+
+def test_every_family_is_there():
+    families = {REGISTERED[parse_config(dict(hf)).family].architecture for hf in FAMILIES.values()}
+    assert families == {family.architecture for family in REGISTERED.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "chip", "tensor"), ALL)
+def test_compiled(libtpu, name, chip, tensor):
+    engine = made(name, chip, tensor)
+    for shape in engine.corners():
+        counted = count(engine.compile(shape), {"tensor": tensor}, engine.programs.devices, engine.layer_shapes)
+        assert not counted.pool_copies, shape
+        assert counted.memory["arguments"] == pytest.approx(engine.weight_bytes + engine.pool_bytes, rel=0.1), shape
+        assert not any(kernel.startswith("reference") for kernel in engine.kernels(shape)), shape
+        assert counted.kernels, shape
+        assert {one.axes for one in counted.traffic} <= {("tensor",)}
