@@ -25,7 +25,6 @@ class Buckets:
     # but each of them on a CPU
     least_rows: int = 64  # of a prompt's step: fewer cost no less, but on a CPU
     least_tokens: int = 128  # of a prompt's step: fewer cost little more than reading the weights; not so on a CPU
-    growth: int = 2  # from one number of tokens to the next; more where each is compiled on demand, as on a CPU
     halves: bool = True  # of those steps, for the shortest and the longest; not on a CPU either
     tokens_a_row: int = 16  # of a prompt's step from which on its rows cost little beside them
 
@@ -76,7 +75,7 @@ class Buckets:
         step is long, for what is left of many prompts, and where it is short, for one prompt beside rows that decode:
         they would be padded by up to as much."""
         most = max(self.max_tokens, rows + 1)
-        sizes = _sizes(self.least_tokens, self.growth, most)
+        sizes = _sizes(self.least_tokens, 2, most)
         sizes += [n * 3 // 2 for n in sizes if self.halves and (n >= LONG or n < SHORT)]
         return sorted({n for n in sizes if rows < n < most} | {most})
 

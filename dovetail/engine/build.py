@@ -88,7 +88,7 @@ def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: A
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
         sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
     if device.platform == "cpu":
-        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=32, growth=4, tokens_a_row=64, halves=False)
+        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=64, halves=False)
     return sizes
 
 

@@ -100,6 +100,8 @@ class LLM:
         if options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
             with compiling(self.describe(), progress) as report:
                 self.runner.warm_up(self.engine.sampler, report)
+        else:
+            self.runner.load_kept()
         self.start_seconds = time.perf_counter() - start
 
     def generate(

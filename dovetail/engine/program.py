@@ -20,7 +20,7 @@ from dovetail.engine.batch import NUMBERS, Shape
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.sampler import MAX_BIAS
 from dovetail.engine.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler
-from dovetail.io.compiled import compile_program, load_program, program_key
+from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import cache_form
 from dovetail.ops.dispatch import compile_options
@@ -41,14 +41,22 @@ class Program(NamedTuple):
     def compile(self) -> Any:
         return self.function.lower(*self.forms, **self.static).compile(compiler_options=self.options)
 
-    def kept(self, devices: list[Any]) -> Any:
-        """Read from disk where an earlier start kept it, else compiled."""
-        key = program_key(*self[2:])
-        step = load_program(key, devices)
+    @property
+    def key(self) -> str:
+        return program_key(*self[2:])
+
+    @property
+    def is_kept(self) -> bool:
+        return has_program(self.key)
+
+    def kept(self, devices: list[Any], ahead: bool) -> Any:
+        """Read from disk where an earlier start kept it, else compiled; `ahead` of any request that needs it."""
+        step = load_program(self.key, devices)
         if step is None:
+            level = logging.INFO if ahead else logging.WARNING  # a user waits for this one
             tokens, rows = self.shape.tokens, self.shape.rows
-            log.info("compiling a step of %d tokens in %d rows, once: it is kept", tokens, rows)
-            step = compile_program(key, self.compile)
+            log.log(level, "compiling a step of %d tokens in %d rows, once: it is kept", tokens, rows)
+            step = compile_program(self.key, self.compile)
         return step
 
 
@@ -102,7 +110,7 @@ class Programs:
         """The step with so many pages, from disk where it was kept; for devices that are not here nothing is."""
         program = self.of(shape, params, self.pages(pages))
         if not self.absent:
-            return program.kept(self.devices)
+            return program.kept(self.devices, ahead=True)
         with self.for_its_kind():
             return program.compile()
 

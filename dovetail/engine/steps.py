@@ -39,7 +39,7 @@ class Steps:
     def _get(self, shape: Shape, ahead: bool) -> Any:
         program = self._program()
         assert program is not None, "its runner is gone"
-        return program(shape).kept(self._devices)
+        return program(shape).kept(self._devices, ahead)
 
     def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Have these, all of them."""
@@ -48,6 +48,12 @@ class Steps:
             future.result()
             if progress:
                 progress("compiling steps", done, len(futures))
+
+    def load(self, shapes: Iterable[Shape]) -> None:
+        """Have those of these that an earlier start kept."""
+        program = self._program()
+        assert program is not None, "its runner is gone"
+        self.all(shape for shape in shapes if program(shape).is_kept)
 
     def nearest(self, shape: Shape) -> Shape:
         """The shape; or where it is not compiled yet and one that holds it is, without many times as many tokens, that

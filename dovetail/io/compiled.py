@@ -88,6 +88,11 @@ def _save(key: str, compiled: Any) -> None:
         log.info("a compiled program was not kept: %s", error)
 
 
+def has_program(key: str) -> bool:
+    folder = _folder()
+    return folder is not None and (folder / key).is_file()
+
+
 def load_program(key: str, devices: list[Any]) -> Any | None:
     """The program, loaded onto these devices; None: it is not there, or of no use."""
     from jax.experimental.serialize_executable import deserialize_and_load

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.recipe import dump
-from dovetail.core.training import Optimizer, Training
+from dovetail.core.training import Optimizer, Precision, Training
 from dovetail.data.tuning import TuningData
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD, SCHEMES
@@ -17,6 +17,7 @@ from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.preference_settings import Preference
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
+SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
 SMALL_STEPS = replace(OPTIMIZER, lr=1e-6)
 DATA, PREFERENCE, DISTILLATION = TuningData(), Preference(), Distillation()
 
@@ -112,6 +113,7 @@ class Dpo(Tuning):
     """Learning from preferences, by DPO's loss or one of its relatives."""
 
     optimizer: Optimizer = SMALL_STEPS
+    precision: Precision = SUMMED
     preference: Preference = PREFERENCE
 
     @property
