@@ -1,0 +1,37 @@
+"""The scripts of examples/, as a user runs them: minutes each, with the real SmolLM2."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.thorough
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str, tmp_path: Path, *more: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), "--run-dir", str(tmp_path), *more]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout
+
+
+def test_sft_teaches_a_form_that_the_model_does_not_know(tmp_path, optimised):
+    before, after = (int(share) for share in re.findall(r"(\d+)% of the answers", run("sft.py", tmp_path)))
+    assert before < 10 and after > 90
+
+
+def test_dpo_turns_a_preference_around(tmp_path, optimised):
+    share, margin = re.findall(r"(\d+)% are in the right order, by (-?[\d.]+)", run("dpo.py", tmp_path))[0]
+    assert int(share) == 100 and float(margin) > 0.5
+
+
+def test_distillation_brings_the_student_near(tmp_path, optimised):
+    first = run("distill.py", tmp_path / "one", "--steps", "1")
+    last = run("distill.py", tmp_path / "many")
+    apart = [float(re.findall(r"from the teacher: ([\d.]+)", text)[0]) for text in (first, last)]
+    assert apart[1] < 0.5 * apart[0]
