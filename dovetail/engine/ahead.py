@@ -26,7 +26,7 @@ from dovetail.models.spec import flops_per_token
 from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import why_not_ragged
 
-USABLE = 0.975  # of a TPU's memory: libtpu keeps 0.25 GiB of a v5e's 16, 0.75 of a v6e's 32
+USABLE = 0.975  # of a TPU's memory: what its runtime leaves was not measured here
 
 
 @dataclass(frozen=True)
