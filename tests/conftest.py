@@ -29,10 +29,11 @@ gc.set_threshold(50_000, 20, 50)
 # A module goes to one worker: those that take longest begin first, so that no worker is left with one at the end. (What
 # `make test-fast` leaves out is marked where it stands: pytest.mark.slow.)
 LONGEST_FIRST = """
-    test_engine_smollm2 test_api_chat test_processes test_step test_kill test_sharding test_meshes test_lowering
-    test_cli test_parity test_recipes_lower test_smollm2 test_engine test_trainer_weights test_loop test_api_tools
-    test_sample test_stop test_long_bodies test_objective test_attention test_mtp test_client test_gguf test_gpu_kernels
-    test_paged_kernel test_api_admin test_products test_publish test_cpu_paged test_chat test_checkpoint_processes
+    test_tune_kill test_sft test_engine_smollm2 test_api_chat test_processes test_step test_kill test_slices
+    test_sharding test_meshes test_lowering test_distillation test_dpo test_cli test_parity test_recipes_lower
+    test_smollm2 test_engine test_trainer_weights test_loop test_api_tools test_sample test_stop test_long_bodies
+    test_objective test_attention test_mtp test_client test_gguf test_gpu_kernels test_paged_kernel test_api_admin
+    test_products test_publish test_cpu_paged test_chat test_checkpoint_processes
 """.split()
 
 

@@ -130,7 +130,7 @@ def test_what_runs_beside_the_steps(dtype, exact, monkeypatch):
     embed = functools.partial(_embed, cfg=cfg, compute=compute, pooling="mean", context=Packed)
     traced = [
         score.trace(params, hidden, ints(8), cfg=cfg, compute=compute, platform=None),
-        jax.jit(embed).trace(params, row, one),
+        jax.jit(embed).trace(params, row, one, one),
         _logits.trace(params, cfg, row, one, compute),
         greedy.step.trace(params, cfg, ints(1), one, one, cache, compute),
     ]

@@ -21,7 +21,7 @@ class RecipeUnlessNamed(TyperGroup):
 
 app = typer.Typer(
     cls=RecipeUnlessNamed,
-    help="Compile a recipe's step, or an engine's, for machines that are not here: memory, FLOPs, collectives, time.",
+    help="Compile a recipe's step, or an engine's, for machines that are not here.",
     no_args_is_help=True,
 )
 

@@ -5,7 +5,6 @@ import typer
 MODEL = "smollm2-135m"
 QUESTION = "Why is the sky blue? Answer in two sentences."
 ANIMALS = {"cat": "small", "dog": "loyal", "fox": "clever", "owl": "wise", "bear": "strong", "hare": "quick"}
-LESSON = 80  # steps of fine-tuning
 
 
 def tour(
@@ -13,7 +12,7 @@ def tour(
     max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
     steps: int = typer.Option(200, min=0, help="Steps to train a model of a million weights; 0: train none."),
 ) -> None:
-    """Fetch a small real model and ask it something, then train a tiny one, and fine-tune it."""
+    """Fetch a small real model and ask it something, then train and teach a tiny one."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -100,10 +99,10 @@ def _pretrain(console, steps: int) -> None:
     run("tiny", overrides, str(folder), export_hf=steps)
     exported = folder / "export" / f"step_{steps}"
     _speak(console, exported, "One day ", 120)
-    _teach(console, exported)
+    _teach(console, exported, max(1, steps * 2 // 5))
 
 
-def _teach(console, model) -> None:
+def _teach(console, model, steps: int) -> None:
     import shutil
 
     import dovetail
@@ -119,10 +118,10 @@ def _teach(console, model) -> None:
     ]
     _speak(console, model, question, 24, "before")
     dovetail.sft(
-        model=str(model), data=lessons, steps=LESSON, batch=4, length=128, run_dir=folder, optimizer={"lr": 2e-3},
+        model=str(model), data=lessons, steps=steps, batch=8, length=64, run_dir=folder, optimizer={"lr": 2e-3},
         precision={"compute": "f32"},
     )  # fmt: skip
-    _speak(console, folder / "export" / f"step_{LESSON}", question, 24, "after")
+    _speak(console, folder / "export" / f"step_{steps}", question, 24, "after")
 
 
 def _speak(console, folder, start: str, tokens: int, when: str = "it says") -> None:

@@ -80,6 +80,7 @@ def test_a_mixed_batch_gives_each_what_peft_gives_it_alone(llm, folders):
         assert got == [expected[i] for i in own]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["phi3", "qwen3", "deepseek-v3"])
 def test_other_families(model, tmp_path):
@@ -172,6 +173,7 @@ def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
     assert tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3])) == expected
 
 
+@pytest.mark.thorough
 def test_new_weights_come_below_the_adapters(folders):
     """Also where a sleep of level 2 dropped the old ones, and with an adapter that came in between."""
     llm = make_llm("llama3.1", adapters={"a": folders["a"]}, max_adapters=2, max_adapter_rank=8)

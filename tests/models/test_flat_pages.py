@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 TOKENS, PAGE, PAGES = 24, 16, 4
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["dense", "experts, sinks", "latent"])
 def test_flat_pages_give_the_same_logits(name, parts):
     cfg = parse_config(dict(MODELS[name]))

@@ -66,7 +66,10 @@ def written(ctx: Paged, write, width: int, *shape: int, dtype, rng) -> jax.Array
     return write(whole, pages, lambda: jnp.asarray(rng.standard_normal((int(ctx.kv_lens.sum()) + 1, *shape)), dtype))
 
 
-@pytest.mark.parametrize("name, N, K, H, extras, dtype", CASES)
+@pytest.mark.parametrize(
+    "name, N, K, H, extras, dtype",
+    [*CASES[:4], *(pytest.param(*case, marks=pytest.mark.thorough) for case in CASES[4:])],
+)
 def test_equals_the_reference(name, N, K, H, extras, dtype):
     rng = np.random.default_rng(0)
     ctx, tokens = context(name, rng)

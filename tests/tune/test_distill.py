@@ -208,10 +208,12 @@ def test_the_loss_and_its_gradient_are_the_formula_over_whole_logits(name):
     assert told["divergence"] > 0 and told["nll"] > 0 and 0 <= told["token_accuracy"] <= 1
 
 
+@pytest.mark.thorough
 def test_parts_add_up_to_the_whole_batch():
     close(measured(CASES["features"], parts=4), measured(CASES["features"]), tol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_mesh_gives_what_one_device_gives():
     wanted = dataclasses.replace(CASES["features"], attention=Attention(weight=0.5), kind="jsd")
     placement = Placement(make_mesh(dict(fsdp=2, context=2, tensor=2)), TRAIN)
@@ -226,6 +228,7 @@ def test_the_teachers_words_from_the_rows_are_the_live_teachers():
     close(measured(from_rows, stored), measured(CASES["likeliest words"]), tol=1e-5)
 
 
+@pytest.mark.thorough
 def test_features_after_chosen_layers_with_layers_scanned_and_recomputed():
     """A model's first layers are a model: the teacher's first layer against the student's, and both their last."""
     wanted = Features(weight=0.7, student=(1, 2), teacher=(1, 3))
@@ -259,6 +262,7 @@ def test_maps_are_those_of_transformers(name):
             assert np.all(np.asarray(ours[0, own])[:, [i < start or i >= own.stop for i in range(24)]] == 0)
 
 
+@pytest.mark.thorough
 def test_attention_is_learnt_from_chosen_layers():
     wanted = Distillation(attention=Attention(weight=0.7, student=(1, 2), teacher=(2, 3)))
     grads, told = measured(wanted)
@@ -298,6 +302,7 @@ def test_projections_are_trained_and_not_handed_out(tmp_path):
     assert set(params) - set(handed) == {"projections"}
 
 
+@pytest.mark.thorough
 def test_held_out_rows_are_measured_as_the_others():
     objective, batch = distill(CASES["forward"], policy, teacher, TEACHER), some_batch(0)
     params = some_params(objective.specs(STUDENT), 0)

@@ -20,7 +20,9 @@ def last(ended, name: str) -> float:
     return [line[name] for line in metrics(ended.folder) if name in line][-1]
 
 
-@pytest.mark.parametrize("how", [{}, {"lora": LORA}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "how", [pytest.param({}, marks=pytest.mark.thorough), {"lora": LORA}], ids=["all weights", "adapters"]
+)
 def test_the_student_comes_near_the_teacher(how, tmp_path):
     teacher = model_folder(tmp_path, 1, hidden_size=96, num_attention_heads=6)
     ended = dt.distill(
@@ -31,6 +33,7 @@ def test_the_student_comes_near_the_teacher(how, tmp_path):
     assert found[-1] < 0.6 * found[0]
 
 
+@pytest.mark.thorough
 def test_features_are_learnt_besides(tmp_path):
     teacher = model_folder(tmp_path, 1, hidden_size=96, num_attention_heads=6)
     ended = dt.distill(
@@ -94,6 +97,7 @@ def test_a_teacher_on_disk_is_the_live_one(tmp_path):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_numbers_are_finite(tmp_path):
     teacher = model_folder(tmp_path, 1)
     for kind in ("reverse", "jsd"):

@@ -17,13 +17,16 @@ def told(ended, name: str) -> list[float]:
     return [line[name] for line in metrics(ended.folder) if name in line]
 
 
-@pytest.mark.parametrize("how", [{"lora": LORA}, {}], ids=["adapters", "all weights"])
+@pytest.mark.parametrize(
+    "how", [{"lora": LORA}, pytest.param({}, marks=pytest.mark.thorough)], ids=["adapters", "all weights"]
+)
 def test_a_preference_is_learnt(how, tmp_path):
     ended = dt.dpo(model=model_folder(tmp_path), data=pairs(), steps=12, run_dir=tmp_path / "run", **QUICK, **how)
     np.testing.assert_allclose(told(ended, "loss")[0], np.log(2), rtol=1e-4)  # the policy is its reference
     assert told(ended, "reward_accuracy")[-1] == 1 and told(ended, "reward_margin")[-1] > 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ipo", "hinge", "orpo", "simpo"])
 def test_its_relatives(loss, tmp_path):
     ended = dt.dpo(

@@ -112,6 +112,7 @@ def test_packed_rows_are_their_documents_alone(name):
     assert told["loss"] > 0 and 0 <= told["reward_accuracy"] <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "kto"])
 def test_parts_add_up_to_the_whole_batch(name):
     objective = preference(LOSSES[name], policy, reference, MOST)
@@ -119,6 +120,7 @@ def test_parts_add_up_to_the_whole_batch(name):
     close(again, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ipo", "kto"])
 def test_a_mesh_gives_what_one_device_gives(name):
     placement = Placement(make_mesh(dict(fsdp=2, context=2, tensor=2)), TRAIN)
@@ -126,6 +128,7 @@ def test_a_mesh_gives_what_one_device_gives(name):
     close(measured(objective, some_rows(), placement=placement), measured(objective, some_rows()), tol=5e-5)
 
 
+@pytest.mark.thorough
 def test_ktos_parts_add_up_given_their_kl():
     """The estimate of KL is each part's own; with rows that are all alike it is the whole batch's."""
     held = documents(0, 3)
@@ -186,6 +189,7 @@ def test_more_documents_than_said_make_the_loss_no_number():
         assert np.isnan(told["loss"]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sigmoid", "kto"])
 def test_held_out_rows_are_measured_as_the_others(name):
     objective, batch = preference(LOSSES[name], policy, reference, MOST), some_rows()

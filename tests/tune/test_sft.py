@@ -31,7 +31,12 @@ def losses(ended) -> list[float]:
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"lora": LORA}, {"lora": LORA, "base": "nf4"}, {"lora": LORA | {"dropout": 0.1, "dora": True}, "scan": True}],
+    [
+        {},
+        pytest.param({"lora": LORA}, marks=pytest.mark.thorough),
+        {"lora": LORA, "base": "nf4"},
+        pytest.param({"lora": LORA | {"dropout": 0.1, "dora": True}, "scan": True}, marks=pytest.mark.thorough),
+    ],
     ids=["all weights", "adapters", "on nf4", "dropout, dora, scanned"],
 )
 def test_it_learns(how, tmp_path):
@@ -71,6 +76,7 @@ def test_it_goes_on_with_an_adapter(tmp_path):
         )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_microsteps_add_up_to_the_whole_batch(tmp_path):
     folder = model_folder(tmp_path)
     whole, parts = (
