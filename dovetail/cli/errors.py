@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -47,6 +48,8 @@ def _explain(error: Exception) -> NoReturn:
     code, line = outcome(error)
     label, _, message = line.partition(": ")
     _say(f"{label}:", message)
+    # what the error broke off (a library's write under way) is collected at the exit, and would have the last word
+    warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
     sys.exit(code)
 
 
