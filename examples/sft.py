@@ -1,4 +1,4 @@
-"""Teach SmolLM2-135M an answer's form with a LoRA adapter: python examples/sft.py [--steps 40]
+"""Teach SmolLM2-135M an answer's form with a LoRA adapter: python examples/sft.py [--steps 30]
 
 It sees 48 words, and is asked for words that it has not seen, before and after. Some minutes on two cores.
 """
@@ -40,7 +40,7 @@ def exact_match(model: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--run-dir", default="")
     args = parser.parse_args()
     folder = Path(args.run_dir or tempfile.mkdtemp())

@@ -51,12 +51,13 @@ class Program(NamedTuple):
 
     def kept(self, devices: list[Any], ahead: bool) -> Any:
         """Read from disk where an earlier start kept it, else compiled; `ahead` of any request that needs it."""
-        step = load_program(self.key, devices)
+        key = self.key
+        step = load_program(key, devices)
         if step is None:
             level = logging.INFO if ahead else logging.WARNING  # a user waits for this one
             tokens, rows = self.shape.tokens, self.shape.rows
             log.log(level, "compiling a step of %d tokens in %d rows, once: it is kept", tokens, rows)
-            step = compile_program(self.key, self.compile)
+            step = compile_program(key, self.compile)
         return step
 
 
