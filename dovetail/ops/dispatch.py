@@ -35,7 +35,8 @@ from dovetail.ops.rope import Rope
 
 log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
-FEW_ROWS = 64  # of a product on an Arm CPU: up to here ours was faster than XLA's
+ARM = ("aarch64", "arm64")
+FEW_ROWS = 7  # of a product on an Arm CPU: up to here reading the weight is what takes the time
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
@@ -186,18 +187,32 @@ def grouped_kernel(platform: str | None) -> Callable | None:
     return grouped_matmul
 
 
-def few_rows(x: Any, w: Any) -> bool:
-    """Whether, compiled for a CPU, a product is one of few_rows_kernel: x [rows, in] and w [out, in] in f32, on an Arm
-    CPU, where XLA takes several times as long for two rows as for one."""
-    if x.ndim != 2 or x.shape[0] > FEW_ROWS or not x.dtype == w.dtype == jnp.float32:
-        return False
-    return machine() in ("aarch64", "arm64") and _has_numba()
+def choose_product(x: Any, w: Any) -> str:
+    """What x [rows, in] times w [out, in] is where it is compiled for a CPU: 'few_rows', 'many_rows' or 'xla'."""
+    if why_not_ours(x, w):
+        return "xla"
+    return "few_rows" if x.shape[0] <= FEW_ROWS else "many_rows"
 
 
-def few_rows_kernel(x: jax.Array, w: jax.Array) -> jax.Array:
-    from dovetail.ops.kernels.cpu.few_rows import few_rows_matmul
+def why_not_ours(x: Any, w: Any) -> str | None:
+    """Why a product is XLA's. On an Arm CPU that takes several times as long for two rows as for one, and reaches three
+    quarters of what the CPU can do with many."""
+    if machine() not in ARM:
+        return "not an Arm CPU; ours were not measured on others"
+    if not _has_numba():
+        return "numba is not installed"
+    if not x.dtype == w.dtype == jnp.float32:
+        return "not f32"
+    # a training step's, with more dims, may be split over devices, of which ours know nothing
+    return None if x.ndim == 2 else "x is not a matrix"
 
-    return few_rows_matmul(x, w)
+
+def product_kernel(name: str) -> Callable:
+    if name == "few_rows":
+        from dovetail.ops.kernels.cpu.few_rows import few_rows_matmul as kernel
+    else:
+        from dovetail.ops.kernels.cpu.many_rows import many_rows_matmul as kernel
+    return kernel
 
 
 def has_loss_kernel(placement: Placement | None) -> bool:
@@ -217,7 +232,10 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
 def import_kernels(platform: str | None) -> None:
     """Those that engine steps call, made known to XLA: a step that was kept compiled names them and traces nothing."""
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
-        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import paged  # noqa: F401
+
+        if machine() in ARM:
+            from dovetail.ops.kernels.cpu import few_rows, many_rows  # noqa: F401
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -262,7 +280,8 @@ def describe() -> list[tuple[str, str, str]]:
     """(operation, platform, implementation) for a usual shape and one device."""
     q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
     whole = jax.ShapeDtypeStruct(q.shape, jnp.float32)  # what a CPU computes in
-    few = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
+    why = why_not_ours(matrix, matrix)
     rows = []
     for platform in ("cpu", "cuda", "tpu"):
         heads = whole if platform == "cpu" else q
@@ -271,7 +290,7 @@ def describe() -> list[tuple[str, str, str]]:
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, choose_paged(platform, heads, 8)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
-            ("products of few rows", platform, "numba" if platform == "cpu" and few_rows(few, few) else "xla"),
+            ("products", platform, "xla" if platform != "cpu" else f"xla ({why})" if why else "numba"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),

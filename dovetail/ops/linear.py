@@ -9,6 +9,7 @@ either form.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dovetail.ops.dispatch import few_rows, few_rows_kernel, grouped_kernel
+from dovetail.ops.dispatch import choose_product, grouped_kernel, product_kernel
 
 ARRAYS = (jax.Array, np.ndarray)
 PER_HEAD = {False: "...nd,nfd->...nf", True: "...nf,nfd->...nd"}  # N heads, D in, F out
@@ -51,26 +52,27 @@ def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1
 
 def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
     """x [..., in] and w [out, in]."""
-    if few_rows(x, w):
-        return _few_rows_product(x, w)
+    name = choose_product(x, w)
+    if name != "xla":
+        return _cpu_product(name, x, w)
     return jnp.einsum("...d,fd->...f", x, w, preferred_element_type=out_dtype)
 
 
-@jax.custom_vjp
-def _few_rows_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.platform_dependent(x, w, cpu=few_rows_kernel, default=lambda x, w: x @ w.T)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cpu_product(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, w, cpu=product_kernel(name), default=lambda x, w: x @ w.T)
 
 
-def _few_rows_forward(x: jax.Array, w: jax.Array):
-    return _few_rows_product(x, w), (x, w)
+def _cpu_product_forward(name: str, x: jax.Array, w: jax.Array):
+    return _cpu_product(name, x, w), (x, w)
 
 
-def _few_rows_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array):
+def _cpu_product_backward(_name: str, saved: tuple[jax.Array, jax.Array], g: jax.Array):
     x, w = saved
     return g @ w, g.T @ x
 
 
-_few_rows_product.defvjp(_few_rows_forward, _few_rows_backward)
+_cpu_product.defvjp(_cpu_product_forward, _cpu_product_backward)
 
 
 def per_head(x: jax.Array, w: Any, transposed: bool = False) -> jax.Array:

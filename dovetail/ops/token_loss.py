@@ -26,6 +26,7 @@ DIVERGENCES = ("forward", "reverse", "jsd")
 # What follows from a chunk's logits is in f32: with a copy of that counted, the most that is held at a time is about
 # twice the bytes of a chunk, which is what plan.memory reckons with.
 F32 = 4
+ABSENT = -1e30  # the logit of a word that is not there
 
 
 @dataclass(frozen=True)
@@ -55,25 +56,35 @@ def token_logprobs(hidden: jax.Array, head: Any, targets: jax.Array, **unembed: 
 
 
 def token_scores(
-    hidden: jax.Array, head: Any, targets: jax.Array, *, entropy: bool = False, **unembed: Any
+    hidden: jax.Array,
+    head: Any,
+    targets: jax.Array,
+    *,
+    entropy: bool = False,
+    support: jax.Array | None = None,
+    **unembed: Any,
 ) -> TokenScores:
     """Differentiable in hidden and head, which is an array or an ops.linear.Weight. A target may be anything where its
-    number is not read."""
+    number is not read. `support` [B, T, K] int32: the words that there are in each place, -1 beyond them; without it
+    all are."""
     how = Unembed(**unembed)
     _check(hidden, head, targets.shape)
 
-    def score(logits: jax.Array, targets: jax.Array) -> TokenScores:
+    def score(logits: jax.Array, targets: jax.Array, *words: jax.Array) -> TokenScores:
+        chosen = jnp.sum(jnp.where(is_target(logits, targets), logits, 0.0), axis=-1)
+        if words:
+            among = jnp.take_along_axis(logits, jnp.maximum(words[0], 0), axis=-1)
+            logits = jnp.where(words[0] >= 0, among, ABSENT)
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
         weights = jnp.exp(logits - top[..., None])
         total = jnp.sum(weights, axis=-1)
         lse = top + jnp.log(total)
-        chosen = jnp.sum(jnp.where(is_target(logits, targets), logits, 0.0), axis=-1)
         best = jax.lax.stop_gradient(chosen >= top).astype(jnp.float32)
         # H = -sum_v p_v log p_v = lse - sum_v p_v logit_v
         spread = lse - jnp.sum(weights * logits, axis=-1) / total if entropy else None
         return TokenScores(chosen - lse, best, spread)
 
-    return _over_chunks(score, [(hidden, head, how)], targets)
+    return _over_chunks(score, [(hidden, head, how)], targets, *(() if support is None else (support,)))
 
 
 def token_divergence(

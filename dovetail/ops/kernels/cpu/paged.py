@@ -138,6 +138,74 @@ def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals,
 
 
 @njit(nogil=True, cache=True)
+def _place(pages, table, j):
+    return pages[table[j // pages.shape[1]], j % pages.shape[1]]
+
+
+@njit(nogil=True, cache=True)
+def _four(pages, table, j, end):
+    """What lies at four positions, which are the last once more where they would be behind it: weights there are 0."""
+    last = end - 1
+    return (
+        _place(pages, table, j), _place(pages, table, min(j + 1, last)),
+        _place(pages, table, min(j + 2, last)), _place(pages, table, min(j + 3, last)),
+    )  # fmt: skip
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def _score(rows, pages, table, first, start, end, scores):
+    """rows [heads, G, H] by the keys from start to end, four at a time, into scores [heads, G, BLOCK]: in the
+    order in which they lie."""
+    heads, G, H = rows.shape
+    for j in range(start, end, 4):
+        p0, p1, p2, p3 = _four(pages, table, j, end)
+        for k in range(heads):
+            at = 2 * (first + k)
+            k0, k1, k2, k3 = p0[at], p1[at], p2[at], p3[at]
+            for g in range(G):
+                query, out = rows[k, g], scores[k, g, j - start : j - start + 4]
+                a = b = c = d = np.float32(0)
+                for h in range(H):
+                    a, b, c, d = a + query[h] * k0[h], b + query[h] * k1[h], c + query[h] * k2[h], d + query[h] * k3[h]
+                out[0], out[1], out[2], out[3] = a, b, c, d
+
+
+@njit(nogil=True, fastmath=FAST, cache=True)
+def _mix(weights, pages, table, first, start, end, out):
+    """weights [heads, G, BLOCK] by the values from start to end, four at a time, added to out [heads, G, H]."""
+    heads, G, H = out.shape
+    for j in range(start, end, 4):
+        p0, p1, p2, p3 = _four(pages, table, j, end)
+        for k in range(heads):
+            at = 2 * (first + k) + 1
+            v0, v1, v2, v3 = p0[at], p1[at], p2[at], p3[at]
+            for g in range(G):
+                sums, own = out[k, g], weights[k, g, j - start : j - start + 4]
+                a, b, c, d = own[0], own[1], own[2], own[3]
+                for h in range(H):
+                    sums[h] += a * v0[h] + b * v1[h] + c * v2[h] + d * v3[h]
+
+
+@njit(nogil=True, cache=True)
+def _walk_one(rows, pages, table, first, position, window, softcap, tops, totals, out):
+    """As _walk, of one query [heads, G, H]: what it reads once is not worth a copy, nor BLAS for so few rows."""
+    heads, G, H = rows.shape
+    scores, bits = np.empty((heads, G, BLOCK), np.float32), np.empty(BLOCK, np.int32)
+    earliest = max(0, position - window + 1) if window > 0 else 0
+    for start in range(earliest, position + 1, BLOCK):
+        end = min(position + 1, start + BLOCK)
+        _score(rows, pages, table, first, start, end, scores)
+        for k in range(heads):
+            for g in range(G):
+                top, total = _weigh(scores[k, g], 0, end - start, softcap, tops[k, g], bits)
+                shrink = np.exp(tops[k, g] - top)
+                tops[k, g], totals[k, g] = top, totals[k, g] * shrink + total
+                for h in range(H):
+                    out[k, g, h] *= shrink
+        _mix(scores, pages, table, first, start, end, out)
+
+
+@njit(nogil=True, cache=True)
 def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, out):
     """The units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each."""
     K, (_, N, H) = pages.shape[2] // 2, q.shape
@@ -161,9 +229,12 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
                         tops[k, r], totals[k, r] = sinks[n], 1.0
                     for h in range(H):
                         rows[k, r, h] = q[token + r // G, n, h] * scale
-            _walk(
-                rows, pages, tables[seq], first, past + token, G, window, softcap, tops, totals, done, keys, values
-            )  # fmt: skip
+            if R == G:
+                _walk_one(rows, pages, tables[seq], first, past + token, window, softcap, tops, totals, done)
+            else:
+                _walk(
+                    rows, pages, tables[seq], first, past + token, G, window, softcap, tops, totals, done, keys, values
+                )  # fmt: skip
             for k in range(heads):
                 for r in range(R):
                     share = np.float32(1.0) / max(totals[k, r], np.float32(1e-30))
