@@ -59,15 +59,17 @@ def show(
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
     model: str = typer.Option("", help="Show an example for fine-tuning this model: PATH, then key=value of the data."),
-    index: int = typer.Option(0, min=0, help="With --model: the number of the record."),
-    use: str = typer.Option("", "--kind", help="With --model: sft, preference, unpaired or prompts; else by its keys."),
+    index: int = typer.Option(0, min=0, help="Of an example: the number of its record."),
+    use: str = typer.Option("", "--kind", help="Of an example: sft, preference, unpaired, prompts; else by its keys."),
 ) -> None:
-    """Show rows as training reads them, a colour per document; or, with --model, one example and what it trains."""
-    if model:
-        _refuse_with_model(tokenizer=tokenizer, packing=packing, first=first, held_out=held_out, out=out)
-        from dovetail.cli.data_example import show_example
+    """Show rows as training reads them, a colour per document; or, of a recipe for fine-tuning or with --model, one
+    example and what it trains."""
+    from dovetail.cli.data_example import show_example, tuning_recipe
 
-        show_example(what, model, index, use, length)
+    recipe = tuning_recipe(what)
+    if model or recipe:
+        _refuse_with_model(tokenizer=tokenizer, packing=packing, first=first, held_out=held_out, out=out)
+        show_example(what, model, index, use, length, recipe)
         return
     if index or use:
         raise ValueError("expected --model with --index and --kind: whose tokenizer and chat template to use")
@@ -78,7 +80,9 @@ def _refuse_with_model(**given: object) -> None:
     for name, value in given.items():
         if value:
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} is about rows of text, and --model shows one example; leave one of them out")
+            raise ValueError(
+                f"{option} is about rows of text, and an example for fine-tuning is shown: leave it out, or --model"
+            )
 
 
 def _show_rows(

@@ -12,21 +12,44 @@ if TYPE_CHECKING:
     from dovetail.data.trained_tokens import Trained
     from dovetail.data.tuning import Keys, TuningData
     from dovetail.io.tokenizer import Tokenizer
+    from dovetail.tune.settings import Tuning
 
+TUNING = ("lora", "samples", "epochs", "preference", "teacher", "reward", "algo")  # keys of fine-tuning's recipes alone
 TRAINED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 
 
-def show_example(what: list[str], model: str, index: int, kind: str, length: int) -> None:
-    """what: a path, and key=value of the data's settings. length: 0 shows the example whole."""
+def tuning_recipe(what: list[str]) -> Tuning | None:
+    """Of a fine-tuning's recipe and key=value, what says how its examples are made; None: it is another's, or none."""
+    if not what[0].endswith((".yaml", ".yml")):
+        return None
+    from dovetail.core.overrides import place, split
+    from dovetail.core.recipe import raw, read
+    from dovetail.tune.settings import Sft
+
+    mapping = place(raw(what[0]), [split(text) for text in what[1:]])
+    data = mapping.get("data")
+    if not (isinstance(data, dict) and "path" in data) and not any(key in mapping for key in TUNING):
+        return None
+    wanted = {name: mapping[name] for name in ("model", "init", "length", "data") if name in mapping}
+    try:  # whatever kind of fine-tuning it is for: all are alike in these
+        return read(Sft, wanted | {"steps": 1})
+    except ValueError as error:
+        raise ValueError(f"recipe {what[0]}: {error}") from error
+
+
+def show_example(what: list[str], model: str, index: int, kind: str, length: int, recipe: Tuning | None = None) -> None:
+    """what: a path, and key=value of the data's settings; or `recipe` has them. length: 0 shows the example whole, or
+    as long as a recipe's rows."""
     from rich.console import Console
 
     from dovetail.data.encoder import find_tokenizer
 
+    model = model or (recipe.weights if recipe else "")
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
         raise ValueError(f"{model!r} has no tokenizer: name a model, or a folder with a tokenizer.json, by --model")
-    settings = _settings(what)
+    settings, length = (recipe.data, length or recipe.length) if recipe else (_settings(what), length)
     record, keys = _record(settings, index)
     console = Console(highlight=False)
     for part in _parts(record, keys, settings, tokenizer, kind, length, console.color_system is not None):
@@ -44,12 +67,16 @@ def _settings(what: list[str]) -> TuningData:
 def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
     from dovetail.data.open_examples import open_records
 
-    ((name, keys, records),) = open_records(settings)
-    count = 0
-    for count, record in enumerate(islice(records, index + 1), 1):
-        if count == index + 1:
-            return record, keys
-    raise ValueError(f"expected an --index below {count}, for {name} holds {count:,} records; got {index}")
+    count, names = 0, []
+    for name, keys, records in open_records(settings):
+        names.append(name)
+        for record in islice(records, index + 1 - count):
+            count += 1
+            if count == index + 1:
+                return record, keys
+    raise ValueError(
+        f"expected an --index below {count}, for {' and '.join(names)} holds {count:,} records; got {index}"
+    )
 
 
 def _parts(

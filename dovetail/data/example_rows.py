@@ -16,7 +16,7 @@ from dovetail.data.loader import Loader
 from dovetail.data.mixture import Mixture
 from dovetail.data.pack import BestFit, Piece
 
-COLUMNS = ("document", "label")  # those that examples bring themselves
+COLUMNS = ("document", "label", "margin")  # those that examples bring themselves
 
 
 class ExamplePacking(BestFit):
@@ -67,6 +67,10 @@ class ExampleRows(Loader):
         """The batches that hold every document at least once; with several sources, see every_document."""
         return -(-self.rows_per_epoch // self._batch)
 
+    def of_host(self, index: int, count: int) -> ExampleRows:
+        """The same rows as one of `count` hosts has them."""
+        return ExampleRows(self.rows, self.examples, self._batch, index, count, self.vocab_size)
+
     def every_document(self) -> ExampleRows:
         """Rows of all documents, those held out too, whatever their sources weigh, with the column `document`: one
         epoch of them is what is needed to compute something once for each."""
@@ -95,7 +99,17 @@ def _with_column(packing: Any, name: str, column: np.ndarray) -> ExamplePacking:
 
 def own_column(name: str, examples: Examples) -> np.ndarray:
     """[tokens] one of COLUMNS."""
-    numbers = np.arange(1, len(examples) + 1, dtype=np.int32) if name == "document" else examples.labels
+    if name == "document":
+        numbers = np.arange(1, len(examples) + 1, dtype=np.int32)
+    elif name == "margin":
+        numbers = examples.margins
+        if lacking := int(np.isnan(numbers).sum()) // examples.per_unit:
+            raise ValueError(
+                f"expected a number as margin in each record, and {lacking:,} have none; add it, or name its key, as "
+                "keys: {margin: ...}"
+            )
+    else:
+        numbers = examples.labels
     return _per_token(name, numbers, examples)
 
 

@@ -52,6 +52,7 @@ class Made(NamedTuple):
     documents: list[Trained]
     records: list[int]  # of each unit: the number of its record among those kept
     labels: list[float]  # of each document: +1, or -1 to avoid
+    margins: list[float]  # of each document: its pair's, NaN where its record has none
     stats: Stats
 
     @property
@@ -71,6 +72,7 @@ class Examples:
         self.mask = np.concatenate([document.mask for document in documents])
         self.offsets = np.concatenate([[0], np.cumsum([len(document.tokens) for document in documents])])
         self.labels = np.asarray([label for one in made for label in one.labels], np.float32)
+        self.margins = np.asarray([margin for one in made for margin in one.margins], np.float32)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -99,7 +101,7 @@ def make(
     name: str,
 ) -> Made:
     """Examples of `kind` out of records; what fails is said with the record's place."""
-    made, counts = Made(name, [], [], [], Stats()), Counter[str]()
+    made, counts = Made(name, [], [], [], [], Stats()), Counter[str]()
     for record in records:
         counts["records"] += 1
         found = example(record, kind, settings.format, keys)
@@ -112,6 +114,7 @@ def make(
         made.records.extend([counts["kept"]] * units)
         made.documents.extend(documents)
         made.labels.extend([-1.0 if found.label is False else 1.0] * len(documents))
+        made.margins.extend([found.margin] * len(documents))
         counts["kept"] += units > 0
     tokens, trained = (sum(int(size(d)) for d in made.documents) for size in (lambda d: len(d.tokens), _trained))
     known = {what: counts[what] for what in ("records", "unanswered", "shortened", "cut", "left_out", "split")}

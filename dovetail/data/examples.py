@@ -12,8 +12,9 @@ Two texts are taken as they are; messages are written by the model's chat templa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.core.choice import one_of
@@ -45,6 +46,7 @@ class Text:
 class Example:
     sides: tuple[Chat | Text, ...]  # one; of a preference two, the chosen one first
     label: bool | None = None
+    margin: float = math.nan  # of a preference: by how much the chosen one should lead, where its record says
 
 
 def kind_of(record: Record, keys: Keys) -> str:
@@ -154,6 +156,14 @@ def _prompt_and_completion(fields: _Fields) -> Example | None:
 
 
 def _preference(fields: _Fields) -> Example | None:
+    margin = fields.get("margin")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
+        raise ValueError(f"{fields.where()}: expected margin to be a number, got {margin!r}; write it as one")
+    found = _pair(fields)
+    return found if found is None or margin is None else replace(found, margin=float(margin))
+
+
+def _pair(fields: _Fields) -> Example | None:
     chosen, rejected = fields.part("chosen"), fields.part("rejected")
     prompt = fields.part("prompt") if fields.has("prompt") else None
     whole = isinstance(chosen, list) and isinstance(rejected, list) and chosen[0]["role"] != "assistant"

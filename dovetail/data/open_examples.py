@@ -39,7 +39,8 @@ def open_examples(
     """The training rows, those held out where settings.held_out sets some apart, and what became of the records.
 
     kind: sft, preference or unpaired (which has the column `label`, +1 or -1, at each of a document's tokens).
-    columns: `document`, the number of a token's document plus 1. records: dicts, in place of files.
+    columns: `document`, the number of a token's document plus 1; `margin`, that of a preference. records: dicts, in
+    place of files.
     """
     one_of("kind", kind, KINDS)
     for name in columns:

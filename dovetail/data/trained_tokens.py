@@ -52,7 +52,7 @@ class ExampleEncoder:
         """Its documents: one, or more where turns are documents of their own; none where nothing is trained."""
         if isinstance(side, Text):
             return [self._plain(side)]
-        template = self._template(side)
+        template = self.template(side)
         found = self._by_marks(side, template) if _MARK.search(template.source) else self._by_prefixes(side, template)
         return [document for document in found if document.teaches]
 
@@ -61,12 +61,13 @@ class ExampleEncoder:
         if isinstance(side, Text):
             return np.asarray([*self._text.before, *self._text.encode(side.prompt).ids], np.int32)
         messages = side.messages[: side.first] if side.first else side.messages
-        return self._text.encode(self._template(side).render(messages, side.tools)).ids
+        return self._text.encode(self.template(side).render(messages, side.tools)).ids
 
     def decode(self, ids: np.ndarray) -> str:
         return self._text.backend.decode(ids.tolist(), skip_special_tokens=False)
 
-    def _template(self, side: Chat) -> ChatTemplate:
+    def template(self, side: Chat) -> ChatTemplate:
+        """That of its messages: one with tools may have another."""
         with_tools = side.tools is not None
         if with_tools not in self._templates:
             self._templates[with_tools] = self.tokenizer.chat(side.tools, self._source)

@@ -25,6 +25,7 @@ class Keys:
     chosen: str = ""
     rejected: str = ""
     label: str = ""  # true: a completion to learn from; false: one to avoid
+    margin: str = ""  # of a preference: by how much the chosen one should lead
 
     def over(self, below: Keys) -> Keys:
         """These, and what they do not name as `below` has it."""

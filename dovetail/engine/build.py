@@ -27,11 +27,12 @@ from dovetail.models.spec import flops_per_token
 from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
 
 
-def placement_of(options: EngineOptions, devices: Sequence[Any] = ()) -> Placement | None:
-    """Where the weights and pages lie, on the first of the devices (jax's, unless given); None: on one."""
+def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
+    """Where the weights and pages lie, on the first of the devices (jax's, unless given); None: on one, unless that is
+    to be named `always`."""
     count = options.tensor_parallel
     chosen = (devices or jax.devices())[:count]
-    return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 else None
+    return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 or always else None
 
 
 def compute_for(options: EngineOptions, params: Params) -> Compute:
@@ -114,6 +115,8 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
     most, page_bytes = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
     if options.kv_bytes is not None:
         return num_pages(options.kv_bytes, page_bytes, programs.page_size, most)
+    if programs.cfg.scored:  # no sequence is written: those of one, which a pool has at least
+        return programs.buckets.max_pages
     room, on_cpu = pool_bytes(options.memory_fraction, held_bytes(params), 0, devices), _is_cpu(programs)
     if not on_cpu:
         largest = max(held_bytes(layer) for layer in programs.pages(1))

@@ -1,5 +1,5 @@
-"""Embeddings: a prompt's final hidden states, pooled and of length 1. A forward of its own, between the engine's steps:
-it touches no pages.
+"""Embeddings: a prompt's final hidden states, pooled and of length 1; and the scores of a model that gives them. A
+forward of its own, between the engine's steps: it touches no pages.
 
 T tokens of a prompt, padded to one of a few sizes; D model dim.
 """
@@ -21,10 +21,11 @@ from dovetail.core.types import Packed, Params
 from dovetail.engine.engine import Engine
 from dovetail.engine.weights import form_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.decoder import forward
+from dovetail.models.decoder import forward, score
 from dovetail.ops.adapter import choose
 
 Pooling = Literal["mean", "last"]
+Wanted = Literal["mean", "last", "score"]  # a pooled vector, or the last token's score
 LEAST = 16
 
 
@@ -40,32 +41,44 @@ class Embedder:
         self, prompts: Many[Many[int]], pooling: Pooling = "mean", adapter: str | None = None
     ) -> list[list[float]]:
         """One vector [D] a prompt; ValueError for a bad one, before any is computed."""
-        engine = self._engine
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling is mean or last; got {pooling!r}")
+        return self._each(prompts, pooling, adapter)
+
+    def score(self, prompts: Many[Many[int]], adapter: str | None = None) -> list[float]:
+        """One number a prompt, of a model that gives scores; ValueError as of `embed`."""
+        if not self._engine.cfg.scored:
+            raise ValueError(
+                "the model has no score: it was not trained as a reward model (Hugging Face's "
+                "ForSequenceClassification with one label, as `dovetail reward` makes them)"
+            )
+        return self._each(prompts, "score", adapter)
+
+    def _each(self, prompts: Many[Many[int]], wanted: Wanted, adapter: str | None) -> list[Any]:
+        engine = self._engine
         for prompt in prompts:
             engine.intake.check_tokens(list(prompt))
         number = engine.runner.adapters.find(adapter).number if adapter else 0
-        return [self._one(engine, prompt, pooling, number) for prompt in prompts]
+        return [self._one(engine, prompt, wanted, number) for prompt in prompts]
 
-    def _one(self, engine: Engine, prompt: Many[int], pooling: Pooling, adapter: int) -> list[float]:
+    def _one(self, engine: Engine, prompt: Many[int], wanted: Wanted, adapter: int) -> Any:
         size = min(max(LEAST, 1 << (len(prompt) - 1).bit_length()), engine.scheduler.config.max_model_len)
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
-        run = self._ready(engine, size, pooling)
-        vector = self._do(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt)), np.int32(adapter)))
-        return np.asarray(vector).tolist()  # fetched here: the engine's thread has not waited for it
+        run = self._ready(engine, size, wanted)
+        found = self._do(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt)), np.int32(adapter)))
+        return np.asarray(found).tolist()  # fetched here: the engine's thread has not waited for it
 
-    def _ready(self, engine: Engine, size: int, pooling: Pooling) -> Any:
+    def _ready(self, engine: Engine, size: int, wanted: Wanted) -> Any:
         with self._lock:
-            if (size, pooling) not in self._compiled:
+            if (size, wanted) not in self._compiled:
                 context = functools.partial(Packed, platform=engine.runner.platform, placement=engine.runner.placement)
-                static = dict(cfg=engine.cfg, pooling=pooling, context=context, compute=engine.runner.compute)
+                static = dict(cfg=engine.cfg, wanted=wanted, context=context, compute=engine.runner.compute)
                 run = jax.jit(functools.partial(_embed, **static))
                 tokens, count = jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
                 form = form_of(engine.runner.params)
-                self._compiled[size, pooling] = run.lower(form, tokens, count, count).compile()
-            return self._compiled[size, pooling]
+                self._compiled[size, wanted] = run.lower(form, tokens, count, count).compile()
+            return self._compiled[size, wanted]
 
 
 def _weights(engine: Engine) -> Params:
@@ -75,14 +88,16 @@ def _weights(engine: Engine) -> Params:
 
 
 def _embed(
-    params: Params, tokens, count, adapter, *, cfg: ModelConfig, pooling: Pooling, context: Any, compute: Compute
+    params: Params, tokens, count, adapter, *, cfg: ModelConfig, wanted: Wanted, context: Any, compute: Compute
 ) -> jax.Array:
-    """tokens [1, T], of which `count` are the prompt's -> [D] f32. `adapter`: its number, or 0."""
+    """tokens [1, T], of which `count` are the prompt's -> [D] f32, or [] a score. `adapter`: its number, or 0."""
     positions = jnp.arange(tokens.shape[1])[None]
     real = positions < count
     ctx = context(real.astype(jnp.int32))
     with compute.products(ctx.platform):
         hidden, _ = forward(choose(params, jnp.full_like(tokens, adapter)), cfg, tokens, positions, ctx)
+        if wanted == "score":
+            return score(params, hidden[0, count - 1])
     hidden = hidden[0].astype(jnp.float32)
-    pooled = hidden[count - 1] if pooling == "last" else (hidden * real[0, :, None]).sum(0) / count
+    pooled = hidden[count - 1] if wanted == "last" else (hidden * real[0, :, None]).sum(0) / count
     return pooled / jnp.maximum(jnp.linalg.norm(pooled), 1e-12)

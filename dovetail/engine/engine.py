@@ -31,7 +31,7 @@ from dovetail.engine.plan import StepPlan
 from dovetail.engine.runner import LaunchedStep, Runner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.scheduler import Scheduler
-from dovetail.engine.sequence import Request, RequestOutput, Sequence, Status, Update
+from dovetail.engine.sequence import Completion, Request, RequestOutput, Sequence, Status, Update
 from dovetail.engine.sleep import Asleep, drop_weights, put_to_sleep, wake_up
 from dovetail.engine.stats import Stats
 from dovetail.engine.stops import Stops
@@ -62,7 +62,7 @@ class Engine:
             self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, runner.programs.everywhere
         )
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
-        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters)
+        self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
         self._multi_step = multi_step
         self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
         self._last_fetch = 0.0
@@ -124,6 +124,10 @@ class Engine:
         first = sequences[0]
         request, scores = first.request, prompt_logprobs(first)
         return RequestOutput(id, request.prompt, completions, first.cached_tokens, scores, request.adapter)
+
+    def completion(self, id: str, index: int) -> Completion:
+        """Of one of a request's n that is done, while others may not be."""
+        return completion_of(self._answers[id][index], self.runner.weights.version)
 
     def close(self, updates: list[Update]) -> list[Update]:
         """The same updates, but where a request is done with them its last one brings the output, and it is

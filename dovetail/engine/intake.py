@@ -31,10 +31,12 @@ class Intake:
         tokenizer: Tokenizer | None,
         seed: int | None,
         adapters: Adapters,
+        writes: bool = True,
     ):
-        """`seed`: of the seeds that requests without one get, in the order they come; None: others at each start."""
+        """`seed`: of the seeds that requests without one get, in the order they come; None: others at each start.
+        `writes`: whether the model has words to answer with; else every request is refused."""
         self._config, self._sampler, self._tokenizer, self._adapters = config, sampler, tokenizer, adapters
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._writes = np.random.default_rng(seed), writes
 
     def request(
         self,
@@ -51,6 +53,10 @@ class Intake:
         """`priority`: the lowest goes first. `adapter`: the name of one that is loaded. `cache_salt`: its prefixes are
         shared with requests of the same salt only. `arrival`: when it came, in seconds of time.monotonic, if that is
         not now. `text`: see Request."""
+        if not self._writes:
+            raise ValueError(
+                "the model gives texts a score and writes none: ask for scores, by LLM.score or a server's /score"
+            )
         self._check_call(id, priority, cache_salt, arrival)
         tokens = self.encode(prompt)
         self.check_tokens(tokens)

@@ -28,7 +28,7 @@ from dovetail.engine.build import build_engine, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.intake import Prompt
 from dovetail.engine.interrupt import deferred_interrupt
-from dovetail.engine.many import Conversation, as_many, is_conversation
+from dovetail.engine.many import Conversation, as_many, holds_messages, is_conversation
 from dovetail.engine.options import EngineOptions, OptionKeywords
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.sequence import RequestOutput, Update
@@ -68,12 +68,13 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         *,
         progress: Progress | None = None,
+        devices: Many[Any] = (),
     ) -> LLM:
         """An engine on weights that are in memory: what `dt.load` gives, or a trainer's, f32 masters with an MTP branch
-        too. They are copied: a train step may donate its own."""
+        too. They are copied: a train step may donate its own. `devices`: in place of jax's first."""
         start = time.perf_counter()
         keep_compiled()
-        placement = placement_of(options)
+        placement = placement_of(options, devices, always=bool(devices))
         published = publish(params, config, compute_for(options, params).dtype, placement)
         llm = cls.__new__(cls)
         llm._begin(config, published, tokenizer, options, placement, progress, start)
@@ -97,7 +98,9 @@ class LLM:
         self._count = 0
         self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
         log.info(self.describe())
-        if options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
+        if config.scored:
+            pass  # it takes no steps: a score is a forward, compiled when a prompt of its length first comes
+        elif options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
             with compiling(self.describe(), progress) as report:
                 self.runner.warm_up(self.engine.sampler, report)
         else:
@@ -121,7 +124,7 @@ class LLM:
         for count, what in ((len(each), "sampling params"), (len(adapters), "adapters")):
             if count != len(many):
                 raise ValueError(f"{len(many)} prompts but {count} {what}")
-        with _no_collection():
+        with without_collection():
             return self._finish(self._add(many, each, adapters), len(many) > 8 if progress is None else progress)
 
     @overload
@@ -157,6 +160,25 @@ class LLM:
         /v1/embeddings has it."""
         tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]
         return np.asarray(self._embedder.embed(tokens, pooling), np.float32).reshape(len(tokens), self.config.dim)
+
+    def score(
+        self,
+        prompts: Prompt | Many[Prompt] | Conversation | Many[Conversation],
+        tools: Tools = None,
+        **template: Any,
+    ) -> np.ndarray:
+        """[prompts] f32, of a reward model: the score of each text, list of token ids or conversation, read at its last
+        token. A conversation goes through the chat template, as whole as its training saw it. A text is taken as it
+        is: where it was trained with an end-of-text token, it must have one here too."""
+        if holds_messages(prompts):
+            many = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
+            whole = {"add_generation_prompt": False, **template}
+            tokens = [self._chat_tokens(each, tools, whole) for each in many]
+        elif tools or template:
+            raise ValueError("tools and what a chat template reads go with conversations; got texts or token ids")
+        else:
+            tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]  # type: ignore[arg-type]
+        return np.asarray(self._embedder.score(tokens), np.float32)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None
@@ -295,7 +317,7 @@ def _dummy(
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Python looks for garbage afterwards: a search through all that jax has made would hold up a step."""
     was_on = gc.isenabled()
     gc.disable()

@@ -21,6 +21,12 @@ def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
     return [prompts] if len(prompts) > 0 and isinstance(prompts[0], Integral) else list(prompts)
 
 
+def holds_messages(prompts: Any) -> bool:
+    """Whether these are messages, of one conversation or of several; else they are prompts."""
+    first = _first(prompts)
+    return isinstance(first, Mapping) or isinstance(_first(first), Mapping)
+
+
 def is_conversation(messages: Conversation | Many[Conversation]) -> bool:
     """Whether these are the messages of one; else they are several conversations."""
     many = list(messages) if _is_list(messages) else []
@@ -30,6 +36,10 @@ def is_conversation(messages: Conversation | Many[Conversation]) -> bool:
         return False
     got = repr(messages)[:80]
     raise ValueError(f"chat takes a list of messages (dicts with role and content), or a list of such lists; got {got}")
+
+
+def _first(value: Any) -> Any:
+    return value[0] if _is_list(value) and len(value) else None
 
 
 def _is_list(value: Any) -> bool:

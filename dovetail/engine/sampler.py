@@ -34,6 +34,11 @@ MAX_BIAS = 512  # OpenAI takes 300
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: sets the n samples' seeds far apart
 
 
+def seed_of(seed: int, index: int) -> int:
+    """Of one of a request's n answers: asked for alone with this seed, it is the same answer."""
+    return (seed + index * _GOLDEN) % 2**64
+
+
 class _Row(NamedTuple):
     """One row of a batch that asks for more than numbers."""
 
@@ -97,7 +102,7 @@ class Sampler:
 
     def _new_state(self, seq: Sequence) -> SamplingState:
         params = seq.request.params
-        seed = (seq.request.seed + seq.index * _GOLDEN) % 2**64
+        seed = seed_of(seq.request.seed, seq.index)
         # what truncates has no meaning at temperature 0, and off it costs nothing
         top_k, top_p, min_p = (0, 1.0, 0.0) if params.greedy else (params.top_k, params.top_p, params.min_p)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)

@@ -135,6 +135,8 @@ def run_prompts(
         wanted = None if shape.keeps_hidden else ends  # of a prompt only its last token
         hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
         logits = unembed(params, cfg, hidden[ends] if shape.keeps_hidden else hidden)
+        # each device's own words first: asked for whole ones at once, XLA gathers the weights and not the logits
+        logits = constrain(logits, placement, None, "vocab")
     slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
     left = [constrain(x, placement, None, *(None,) * (x.ndim - 1)) for x in (logits, slots, batch.numbers)]
     return (Unsampled(*left), hidden if shape.keeps_hidden else None), (new_cache, tables)

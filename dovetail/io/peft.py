@@ -2,6 +2,7 @@
 
 PEFT has one pair of matrices per module. Where a module holds several of our weights (a joined q, k and v), ours are
 written as one pair whose ranks lie side by side; a pair that is read is cut by rows, and each part has all its ranks.
+The adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.lora import ALL, Lora, input_dims
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+PREFIX, SCORE = "base_model.model.", "score.weight"
 Flat = dict[str, dict[str, np.ndarray]]  # path of a weight -> its lora_a, lora_b and magnitude
 # what an adapter may be asked to do besides, and we do not
 REFUSED = (
     "layers_to_transform",
     "layer_replication",
-    "modules_to_save",
     "target_parameters",
     "trainable_token_indices",
 )
@@ -45,15 +45,19 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    flat, tensors, ranks = _flat(adapters), {}, {}
+    flat, tensors, ranks = _flat({"layers": adapters["layers"]}), {}, {}
     for module, parts in _modules(cfg).items():
         mine = [part for part in parts if part.path in flat]
         if mine:
             pair, rank = _module_tensors(mine, flat)
             ranks[module] = rank
             tensors |= {f"{PREFIX}{module}.{name}": np.ascontiguousarray(value) for name, value in pair.items()}
+    config = _config(lora, ranks, base)
+    if "score" in adapters:
+        tensors[f"{PREFIX}{SCORE}"] = np.ascontiguousarray(adapters["score"])
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
-    write_whole(folder / CONFIG, json.dumps(_config(lora, ranks, base), indent=2) + "\n")
+    write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _module_tensors(parts: list[StoredPart], flat: Flat) -> tuple[dict[str, np.ndarray], int]:
@@ -103,8 +107,9 @@ def _config(lora: Lora, ranks: dict[str, int], base: str) -> dict[str, Any]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_adapter(folder: str | Path, cfg: ModelConfig) -> tuple[Lora, Params]:
-    """An adapter for this model; what each module says of its own scale is in its `up`."""
+def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> tuple[Lora, Params]:
+    """An adapter for this model; what each module says of its own scale is in its `up`. `score`: a reward model's may
+    come with it, as `score`."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -112,6 +117,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> tuple[Lora, Params]:
     lora, said = _read_config(folder)
     stored = SafetensorFolder(folder)
     found = {name.removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}
+    own = _score(folder, said, found, score)
     modules, flat = _modules(cfg), {}
     names = {name.rpartition(".lora_")[0] for name in found}
     if unknown := sorted(names - set(modules)):
@@ -121,7 +127,21 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> tuple[Lora, Params]:
             _add(flat, part, _read_part(folder, module, part, found, lora, said))
     if not flat:
         raise ValueError(f"{folder}: the adapter has no weights")
-    return lora, _tree(flat, len(cfg.layers))
+    return lora, _tree(flat, len(cfg.layers)) | own
+
+
+def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wanted: bool) -> Params:
+    """The score of a reward model, taken out of what was found; nothing of another."""
+    saved = said.get("modules_to_save") or []
+    own = {"score": found.pop(SCORE)} if SCORE in found else {}
+    if saved and not (own and set(saved) <= {"score", "classifier"}):  # the two that PEFT names for any classifier
+        raise ValueError(f"{folder}: modules_to_save={saved!r} is not supported; train the adapter without it")
+    if own and not wanted:
+        raise ValueError(
+            f"{folder} is the adapter of a reward model, with a score of its own: write it into its model with "
+            "`dovetail merge`, and use that"
+        )
+    return own
 
 
 def _read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:

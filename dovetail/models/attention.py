@@ -81,12 +81,15 @@ class Attention:
             norms = (p["q_norm"], p["k_norm"]) if self.qk_norm else None
             q, entry = rotate_store(ctx, entry, qkv.reshape(*x.shape[:-1], *qkv.shape[-2:]), table, norms, eps, offset)
         else:
-            q, entry = self._store(p, x, table, ctx, entry, eps, offset)
+            q, entry = self.project_and_store(p, x, table, ctx, entry, eps, offset)
         of_pages = dict(sinks=p.get("sinks"), kv_heads=self.kv_heads)
         out = attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, **of_pages)
         return checkpoint_name(out, "attention"), entry
 
-    def _store(self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float):
+    def project_and_store(
+        self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
+    ) -> tuple[jax.Array, Any]:
+        """x [..., D] -> (every head's query [..., N, H], the entry with the new keys and values)."""
         q, *kv = matmuls(x, p, self.projections)
         q = self._turned(self._normed(q, p.get("q_norm"), eps, offset), table)
         if kv:

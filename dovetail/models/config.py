@@ -71,6 +71,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     tied: bool = False
+    scored: bool = False  # it gives a text a score, and has no head for words (models.score)
     per_layer_vocab: int = 0
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

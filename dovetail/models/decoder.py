@@ -108,9 +108,16 @@ def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placem
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Logits [..., V] in f32."""
+    if cfg.scored:
+        raise ValueError("the model gives texts a score and has no head for words: ask it for scores (LLM.score)")
     logits = matmul(hidden, params["embed"] if cfg.tied else params["head"], out_dtype=jnp.float32)
     logits = logits * cfg.logit_scale if cfg.logit_scale != 1.0 else logits
     return jnp.tanh(logits / cfg.logit_softcap) * cfg.logit_softcap if cfg.logit_softcap else logits
+
+
+def score(params: Params, hidden: jax.Array) -> jax.Array:
+    """[..., D] -> [...] in f32, of a model that gives scores: a text's is that of its last token."""
+    return matmul(hidden, params["score"], out_dtype=jnp.float32)[..., 0]
 
 
 def _per_layer_inputs(params: Params, cfg: ModelConfig, tokens: jax.Array, x: jax.Array) -> jax.Array:

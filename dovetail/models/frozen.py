@@ -51,6 +51,13 @@ def pack(path: str, leaf: ParamSpec, weight: jax.Array, held: str, placement: Pl
     )
 
 
+def dense(params: Any) -> Any:
+    """As arrays, all of them: what was packed is unpacked."""
+    return jax.tree.map(
+        lambda w: w.dense() if hasattr(w, "dense") else w, params, is_leaf=lambda w: hasattr(w, "dense")
+    )
+
+
 def scheme_of(path: str, leaf: ParamSpec, held: str) -> ModuleType | None:
     """What packs it; None: it stays an array."""
     scheme = SCHEMES.get(held)

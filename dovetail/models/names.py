@@ -7,6 +7,7 @@ COMMON = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "score": "score.weight",
     "per_layer.embed": "model.embed_tokens_per_layer.weight",
     "per_layer.proj": "model.per_layer_model_projection.weight",
     "per_layer.norm": "model.per_layer_projection_norm.weight",

@@ -13,6 +13,7 @@ from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llam
 from dovetail.models.config import ModelConfig
 from dovetail.models.family import Family
 from dovetail.models.fields import Fields
+from dovetail.models.score import is_scored, scored
 
 FAMILIES: dict[str, Family] = {
     model_type: family
@@ -30,6 +31,7 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """A config.json's contents -> ModelConfig. A model that also sees is read for its text tower."""
     if not isinstance(hf, dict):
         raise ValueError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
+    scores = is_scored(hf, where)
     if isinstance(hf.get("text_config"), dict):
         shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
         outer = {k: hf[k] for k in shared if k in hf}
@@ -50,7 +52,8 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
         )
     family = FAMILIES[kind]
     hf = {**hf, "architectures": [family.architecture]}
-    return family.parse(Fields(hf, where))
+    cfg = family.parse(Fields(hf, where))
+    return scored(cfg) if scores else cfg
 
 
 def read_config(path: str | Path) -> ModelConfig:

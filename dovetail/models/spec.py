@@ -28,11 +28,13 @@ def spec(cfg: ModelConfig) -> dict[str, Any]:
     norm_init = "zeros" if cfg.norm_offset else "ones"
     tree: dict[str, Any] = {
         # looked up, and a product only where it is the output layer too
-        "embed": declare("embed", (V, D), ("vocab", "embed"), active=1.0 if cfg.tied else 0.0),
+        "embed": declare("embed", (V, D), ("vocab", "embed"), active=1.0 if cfg.tied and not cfg.scored else 0.0),
         "norm": declare("norm", (D,), (None,), init=norm_init, active=0.0),
         "layers": tuple(layer_spec(cfg, family, layer, i) for i, layer in enumerate(cfg.layers)),
     }
-    if not cfg.tied:
+    if cfg.scored:
+        tree["score"] = declare("score", (1, D), ("vocab", "embed"))
+    elif not cfg.tied:
         tree["head"] = declare("head", (V, D), ("vocab", "embed"))
     if width := cfg.layers[0].per_layer_dim:
         rows, flat = cfg.per_layer_vocab, L * width

@@ -39,7 +39,7 @@ def attention_map(number: int, params: Params, cfg: ModelConfig, batch: Batch, c
     table = attn.rope.tables(batch.positions) if attn.rope else ()
     packed = ctx.packed(batch)
     h = norm(p["attn_norm"], cfg, x)
-    q, (k, _) = attn._store(p["attn"], h, table, packed, None, cfg.norm_eps, cfg.norm_offset)
+    q, (k, _) = attn.project_and_store(p["attn"], h, table, packed, None, cfg.norm_eps, cfg.norm_offset)
     return _weights(attn, q, k, packed, p["attn"].get("sinks")).mean(axis=2)
 
 

@@ -39,10 +39,12 @@ def distill(
     teacher_cfg: ModelConfig | None,
     specs: Callable[[ModelConfig], Any] = spec,
     export: Callable[..., None] = export_model,
+    trains_head: bool = True,
 ) -> Objective:
     """`policy` and `teacher` make models of the weights that `specs` declares and of the context's frozen ones.
-    `teacher` and `teacher_cfg` may be None where the rows have the teacher's words."""
-    taught = _Taught(settings, policy, teacher, teacher_cfg)
+    `teacher` and `teacher_cfg` may be None where the rows have the teacher's words. `trains_head`: else its gradient
+    is not computed."""
+    taught = _Taught(settings, policy, teacher, teacher_cfg, trains_head)
     K, from_rows = settings.top_k, {}
     if settings.teacher == "disk":
         from_rows = {"teacher_words": Column("int32", width=K), "teacher_logprobs": Column(width=K)}
@@ -67,6 +69,7 @@ class _Taught:
     policy: Model
     teacher: Model | None
     teacher_cfg: ModelConfig | None
+    trains_head: bool = True
 
     def projections(self, cfg: ModelConfig) -> dict[str, Any]:
         if not self.settings.features.weight:
@@ -79,7 +82,8 @@ class _Taught:
         wanted, own = self.settings, self.policy(_without_projections(params), ctx)
         hidden, stats = hidden_states(own, cfg, batch, ctx)
         theirs = self._teachers(params, cfg, batch, ctx)
-        nll, parts = cross_entropy(*_learnt(wanted.alpha < 1, own, cfg, hidden), batch, ctx)
+        learnt = _learnt(wanted.alpha < 1, own, cfg, hidden)
+        nll, parts = cross_entropy(*learnt, batch, ctx, trains_head=self.trains_head and wanted.alpha < 1)
         apart = self._divergence(*_learnt(wanted.alpha > 0, own, cfg, hidden), batch, ctx, theirs)
         apart = _mean(apart, batch, weight)
         loss = wanted.alpha * wanted.temperature**2 * apart + (1 - wanted.alpha) * nll / weight

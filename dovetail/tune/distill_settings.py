@@ -81,6 +81,9 @@ class Distillation:
 
 def check_teacher(cfg: ModelConfig, teacher_cfg: ModelConfig) -> None:
     require(
+        not teacher_cfg.scored, "the teacher gives texts a score and has no words to teach: choose a model that writes"
+    )
+    require(
         cfg.vocab == teacher_cfg.vocab,
         f"the teacher must have the student's vocabulary, of {cfg.vocab:,} words; it has {teacher_cfg.vocab:,}: "
         "choose a teacher with the same tokenizer",

@@ -35,7 +35,8 @@ def distill(
     return tune(Distill, objective, recipe, data, run_dir, show=show, overrides=overrides)
 
 
-def objective(settings: Distill) -> Objective:
+def objective(settings: Any) -> Objective:
+    """Of Distill, or of what names a teacher and a distillation as it does (tune.rl)."""
     policy, teacher = policy_of(settings), None
     if settings.distillation.teacher == "live":
         teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)
@@ -43,6 +44,7 @@ def objective(settings: Distill) -> Objective:
     found = distill_objective(
         settings.distillation, lambda params, ctx: _student(policy, params, ctx),
         (lambda params, ctx: ctx.frozen["teacher"]) if teacher else None, teacher_cfg, policy.specs, policy.export,
+        policy.trains_head,
     )  # fmt: skip
     return dataclasses.replace(found, frozen=_both(policy.frozen, teacher, teacher_cfg), initial=policy.initial)
 

@@ -14,12 +14,14 @@ from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint, save, stored_dtype
 from dovetail.io.peft import read_adapter
 from dovetail.models.lora import merge as merged
+from dovetail.models.score import scored
 
 
 def merge(
     model: str | Path, adapter: str | Path, to: str | Path, dtype: Any = None, progress: Progress | None = None
 ) -> Path:
-    """The weights of `model` with the adapter in them, in the model's own dtype unless one is given.
+    """The weights of `model` with the adapter in them, in the model's own dtype unless one is given. With an adapter of
+    a reward model it becomes one.
 
     dt.merge("smollm2-135m", "runs/chat/export/step_200", "merged")
     """
@@ -28,10 +30,13 @@ def merge(
         raise ValueError(f"{to} exists and is not an empty folder: choose another place or remove it")
     path = resolve(model, progress)
     source, cfg, tokenizer = open_checkpoint(path)
-    lora, adapters = read_adapter(adapter, cfg)
+    lora, adapters = read_adapter(adapter, cfg, score=True)
     kept = stored_dtype(source, cfg, str(path)) if dtype is None else compute_of(dtype).dtype
     with jax.default_device(jax.devices("cpu")[0]):
         params = read_params(source, cfg, kept, str(path), progress=progress)
+        if "score" in adapters:
+            cfg, params = scored(cfg), {name: part for name, part in params.items() if name not in ("head", "score")}
+            params["score"] = jnp.asarray(adapters.pop("score"), kept)
         whole = merged(params, jax.tree.map(jnp.asarray, adapters), cfg, lora)
     save(to, cfg, whole, tokenizer)
     return to

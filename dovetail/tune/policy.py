@@ -73,16 +73,17 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
 
 
 def _initial(ready: Any, settings: Tuning) -> Params:
-    """Adapters from a folder; or new ones whose magnitudes are those of the base's rows."""
-    lora, places = settings.lora, jax.tree.map(lambda leaf: leaf.sharding, ready.form.params)
+    """Adapters from a folder, with what else it holds of what is trained; or new ones whose magnitudes are those of the
+    base's rows. All else that is trained is new (train.state)."""
+    lora, dtype = settings.lora, compute_of(settings.precision.params).dtype
     assert lora is not None
-    dtype = compute_of(settings.precision.params).dtype
     if settings.from_adapter:
         given = _read_adapter(settings.from_adapter, ready.cfg, lora)
-        return jax.tree.map(
-            lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, ready.form.params
-        )
-    new = init(ready.specs, jax.random.key(settings.seed), dtype, shardings=places)
+        form = {name: ready.form.params[name] for name in given}
+        return jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, form)
+    adapters = {"layers": ready.specs["layers"]}
+    places = {"layers": jax.tree.map(lambda leaf: leaf.sharding, ready.form.params["layers"])}
+    new = init(adapters, jax.random.key(settings.seed), dtype, shardings=places)
     norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in _projections(ready)}
 
     def one(path: tuple, x: jax.Array) -> jax.Array:
@@ -94,8 +95,9 @@ def _initial(ready: Any, settings: Tuning) -> Params:
 
 def _projections(ready: Any) -> list[tuple[str, Any, int]]:
     """(path, the frozen weight, its input dims) of the weights that have an adapter."""
-    specs, adapted = dict(leaves(spec(ready.cfg))), {path.rpartition(".")[0] for path, _ in leaves(ready.specs)}
-    found = []
+    specs, found = dict(leaves(spec(ready.cfg))), []
+    ends = [path.rpartition(".") for path, _ in leaves(ready.specs)]
+    adapted = {above for above, _, last in ends if last == "lora_a"}
     for path in sorted(adapted):
         weight = ready.frozen
         for name in path.split("."):
@@ -107,14 +109,15 @@ def _projections(ready: Any) -> list[tuple[str, Any, int]]:
 def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
     from dovetail.io.peft import read_adapter
 
-    theirs, tree = read_adapter(folder, cfg)
+    theirs, tree = read_adapter(folder, cfg, score=cfg.scored)
     for what in ("rank", "dora"):
         if getattr(theirs, what) != getattr(lora, what):
             raise ValueError(
                 f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
                 f"set it to the adapter's"
             )
-    wanted, got = jax.tree.structure(lora_spec(cfg, lora), is_leaf=is_spec), jax.tree.structure(tree)
+    adapters = {"layers": tree["layers"]}
+    wanted, got = jax.tree.structure(lora_spec(cfg, lora), is_leaf=is_spec), jax.tree.structure(adapters)
     if wanted != got:
         raise ValueError(
             f"from_adapter={folder} adapts other projections than lora.targets says: set lora.targets to "

@@ -58,7 +58,7 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardLoss:
     """A reward model: a score of each document, learnt from pairs."""
 
     margin: bool = False  # rows say in a column `margin` by how much the chosen score should lead

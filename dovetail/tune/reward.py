@@ -1,58 +1,42 @@
 """The objective of a reward model: a score of each document, read off the hidden state of its last token, learnt from
 pairs of which one is better.
 
-The score's weight is `score` [1, D], beside the model's own: Hugging Face's `score.weight` of a model for sequence
-classification with one label.
+The model is one that gives scores (models.score).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Batch, Column, Params
 from dovetail.models.config import ModelConfig
-from dovetail.models.spec import spec
-from dovetail.ops.linear import matmul
+from dovetail.models.decoder import score
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
 from dovetail.train.routers import loads_of
 from dovetail.tune.preference import Model
 from dovetail.tune.preference_losses import bradley_terry
-from dovetail.tune.preference_settings import Reward
+from dovetail.tune.preference_settings import RewardLoss
 from dovetail.tune.sequences import are_there, is_last, num_pairs, pairs, segment_sums
 
 
-def reward(settings: Reward, policy: Model, most: int, specs: Callable[[ModelConfig], Any] = spec) -> Objective:
-    """`policy` makes a model of the weights that `specs` declares; the score is trained besides."""
+def reward(settings: RewardLoss, policy: Model, most: int) -> Objective:
+    """`policy` makes a model of the trained weights without `score`, which is trained besides. No row holds more than
+    `most` documents."""
     scored = _Scored(settings, policy, most)
     return Objective(
         scored.measure,
         weight=_pairs,
         columns={"margin": Column()} if settings.margin else {},
-        specs=lambda cfg: with_score(specs(cfg), cfg),
         held_out=scored.held_out,
     )
 
 
-def with_score(specs: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
-    """A model's specs with the score's under `score`."""
-    shape = (1, cfg.dim)
-    return {**specs, "score": ParamSpec(shape, (None, "embed"), Stored(("score.weight",), shape))}
-
-
-def token_rewards(hidden: jax.Array, score: Any) -> jax.Array:
-    """[..., D] -> [...] in f32: a document's is that of its last token."""
-    return matmul(hidden, score, out_dtype=jnp.float32)[..., 0]
-
-
 @dataclass(frozen=True)
 class _Scored:
-    settings: Reward
+    settings: RewardLoss
     policy: Model
     most: int
 
@@ -74,7 +58,7 @@ class _Scored:
         """([B, S], the loads of routers)."""
         own = {name: x for name, x in params.items() if name != "score"}
         hidden, stats = hidden_states(self.policy(own, ctx), cfg, batch, ctx)
-        return self._at_ends(batch, token_rewards(hidden, params["score"])), loads_of(stats)
+        return self._at_ends(batch, score(params, hidden)), loads_of(stats)
 
     def _margin(self, batch: Batch) -> jax.Array | float:
         return pairs(self._at_ends(batch, batch.columns["margin"])).chosen if self.settings.margin else 0.0

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import jax
 
 from dovetail.core import recipe as recipes
+from dovetail.data.example_rows import ExampleRows
+from dovetail.data.example_store import Stats
 from dovetail.data.open_examples import open_examples
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint
@@ -40,6 +42,14 @@ def tune(
     **how: Any,
 ) -> Ended:
     """For `how` see tune_settings."""
+    settings, records, folder = given_settings(cls, recipe, data, run_dir, overrides)
+    return tune_settings(settings, folder, objective, records=records, **how)
+
+
+def given_settings(
+    cls: type[S], recipe: str | Path | Tuning | None, data: Any, run_dir: str | Path, overrides: Mapping[str, Any]
+) -> tuple[S, list[Any] | None, Path]:
+    """(what a program's arguments say, its own records, the run's folder)."""
     records, keys = _taken(data)
     given = {**keys, **overrides}
     if recipe is None:
@@ -49,7 +59,7 @@ def tune(
     else:
         settings, name = recipes.load(str(recipe), given, cls), str(recipe)
     folder = Path(run_dir) if run_dir else Path("runs") / f"{Path(name).stem}-{cls.__name__.lower()}"
-    return tune_settings(settings, folder, objective, records=records, **how)
+    return settings, records, folder
 
 
 def tune_settings(
@@ -64,8 +74,9 @@ def tune_settings(
 ) -> Ended:
     """`bar` shows the progress of reading the data, and `told` is given what became of it, in the first process; for
     `how`, see train.launch."""
-    open_rows = partial(_open_rows, folder=folder, records=records, bar=bar, told=told)
-    return launch(settings, folder, objective, open_rows, **how)
+    data = _Data(records, bar)
+    open_rows = partial(_open_rows, folder=folder, data=data, told=told)
+    return launch(settings, folder, objective, open_rows, settle=data.settle, **how)
 
 
 def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -81,28 +92,37 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
     return records, {"data": {"path": f"{len(records)} records of a program, {digest}"}}
 
 
-def _open_rows(
-    settings: Tuning,
-    ready: Ready,
-    *,
-    folder: Path,
-    records: list[Any] | None,
-    bar: Bar | None,
-    told: Callable[[str], object],
-) -> Opened:
-    tokenizer, first = tokenizer_of(settings), jax.process_index() == 0
-    index, count = ready.rows_here()
-    with bar() if bar and first else nullcontext() as progress:
-        rows, held_out, stats = open_examples(
-            settings.data, settings.length, settings.batch, tokenizer, settings.examples, index, count, records=records,
-            progress=progress,
-        )  # fmt: skip
+class _Data:
+    """A run's examples, read once: before its plan where the number of its steps comes from them, else after."""
+
+    def __init__(self, records: list[Any] | None, bar: Bar | None):
+        self._records, self._bar, self._read = records, bar, None
+
+    def settle(self, settings: S) -> S:
+        return settings.with_steps(self.read(settings)[0].rows_per_epoch) if settings.epochs else settings
+
+    def read(self, settings: Tuning) -> tuple[ExampleRows, ExampleRows | None, Stats]:
+        """The rows of all processes, those held out, and what became of the records."""
+        if self._read is None:
+            with self._bar() if self._bar and jax.process_index() == 0 else nullcontext() as progress:
+                self._read = open_examples(
+                    settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,
+                    columns=settings.columns, records=self._records, progress=progress,
+                )  # fmt: skip
+        return self._read
+
+
+def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, told: Callable[[str], object]) -> Opened:
+    tokenizer = tokenizer_of(settings)
+    whole, apart, stats = data.read(settings)
+    rows, held_out = (each and each.of_host(*ready.rows_here()) for each in (whole, apart))
+    assert rows is not None
     if tokenizer.vocab_size > ready.cfg.vocab:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size:,} ids and the model's vocabulary {ready.cfg.vocab:,}: they do "
             "not belong together; name the model's own folder"
         )
-    if first:
+    if jax.process_index() == 0:
         told(f"{stats}; {rows.steps_per_epoch:,} steps are one pass over them")
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)

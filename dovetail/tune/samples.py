@@ -13,6 +13,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.greedy import greedy
 from dovetail.train.objective import step_context
 from dovetail.train.prepare import Ready
+from dovetail.train.rows import Sampled
 from dovetail.train.step import compute_copy
 from dovetail.tune.policy import policy_of
 from dovetail.tune.settings import Tuning
@@ -32,8 +33,7 @@ class Sampler:
             return None
         return cls(settings.samples.every, settings, ready, tokenizer)
 
-    def __call__(self, params: Params) -> list[dict[str, str]]:
-        """A prompt and its answer each."""
+    def __call__(self, params: Params, step: int) -> Sampled:
         settings, ready = self.settings, self.ready
         compute = compute_of(settings.precision.compute)
         ctx = replace(step_context(ready.settings, ready.placement, ready.platform), frozen=ready.frozen)
@@ -41,9 +41,8 @@ class Sampler:
         model: Any = jax.jit(lambda own, frozen: policy_of(settings).params(own, replace(ctx, frozen=frozen)))(
             own, ready.frozen
         )
-        return [
-            {"prompt": prompt, "answer": self._answer(model, prompt, compute)} for prompt in settings.samples.prompts
-        ]
+        asked = settings.samples.prompts
+        return Sampled([{"prompt": prompt, "answer": self._answer(model, prompt, compute)} for prompt in asked])
 
     def _answer(self, model: Params, prompt: str, compute: Any) -> str:
         ids = self._ids(prompt)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.recipe import dump
@@ -14,12 +15,12 @@ from dovetail.models.frozen import HELD, SCHEMES
 from dovetail.models.lora import Lora, lora_spec
 from dovetail.models.registry import read_model
 from dovetail.tune.distill_settings import Distillation, check_teacher
-from dovetail.tune.preference_settings import Preference
+from dovetail.tune.preference_settings import Preference, RewardLoss
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
 SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
-SMALL_STEPS = replace(OPTIMIZER, lr=1e-6)
-DATA, PREFERENCE, DISTILLATION = TuningData(), Preference(), Distillation()
+SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
+DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Training):
+    ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
+
+    epochs: float = 0.0  # in place of steps: passes over the data, from which their number is counted
     batch: int = 8
     length: int = 1024
     optimizer: Optimizer = OPTIMIZER
@@ -68,6 +72,10 @@ class Tuning(Training):
             "eval.every measures the held-out loss, and nothing is held out: set data.held_out, such as 0.01",
         )
 
+    def with_steps(self, rows: int) -> Self:
+        """The same with its epochs counted in steps, of which each takes a batch; one epoch is so many rows."""
+        return replace(self, epochs=0.0, steps=math.ceil(self.epochs * rows / self.batch)) if self.epochs else self
+
     @property
     def weights(self) -> str:
         return self.init or self.model
@@ -76,6 +84,11 @@ class Tuning(Training):
     def examples(self) -> str:
         """The kind that the rows are made of: see data.open_examples."""
         return "sft"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What the records are to bring besides: see data.open_examples."""
+        return ()
 
     @property
     def exports_at_end(self) -> bool:
@@ -99,6 +112,7 @@ class Tuning(Training):
         return {"data": dump(self.data), **super().rows_key}
 
     def check_model(self, cfg: ModelConfig) -> None:
+        super().check_model(cfg)
         if self.lora:
             lora_spec(cfg, self.lora)
 
@@ -128,6 +142,38 @@ class Dpo(Tuning):
     @property
     def most_documents(self) -> int:
         """Of a row: one that is to be judged has two tokens at least, and they come in pairs."""
+        return self.length // 4 * 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(Tuning):
+    """A reward model: a score of texts, learnt from pairs of which one is better."""
+
+    optimizer: Optimizer = SCORED
+    reward: RewardLoss = REWARD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.samples.every,
+            "samples.every asks the model for answers, and a reward model gives scores: leave samples out",
+        )
+
+    @property
+    def examples(self) -> str:
+        return "preference"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("margin",) if self.reward.margin else ()
+
+    @property
+    def scores(self) -> bool:
+        return True
+
+    @property
+    def most_documents(self) -> int:
+        """Of a row: as Dpo's."""
         return self.length // 4 * 2
 
 

@@ -154,6 +154,10 @@ class Script:
         self.called.append(("embed", pooling))
         return [[float(len(prompt)), 1.0] for prompt in prompts]
 
+    async def score(self, prompts, adapter=None):
+        self.called.append(("score", prompts))
+        return [len(prompt) / 2 for prompt in prompts]
+
     async def start_profile(self, folder):
         self.called.append(("start_profile", folder))
 

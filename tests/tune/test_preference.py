@@ -15,17 +15,20 @@ from train_cases import CONFIGS, alone, packed, recipe
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.spec import init
 from dovetail.core.types import Batch
+from dovetail.models.config import ModelConfig
 from dovetail.models.registry import parse_config
+from dovetail.models.score import scored
 from dovetail.models.spec import spec
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.step import gradients
 from dovetail.tune.preference import preference, target_logprobs
-from dovetail.tune.preference_settings import Preference, Reward
+from dovetail.tune.preference_settings import Preference, RewardLoss
 from dovetail.tune.reward import reward
 
 pytestmark = pytest.mark.slow
 
 CFG = parse_config(CONFIGS["dense"])
+JUDGE = scored(CFG)
 MOST, LENGTH = 6, 60
 LOSSES = {
     "sigmoid": Preference("sigmoid", beta=0.5),
@@ -85,13 +88,15 @@ def context(frozen: Any = None) -> Any:
     return dataclasses.replace(step_context(recipe(), alone()), frozen=frozen)
 
 
-def measured(objective: Objective, batch: Batch, parts: int = 1, params: Any = None, **changes) -> tuple[Any, dict]:
+def measured(
+    objective: Objective, batch: Batch, parts: int = 1, params: Any = None, cfg: ModelConfig = CFG, **changes
+) -> tuple[Any, dict]:
     """(gradient, metrics), with a reference that is another model."""
     keep = {name: batch.columns[name] for name in objective.columns}
     batch = dataclasses.replace(batch, columns=keep)
     ctx = dataclasses.replace(context(some_params(1)), **changes)
     params = some_params(0) if params is None else params
-    return jax.jit(lambda p, b: gradients(p, CFG, objective, b, ctx, parts)[:2])(params, batch)
+    return jax.jit(lambda p, b: gradients(p, cfg, objective, b, ctx, parts)[:2])(params, batch)
 
 
 def close(ours, theirs, tol=1e-5) -> None:
@@ -204,9 +209,9 @@ def test_held_out_rows_are_measured_as_the_others(name):
 
 
 def test_a_reward_model_scores_the_last_token_and_learns():
-    settings = Reward(margin=True, centering=0.1)
+    settings = RewardLoss(margin=True, centering=0.1)
     objective = reward(settings, policy, MOST)
-    params = init(objective.specs(CFG), jax.random.key(0), jnp.float32, std=0.15)
+    params = init(spec(JUDGE), jax.random.key(0), jnp.float32, std=0.15)
 
     def with_margin(batch: Batch) -> Batch:
         """A third of the pair's number of words."""
@@ -216,12 +221,12 @@ def test_a_reward_model_scores_the_last_token_and_learns():
                 margin[row, ids == number] = np.sum(np.asarray((ids + 1) // 2 == (number + 1) // 2)) / 3
         return dataclasses.replace(batch, columns={"margin": margin})
 
-    grads, told = measured(objective, with_margin(some_rows()), params=params)
-    want_grads, want = measured(objective, with_margin(one_per_row()), params=params)
+    grads, told = measured(objective, with_margin(some_rows()), params=params, cfg=JUDGE)
+    want_grads, want = measured(objective, with_margin(one_per_row()), params=params, cfg=JUDGE)
     close(grads, want_grads)
     close(told, want)
-    parts = measured(objective, with_margin(some_rows()), parts=2, params=params)
+    parts = measured(objective, with_margin(some_rows()), parts=2, params=params, cfg=JUDGE)
     close(parts, (grads, told))
     assert np.abs(grads["score"]).max() > 0 and np.abs(grads["embed"]).max() > 0
     lower = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
-    assert measured(objective, with_margin(some_rows()), params=lower)[1]["loss"] < told["loss"]
+    assert measured(objective, with_margin(some_rows()), params=lower, cfg=JUDGE)[1]["loss"] < told["loss"]

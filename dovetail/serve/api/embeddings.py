@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +12,7 @@ from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
 from dovetail.serve.api.delivery import JsonAnswer
 from dovetail.serve.api.fields import Body, Refused
 from dovetail.serve.api.generation_request import Tokens
-from dovetail.serve.errors import bad
+from dovetail.serve.api.inputs import encoded, read_inputs, refused, usage
 from dovetail.serve.talk.service import Service
 
 
@@ -41,28 +40,14 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _embeddings(service: Service, body: EmbeddingRequest, adapter: str | None) -> dict[str, Any]:
-    most = min(service.max_len, service.config.limits.prompt_tokens or service.max_len)
-
-    def encode() -> list[list[int]]:
-        return [service.prompts.encode(each, most=most) if isinstance(each, str) else each for each in body.inputs()]
-
-    prompts = await asyncio.to_thread(encode)
-    for prompt in prompts:
-        if not prompt:
-            raise bad("input is empty: give at least one token", "input")
-        if len(prompt) > most:
-            raise bad(f"input: a text has {len(prompt)} tokens, and this server takes at most {most}", "input")
-    service.check_ready()
-    service.inflight.check([1] * len(prompts))
+    prompts = await read_inputs(service, lambda most: encoded(service, body.inputs(), most), "input")
     try:
         vectors = await service.backend.embed(prompts, body.pooling, adapter)
     except ValueError as error:
-        raise bad(f"input: {str(error).removeprefix('prompt: ')}", "input") from None
+        raise refused(error, "input") from None
     form = _base64 if body.encoding_format == "base64" else list
     data = [{"object": "embedding", "index": i, "embedding": form(vector)} for i, vector in enumerate(vectors)]
-    total = sum(map(len, prompts))
-    usage = {"prompt_tokens": total, "total_tokens": total}
-    return {"object": "list", "data": data, "model": service.name_of(adapter), "usage": usage}
+    return {"object": "list", "data": data, "model": service.name_of(adapter), "usage": usage(prompts)}
 
 
 def _base64(vector: Any) -> str:

@@ -10,7 +10,7 @@ from starlette.types import Lifespan
 
 from dovetail import __version__
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.api import anthropic, chat, completions, controls, embeddings, responses, status, tokens
+from dovetail.serve.api import anthropic, chat, completions, controls, embeddings, responses, score, status, tokens
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.gate import Gate, handle_errors
 from dovetail.serve.http.long_bodies import LongBodies
@@ -51,6 +51,7 @@ def routed(
         anthropic.routes,
         tokens.routes,
         embeddings.routes,
+        score.routes,
         status.models,
         status.state,
     ):

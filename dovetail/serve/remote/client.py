@@ -177,6 +177,10 @@ class EngineClient:
         """A vector of length 1 for each prompt, from the model's final hidden states."""
         return await self._call("embed", [list(prompt) for prompt in prompts], pooling, adapter)
 
+    async def score(self, prompts: Sequence[Sequence[int]], adapter: str | None = None) -> list[float]:
+        """The score of each prompt, by a reward model; ValueError for another."""
+        return await self._call("score", [list(prompt) for prompt in prompts], adapter)
+
     # --- the engine ---------------------------------------------------------------------------------------------------
 
     async def control(self, name: str, *args: Any) -> Any:

@@ -16,7 +16,9 @@ from dovetail.engine.loop import EngineLoop
 from dovetail.engine.stats import Stats
 
 # These wait for files, compilers or several steps, and run in a thread.
-SLOW = {"embed", "start_profile", "stop_profile"} | {name for name, control in CONTROLS.items() if control.prepare}
+SLOW = {"embed", "score", "start_profile", "stop_profile"} | {
+    name for name, control in CONTROLS.items() if control.prepare
+}
 
 
 class Commands:
@@ -40,6 +42,9 @@ class Commands:
 
     def embed(self, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None) -> list[list[float]]:
         return self._embedder.embed(prompts, pooling, adapter)
+
+    def score(self, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
+        return self._embedder.score(prompts, adapter)
 
     def start_profile(self, folder: str) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.api import anthropic_request as anthropic
 from dovetail.serve.api import chat_request as chat
 from dovetail.serve.api import completions_request as completions
-from dovetail.serve.api import controls, embeddings, tokens
+from dovetail.serve.api import controls, embeddings, score, tokens
 from dovetail.serve.api import generation_request as generation
 from dovetail.serve.api import responses_request as responses
 from dovetail.serve.api.fields import Body
@@ -390,7 +390,7 @@ TABLES |= {
 
 # --- the small routes -------------------------------------------------------------------------------------------------
 
-ALONE = {"prompt": None}
+ALONE, UNREAD = {"prompt": None}, {"input": None}
 TALK = {"prompt": None, "messages": PREFILLED}
 TABLES |= {
     tokens.TokenizeRequest: Table(
@@ -415,6 +415,14 @@ TABLES |= {
             "user": Same("me", LABEL),
         },
         {"dimensions": 5},
+    ),
+    score.ScoreRequest: Table(
+        "/v1/score",
+        {"input": "Hello"},
+        {
+            "model": V("other"), "input": V("Hello there"), "messages": V([HELLO], UNREAD),
+            "tools": V(TOOLS, UNREAD | {"messages": PREFILLED}),
+        },
     ),
     controls.SleepRequest: Table("/sleep", {}, {"level": V(2)}, {"mode": "abort"}),
     controls.WakeRequest: Table("/wake_up", {}, {}, {"tags": "weights"}),
@@ -485,7 +493,7 @@ def test_a_field_that_is_taken_changes_the_result(server, kind, name):
     says = row.says if isinstance(row, V) else None
     without = base | row.beside
     # Where it takes another field's place, it is compared with that one.
-    before = seen(server, path, wrap(base if row.beside in (ONLY, ALONE) else without), says)
+    before = seen(server, path, wrap(base if row.beside in (ONLY, ALONE, UNREAD) else without), says)
     after = seen(server, path, wrap(without | {name: row.value}), says)
     assert (before == after) == isinstance(row, Same), after
     assert before[0] == 200, before

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/tokenize", "/detokenize", "/sleep", "/update_weights",
+    "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize", "/sleep", "/update_weights",
 )  # fmt: skip
 BOUNDED = settings(
     max_examples=8, deadline=None, database=None, derandomize=True, phases=[Phase.generate],

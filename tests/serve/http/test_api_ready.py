@@ -17,6 +17,7 @@ ASKED = {
     "/v1/responses": {"input": "Hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
     "/v1/embeddings": {"input": "Hi"},
+    "/v1/score": {"input": "Hi"},
 }
 
 

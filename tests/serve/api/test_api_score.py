@@ -1,0 +1,92 @@
+"""/v1/score over HTTP: with a reward model in an engine process of its own, and with scripted scores."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+from data.conftest import small_tokenizer
+from engine.engines import OPTIONS
+from engine.test_score import CHAT, PROMPTS, judge, theirs
+from serve.servers import MODEL, Script, running
+
+from dovetail.engine.options import EngineOptions
+from dovetail.serve.remote.client import EngineClient
+
+
+@pytest.fixture(scope="module")
+def scripted(tokenizer):
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer) as found:
+        yield found
+
+
+def post(server, body: dict, path: str = "/v1/score") -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60)
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_one_number_per_text(scripted, tokenizer, path):
+    answer = post(scripted, {"model": MODEL, "input": ["Hello", [5, 6, 7]][1:]}, path)
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "object": "list", "data": [{"object": "score", "index": 0, "score": 1.5}], "model": MODEL,
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }  # fmt: skip
+    both = post(scripted, {"input": ["Hello", "Hello there, you"]}).json()["data"]
+    counts = [len(tokenizer.encode(text)) for text in ("Hello", "Hello there, you")]
+    assert [(one["index"], one["score"]) for one in both] == [(i, count / 2) for i, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "expected one of input and messages"),
+        ({"input": "a", "messages": CHAT}, "expected one of input and messages"),
+        ({"input": ""}, "input is empty"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
+        ({"messages": [CHAT, [{"role": "user"}]]}, "messages.1.0.content is missing"),
+        ({"input": "a", "tools": []}, "tools goes with messages"),
+        ({"input": "a", "text_1": "b"}, "unknown field text_1"),
+    ],
+)
+def test_what_is_refused(scripted, body, message):
+    answer = post(scripted, body)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.slow
+def test_a_reward_model(tmp_path):
+    """Also that it does not answer with words, and says so."""
+    own, tokenizer = judge(tmp_path), small_tokenizer()
+    tokenizer.save(tmp_path)
+
+    async def engine():
+        return await EngineClient.start(tmp_path, EngineOptions(**OPTIONS | {"max_model_len": 128}))
+
+    with running(engine, tokenizer) as server:
+        scores = [one["score"] for one in post(server, {"input": PROMPTS}).json()["data"]]
+        np.testing.assert_allclose(scores, theirs(own), atol=1e-4)
+        ids = tokenizer.encode_chat(CHAT, add_generation_prompt=False)
+        judged = post(server, {"messages": [CHAT, CHAT]}).json()
+        assert judged["usage"]["prompt_tokens"] == 2 * len(ids)
+        np.testing.assert_allclose([one["score"] for one in judged["data"]], theirs(own, [ids]) * 2, atol=1e-4)
+        answer = post(server, {"messages": CHAT[:1]}, "/v1/chat/completions")
+        assert answer.status_code == 400 and "gives texts a score" in answer.json()["error"]["message"]
+        wrong = post(server, {"input": [[1000]]})
+        assert wrong.status_code == 400 and "outside the vocabulary" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_model_that_writes_has_no_score(tokenizer):
+    from reference_models import reference
+
+    async def engine():
+        return await EngineClient.start(reference("llama3.1")[1], EngineOptions(**OPTIONS))
+
+    with running(engine, tokenizer) as server:
+        answer = post(server, {"input": [[5, 6]]})
+        assert answer.status_code == 400 and "the model has no score" in answer.json()["error"]["message"]
