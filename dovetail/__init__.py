@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from dovetail.engine.llm import LLM as LLM
     from dovetail.engine.params import SamplingParams as SamplingParams
     from dovetail.io.load import load as load
+    from dovetail.jobs.remote import remote as remote
     from dovetail.train.pretrain import pretrain as pretrain
     from dovetail.tune.distillation import distill as distill
     from dovetail.tune.dpo import dpo as dpo
     from dovetail.tune.merge import merge as merge
+    from dovetail.tune.reward_model import reward as reward
+    from dovetail.tune.rl.rl import rl as rl
     from dovetail.tune.sft import sft as sft
 
 __version__ = "0.1.0"
@@ -41,9 +44,15 @@ _HOMES = {
     "sft": "dovetail.tune.sft",
     "dpo": "dovetail.tune.dpo",
     "distill": "dovetail.tune.distillation",
+    "reward": "dovetail.tune.reward_model",
+    "rl": "dovetail.tune.rl.rl",
     "merge": "dovetail.tune.merge",
+    "remote": "dovetail.jobs.remote",
 }
-__all__ = ["LLM", "SamplingParams", "distill", "dpo", "load", "merge", "pretrain", "sft", "__version__"]
+__all__ = [
+    "LLM", "SamplingParams", "distill", "dpo", "load", "merge", "pretrain", "remote", "reward", "rl", "sft",
+    "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The scripts of examples/, as a user runs them: minutes each, with the real SmolLM2."""
+"""The scripts of examples/, as a user runs them: minutes each, most with the real SmolLM2."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def test_distillation_brings_the_student_near(tmp_path, optimised):
     last = run("distill.py", tmp_path / "many")
     apart = [float(re.findall(r"from the teacher: ([\d.]+)", text)[0]) for text in (first, last)]
     assert apart[1] < 0.5 * apart[0]
+
+
+@pytest.mark.parametrize("name", ["rl_calculator", "rl_grid", "rl_repair"])
+def test_an_agent_learns_from_rewards(name, tmp_path, optimised):
+    first, last = (int(share) for share in re.findall(r"(\d+)%", run(f"{name}.py", tmp_path).splitlines()[-1]))
+    assert last > first + 12

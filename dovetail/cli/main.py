@@ -11,6 +11,7 @@ from dovetail.cli import (
     errors,
     evaluate,
     info,
+    job,
     pretrain,
     pull,
     recipes,
@@ -55,6 +56,8 @@ app.command("pretrain")(pretrain.pretrain)
 app.command("sft")(tune.sft)
 app.command("dpo")(tune.dpo)
 app.command("distill")(tune.distill)
+app.command("reward")(tune.reward)
+app.command("rl")(tune.rl)
 app.command("merge")(tune.merge)
 app.command("recipes")(recipes.recipes)
 app.command("report")(report.report)
@@ -62,6 +65,7 @@ app.command("eval")(evaluate.evaluate)
 app.add_typer(compile.app, name="compile")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
+app.add_typer(job.app, name="job")
 
 
 def main() -> None:

@@ -1,11 +1,15 @@
-"""`dovetail sft`, `dpo`, `distill` and `merge`: a model's later schooling, on whatever machine this is."""
+"""`dovetail sft`, `dpo`, `distill`, `reward`, `rl`, `merge`: a model's later schooling, on whatever machine this is."""
 
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
 
-RECIPE = typer.Argument(..., help="A YAML file, or `-` for none: then model=, data.path= and steps= must be given.")
+RECIPE = typer.Argument(
+    ..., help="A YAML file, or `-` for none: then model=, data.path= and steps= or epochs= must be given."
+)
 OVERRIDES = typer.Argument(None, help="Keys to change, such as lora.rank=16 optimizer.lr=2e-4 steps=500.")
 RUN_DIR = typer.Option("", "--run-dir", help="Where the run is kept; default runs/RECIPE.")
 QUIET = typer.Option(False, help="No live line.")
@@ -28,6 +32,16 @@ def distill(
     _tune("distill", recipe, overrides, run_dir, quiet)
 
 
+def reward(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
+    """Train a reward model: scores of answers, learnt from pairs."""
+    _tune("reward", recipe, overrides, run_dir, quiet)
+
+
+def rl(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
+    """Learn from rewards of what the model itself writes: GRPO, DAPO, GSPO, RLOO, PPO and others."""
+    _tune("rl", recipe, overrides, run_dir, quiet)
+
+
 def merge(
     model: str = typer.Argument(..., help="The adapter's base: a folder, a hub id, a name."),
     adapter: str = typer.Argument(..., help="A folder in PEFT's format."),
@@ -44,20 +58,23 @@ def merge(
 
 
 def _kind(name: str) -> tuple[Any, Any]:
-    """(the class of its settings, its objective)."""
+    """(the class of its settings, what runs them)."""
+    if name == "rl":
+        from dovetail.tune.rl.rl import rl_settings
+        from dovetail.tune.rl.settings import Rl
+
+        return Rl, rl_settings
     from dovetail.tune import settings
+    from dovetail.tune.run import tune_settings
 
-    if name == "sft":
-        from dovetail.tune.sft import sft_objective
+    cls, (home, objective) = getattr(settings, name.capitalize()), _OBJECTIVES[name]
+    return cls, partial(tune_settings, objective=getattr(import_module(f"dovetail.tune.{home}"), objective))
 
-        return settings.Sft, sft_objective
-    if name == "dpo":
-        from dovetail.tune.dpo import dpo_objective
 
-        return settings.Dpo, dpo_objective
-    from dovetail.tune.distillation import objective
-
-    return settings.Distill, objective
+_OBJECTIVES = {
+    "sft": ("sft", "sft_objective"), "dpo": ("dpo", "dpo_objective"), "distill": ("distillation", "objective"),
+    "reward": ("reward_model", "reward_objective"),
+}  # fmt: skip
 
 
 def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, quiet: bool) -> None:
@@ -75,14 +92,12 @@ def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, qui
     since = time.monotonic() - process_age()
     console = Console(stderr=True, highlight=False)
     with Stop(ends_process=True) as stop:
-        cls, objective = _kind(name)
-        from dovetail.tune.run import tune_settings
-
+        cls, run = _kind(name)
         given = overrides or []
         settings = recipes.create(cls, given) if recipe == "-" else recipes.load(recipe, given, cls)
         stem = Path(settings.model if recipe == "-" else recipe).stem
-        ended = tune_settings(
-            settings, Path(run_dir) if run_dir else Path("runs") / f"{stem}-{name}", objective, stop=stop, since=since,
+        ended = run(
+            settings, Path(run_dir) if run_dir else Path("runs") / f"{stem}-{name}", stop=stop, since=since,
             show=not quiet, bar=None if quiet else bar, last_words=last_words,
             explain=lambda lines: quiet or console.print("\n".join(lines), style="dim", soft_wrap=True),
             told=lambda line: quiet or console.print(line, style="dim", soft_wrap=True),

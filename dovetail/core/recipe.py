@@ -55,6 +55,11 @@ def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: t
         raise ValueError(f"recipe {name_or_path}: {error}") from error
 
 
+def raw(name_or_path: str) -> dict[str, Any]:
+    """The recipe's keys and those of its bases, not yet read as any settings."""
+    return _with_base(find(name_or_path), object, ())
+
+
 def create(cls: type[T], given: Sequence[str] | Mapping[str, Any]) -> T:
     """Settings from these values alone: see `load`."""
     return _overridden(cls, {}, given)

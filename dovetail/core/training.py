@@ -10,6 +10,7 @@ how. Read from YAML by `core.recipe`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -176,8 +177,7 @@ class Training:
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model must name a model or a config.json; it is empty")
-        require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}")
-        require(self.length >= 2, f"length must be at least 2 tokens; got {self.length}")
+        self._check_rows()
         self._check_duration()
         if self.remat:
             one_of("remat", self.remat, REMATS)
@@ -190,16 +190,22 @@ class Training:
         require(self.log_every >= 1, f"log_every must be at least 1 step; got {self.log_every}")
         _ = self.profile_window
 
+    def _check_rows(self) -> None:
+        require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}")
+        require(self.length >= 2, f"length must be at least 2 tokens; got {self.length}")
+
     def _check_duration(self) -> None:
-        not_negative(self, "steps", "tokens")
+        names = self.ALTERNATIVES[0]
+        not_negative(self, *names)
+        given = [f"{name}={getattr(self, name):,}" for name in names]
         require(
-            bool(self.steps) != bool(self.tokens),
-            "steps or tokens must say how long to train, and not both; "
-            f"got steps={self.steps:,} and tokens={self.tokens:,}",
+            sum(bool(getattr(self, name)) for name in names) == 1,
+            f"{_listed(names, 'or')} must say how long to train, and not {'both' if len(names) == 2 else 'several'}; "
+            f"got {_listed(given, 'and')}",
         )
         warmup = self.schedule.warmup
         require(
-            warmup <= self.total_steps,
+            warmup <= self.total_steps or not self.total_steps,
             f"schedule.warmup must end within the run, which has {self.total_steps:,} steps; it is {warmup:,}: "
             f"lower it, as with schedule.warmup={self.total_steps // 10}, or train longer",
         )
@@ -210,7 +216,7 @@ class Training:
 
     @property
     def total_steps(self) -> int:
-        """`tokens` is rounded up to a whole step."""
+        """`tokens` is rounded up to a whole step. 0: not known yet, for only the data says what an epoch takes."""
         return self.steps or -(-self.tokens // self.tokens_per_step)
 
     @property
@@ -247,6 +253,21 @@ class Training:
         return ()
 
     @property
+    def scores(self) -> bool:
+        """Whether what is trained is a score of texts (models.score), in place of words."""
+        return False
+
+    def beside(self, cfg: Any, hbm: int | None) -> dict[str, int]:
+        """Bytes of each device (of `hbm`, where that is known) that the training leaves to others, by what they are: an
+        engine's weights and pages."""
+        return {}
+
+    @property
+    def spare_devices(self) -> int:
+        """The last of the devices that the training leaves alone: an engine's."""
+        return 0
+
+    @property
     def trains_mtp(self) -> bool:
         """Whether layers of multi-token prediction are trained too: the memory plan counts them."""
         return False
@@ -258,3 +279,12 @@ class Training:
 
     def check_model(self, cfg: Any) -> None:
         """Refuse what this model (a models.config.ModelConfig) cannot do."""
+        require(
+            self.scores or not cfg.scored,
+            f"model {self.model!r} gives texts a score and has no head for words: name a model that writes, or train "
+            "this one further as the reward model that it is (dovetail reward)",
+        )
+
+
+def _listed(words: Sequence[str], last: str) -> str:
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"

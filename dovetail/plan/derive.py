@@ -7,8 +7,8 @@ is kept; what cannot fit or divide is refused with what would.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from dovetail.core.chips import GIB, Chip
 from dovetail.core.training import REMATS, Mesh, Training
@@ -46,6 +46,7 @@ class Derived:
     limit: int | None  # bytes that the plan may fill on a device; None: not known
     memory: Memory
     why: tuple[tuple[str, str, str], ...]  # (what, its value, the reason)
+    beside: Mapping[str, int] = field(default_factory=dict)  # what else is on the device: Training.beside
 
     @property
     def axes(self) -> dict[str, int]:
@@ -58,9 +59,11 @@ class Derived:
         lines = [f"derived for {self.hardware}"]
         lines += [f"  {what:<12}{value:<{wide}}  {reason}" for what, value, reason in self.why]
         lines.append("memory of one device at the worst moment of a step, estimated")
-        lines += [f"  {f.name:<12}{_gib(getattr(self.memory, f.name)):>10}" for f in fields(self.memory)]
+        parts = {f.name: getattr(self.memory, f.name) for f in fields(self.memory)} | dict(self.beside)
+        wide = max(12, *(len(name) + 2 for name in parts))
+        lines += [f"  {name:<{wide}}{_gib(size):>10}" for name, size in parts.items()]
         share = f"  of {_gib(self.limit)} to plan with" if self.limit else ""
-        return [*lines, f"  {'total':<12}{_gib(self.memory.total):>10}{share}"]
+        return [*lines, f"  {'total':<{wide}}{_gib(sum(parts.values())):>10}{share}"]
 
 
 def derive(
@@ -78,7 +81,8 @@ def derive(
     settings = replace(settings, mesh=_with_slices(settings.mesh, slices))
     _check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
-    limit = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None
+    whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, settings.beside(cfg, hbm)
+    limit = whole and max(1, whole - sum(others.values()))
     on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
     found = list(plans(cfg, settings, devices, limit, on_gpu))
     if on_host:  # links and recomputation cost a CPU what the estimate does not know: without them where that fits
@@ -90,7 +94,8 @@ def derive(
         settings, mesh=best.mesh, scan=best.scan, remat=best.remat, per_device=best.rows, accumulate=best.microsteps
     )
     hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
-    return Derived(filled, devices, hardware, limit, best.memory, _reasons(cfg, settings, best, limit, on_gpu))
+    why = _reasons(cfg, settings, best, limit, on_gpu)
+    return Derived(filled, devices, hardware, whole, best.memory, why, others)
 
 
 def smallest(cfg: ModelConfig, settings: Training, chip: Chip) -> int | None:

@@ -84,7 +84,9 @@ def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: i
 
 
 def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> int:
-    """A chunk of logits, and their gradient in the compute dtype."""
+    """A chunk of logits, and their gradient in the compute dtype; none of a model that gives scores."""
+    if cfg.scored:
+        return 0
     vocab = cfg.vocab // (tensor if cfg.vocab % tensor == 0 else 1)
     itemsize = BYTES[settings.precision.logits or settings.precision.compute]
     chunk = min(LOGITS_BYTES // itemsize, tokens * vocab)

@@ -92,9 +92,12 @@ class Boundary:
     def _sample(self, at: Position, samples: Samples) -> None:
         """Onto the end of samples.jsonl."""
         with self._goodput.span("eval"):
-            lines = [{"step": at.step} | one for one in samples(at.state.ema or at.state.params)]
+            began, found = time.monotonic(), samples(at.state.ema or at.state.params, at.step)
         with (self._folder / SAMPLES).open("a") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            file.writelines(json.dumps({"step": at.step} | line, ensure_ascii=False) + "\n" for line in found.lines)
+        if found.measures:
+            weights = AVERAGED if at.state.ema else TRAINED
+            self._metrics.evaluated(at.step, found.measures, time.monotonic() - began, weights)
 
     def _export(self, at: Position, command: bool) -> None:
         """The averaged weights, where there are any."""

@@ -52,6 +52,7 @@ def launch(
     objective: Callable[[S], Objective],
     open_rows: Callable[[S, Ready], Opened],
     *,
+    settle: Callable[[S], S] = lambda settings: settings,
     stop: Stop | None = None,
     since: float | None = None,
     show: bool = True,
@@ -60,7 +61,8 @@ def launch(
 ) -> Ended:
     """Train in this process, and with the others where the environment says that there are others.
 
-    `since`: when the time of this run began, by time.monotonic. `explain` is given what was derived, in the first
+    `settle` fills in what only the data says, before anything is derived: how many steps its epochs are. `since`: when
+    the time of this run began, by time.monotonic. `explain` is given what was derived, in the first
     process. `last_words`: exit code and line of a process that fails while others wait for it (then all end).
     """
     began = time.monotonic() if since is None else since
@@ -74,6 +76,10 @@ def launch(
                     stop.tell = peers.tell
             stack.enter_context(only_run(folder, first))
             with Goodput(folder / "goodput.json" if first else None, age=time.monotonic() - began) as goodput:
+                with goodput.span("prepare"):
+                    settings = settle(settings)
+                if not settings.total_steps:
+                    raise ValueError("epochs are counted in examples that are read, and here none are: set steps")
                 ready = _prepared(settings, objective)
                 if first:
                     explain(ready.derived.explain())

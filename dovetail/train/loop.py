@@ -1,7 +1,8 @@
 """The loop: launch a step, look at the results of the one before, stop at boundaries.
 
-One step is always under way while the host reads the results of the one before. A boundary (a checkpoint, a
-measurement, a trace, the end) waits until nothing is under way, so that the state is that of one known step.
+One step is under way while the host reads the results of the one before, unless the weights make the rows
+(`Source.ahead`). A boundary (a checkpoint, a measurement, a trace, the end) waits until nothing is under way, so that
+the state is that of one known step.
 
 What a step may not do is in train.guard.health (judged on the device), train.guard.doctor (what to do about a bad one),
 train.guard.watchdog (a hang) and train.guard.stop (a signal).
@@ -13,6 +14,8 @@ import dataclasses
 import signal
 import time
 from collections import deque
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +33,10 @@ from dovetail.train.position import Position
 from dovetail.train.prepare import Ready
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import RunMetrics
-from dovetail.train.rows import Batches
+from dovetail.train.report.split import added
+from dovetail.train.rows import Source
 from dovetail.train.saves import Saves
 from dovetail.train.step import Step
-
-IN_FLIGHT = 2  # steps dispatched before the first of them is looked at
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Loop:
     def __init__(
         self,
         ready: Ready,
-        batches: Batches,
+        source: Source,
         at: Position,
         *,
         saves: Saves,
@@ -62,13 +64,14 @@ class Loop:
         watchdog: Watchdog,
         stop: Stop,
     ):
-        self.ready, self.settings, self.batches, self.at = ready, ready.settings, batches, at
+        self.ready, self.settings, self.source, self.at = ready, ready.settings, source, at
         self.saves, self.boundary, self.doctor = saves, boundary, doctor
         self.metrics, self.goodput, self.watchdog, self.stop = metrics, goodput, watchdog, stop
         self.total = self.settings.total_steps
-        self._steps: dict[int | None, Step] = {}  # compiled, by the most documents that a row may hold
+        self._steps: dict[tuple[int, int | None], Step] = {}  # compiled, by rows and the most documents of a row
         self._inflight: deque[StepUnderWay] = deque()
-        self._unreported: list[float] = []  # seconds of the steps since the last line
+        self._unreported: list[tuple[float, int, Mapping[str, float]]] = []  # seconds, tokens and notes of the steps
+        # since the last line
         self._clock = time.monotonic()  # when the last step ended, or the last pause
 
     def run(self) -> int:
@@ -78,12 +81,13 @@ class Loop:
             stopping = leaving or self.saves.is_time(self.at.step)
             if not stopping and self._may_launch():
                 self._launch()
-            if self._inflight and (stopping or len(self._inflight) == IN_FLIGHT or not self._may_launch()):
+            if self._inflight and (stopping or len(self._inflight) == self.source.ahead or not self._may_launch()):
                 verdict = self._look(self._inflight.popleft())
                 if verdict is not None and verdict.exit_code is not None:
                     return verdict.exit_code
             if not self._inflight and (stopping or self.boundary.is_at(self.at.step)):
                 with self.watchdog.suspend("a boundary"):
+                    self.source.settle()
                     self.boundary.visit(self.at, stopping, bool(self.stop.signal))
                 self._clock = time.monotonic()
                 if leaving:
@@ -101,9 +105,9 @@ class Loop:
         at = self.at
         while self.doctor.skips(at.cursor):
             at.cursor += 1
-        with self.goodput.span("data"):
-            rows = self.batches.get(at.cursor)
-        run = self._step_for(at.cursor)
+        with self.goodput.span("data") if self.source.waits else nullcontext():
+            rows = self.source.get(at)
+        run = self._step_for(at.cursor, len(rows.tokens))
         self.stop.begin()
         self.goodput.begin()
         step = at.step + len(self._inflight) + 1
@@ -113,14 +117,16 @@ class Loop:
         self._inflight.append(StepUnderWay(step, at.cursor, batch, metrics))
         at.cursor += 1
 
-    def _step_for(self, index: int) -> Step:
-        """The step for a batch: compiled anew where its rows hold more documents than those before."""
-        bound = self.ready.bucket(self.batches.rows.documents(index) if self.ready.platform == "cuda" else 1)
-        if bound not in self._steps:
+    def _step_for(self, index: int, rows: int) -> Step:
+        """The step for a batch with so many rows here: compiled anew where they hold more documents than those
+        before."""
+        bound = self.ready.bucket(self.source.documents(index) if self.ready.platform == "cuda" else 1)
+        if (rows, bound) not in self._steps:
+            began = time.monotonic()
             with self.goodput.span("compile"), self.watchdog.suspend("compiling"):
-                self._steps[bound] = self.ready.compile(bound)
-                self._clock = time.monotonic()
-        return self._steps[bound]
+                self._steps[rows, bound] = self.ready.compile(bound, rows)
+            self._clock += time.monotonic() - began  # no part of a step's time
+        return self._steps[rows, bound]
 
     def _look(self, launched: StepUnderWay) -> Verdict | None:
         """Take in a step's results; the verdict if it was bad."""
@@ -133,10 +139,14 @@ class Loop:
         values.pop("checksums")
         self.at.step = launched.step
         self.goodput.step(self.at.step)
-        self._unreported.append(seconds)
+        notes = dict(self.source.notes(launched.index))
+        tokens = int(notes.pop("tokens", self.settings.tokens_per_step))
+        self._unreported.append((seconds, tokens, notes))
+        if passage := self.source.passage(launched.index):
+            self.metrics.show(self.at.step, passage)
         if self.at.step % self.settings.log_every == 0 or self.at.step == self.total:
-            tokens = len(self._unreported) * self.settings.tokens_per_step
-            self.metrics.record(self.at.step, values, sum(self._unreported), tokens)
+            took, counts, noted = zip(*self._unreported, strict=True)
+            self.metrics.record(self.at.step, {**values, **notes, **added(noted)}, sum(took), sum(counts))
             self._unreported.clear()
         return None
 
@@ -147,7 +157,7 @@ class Loop:
         replicas disagree about a good step it goes on, but then nothing of it is kept.)"""
         self._inflight.clear()
         self.goodput.undone()
-        run = self._step_for(bad.index)
+        run = self._step_for(bad.index, self.ready.rows_of(bad.batch))
         results = [self._result(values)]
         with self.goodput.span("replay"), self.watchdog.suspend("replaying a step"):
             for _ in range(self.settings.health.replays):

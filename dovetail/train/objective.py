@@ -71,7 +71,8 @@ def step_context(
 
 @dataclass(frozen=True)
 class Measured:
-    """A part's share of the whole batch's loss and metrics; a metric named `loss` is reported in place of the loss."""
+    """A part's share of the whole batch's loss and metrics; a metric named `loss` is reported in place of the loss. Of
+    one whose name ends in `_max` (0 or more) the greatest part counts, not the sum."""
 
     loss: jax.Array  # []
     metrics: Metrics = field(default_factory=dict)

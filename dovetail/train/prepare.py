@@ -6,7 +6,7 @@ import functools
 import platform as machine
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import read_model
+from dovetail.models.score import scored
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.derive import Derived, derive
 from dovetail.train.objective import Objective, step_context
@@ -62,17 +63,32 @@ class Ready:
         """Of the weights that are trained."""
         return self.objective.specs(self.cfg)
 
-    def lower(self, documents: int | None = None) -> jax.stages.Lowered:
-        """The step for batches whose rows hold no more than so many documents."""
-        ctx = step_context(self.settings, self.placement, self.platform, documents)
-        step = make_step(self.cfg, self.settings, self.objective, self.optimizer, self.rate, ctx)
+    def lower(self, documents: int | None = None, rows: int | None = None) -> jax.stages.Lowered:
+        """The step for batches whose rows hold no more than so many documents, and of which so many are here: all of a
+        step's, unless given."""
+        settings = self._settings_for(rows)
+        ctx = step_context(settings, self.placement, self.platform, documents)
+        step = make_step(self.cfg, settings, self.objective, self.optimizer, self.rate, ctx)
         places = jax.tree.map(lambda leaf: leaf.sharding, self.form)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        return jitted.trace(self.form, self.batch_form, *self._frozen_form).lower(lowering_platforms=(self.platform,))
+        batch = batch_form(settings, self.objective.columns, self.placement)
+        return jitted.trace(self.form, batch, *self._frozen_form).lower(lowering_platforms=(self.platform,))
 
-    def compile(self, documents: int | None = None) -> Step:
+    def compile(self, documents: int | None = None, rows: int | None = None) -> Step:
         options = compile_options(self.platform, self.settings.tokens_per_step)
-        return self._given_frozen(self.lower(documents).compile(compiler_options=options))
+        return self._given_frozen(self.lower(documents, rows).compile(compiler_options=options))
+
+    def _settings_for(self, rows: int | None) -> Training:
+        """With as many rows, and no other number of them in a microstep."""
+        batch = self.settings.batch if rows is None else rows * self.rows_here()[1]
+        if batch == self.settings.batch:
+            return self.settings
+        parts = batch * (self.settings.accumulate or 1) // self.settings.batch
+        return replace(self.settings, batch=batch, accumulate=max(1, parts))
+
+    def rows_of(self, batch: Batch) -> int:
+        """That are here, of a batch that `put` has made."""
+        return batch.tokens.shape[0] // self.rows_here()[1]
 
     def bucket(self, documents: int) -> int | None:
         """The bound to compile for when rows hold `documents`: a few sizes where it matters (cuDNN), else none."""
@@ -119,6 +135,15 @@ class Ready:
             lambda x, f: jax.make_array_from_process_local_data(f.sharding, np.asarray(x, f.dtype), f.shape), rows, form
         )
 
+    def place(self, rows: Batch) -> Batch:
+        """Rows on their devices, with what columns they have; of a single process."""
+
+        def one(x: Any) -> jax.Array:
+            axes = ("batch", "length", None)[: x.ndim]
+            return jax.device_put(x, self.placement.sharding(axes, x.shape))
+
+        return jax.tree.map(one, rows)
+
 
 def _with_frozen(program: Any, frozen: Any, state: Any, batch: Batch) -> Any:
     return program(state, batch, frozen)
@@ -128,8 +153,8 @@ def prepare(
     settings: Training, objective: Objective, devices: Sequence[Any] | None = None, platform: str | None = None
 ) -> Ready:
     """Lay a recipe over the devices that are there, or over those given (of a topology that is not, say)."""
-    cfg = read_model(settings.model)
-    devices = list(devices if devices is not None else jax.devices())
+    cfg = scored(read_model(settings.model)) if settings.scores else read_model(settings.model)
+    devices = list(devices if devices is not None else _all_but(settings.spare_devices))
     first = devices[0]
     own = set(jax.local_devices())
     here = [device for device in devices if device in own]  # others, and those of a topology, do not say what they have
@@ -138,6 +163,16 @@ def prepare(
     derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), usable, on_host)
     platform = platform or ("cuda" if first.platform == "gpu" else str(first.platform))
     return make_ready(cfg, derived, objective, Placement(make_mesh(derived.axes, devices), TRAIN), platform)
+
+
+def _all_but(spare: int) -> list[Any]:
+    devices = jax.devices()
+    if spare >= len(devices):
+        raise ValueError(
+            f"engine.devices={spare} leaves none of the {len(devices)} devices to the trainer: give the engine fewer, "
+            "or 0 to share them"
+        )
+    return devices[: len(devices) - spare]
 
 
 def make_ready(cfg: ModelConfig, derived: Derived, objective: Objective, placement: Placement, platform: str) -> Ready:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dovetail.core.types import Batch, Params
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.train.position import Position
+from dovetail.train.report.metrics import Passage
 
 
 class Rows(Protocol):
@@ -18,19 +20,61 @@ class Rows(Protocol):
     def documents(self, step: int) -> int: ...
 
 
+@runtime_checkable
+class Source(Protocol):
+    """Where the loop has its batches from: `Batches` of rows that are there, or rows that the weights of the moment
+    make (tune.rl)."""
+
+    @property
+    def ahead(self) -> int:
+        """Steps that may be dispatched before the first of them is looked at."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether the time that `get` takes is a wait for data; else it is the step's own."""
+        ...
+
+    def get(self, at: Position) -> Batch:
+        """The batch of number `at.cursor`: this process's share of the rows."""
+        ...
+
+    def documents(self, index: int) -> int:
+        """The most that a row of the batch holds."""
+        ...
+
+    def settle(self) -> None:
+        """A boundary comes: nothing that a checkpoint must know of is under way when this returns."""
+        ...
+
+    def notes(self, index: int) -> Mapping[str, float]:
+        """What to report of a batch beside its step's own metrics; `tokens`: how many it has, unless all of its rows
+        are full."""
+        ...
+
+    def passage(self, index: int) -> Passage | None:
+        """What to show of a batch once its step is done, if anything."""
+        ...
+
+
+class Sampled(NamedTuple):
+    lines: list[dict[str, Any]]  # a prompt and its answer each
+    measures: Mapping[str, float] = {}  # of all of them, where they were judged
+
+
 class Samples(Protocol):
-    """What the model answers to a few prompts, every so many steps, for the report."""
+    """What the model answers to some prompts, every so many steps, for the report."""
 
     @property
     def every(self) -> int: ...
-    def __call__(self, params: Params) -> list[dict[str, str]]: ...
+    def __call__(self, params: Params, step: int) -> Sampled: ...
 
 
 @dataclass(frozen=True)
 class Opened:
     """What a run reads, opened."""
 
-    rows: Rows
+    rows: Rows | Source
     held_out: Rows | None = None
     tokenizer: Tokenizer | None = None  # what exports carry, so that their folders can be served
     samples: Samples | None = None
@@ -39,16 +83,31 @@ class Opened:
 class Batches:
     """Rows read ahead: asked for anything but the next batch, it starts anew there."""
 
-    def __init__(self, rows: Rows):
-        self.rows, self._next, self._found = rows, -1, None
+    ahead, waits = 2, True
 
-    def get(self, index: int) -> Batch:
+    def __init__(self, rows: Rows):
+        self._rows, self._next, self._found = rows, -1, None
+
+    def get(self, at: Position) -> Batch:
+        index = at.cursor
         if index != self._next or self._found is None:
             if self._found is not None:
                 self._found.close()  # type: ignore[attr-defined]
-            self._found = self.rows.iterate(index)
+            self._found = self._rows.iterate(index)
         self._next = index + 1
         return next(self._found)
+
+    def documents(self, index: int) -> int:
+        return self._rows.documents(index)
+
+    def settle(self) -> None:
+        pass
+
+    def notes(self, index: int) -> Mapping[str, float]:
+        return {}
+
+    def passage(self, index: int) -> Passage | None:
+        return None
 
 
 def check_columns(rows: Batch, form: Batch) -> None:

@@ -28,7 +28,7 @@ from dovetail.train.prepare import Ready
 from dovetail.train.report import page
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import Remarks, RunMetrics, Work
-from dovetail.train.rows import Batches, Rows, Samples
+from dovetail.train.rows import Batches, Rows, Samples, Source
 from dovetail.train.saves import Saves
 
 IN_GOOD_ORDER = (0, PREEMPTED, 130)  # exit codes of runs whose last state is saved
@@ -46,7 +46,7 @@ class Ran:
 def run(
     ready: Ready,
     folder: Path,
-    rows: Rows,
+    rows: Rows | Source,
     held_out: Rows | None = None,
     tokenizer: Tokenizer | None = None,
     samples: Samples | None = None,
@@ -73,8 +73,9 @@ def run(
         ):  # fmt: skip
             remarks.show_with(metrics.remark)
             boundary = Boundary(ready, folder, saves, metrics, goodput, held_out, tokenizer, samples)
+            source = rows if isinstance(rows, Source) else Batches(rows)
             loop = Loop(
-                ready, Batches(rows), at, saves=saves, boundary=boundary, doctor=_doctor(ready, folder),
+                ready, source, at, saves=saves, boundary=boundary, doctor=_doctor(ready, folder),
                 metrics=metrics, goodput=goodput, watchdog=watchdog, stop=stop,
             )  # fmt: skip
             code, at = loop.run(), loop.at

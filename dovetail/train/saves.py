@@ -122,6 +122,12 @@ def _given_weights(ready: Ready) -> Any:
         return ready.objective.initial(ready)
     if not settings.weights or settings.adapter:  # its base is frozen
         return None
+    return weights_of_folder(ready)
+
+
+def weights_of_folder(ready: Ready) -> Any:
+    """The recipe's, as masters on their mesh."""
+    settings = ready.settings
     from dovetail.io.hf import has_mtp, read_params
     from dovetail.io.hub import resolve
     from dovetail.io.load import open_checkpoint

@@ -46,6 +46,7 @@ class Pretrain(Training):
         return {"data": dump(self.data), **super().rows_key}
 
     def check_model(self, cfg: ModelConfig) -> None:
+        super().check_model(cfg)
         balances = self.loss.router_aux or self.loss.router_bias_rate
         require(
             not balances or any(layer.moe for layer in cfg.layers),

@@ -17,7 +17,6 @@ from dovetail.core.spec import abstract, init
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Column, Params
 from dovetail.models.config import ModelConfig
-from dovetail.models.spec import spec
 from dovetail.train.guard import health
 from dovetail.train.optim import state_shardings
 
@@ -64,13 +63,12 @@ def init_state(
     placement: Placement,
     params: Params | None = None,
 ) -> TrainState:
-    """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place).
-    What an objective trains besides the model's own weights (layers of multi-token prediction) is random where it is
-    not given."""
+    """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place), to
+    which an objective may add some of its own (layers of multi-token prediction)."""
     form = state_form(specs, settings, optimizer, placement)
     places = jax.tree.map(lambda leaf: leaf.sharding, form)
-    given, own = params or {}, spec(cfg)
-    missing = {name: part for name, part in specs.items() if name not in given and (params is None or name not in own)}
+    given = params or {}
+    missing = {name: part for name, part in specs.items() if name not in given}
     std = float(cfg.to_hf().get("initializer_range") or 0.02)
     key, dtype = jax.random.key(settings.seed), compute_of(settings.precision.params).dtype
     params = {**given, **init(missing, key, dtype, std, {name: places.params[name] for name in missing})}

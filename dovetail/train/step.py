@@ -103,13 +103,19 @@ def _accumulated(one: Callable, params: Params, batch: Batch, parts: int) -> tup
         return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
     def add(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, one(params, *part)), None
+        return jax.tree_util.tree_map_with_path(_together, total, one(params, *part)), None
 
     pieces = jax.tree.map(split, batch)
     shapes = jax.eval_shape(one, params, jax.tree.map(lambda x: x[0], pieces))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
     total, _ = jax.lax.scan(add, zeros, (pieces, jnp.arange(parts)))
     return total
+
+
+def _together(path: tuple, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum over parts; of a metric that is called so, the greatest."""
+    is_greatest = str(getattr(path[-1], "key", "")).endswith("_max")
+    return jnp.maximum(a, b.astype(a.dtype)) if is_greatest else a + b.astype(a.dtype)
 
 
 def compute_copy(params: Params, specs: Any, compute: Compute) -> Params:

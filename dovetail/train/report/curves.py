@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate
 from statistics import fmean
 
 LEFT, RIGHT, TOP, BOTTOM = 52, 22, 30, 26  # around the plot
 LINE_POINTS, RAW_POINTS = 300, 900  # more than a screen shows say nothing more
+LEAST = 1e-5  # a share that has no bar
 Points = Sequence[tuple[float, float]]
 
 
@@ -19,8 +20,14 @@ Points = Sequence[tuple[float, float]]
 class Series:
     name: str
     points: Points
-    style: str = "line"  # line | raw (faint, behind, with its extremes) | dots (joined)
+    style: str = "line"  # line | raw (faint, behind, with its extremes) | dots (joined) | area (down to its base)
     colour: int = 0  # of the page's palette
+    base: Points = ()  # of an area: its lower edge, at the same steps
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the legend has it, and the pointer is told of it."""
+        return self.style != "raw" and bool(self.name)
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ svg.chart .grid{stroke:var(--rule)}
 svg.chart .axis{stroke:var(--dim);opacity:.6}
 svg.chart .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
 svg.chart .raw{fill:none;stroke-width:1;opacity:.28}
+svg.chart .area{stroke:none;opacity:.75}svg.chart .behind{stroke:none;opacity:.16}
+svg.chart .share{font-weight:600;fill:var(--ink)}
 svg.chart .mark{stroke:var(--bad);stroke-dasharray:4 3}
 svg.chart .cursor{stroke:var(--dim);stroke-dasharray:2 2;visibility:hidden}
 svg.chart .told{fill:var(--ink);visibility:hidden}
@@ -70,22 +79,42 @@ for (const svg of document.querySelectorAll('svg.chart[data-points]')) {
 def chart(title: str, series: Sequence[Series], *, form: Callable[[float], str], marks: Sequence[Mark] = (),
           width: int = 520, height: int = 230, log: bool = False, zero: bool = False) -> str:  # fmt: skip
     """Curves over the steps. `form` writes a value; `zero`: the axis begins there. Empty where there is nothing."""
-    series = [Series(s.name, _finite(s.points, log), s.style, s.colour) for s in series]
+    series = [replace(s, points=_finite(s.points, log)) if s.style != "area" else s for s in series]
     series = [s for s in series if s.points]
     if not series:
         return ""
     frame = _Frame.around(series, width, height, log, zero)
     parts = [_text(LEFT, 16, title, "title"), frame.grid(form)]
     parts += [_mark(frame, mark) for mark in marks if frame.low <= mark.x <= frame.high]
-    for each in sorted(series, key=lambda s: s.style != "raw"):
+    for each in sorted(series, key=lambda s: ("area", "raw").index(s.style) if s.style in ("area", "raw") else 2):
         parts.append(_draw(frame, each))
     parts += [_names(series, width - RIGHT), f'<line class="cursor" y1="{TOP}" y2="{height - BOTTOM}"/>']
     parts.append(_text(width - RIGHT, 16, "", "told", "end"))
     data = escape(json.dumps(_hover_data(frame, series, form), separators=(",", ":")), quote=True)
-    return (
-        f'<svg class="chart" role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}" '
-        f'data-points="{data}">{"".join(parts)}</svg>'
-    )
+    return _svg(title, width, height, parts, f' data-points="{data}"')
+
+
+def bars(title: str, shares: Sequence[tuple[str, float]], *, width: int = 520, height: int = 230) -> str:
+    """Named shares of a whole, by their logarithm: a ten-thousandth is what such a chart is looked at for."""
+    if not shares:
+        return ""
+    base, each = height - BOTTOM, (width - LEFT - RIGHT) / len(shares)
+    parts = [_text(LEFT, 16, title, "title"), f'<path class="axis" d="M{LEFT} {base}H{width - RIGHT}"/>']
+
+    def at(share: float) -> float:
+        return base - (1 + math.log10(max(share, LEAST)) / -math.log10(LEAST)) * (base - TOP - 16)
+
+    for power in range(1 - round(-math.log10(LEAST)), 1):
+        y = at(10.0**power)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{width - RIGHT}"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{10.0**power:.{max(0, -power - 2)}%}", "", "end"))
+    for i, (name, share) in enumerate(shares):
+        x, y = LEFT + (i + 0.5) * each, at(share)
+        bar = f'x="{x - each * 0.38:.1f}" y="{y:.1f}" width="{each * 0.76:.1f}" height="{base - y:.1f}"'
+        parts.append(f'<rect class="area" {bar} style="fill:var(--c0)"/>')
+        parts.append(_text(x, y - 5, _percent(share), "share", "middle"))
+        parts.append(_text(x, base + 16, name, "", "middle"))
+    return _svg(title, width, height, parts)
 
 
 def smooth(points: Points, log: bool = False) -> list[tuple[float, float]]:
@@ -101,6 +130,18 @@ def smooth(points: Points, log: bool = False) -> list[tuple[float, float]]:
         reach = min(most, i, last - i)
         out.append((x, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
     return out
+
+
+def _percent(share: float) -> str:
+    """Three figures, and 100% of nothing less than all that can be seen."""
+    return (
+        "0" if not share else f"{share:.0%}" if share >= 0.9999995 else f"{100 * share:.{3 if share < 0.99 else 6}g}%"
+    )
+
+
+def _svg(title: str, width: int, height: int, parts: Sequence[str], more: str = "") -> str:
+    box = f'role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}"'
+    return f'<svg class="chart" {box}{more}>{"".join(parts)}</svg>'
 
 
 # --- the frame: from values to the place on paper ---------------------------------------------------------------------
@@ -119,9 +160,10 @@ class _Frame:
     @classmethod
     def around(cls, series: Sequence[Series], width: int, height: int, log: bool, zero: bool) -> _Frame:
         xs = [x for s in series for x, _ in s.points]
-        ys = [math.log10(y) if log else y for s in series for _, y in s.points]
+        ys = [math.log10(y) if log else y for s in series for _, y in (*s.points, *s.base)]
         bottom, top = (min([0.0, *ys]) if zero else min(ys)), max(ys)
-        room = (top - bottom) * 0.06 or abs(top) * 0.1 or 1.0
+        flat = top - bottom < 1e-9 * abs(top)  # but for how numbers are rounded
+        room = ((top - bottom) * 0.06 if not flat else abs(top) * 0.1) or 1.0
         low, high = min(xs), max(xs)
         return cls(low, high if high > low else low + 1, bottom - (0 if zero else room), top + room, width, height, log)
 
@@ -170,7 +212,17 @@ def _finite(points: Points, log: bool) -> list[tuple[float, float]]:
     return [(x, y) for x, y in points if y is not None and math.isfinite(y) and (y > 0 or not log)]
 
 
+def _area(frame: _Frame, series: Series) -> str:
+    """One without a name is there for the line in it."""
+    edges = _means(series.points, LINE_POINTS) + _means(series.base, LINE_POINTS)[::-1]
+    at = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in edges)
+    kind = "area" if series.name else "behind"
+    return f'<path class="{kind}" style="fill:var(--c{series.colour})" d="M{at}Z"/>'
+
+
 def _draw(frame: _Frame, series: Series) -> str:
+    if series.style == "area":
+        return _area(frame, series)
     points = _extremes(series.points, RAW_POINTS) if series.style == "raw" else _means(series.points, LINE_POINTS)
     if series.style == "dots":
         points = list(series.points)
@@ -217,7 +269,7 @@ def _mark(frame: _Frame, mark: Mark) -> str:
 def _names(series: Sequence[Series], right: float) -> str:
     """Which colour is what, at the right of the title; not needed for one curve alone."""
     parts, x = [], right
-    named = [s for s in series if s.style != "raw"]
+    named = [s for s in series if s.is_named]
     for each in reversed(named if len(named) > 1 else []):
         x -= 6.2 * len(each.name)
         parts.append(_text(x, 16, each.name, ""))
@@ -230,9 +282,10 @@ def _hover_data(frame: _Frame, series: Sequence[Series], form: Callable[[float],
     """What the page's script needs to show the values under the pointer."""
     each = []
     for s in series:
-        if s.style != "raw":
+        if s.is_named:
             points = list(s.points) if s.style == "dots" else _means(s.points, LINE_POINTS)
-            each.append([s.name, [[round(x), form(y)] for x, y in points]])
+            below = [y for _, y in _means(s.base, LINE_POINTS)] or [0.0] * len(points)
+            each.append([s.name, [[round(x), form(y - b)] for (x, y), b in zip(points, below, strict=True)]])
     return dict(left=LEFT, right=frame.width - RIGHT, low=frame.low, high=frame.high, width=frame.width, series=each)
 
 

@@ -7,32 +7,59 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live as Display
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+LEARNING = {
+    "loss": "loss {:.4f}", "reward_accuracy": "in order {:.1%}", "reward_margin": "margin {:.3g}",
+    "lr": "lr {:.2e}", "grad_norm": "grad {:.3g}",
+}  # fmt: skip
+# In place of these, of a model that learns from rewards: how its loss moves says little.
+REWARDED = {
+    "kl": "kl {:.3g}", "entropy": "entropy {:.3g}", "answer_tokens": "length {:.0f}", "grad_norm": "grad {:.3g}",
+}  # fmt: skip
+PASSED = "held_out_pass@1"
 PLAIN_SHARE, PLAIN_SECONDS = 0.05, 30.0  # a plain line at every such part of the run, and at least this often
 
 
 class Standing(NamedTuple):
     step: int
-    values: Mapping[str, float]  # loss, lr, grad_norm are shown
+    values: Mapping[str, float]  # those of LEARNING are shown, or the reward and those of REWARDED
     tokens_per_second: float
     seconds: float  # a step takes
     mfu_causal: float | None = None
     mfu_full: float | None = None
     memory: float | None = None  # bytes
     goodput: float | None = None
+    split: Mapping[str, float] = {}  # the seconds' share of each thing that a step does, where it does several
+    held_out: Mapping[str, float] = {}  # what was measured last
 
     def numbers(self) -> list[str]:
-        """What is known of the model and of the speed. MFU counts attention as causal, then in full."""
-        v = self.values
-        parts = [f"loss {v['loss']:.4f}"] * ("loss" in v) + [f"lr {v['lr']:.2e}"] * ("lr" in v)
-        parts += [f"grad {v['grad_norm']:.3g}"] * ("grad_norm" in v) + [f"{short(self.tokens_per_second)} tok/s"]
+        """What is known of the model."""
+        if "reward" not in self.values:
+            return self._told(LEARNING)
+        passed = self.held_out.get(PASSED)
+        spread = self._told({"reward_std": "±{:.3g}"})
+        first = " ".join([f"reward {self.values['reward']:.4g}", *spread])
+        return [first, *([] if passed is None else [f"pass@1 {passed:.1%}"]), *self._told(REWARDED)]
+
+    def _told(self, forms: Mapping[str, str]) -> list[str]:
+        return [form.format(self.values[name]) for name, form in forms.items() if name in self.values]
+
+    def speed(self) -> list[str]:
+        """MFU counts attention as causal, then in full."""
+        parts = [f"{short(self.tokens_per_second)} tok/s"]
+        if self.split:
+            parts = [f"{parts[0]}, {self.seconds:.3g} s per step: {', '.join(map(self._part, self.split))}"]
         if self.mfu_causal is not None and self.mfu_full is not None:
             parts.append(f"MFU {self.mfu_causal:.1%} ({self.mfu_full:.1%} full)")
         return parts
+
+    def _part(self, name: str) -> str:
+        rate = self.values.get(f"{name}_tokens_per_second")
+        return f"{name} {self.split[name]:.0%}" + (f" ({short(rate)} tok/s)" if rate else "")
 
     def around(self) -> list[str]:
         """What is known of the run."""
@@ -60,7 +87,8 @@ class Live:
         self._last = standing
         left = f"{clock_text((self._steps - standing.step) * standing.seconds)} left"
         if self._console.is_terminal:
-            self._text.plain = "  " + "  ".join(standing.numbers())
+            between = "\n  " if standing.split else "  "  # what else there is to say needs a line of its own
+            self._text.plain = "  " + between.join("  ".join(each) for each in (standing.numbers(), standing.speed()))
             self._bar.update(self._task, completed=standing.step, left="  ".join([left, *standing.around()]))
             if not self._display:  # with the first numbers: what starts a run has its own to say before
                 whole = Group(self._bar, self._text)
@@ -72,7 +100,10 @@ class Live:
     def remark(self, text: str, value: float | None = None) -> None:
         """Above the line; a `value` is what a reader compares with the loss, and stands out."""
         style = "bold" if value is not None else "dim"
-        self._console.print(f"  {text}", style=style, markup=False, soft_wrap=True)
+        self._console.print(Text(f"  {text}", style), soft_wrap=True)
+
+    def above(self, what: RenderableType) -> None:
+        self._console.print(what)
 
     def rewind(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
@@ -93,7 +124,7 @@ class Live:
     def _say(self, standing: Standing, left: str) -> None:
         self._said_at, self._said_step, self._said_part = self._clock(), standing.step, self._part(standing.step)
         count = f"step {standing.step:,}/{self._steps:,}"
-        line = "  ".join([count, *standing.numbers(), *standing.around(), left])
+        line = "  ".join([count, *standing.numbers(), *standing.speed(), *standing.around(), left])
         self._console.print(line, markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""Metrics: what a run says of itself while it goes on. `metrics.jsonl`, TensorBoard scalars, and the live line.
+"""Metrics: what a run says of itself while it goes on. `metrics.jsonl`, TensorBoard, and the live line.
 
 It takes numbers that are on the host already, so it never waits for the device. A step's line must be recorded before
 the checkpoint of that step is committed: after a resume at step k the lines up to k are there, each once, and the later
@@ -11,15 +11,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import RenderableType
 
 from dovetail.io.whole_file import write_whole
 from dovetail.train.report.environment import environment
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.live import Live, Standing
+from dovetail.train.report.split import split
 
 FILE = "metrics.jsonl"
 EVAL = "eval"  # the kind of a line that holds what was measured on held-out data
@@ -45,6 +48,15 @@ class Work:
         }
 
 
+@dataclass(frozen=True)
+class Passage:
+    """Something to read, such as what a model wrote."""
+
+    name: str
+    shown: RenderableType  # above the live line
+    markdown: str  # in TensorBoard
+
+
 class RunMetrics:
     """`step`: the last one done before this process, 0 for a new run. Only a `first` process writes and shows."""
 
@@ -61,7 +73,7 @@ class RunMetrics:
         show: bool = True,
     ):
         self._folder, self._work, self._goodput, self._first = Path(folder), work, goodput, first
-        self._step, self._recent = step, []
+        self._step, self._recent, self._held_out = step, [], {}
         self._board = self._live = None
         if not first:
             return
@@ -87,16 +99,18 @@ class RunMetrics:
             speed["goodput"] = self._goodput.share
         self._write({"step": step, **values, **speed})
         if self._live:
-            self._recent = [*self._recent, (many, seconds, tokens)][-WINDOW:]
+            self._recent = [*self._recent, (many, seconds, tokens, split({**values, **speed}))][-WINDOW:]
             self._live.show(self._standing(step, values, speed))
 
     def evaluated(self, step: int, values: Mapping[str, float], seconds: float = 0.0, weights: str = TRAINED) -> None:
         """What was measured on held-out data after `step`, with these `weights`: a line of its own."""
         self._write({"step": step, "kind": EVAL, **values, "weights": weights, "seconds": seconds})
+        self._held_out = {**self._held_out, **values}
         if self._live:
             told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
             of = f" (of the {weights} weights)" if weights != TRAINED else ""
-            self._live.remark(f"step {step:,}: {told}{of}", value=values.get("held_out_loss"))
+            measure = values.get("held_out_loss", values.get("held_out_reward"))
+            self._live.remark(f"step {step:,}: {told}{of}", value=measure)
 
     def rewind(self, step: int) -> None:
         """The run went back to `step`: what was said of later ones is not true any more."""
@@ -113,6 +127,12 @@ class RunMetrics:
         """A sentence above the live line."""
         if self._live:
             self._live.remark(text)
+
+    def show(self, step: int, passage: Passage) -> None:
+        if self._live:
+            self._live.above(passage.shown)
+        if self._board:
+            self._board.add_text(f"train/{passage.name}", passage.markdown, step)
 
     def close(self) -> None:
         if self._live:
@@ -141,13 +161,21 @@ class RunMetrics:
 
     def _standing(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> Standing:
         """The last values, and rates over the last reports: a single step's dance."""
-        steps, seconds, tokens = (sum(column) for column in zip(*self._recent, strict=True))
+        *counts, parts = zip(*self._recent, strict=True)
+        steps, seconds, tokens = map(sum, counts)
         rate = tokens / seconds if seconds else 0.0
         mfu = self._work.mfu(rate) if self._work else {}
         return Standing(
             step, values, rate, seconds / steps, mfu.get("mfu_causal"), mfu.get("mfu_full"), speed.get("memory"),
-            speed.get("goodput"),
+            speed.get("goodput"), _shares(parts), self._held_out,
         )  # fmt: skip
+
+
+def _shares(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What each part has of all their seconds."""
+    sums = {name: sum(each.get(name, 0.0) for each in parts) for name in parts[-1]}
+    whole = sum(sums.values())
+    return {name: seconds / whole for name, seconds in sums.items()} if whole else {}
 
 
 class Remarks:

@@ -10,7 +10,9 @@ from statistics import median
 from typing import Any
 
 from dovetail.io.whole_file import write_whole
-from dovetail.train.report import curves
+from dovetail.train.report import completions_page as browser
+from dovetail.train.report import curves, reinforcement
+from dovetail.train.report.completions import turns, written
 from dovetail.train.report.curves import Mark, Series, chart, smooth
 from dovetail.train.report.goodput import KINDS, OTHER
 from dovetail.train.report.live import clock_text, short
@@ -40,12 +42,13 @@ body{margin:0 auto;max-width:1120px;padding:28px 24px 48px;background:var(--pape
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:24px;margin:0}h2{font-size:17px;margin:34px 0 10px}
 p.about{margin:2px 0 20px;color:var(--dim)}
-.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(170px,1fr));gap:10px;margin-bottom:18px}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(170px,46%),1fr));gap:10px;margin-bottom:18px}
 .figures>div{background:var(--card);border-radius:8px;padding:10px 14px}
 .figures .name{color:var(--dim);font-size:12px}.figures .value{font-size:19px;font-weight:600}
 .figures .more{color:var(--dim);font-size:12px}
 .card{background:var(--card);border-radius:8px;padding:12px 12px 8px;margin-bottom:12px}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:12px}.two .card{margin:0}
+@media(max-width:640px){body{padding:20px 14px}.wide{overflow-x:auto}.wide svg.chart{width:820px}}
 .bar{display:flex;height:26px;border-radius:6px;overflow:hidden;margin-bottom:12px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
@@ -67,12 +70,12 @@ def write(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def page(run: RunRecord) -> str:
-    parts = (_figures, _curves, _samples, _goodput, _health, _saved, _environment, _recipe)
-    sections = [part(run) for part in parts]
+    parts = (_figures, _curves, browser.section, _samples, _goodput, _health, _saved, _environment, _recipe)
+    sections, style = [part(run) for part in parts], _STYLE + curves.STYLE + browser.STYLE
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(run.name)}: training report</title><style>{_STYLE}{curves.STYLE}</style></head><body>\n"
+        f"<title>{escape(run.name)}: training report</title><style>{style}</style></head><body>\n"
         f'<h1>{escape(run.name)}</h1><p class="about">{escape(_about(run))}</p>\n'
         + "\n".join(section for section in sections if section)
         + f"\n<script>{curves.SCRIPT}</script></body></html>\n"
@@ -111,16 +114,33 @@ def _split(value: str) -> tuple[str, str]:
 
 def _curves(run: RunRecord) -> str:
     marks = [Mark(event["step"], _event_name(event)) for event in run.health if isinstance(event.get("step"), int)]
+    if run.curve("reward"):
+        first, small = reinforcement.chart_of_rewards(run, marks), [*reinforcement.charts(run), _loss(run, marks)]
+        drawn = reinforcement.is_drawn
+    else:
+        first, small, drawn = _loss(run, marks, width=1060, height=340), [], lambda name: False
+    small += _common(run, marks)
+    own = [name for name in _own(run) if not drawn(name)]
+    small += [chart(name.replace("_", " "), _own_lines(run, name), form=lambda v: f"{v:.3g}") for name in own]
+    grid = "".join(_card(each) for each in small if each)
+    return (_card(first, "card wide") if first else "") + (f'<div class="two">{grid}</div>' if grid else "")
+
+
+def _loss(run: RunRecord, marks: Sequence[Mark], width: int = 520, height: int = 230) -> str:
     loss = run.curve("loss")
     falls = bool(loss) and min(y for _, y in loss) > 0 and max(y for _, y in loss) > LOG_LOSS * min(y for _, y in loss)
     lines = [Series("each step", loss, "raw"), Series("training", smooth(loss, falls))]
     held_out = f"held out, {run.held_out_of}" if run.held_out_of else "held out"
     lines.append(Series(held_out, run.held_out, "dots", 1))
-    first = chart("loss", lines, form=lambda v: f"{v:.4g}", marks=marks, width=1060, height=340, log=falls)
+    return chart("loss", lines, form=lambda v: f"{v:.4g}", marks=marks, width=width, height=height, log=falls)
+
+
+def _common(run: RunRecord, marks: Sequence[Mark]) -> list[str]:
+    """What every training has."""
     norms = run.curve("grad_norm")
     spiky = bool(norms) and max(y for _, y in norms) > LOG_FROM * median(y for _, y in norms)
     rates = run.curve("tokens_per_second")
-    small = [
+    return [
         chart("learning rate", [Series("lr", run.curve("lr"))], form=lambda v: f"{v:.2g}", zero=True),
         chart(
             "gradient norm", [Series("each step", norms, "raw", 3), Series("norm", smooth(norms, spiky), "line", 3)],
@@ -136,9 +156,6 @@ def _curves(run: RunRecord) -> str:
             form=lambda v: f"{v:.1%}", zero=True,
         ),
     ]  # fmt: skip
-    small += [chart(name.replace("_", " "), _own_lines(run, name), form=lambda v: f"{v:.3g}") for name in _own(run)]
-    grid = "".join(_card(each) for each in small if each)
-    return (_card(first) if first else "") + (f'<div class="two">{grid}</div>' if grid else "")
 
 
 def _own(run: RunRecord) -> list[str]:
@@ -157,8 +174,8 @@ def _own_lines(run: RunRecord, name: str) -> list[Series]:
     ]
 
 
-def _card(content: str) -> str:
-    return f'<div class="card">{content}</div>'
+def _card(content: str, kind: str = "card") -> str:
+    return f'<div class="{kind}">{content}</div>'
 
 
 # --- where the time went ----------------------------------------------------------------------------------------------
@@ -184,11 +201,23 @@ def _goodput(run: RunRecord) -> str:
 def _samples(run: RunRecord) -> str:
     """The latest first, each prompt's answers one below the other."""
     latest = sorted(run.samples, key=lambda one: (str(one.get("prompt")), -int(one.get("step") or 0)))
+    judged = any(one.get("reward") is not None for one in latest)
     rows = [
-        [f"{one.get('step', 0):,}", escape(str(one.get("prompt", ""))), escape(str(one.get("answer", "")))]
+        [
+            f"{one.get('step', 0):,}", *([_value(one.get("reward"))] if judged else []),
+            _said(one.get("prompt")), _said(written({"prompt": one.get("prompt"), "completion": one.get("answer")})),
+        ]
         for one in latest
-    ]
-    return "<h2>Samples</h2>" + _table(["step", "prompt", "answer"], rows[:MOST_ROWS], numbers=(0,)) if rows else ""
+    ]  # fmt: skip
+    head = ["step", *(["reward"] if judged else []), "prompt", "answer"]
+    return "<h2>Samples</h2>" + _table(head, rows[:MOST_ROWS], numbers=(0, 1) if judged else (0,)) if rows else ""
+
+
+def _said(text: Any) -> str:
+    """A text, or the turns of a conversation."""
+    if not isinstance(text, list):
+        return escape(str(text or ""))
+    return "<br>".join(f"<b>{escape(role)}</b> {escape(said)}" for role, said in turns(text))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-from dovetail.train.report import goodput
+from dovetail.train.report import completions, goodput
 from dovetail.train.report.live import clock_text, short
 from dovetail.train.report.metrics import AVERAGED, EVAL, FILE
+from dovetail.train.report.split import parts, split
 
 HELD_OUT = "held_out_loss"
 SAMPLES = "samples.jsonl"
@@ -42,6 +43,7 @@ class RunRecord:
     health: list[dict[str, Any]] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)  # step, prompt, answer
+    completions: Path | None = None  # the file of what a policy wrote (train.report.completions)
     recipe: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -85,7 +87,8 @@ def read(folder: str | Path) -> RunRecord:
         ledger=goodput.Goodput.stored(ledger) if ledger.is_file() else None,
         health=read_lines(folder / "health.jsonl"),
         saved=_saved(folder / "checkpoints", "checkpoint") + _saved(folder / "export", "export"),
-        samples=list({(s.get("step"), s.get("prompt")): s for s in read_lines(folder / SAMPLES)}.values()),
+        samples=list({(s.get("step"), json.dumps(s.get("prompt"))): s for s in read_lines(folder / SAMPLES)}.values()),
+        completions=folder / completions.FILE if (folder / completions.FILE).is_file() else None,
         recipe=_text(folder / "recipe.yaml"),
         environment=about.get("environment", {}),
     )
@@ -97,6 +100,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
     rows = [("steps", f"{step:,}" + (f" of {run.total:,}" if run.total else ""))]
     tokens = sum(value for _, value in run.curve("tokens"))
     rows += [("tokens", short(tokens))] if tokens else []
+    rows += _reward_rows(run)
     if (loss := run.last("loss")) is not None:
         rows.append(("loss", f"{loss:.4f}"))
     if run.held_out:
@@ -112,6 +116,40 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
     if (memory := run.last("memory")) is not None:
         rows.append(("device memory", f"{memory / 2**30:.1f} GiB"))
     return rows + _time_rows(run)
+
+
+def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:
+    """Of a run that learns from rewards."""
+    rewards = run.curve("reward")
+    if not rewards:
+        return []
+    best_at, best = max(rewards, key=lambda point: point[1])
+    rows = [("reward", f"{rewards[-1][1]:.4g} (best {best:.4g} at {best_at:,}; {rewards[0][1]:.4g} at first)")]
+    for name in (name for name in (run.evals[-1] if run.evals else {}) if "@" in name):
+        points = run.curve(name, run.evals)
+        first = f" ({points[0][1]:.1%} at {points[0][0]:,})" if len(points) > 1 else ""
+        rows += [(name.replace("held_out_", "held-out "), f"{points[-1][1]:.1%}{first}")] if points else []
+    if (kl := run.last("kl")) is not None:
+        rows.append(("KL", f"{kl:.3g}"))
+    if spent := typical_split(run):
+        whole = sum(spent.values())
+        told = ", ".join(f"{name} {seconds / (whole or 1.0):.0%}" for name, seconds in spent.items())
+        rows.append(("step", f"{whole:.3g} s ({told})"))
+    return rows
+
+
+def typical_split(run: RunRecord) -> dict[str, float]:
+    """The mean of what a step's seconds went to."""
+    found = [split(line) for line in usual(run)]
+    return {name: fmean(each.get(name, 0.0) for each in found) for name in (found[-1] if found else {})}
+
+
+def usual(run: RunRecord) -> list[dict[str, Any]]:
+    """The steps whose seconds are told apart, without those that took ten times as long as most that do more than
+    train: they compiled."""
+    lines = [line for line in run.steps if split(line)]
+    full = [line["seconds"] for line in lines if any(parts(line).values())]
+    return [line for line in lines if not full or line["seconds"] <= 10 * median(full)]
 
 
 def _time_rows(run: RunRecord) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -9,7 +10,8 @@ from rich.console import Console
 
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.live import Live, Standing, clock_text, short
-from dovetail.train.report.metrics import AVERAGED, RunMetrics, Work, drop_after
+from dovetail.train.report.metrics import AVERAGED, Passage, RunMetrics, Work, drop_after
+from dovetail.train.report.split import added, split
 
 
 def metrics(folder, step: int = 0, **options) -> RunMetrics:
@@ -110,6 +112,16 @@ def test_tensorboard_scalars(tmp_path):
     assert content.count(b"train/loss") == 3 and content.count(b"eval/held_out_loss") == 1
 
 
+def test_a_passage_is_shown_above_the_line_and_in_tensorboard(tmp_path, capsys):
+    pytest.importorskip("tensorboardX")
+    with metrics(tmp_path, tensorboard=True, show=True) as run:
+        run.show(3, Passage("completions", "what was written", "**what** was written"))
+    (events,) = (path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file())
+    content = events.read_bytes()
+    assert b"train/completions" in content and b"**what** was written" in content
+    assert "what was written\n" in capsys.readouterr().err
+
+
 def test_without_tensorboard_there_is_one_remark(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with metrics(tmp_path, tensorboard=True, show=True) as run:
@@ -159,6 +171,37 @@ def test_a_slow_run_speaks_every_half_minute_and_at_its_end():
     text = drawn(10_000, 99, terminal=False, clock=lambda: float(seconds()))
     shown = [line for line in text.splitlines() if line.startswith("step ")]
     assert 10 <= len(shown) <= 40 and shown[-1].startswith("step 99/10,000")
+
+
+REWARDED = {"loss": 0.01, "reward": 0.4123, "reward_std": 0.31, "kl": 0.0021, "answer_tokens": 118.2, "lr": 1e-6}
+SPENT = {"rollout_seconds": 0.6, "reward_seconds": 0.05, "sync_seconds": 0.03, "rollout_tokens_per_second": 61234.0}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_with_rewards_says_them_and_where_its_time_goes(tmp_path, monkeypatch, terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, highlight=False)
+    monkeypatch.setattr("dovetail.train.report.metrics.Live", lambda steps, step: Live(steps, step, console))
+    with metrics(tmp_path, show=True) as run:
+        run.record(1, REWARDED | SPENT, seconds=1.0, tokens=5000)
+        run.evaluated(1, {"held_out_reward": 0.5, "held_out_pass@1": 0.384})
+        run.record(2, REWARDED | dict.fromkeys(SPENT, 0.0), seconds=1.0, tokens=5000)  # a second update on them
+        run.record(3, REWARDED | SPENT, seconds=1.0, tokens=5000)
+    last = out.getvalue()[out.getvalue().rindex("reward 0.4123") :]
+    assert "reward 0.4123 ±0.31  pass@1 38.4%  kl 0.0021  length 118" in last and "lr" not in last
+    speed = "5k tok/s, 1 s per step: rollout 40% (61.2k tok/s), reward 3%, sync 2%, train 55%"
+    assert speed in last and ("\x1b" in out.getvalue()) == terminal
+    lines_ = out.getvalue().splitlines()
+    assert not terminal or all(len(re.sub(r"\x1b[^a-zA-Z]*[a-zA-Z]", "", line)) <= 100 for line in lines_)
+
+
+def test_the_parts_of_several_steps_are_added():
+    assert split({"seconds": 2.0, "loss": 1.0}) == {}
+    assert split({"seconds": 2.0, "rollout_seconds": 0.5}) == {"rollout": 0.5, "train": 1.5}
+    assert split({"seconds": 1.0, "rollout_seconds": 1.5})["train"] == 0.0  # it was sampled beside the training
+    assert added([{"a_seconds": 1.0, "reward": 3.0}, {"a_seconds": 2.0, "b_seconds": 1.0}, {}]) == {
+        "a_seconds": 3.0, "b_seconds": 1.0,
+    }  # fmt: skip
 
 
 def test_numbers_a_person_reads():

@@ -1,0 +1,102 @@
+"""What a policy wrote as it learnt (`completions.jsonl`), as much of it as a page can hold.
+
+The file of a long run has gigabytes: it is gone through line by line, and only what is kept is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = "completions.jsonl"
+MOST_BYTES, STEP_BYTES = 4_000_000, 200_000  # of the file's, on a page: in all, and of a step
+MOST_TEXT = 8_000  # characters of a text; the middle of a longer one is left out
+_STEP = re.compile(rb'\{"step": (\d+),')
+
+
+@dataclass(frozen=True)
+class Kept:
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # that are kept
+    all_steps: int = 0
+    all_lines: int = 0
+
+
+def kept(path: Path, most: int = MOST_BYTES, of_step: int = STEP_BYTES) -> Kept:
+    """The first step, the last one, and as many between them as there is room for, evenly."""
+    sizes: dict[int, int] = {}
+    count = 0
+    for step, line in _lines(path):
+        count, sizes[step] = count + 1, sizes.get(step, 0) + len(line)
+    costs = [min(size, of_step) for size in sizes.values()]
+    room = len(costs) if sum(costs) <= most else max(2, most * len(costs) // sum(costs))
+    chosen = set(_evenly(sorted(sizes), room))
+    return Kept(_read(path, chosen, of_step), sorted(chosen), len(sizes), count)
+
+
+def turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(role, what was said) of each message; a call of a tool is told as name(arguments)."""
+    return [(str(message.get("role", "")), _said(message)) for message in messages if isinstance(message, Mapping)]
+
+
+def written(line: Mapping[str, Any]) -> Any:
+    """A line's completion; where that is a conversation, what came after the prompt."""
+    asked, said = line.get("prompt"), line.get("completion")
+    if not (isinstance(asked, list) and isinstance(said, list)):
+        return said
+    return said[len(asked) :] if turns(said[: len(asked)]) == turns(asked) else said
+
+
+def shortened(text: str) -> str:
+    half = MOST_TEXT // 2
+    if len(text) <= MOST_TEXT:
+        return text
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole lines, with their steps."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and (found := _STEP.match(line)):
+                yield int(found[1]), line
+
+
+def _evenly(steps: list[int], most: int) -> list[int]:
+    if len(steps) <= most:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def _read(path: Path, chosen: set[int], of_step: int) -> list[dict[str, Any]]:
+    """Of a step that is too large the first groups, each of them whole."""
+    found, used, last = [], dict.fromkeys(chosen, 0), {}
+    for step, line in _lines(path):
+        if step not in chosen:
+            continue
+        entry = json.loads(line)
+        if used[step] >= of_step and entry.get("group") != last.get(step):
+            continue
+        used[step], last[step] = used[step] + len(line), entry.get("group")
+        found.append(entry)
+    return found
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):  # of parts, as the APIs have them
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    said = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
+    said += [str(content)] if content else []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments", "")
+        told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        said.append(f"{function.get('name', '')}({told})")
+    return "\n".join(said)

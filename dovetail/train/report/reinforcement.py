@@ -1,0 +1,135 @@
+"""The curves of a run that learns from rewards: what it earns, how far it went for it, and where the time went."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from statistics import fmean
+
+from dovetail.train.report.curves import Mark, Points, Series, bars, chart, smooth
+from dovetail.train.report.split import PART, split
+from dovetail.train.report.summary import RunRecord, usual
+
+BIN = re.compile(r"ratio_([\d.]*)_([\d.]*)")  # a metric: the share of the tokens whose ratio is between these
+LAST = 20  # steps over which they are averaged
+NAMED = "reward/"
+_DRAWN = (
+    "reward", "reward_std", "kl", "entropy", "answer_tokens", "clip_fraction", "gap", "gap_max", "ratio",
+    "truncated", "unjudged", "rollout_tokens_per_second",
+)  # fmt: skip
+
+
+def is_drawn(name: str) -> bool:
+    """Whether a metric is in one of these charts."""
+    return name in _DRAWN or name.startswith(NAMED) or name.endswith(PART) or bool(BIN.fullmatch(name))
+
+
+def chart_of_rewards(run: RunRecord, marks: Sequence[Mark]) -> str:
+    """The mean of each step, and how far most of its completions were from it."""
+    lines = [line for line in run.steps if line.get("reward") is not None]
+    spread = {line["step"]: line.get("reward_std") or 0.0 for line in lines}
+    middle = smooth(run.curve("reward"))
+    widths = smooth(list(spread.items()))
+    high = [(x, y + w) for (x, y), (_, w) in zip(middle, widths, strict=True)]
+    low = [(x, y - w) for (x, y), (_, w) in zip(middle, widths, strict=True)]
+    series = [
+        Series("", high, "area", 0, low),
+        Series("each step", run.curve("reward"), "raw"),
+        Series("reward", middle),
+        Series("held out", run.curve("held_out_reward", run.evals), "dots", 1),
+    ]
+    title = "reward (band: the standard deviation of a step's)" if any(spread.values()) else "reward"
+    return chart(title, series, form=_figure, marks=marks, width=1060, height=340)
+
+
+def charts(run: RunRecord) -> list[str]:
+    """A small one each; empty where there is nothing to draw."""
+    return [
+        *_named_rewards(run), _exam(run), _one(run, "kl", "KL from the reference", 3),
+        _one(run, "entropy", "entropy, nats per token", 2), _one(run, "answer_tokens", "tokens per answer", 6),
+        _lost(run), _one(run, "clip_fraction", "share of the tokens clipped", 4), _gap(run), _ratios(run), _times(run),
+    ]  # fmt: skip
+
+
+def _named_rewards(run: RunRecord) -> list[str]:
+    """So many in a chart that its legend has room for them."""
+    names = list(dict.fromkeys(name for line in run.steps for name in line if name.startswith(NAMED)))
+    lines = [
+        Series(_cut(name.removeprefix(NAMED), 18), smooth(run.curve(name)), "line", i % 8)
+        for i, name in enumerate(names)
+    ]
+    parts = [lines[i : i + 3] for i in range(0, len(lines), 3)]
+    return [chart("rewards" if len(part) > 1 else f"reward {part[0].name}", part, form=_figure) for part in parts]
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def _exam(run: RunRecord) -> str:
+    """pass@k and maj@k."""
+    names = dict.fromkeys(name for line in run.evals for name in line if "@" in name)
+    lines = [
+        Series(name.removeprefix("held_out_"), run.curve(name, run.evals), "dots", i) for i, name in enumerate(names)
+    ]
+    return chart("held-out prompts answered right", lines, form=lambda v: f"{v:.0%}", zero=True)
+
+
+def _one(run: RunRecord, name: str, title: str, colour: int) -> str:
+    points = run.curve(name)
+    lines = [Series("each step", points, "raw", colour), Series(name, smooth(points), "line", colour)]
+    return chart(title, lines, form=_figure, zero=True)
+
+
+def _lost(run: RunRecord) -> str:
+    names = {"truncated": "cut off", "unjudged": "without a reward"}
+    lines = [Series(told, smooth(run.curve(name)), "line", i) for i, (name, told) in enumerate(names.items())]
+    return chart("share of the answers", lines, form=_figure, zero=True)
+
+
+def _gap(run: RunRecord) -> str:
+    mean, most = run.curve("gap"), run.curve("gap_max")
+    lines = [Series("mean", smooth(mean, log=True), "line", 0), Series("greatest", smooth(most, log=True), "line", 1)]
+    return chart("|log-probability of trainer - of sampler|", lines, form=lambda v: f"{v:.2g}", log=True)
+
+
+def _ratios(run: RunRecord) -> str:
+    last = [line for line in run.steps if any(map(BIN.fullmatch, line))][-LAST:]
+    shares = {}
+    for name in last[-1] if last else ():
+        if found := BIN.fullmatch(name):
+            low, high = found.groups()
+            shares[float(low or 0)] = (_span(low, high), fmean(line.get(name) or 0.0 for line in last))
+    steps = f"the last {len(last)} steps" if len(last) > 1 else "the last step"
+    return bars(f"trainer's / sampler's probability, {steps}", [shares[low] for low in sorted(shares)])
+
+
+def _span(low: str, high: str) -> str:
+    return f"{_short(low)}–{_short(high)}" if low and high else f"under {_short(high)}" if high else f"{_short(low)} up"
+
+
+def _short(number: str) -> str:
+    return f"{float(number):g}"
+
+
+def _times(run: RunRecord) -> str:
+    """Stacked, the first named at the bottom."""
+    lines = usual(run)
+    below: Points = [(line["step"], 0.0) for line in lines]
+    stack = []
+    for i, name in enumerate(split(lines[-1]) if lines else ()):
+        part = smooth([(line["step"], split(line).get(name, 0.0)) for line in lines])
+        above = [(x, y + more) for (x, y), (_, more) in zip(below, part, strict=True)]
+        stack.append(Series(name, above, "area", i, below))
+        below = above
+    drawn = {line["step"] for line in lines}
+    marks = [
+        Mark(line["step"], f"not drawn: {line['seconds']:.3g} s, most of them to compile")
+        for line in run.steps
+        if split(line) and line["step"] not in drawn
+    ]
+    return chart("seconds per step", stack, form=_figure, marks=marks, zero=True)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"

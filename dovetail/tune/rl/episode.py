@@ -1,0 +1,104 @@
+"""An episode: a prompt, what the policy wrote, and what an environment answered in between, token by token.
+
+Tokens go in and come out: nothing is tokenised twice, and which were sampled is known, not inferred.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Place(NamedTuple):
+    """Where in a rollout an episode belongs."""
+
+    turn: int  # of the rollout's draws: 0, and more where groups that teach nothing are replaced
+    group: int  # of that draw
+    member: int = 0
+
+
+@dataclass
+class Episode:
+    task: int
+    place: Place
+    prompt: int  # tokens of the prompt
+    tokens: np.ndarray  # [T] int32: the prompt, and all that came after
+    sampled: np.ndarray  # [T] bool: whether the policy chose it
+    logprobs: np.ndarray  # [T] f32: the sampler's, of each that was sampled; 0 of the others
+    support: np.ndarray | None = None  # [T, K] int32: the words that each was drawn from, -1 beyond them
+    version: int = 0  # of the weights that sampled it: the updates they had had
+    text: str = ""  # what the policy wrote; of several turns, all of it
+    finish: str = ""  # stop, length, or what an environment says
+    messages: list[dict[str, Any]] | None = None  # the conversation, where there was one
+    rewards: dict[str, float | None] = field(default_factory=dict)  # each by its name
+    problems: dict[str, str] = field(default_factory=dict)  # why one is None
+    reward: float | None = None  # the total
+
+    @property
+    def written(self) -> int:
+        """Tokens that the policy chose."""
+        return int(self.sampled.sum())
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish == "length"
+
+    def mask(self, drops_truncated: bool, needs_reward: bool = True) -> np.ndarray:
+        """[T]: which are trained. Where rewards teach, one without a reward teaches nothing."""
+        counts = (self.reward is not None or not needs_reward) and not (drops_truncated and self.truncated)
+        return self.sampled & counts
+
+    def extend(
+        self, tokens: Sequence[int], logprobs: np.ndarray | None = None, support: np.ndarray | None = None
+    ) -> None:
+        """With what the policy wrote, where log-probabilities come with it, or what it was told."""
+        more = np.asarray(tokens, np.int32)
+        self.tokens = np.concatenate([self.tokens, more])
+        self.sampled = np.concatenate([self.sampled, np.full(len(more), logprobs is not None)])
+        self.logprobs = np.concatenate(
+            [self.logprobs, np.zeros(len(more), np.float32) if logprobs is None else logprobs]
+        )
+        if self.support is not None:
+            none = np.full((len(more), self.support.shape[1]), -1, np.int32)
+            self.support = np.concatenate([self.support, none if support is None else support])
+
+
+def begun(task: int, place: Place, tokens: Sequence[int], version: int, support: int = 0) -> Episode:
+    """Of which the prompt alone is there; `support`: how many words each token is drawn from, where they are kept."""
+    count = len(tokens)
+    return Episode(
+        task, place, count, np.asarray(tokens, np.int32), np.zeros(count, bool), np.zeros(count, np.float32),
+        np.full((count, support), -1, np.int32) if support else None, version,
+    )  # fmt: skip
+
+
+# --- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+def to_json(episode: Episode) -> dict[str, Any]:
+    """Arrays as base64: a rollout has hundreds of thousands of numbers, and JSON's digits would take longer to write
+    than they took to sample."""
+    return {each.name: _plain(getattr(episode, each.name)) for each in fields(Episode)}
+
+
+def from_json(entry: dict[str, Any]) -> Episode:
+    return Episode(**{name: _read(name, value) for name, value in entry.items()})
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": str(value.dtype), "shape": value.shape}
+
+
+def _read(name: str, value: Any) -> Any:
+    if name == "place":
+        return Place(*value)
+    if isinstance(value, dict) and "array" in value:
+        raw = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
+        return raw.reshape(value["shape"]).copy()
+    return value

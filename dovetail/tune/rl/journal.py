@@ -1,0 +1,78 @@
+"""The journal: what was sampled and judged, kept as it comes, so that a run which is killed goes on with it.
+
+A file holds one rollout: a line for each episode, and in the end one that says which groups are trained. Weights are
+replayed exactly from a checkpoint, so an episode that they sampled stays true. Rollouts that a checkpoint has behind it
+are removed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from dovetail.tune.rl.episode import Episode, Place, from_json, to_json
+
+Chosen = list[tuple[int, int]]  # (turn, group) of the groups that are trained, in order
+
+
+class Journal:
+    def __init__(self, folder: Path):
+        self._folder, self._file, self._number = folder, None, -1
+        self._file: TextIO | None
+
+    def read(self, rollout: int) -> tuple[dict[Place, Episode], Chosen | None]:
+        """(the episodes that ended, which groups are trained; None: that is not known yet)."""
+        path, found, chosen = self._path(rollout), {}, None
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+            entry = _parsed(line)
+            if entry is None:
+                break  # a kill cut it short
+            if "chosen" in entry:
+                chosen = [(turn, group) for turn, group in entry["chosen"]]
+            else:
+                one = from_json(entry)
+                found[one.place] = one  # a later line of the same one has its reward too
+        return found, chosen
+
+    def write(self, rollout: int, episode: Episode) -> None:
+        self._line(rollout, to_json(episode))
+
+    def choose(self, rollout: int, chosen: Chosen) -> None:
+        self._line(rollout, {"chosen": chosen})
+
+    def forget(self, before: int) -> None:
+        """Rollouts that no checkpoint asks for any more."""
+        for path in self._folder.glob("*.jsonl"):
+            if int(path.stem) < before:
+                path.unlink()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _line(self, rollout: int, entry: dict[str, Any]) -> None:
+        if self._number != rollout or self._file is None:
+            self.close()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _mend(self._path(rollout))
+            self._file, self._number = self._path(rollout).open("a", encoding="utf-8"), rollout
+        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self._file.flush()  # the system has it now, whatever becomes of us
+
+    def _path(self, rollout: int) -> Path:
+        return self._folder / f"{rollout:08}.jsonl"
+
+
+def _mend(path: Path) -> None:
+    """Without a last line that a kill cut short: the next would be joined to it."""
+    if path.exists() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None

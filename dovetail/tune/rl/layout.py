@@ -1,0 +1,95 @@
+"""A layout: where in the rows of a batch each episode lies, to put its numbers there and to read them back.
+
+An episode of n tokens takes n - 1 places: in each is a token, and what is said of it is about the one that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dovetail.core.types import Batch
+from dovetail.tune.rl.episode import Episode
+
+
+@dataclass(frozen=True)
+class Layout:
+    rows: int
+    length: int
+    at: tuple[tuple[int, int, int], ...]  # of each episode: its row, its number there from 1 on, its first place
+    sizes: tuple[int, ...]  # places of each
+
+    @property
+    def documents(self) -> int:
+        """The most of a row."""
+        return max((number for _, number, _ in self.at), default=1)
+
+    def put(self, values: Sequence[np.ndarray], dtype: Any = np.float32, empty: float = 0) -> np.ndarray:
+        """[R, T, ...] of numbers of each episode's tokens [n, ...]: those of the first, which follows nothing, are left
+        out."""
+        array = np.full((self.rows, self.length, *values[0].shape[1:]), empty, dtype)
+        for (row, _, start), size, own in zip(self.at, self.sizes, values, strict=True):
+            array[row, start : start + size] = own[1:]
+        return array
+
+    def take(self, array: np.ndarray) -> list[np.ndarray]:
+        """The other way: [n] of each episode, 0 of its first token."""
+        return [
+            np.concatenate([np.zeros(1, array.dtype), array[row, start : start + size]])
+            for (row, _, start), size in zip(self.at, self.sizes, strict=True)
+        ]
+
+    def batch(
+        self, episodes: Sequence[Episode], weights: Sequence[np.ndarray], **columns: Sequence[np.ndarray]
+    ) -> Batch:
+        """`weights` and `columns`: of each episode's tokens."""
+        shape = self.rows, self.length
+        tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+        for (row, number, start), size, episode in zip(self.at, self.sizes, episodes, strict=True):
+            places = slice(start, start + size)
+            tokens[row, places], segments[row, places] = episode.tokens[:-1], number
+            positions[row, places] = np.arange(size)
+        targets = self.put([episode.tokens for episode in episodes], np.int32)
+        put = {name: self.put(values) for name, values in columns.items()}
+        if episodes and episodes[0].support is not None:
+            put["support"] = self.put([_support(episode) for episode in episodes], np.int32, empty=-1)
+        return Batch(tokens, targets, positions, segments, self.put(weights), put)  # type: ignore[arg-type]
+
+
+def lay_out(episodes: Sequence[Episode], length: int, sizes: Sequence[int]) -> Layout:
+    """Into as few rows as the longest first find room in; `sizes`: the numbers of rows that there may be."""
+    room: list[int] = []
+    counts: list[int] = []
+    at: dict[int, tuple[int, int, int]] = {}
+    for i in sorted(range(len(episodes)), key=lambda i: -len(episodes[i].tokens)):
+        size = len(episodes[i].tokens) - 1
+        row = next((r for r, left in enumerate(room) if left >= size), len(room))
+        if row == len(room):
+            room.append(length)
+            counts.append(0)
+        counts[row] += 1
+        at[i] = row, counts[row], length - room[row]
+        room[row] -= size
+    rows = next((size for size in sizes if size >= len(room)), len(room))
+    assert rows <= sizes[-1], "a batch has room for the longest answers there may be"
+    return Layout(rows, length, tuple(at[i] for i in range(len(episodes))), tuple(len(e.tokens) - 1 for e in episodes))
+
+
+def row_sizes(batch: int, devices: int, accumulate: int) -> list[int]:
+    """The numbers of rows that a step is compiled for: the whole batch, its half and its quarter, where these are whole
+    microsteps, or less than one that is whole on every device."""
+    sizes = [batch]
+    for part in (batch // 2, batch // 4):
+        micro = batch // accumulate
+        fits = part % micro == 0 if part >= micro else part % devices == 0
+        if part >= devices and batch % part == 0 and fits:
+            sizes.append(part)
+    return sorted(sizes)
+
+
+def _support(episode: Episode) -> np.ndarray:
+    assert episode.support is not None
+    return episode.support

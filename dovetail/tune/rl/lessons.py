@@ -1,0 +1,136 @@
+"""Lessons: from groups of judged episodes to the batches of a rollout's updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dovetail.core.types import Batch, Params
+from dovetail.train.prepare import Ready
+from dovetail.tune.rl.advantages import (
+    Advantage,
+    all_equal,
+    gae,
+    group_advantages,
+    overlong_penalty,
+    token_rewards,
+    whiten,
+)
+from dovetail.tune.rl.episode import Episode
+from dovetail.tune.rl.layout import Layout, lay_out, row_sizes
+from dovetail.tune.rl.losses import token_weights
+from dovetail.tune.rl.scorer import Scorer
+from dovetail.tune.rl.settings import Rl
+
+Groups = Sequence[Sequence[Episode]]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    batch: Batch
+    layout: Layout
+    notes: dict[str, float]
+
+
+class Lessons:
+    def __init__(self, settings: Rl, ready: Ready, advantage: Advantage | None = None):
+        """`advantage`: the user's own, in place of the algorithm's."""
+        self._settings, self._ready = settings, ready
+        self._advantage = advantage or settings.wanted.advantage
+        self._scorer = Scorer(settings, ready)
+
+    def teaches(self, group: Sequence[Episode]) -> bool:
+        """Whether some of its answers did better than others."""
+        return not all_equal(np.asarray([self._rewards(group)]))[0]
+
+    def of(self, groups: Groups, params: Params) -> list[Lesson]:
+        """One for each update. Its episodes are of all groups, so that no update sees one prompt alone."""
+        settings, episodes = self._settings, [episode for group in groups for episode in group]
+        gains = self._gains(groups) if settings.judges_groups else None
+        parts = settings.updates
+        return [
+            self._lesson(episodes[i::parts], None if gains is None else gains[i::parts], params) for i in range(parts)
+        ]
+
+    def _lesson(self, episodes: list[Episode], gains: np.ndarray | None, params: Params) -> Lesson:
+        settings = self._settings
+        devices = self._ready.placement.mesh.size
+        sizes = row_sizes(settings.batch, devices, self._ready.settings.accumulate or 1)
+        layout = lay_out(episodes, settings.length, sizes)
+        masks = [episode.mask(settings.truncated == "mask", not settings.is_taught) for episode in episodes]
+        wanted = settings.wanted.aggregation or "grpo"
+        each = token_weights(wanted, [int(m.sum()) for m in masks], max_tokens=settings.max_tokens)
+        flat = [np.zeros(len(e.tokens)) if gains is None else np.full(len(e.tokens), g) for e, g in zip(
+            episodes, gains if gains is not None else masks, strict=True)]  # fmt: skip
+        batch = layout.batch(
+            episodes, [m * w for m, w in zip(masks, each, strict=True)], advantages=flat,
+            sampler=[e.logprobs for e in episodes],
+        )  # fmt: skip
+        batch, notes = self._scored(batch, layout, episodes, masks, params)
+        places = sum(layout.sizes)
+        notes |= {"tokens": float(places), "filled": places / (layout.rows * layout.length)}
+        return Lesson(batch, layout, notes)
+
+    # --- advantages ---------------------------------------------------------------------------------------------------
+
+    def _rewards(self, group: Sequence[Episode]) -> list[float]:
+        """As they count: an answer that is nearly too long loses some."""
+        rewards = np.asarray([np.nan if e.reward is None else e.reward for e in group])
+        if buffer := self._settings.wanted.overlong:
+            rewards = rewards + overlong_penalty([e.written for e in group], self._settings.max_tokens, buffer)
+        return rewards.tolist()
+
+    def _gains(self, groups: Groups) -> np.ndarray:
+        """Of each episode."""
+        assert self._advantage is not None
+        return group_advantages([self._rewards(group) for group in groups], self._advantage).reshape(-1)
+
+    # --- what models say of them --------------------------------------------------------------------------------------
+
+    def _scored(
+        self, batch: Batch, layout: Layout, episodes: list[Episode], masks: list[np.ndarray], params: Params
+    ) -> tuple[Batch, dict[str, float]]:
+        settings, found, notes = self._settings, {}, {}
+        if settings.algo == "gkd":  # the teacher is asked in the step itself
+            return replace(batch, columns={}), notes
+        if not (settings.scores_first or settings.has_reference or settings.is_taught):
+            return batch, notes
+        put = self._ready.place(batch)
+        if settings.has_reference:
+            found["reference"] = self._scorer.reference(put)
+        if settings.scores_first:
+            found |= self._scorer.before(params, put)
+        if settings.has_critic:
+            found |= self._estimated(found, layout, episodes, masks)
+        if settings.is_taught:  # each token's reward is how much likelier it is to the teacher
+            gain = self._scorer.teacher(put) - found.get("old", np.asarray(batch.columns["sampler"]))
+            found["advantages"] = np.where(np.asarray(batch.loss_mask) > 0, gain, 0.0).astype(np.float32)
+        if settings.has_reference and "old" in found:
+            counts = np.asarray(batch.loss_mask) > 0
+            notes["kl_before"] = float(np.mean((found["old"] - found["reference"])[counts])) if counts.any() else 0.0
+        wanted = {name for name in self._ready.objective.columns} - set(batch.columns)
+        columns = {**batch.columns, **{name: x for name, x in found.items() if name in {*wanted, "advantages"}}}
+        return replace(batch, columns=columns), notes
+
+    def _estimated(
+        self, found: dict[str, np.ndarray], layout: Layout, episodes: list[Episode], masks: list[np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """By a critic: `advantages` and `returns` of each token."""
+        critic, longest = self._settings.critic, max(len(e.tokens) for e in episodes)
+
+        def rows(values: Sequence[np.ndarray]) -> np.ndarray:
+            return np.stack([np.pad(np.asarray(x, np.float64), (0, longest - len(x))) for x in values])
+
+        mask, values = rows(masks), rows(layout.take(found["values"]))
+        kl = np.zeros_like(values)
+        if critic.beta:
+            kl = rows(layout.take(found["old"])) - rows(layout.take(found["reference"]))
+        scores = [0.0 if np.isnan(r) else r for r in self._rewards(episodes)]
+        estimated = gae(token_rewards(scores, kl, mask, critic.beta), values, mask, critic.gamma, critic.lam)
+
+        def put(array: np.ndarray) -> np.ndarray:
+            return layout.put([row[: len(e.tokens)] for row, e in zip(array, episodes, strict=True)])
+
+        return {"advantages": put(whiten(estimated.advantages, mask)), "returns": put(estimated.returns)}

@@ -1,0 +1,53 @@
+"""The referee: has the answers to a prompt judged, by the recipe's rewards and by what an environment gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from dovetail.tune.rl.episode import Episode
+from dovetail.tune.rl.rewards.pool import Rewards
+from dovetail.tune.rl.rewards.scored import Scored
+from dovetail.tune.rl.task import Task
+
+ENVIRONMENT = "environment"  # the name of the reward that an environment gives
+
+
+class Referee:
+    def __init__(self, rewards: Rewards | None, told: Callable[[str], object] = lambda line: None):
+        """`told`: of each thing that goes wrong, when it first does."""
+        self._rewards, self._told, self._known = rewards, told, set()
+
+    def begin(self, task: Task, episodes: Sequence[Episode]) -> Future[list[Scored]] | None:
+        """The judgement under way: it takes other processes. None: the environment's reward is the only one."""
+        if self._rewards is None:
+            return None
+        columns: dict[str, list[Any]] = {name: [value] * len(episodes) for name, value in task.columns.items()}
+        columns["completion_ids"] = [each.tokens[each.prompt :].tolist() for each in episodes]
+        said = [each.text if each.messages is None else each.messages for each in episodes]
+        return self._rewards.submit([task.prompt] * len(episodes), said, columns)
+
+    def end(self, episodes: Sequence[Episode], judged: Future[list[Scored]] | None) -> None:
+        """Write the judgement into the episodes."""
+        found = judged.result() if judged else [Scored({}, None)] * len(episodes)
+        for episode, one in zip(episodes, found, strict=True):
+            given = episode.rewards.get(ENVIRONMENT)
+            parts = [part for part in (given, one.total) if part is not None]
+            episode.rewards = {**({ENVIRONMENT: given} if ENVIRONMENT in episode.rewards else {}), **one.values}
+            episode.problems = dict(one.errors)
+            total = math.fsum(parts) if parts else None
+            episode.reward = total if total is None or math.isfinite(total) else None
+            if episode.reward is None and not episode.problems:
+                episode.problems = {"reward": "none applies to it"}
+        self._say_problems()
+
+    def _say_problems(self) -> None:
+        for problem in self._rewards.problems if self._rewards else ():
+            key = problem.reward, problem.kind
+            if key not in self._known:
+                self._known.add(key)
+                self._told(
+                    f"the reward {problem.reward!r} gave none: {problem.message} (completions.jsonl has each case)"
+                )

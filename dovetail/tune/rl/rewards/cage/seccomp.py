@@ -1,0 +1,110 @@
+"""Seccomp: the kernel refuses this process the calls that reach past it. No rights needed; works in containers.
+
+Refused: sockets, other programs, processes of its own (threads are fine), signals to others, memory that outlives the
+process or escapes its limit, and what Landlock does not see: a file's mode, owner, times. A list of what is refused
+rather than of what is allowed, so that a newer Python or C library goes on working.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
+
+FILTER_MODE = 2
+ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+EPERM, ENOSYS = 1, 38
+LOAD, EQUAL, ANY_BIT, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06  # of the filter's machine
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where a call's data lie, in bytes
+CLONE_THREAD = 0x10000
+SOCK_STREAM = 1
+O_ACCMODE, O_TRUNC = 0o3, 0o1000
+
+# machine -> the kernel's name for it, and the numbers of the calls
+_X86 = """
+    socket 41 connect 42 bind 49 listen 50 accept 43 accept4 288 socketpair 53
+    clone 56 fork 57 vfork 58 execve 59 execveat 322 setsid 112 setpgid 109 unshare 272 setns 308
+    kill 62 tgkill 234 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 tkill 200 prlimit64 302
+    ptrace 101 process_vm_readv 310 process_vm_writev 311 kcmp 312
+    mount 165 umount2 166 pivot_root 155 chroot 161 name_to_handle_at 303 open_by_handle_at 304 mknod 133 mknodat 259
+    bpf 321 perf_event_open 298 userfaultfd 323 add_key 248 request_key 249 keyctl 250 personality 135
+    memfd_create 319 shmget 29 shmat 30 msgget 68 semget 64 mq_open 240
+    setpriority 141 sched_setaffinity 203 sched_setscheduler 144 sched_setparam 142 sched_setattr 314 ioprio_set 251
+    open 2 openat 257 truncate 76 chmod 90 fchmod 91 fchmodat 268 chown 92 fchown 93 lchown 94 fchownat 260
+    utime 132 utimes 235 futimesat 261 utimensat 280
+    setxattr 188 lsetxattr 189 fsetxattr 190 removexattr 197 lremovexattr 198 fremovexattr 199
+"""
+_ARM = """
+    socket 198 connect 203 bind 200 listen 201 accept 202 accept4 242 socketpair 199
+    clone 220 execve 221 execveat 281 setsid 157 setpgid 154 unshare 97 setns 268
+    kill 129 tgkill 131 rt_sigqueueinfo 138 rt_tgsigqueueinfo 240 tkill 130 prlimit64 261
+    ptrace 117 process_vm_readv 270 process_vm_writev 271 kcmp 272
+    mount 40 umount2 39 pivot_root 41 chroot 51 name_to_handle_at 264 open_by_handle_at 265 mknodat 33
+    bpf 280 perf_event_open 241 userfaultfd 282 add_key 217 request_key 218 keyctl 219 personality 92
+    memfd_create 279 shmget 194 shmat 196 msgget 186 semget 190 mq_open 180
+    setpriority 140 sched_setaffinity 122 sched_setscheduler 119 sched_setparam 118 sched_setattr 274 ioprio_set 30
+    openat 56 truncate 45 fchmod 52 fchmodat 53 fchown 55 fchownat 54 utimensat 88
+    setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16
+"""
+_EVERYWHERE = """
+    pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 open_tree 428 move_mount 429
+    fsopen 430 fsconfig 431 fsmount 432 fspick 433 pidfd_open 434 clone3 435 openat2 437 pidfd_getfd 438
+    process_madvise 440 mount_setattr 442 memfd_secret 447 fchmodat2 452 setxattrat 463 removexattrat 466
+    open_tree_attr 467 file_setattr 469
+"""
+MACHINES = {"x86_64": (0xC000003E, _X86), "aarch64": (0xC00000B7, _ARM)}
+X32 = 0x40000000  # a second set of numbers for the calls of an x86-64
+OWN_ONLY = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # allowed of this process: abort() needs it
+
+
+def restrict() -> None:
+    """OSError where the kernel or the machine does not have it."""
+    program = b"".join(_program(platform.machine(), os.getpid()))
+    held = ctypes.create_string_buffer(program, len(program))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
+    prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.c_char_p(filter))
+
+
+def _program(machine: str, pid: int) -> list[bytes]:
+    if machine not in MACHINES:
+        raise OSError(f"the numbers of the system calls of {machine} are not known here")
+    name, text = MACHINES[machine]
+    words = (text + _EVERYWHERE).split()
+    calls = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    lines = [_do(LOAD, ARCHITECTURE), _do(EQUAL, name, 1, 0), _do(RETURN, KILL), _do(LOAD, NUMBER)]
+    if machine == "x86_64":
+        lines += [_do(AT_LEAST, X32, 0, 1), _do(RETURN, ERROR | EPERM)]
+    for newer in ("clone3", "openat2"):  # their flags lie in memory, out of sight: the C library then uses clone
+        lines += [_do(EQUAL, calls.pop(newer), 0, 1), _do(RETURN, ERROR | ENOSYS)]
+    lines += _only_where(calls.pop("clone"), 0, [_do(ANY_BIT, CLONE_THREAD, 0, 1)])
+    lines += _only_where(calls.pop("socketpair"), 1, [_do(AND, 0xF), _do(EQUAL, SOCK_STREAM, 0, 1)])
+    for call, argument in (("open", 1), ("openat", 2)):
+        if call in calls:
+            lines += _no_truncation(calls.pop(call), argument)
+    lines += _only_where(calls.pop("prlimit64"), 0, [_do(EQUAL, 0, 0, 1)])
+    for call in OWN_ONLY:
+        lines += _only_where(calls.pop(call), 0, [_do(EQUAL, pid, 0, 1)])
+    for number in calls.values():
+        lines += [_do(EQUAL, number, 0, 1), _do(RETURN, ERROR | EPERM)]
+    return [*lines, _do(RETURN, ALLOW)]
+
+
+def _only_where(number: int, argument: int, holds: list[bytes]) -> list[bytes]:
+    """The call is allowed where its argument passes `holds`, whose last line skips one line if it does not."""
+    body = [_do(LOAD, ARGUMENTS + 8 * argument), *holds, _do(RETURN, ALLOW), _do(RETURN, ERROR | EPERM)]
+    return [_do(EQUAL, number, 0, len(body)), *body]
+
+
+def _no_truncation(number: int, argument: int) -> list[bytes]:
+    """A file opened to read it cannot be emptied by that: the first versions of Landlock would let it."""
+    refuse = [_do(EQUAL, O_TRUNC, 1, 0), _do(EQUAL, O_TRUNC | O_ACCMODE, 0, 1), _do(RETURN, ERROR | EPERM)]
+    body = [_do(LOAD, ARGUMENTS + 8 * argument), _do(AND, O_TRUNC | O_ACCMODE), *refuse, _do(RETURN, ALLOW)]
+    return [_do(EQUAL, number, 0, len(body)), *body]
+
+
+def _do(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)

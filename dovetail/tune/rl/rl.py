@@ -1,0 +1,166 @@
+"""Reinforcement learning: trainer and sampler in one process, on one set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.train.launch import Ended, launch
+from dovetail.train.objective import Objective
+from dovetail.train.prepare import Ready
+from dovetail.train.rows import Opened
+from dovetail.tune.rl.actor import Actor
+from dovetail.tune.rl.advantages import Advantage
+from dovetail.tune.rl.completions import Completions
+from dovetail.tune.rl.exam import Examiner
+from dovetail.tune.rl.journal import Journal
+from dovetail.tune.rl.lessons import Lessons
+from dovetail.tune.rl.losses import PolicyLoss
+from dovetail.tune.rl.objective import rl_objective
+from dovetail.tune.rl.player import Reply
+from dovetail.tune.rl.referee import Referee
+from dovetail.tune.rl.rewards.pool import Rewards
+from dovetail.tune.rl.rewards.reward import reward_of
+from dovetail.tune.rl.rollouts import Rollouts
+from dovetail.tune.rl.scene import Scene
+from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.stage import Stage
+from dovetail.tune.rl.task import Task, Tasks, open_tasks
+from dovetail.tune.run import Bar, given_settings, tokenizer_of
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a program brings that no recipe can say."""
+
+    rewards: Sequence[Any] = ()  # functions, beside those of the recipe
+    environment: Any = None  # a class, or a function that makes one
+    advantage: Advantage | None = None
+    loss: PolicyLoss | None = None
+
+
+def rl(
+    recipe: str | Path | Rl | None = None,
+    *,
+    data: Any = None,
+    rewards: Sequence[Any] = (),
+    environment: Any = None,
+    advantage: Advantage | None = None,
+    policy_loss: PolicyLoss | None = None,
+    run_dir: str | Path = "",
+    show: bool = True,
+    **overrides: Any,
+) -> Ended:
+    """Teach a model by rewards of what it writes itself.
+
+        dt.rl(model="smollm2-135m", data="prompts.jsonl", rewards=[my_reward], algo="grpo", group_size=8, steps=100)
+
+    data: records with a `prompt` (text or messages); their other columns go to the rewards. rewards: functions
+    reward(prompts, completions, **columns) -> list[float | None], or what a recipe's `rewards` holds. environment: see
+    tune.rl.environment. advantage, policy_loss: functions in place of the algorithm's (tune.rl.advantages, .losses).
+    All else is as dt.sft has it.
+    """
+    settings, records, folder = given_settings(Rl, recipe, data, run_dir, overrides)
+    own = Own(rewards, environment, advantage, policy_loss)
+    return rl_settings(settings, folder, own, records=records, show=show)
+
+
+def rl_settings(
+    settings: Rl,
+    folder: Path,
+    own: Own = Own(),
+    *,
+    records: list[Any] | None = None,
+    bar: Bar | None = None,
+    told: Callable[[str], object] = lambda line: None,
+    show: bool = True,
+    **how: Any,
+) -> Ended:
+    """For `how`, see train.launch; for the others, tune.run."""
+    data = _Data(records, bar, own)
+    with ExitStack() as stack:
+        open_rows = partial(_open_rows, folder=folder, own=own, data=data, told=told, show=show, stack=stack)
+        return launch(settings, folder, partial(_objective, own=own), open_rows, settle=data.settle, show=show, **how)
+
+
+def _objective(settings: Rl, own: Own) -> Objective:
+    return rl_objective(settings, own.loss)
+
+
+class _Data:
+    """The prompts, read once."""
+
+    def __init__(self, records: list[Any] | None, bar: Bar | None, own: Own):
+        self._records, self._bar, self._own, self._read = records, bar, own, None
+
+    def settle(self, settings: Rl) -> Rl:
+        if jax.process_count() > 1:
+            raise ValueError(
+                "dovetail rl runs in one process, with as many devices as that has: start one, without the environment "
+                "of several"
+            )
+        devices = max(1, jax.device_count() - settings.spare_devices)
+        return settings.with_steps(len(self.read(settings)[0].tasks)).filled(devices)
+
+    def read(self, settings: Rl) -> tuple[Tasks, list[Task], int]:
+        if self._read is None:
+            tokenizer, made = tokenizer_of(settings), self._own.environment or settings.environment
+            scene = Scene.of(made, settings, tokenizer) if made else None
+            with self._bar() if self._bar else nullcontext() as progress:
+                self._read = open_tasks(settings.data, tokenizer, settings.max_prompt, self._records, progress, scene)
+        return self._read
+
+
+def _open_rows(
+    settings: Rl,
+    ready: Ready,
+    *,
+    folder: Path,
+    own: Own,
+    data: _Data,
+    told: Callable[[str], object],
+    show: bool,
+    stack: ExitStack,
+) -> Opened:
+    tokenizer = tokenizer_of(settings)
+    tasks, held, long = data.read(settings)
+    left_out = f", {long:,} longer than max_prompt={settings.max_prompt} left out" if long else ""
+    told(f"{len(tasks.tasks):,} prompts, {len(held):,} held out{left_out}")
+    columns = {name for task in tasks.tasks for name in task.columns}
+    reply = _reply(settings, own, tokenizer, tasks, held)
+    rewards = _rewards(settings, own, columns, has_environment=reply is not None)
+    referee = Referee(stack.enter_context(rewards) if rewards else None, told)
+    actor = Actor(settings, ready, tokenizer)
+    everyone = {task.number: task for task in (*tasks.tasks, *held)}
+    shown = Completions(folder, settings, everyone)
+    lessons = Lessons(settings, ready, own.advantage)
+    rollouts = Rollouts(settings, tasks, actor, referee, lessons, Journal(folder / "rollouts"), shown, reply)
+    stack.callback(rollouts.close)
+    exam = Examiner(settings, held, actor, referee, reply) if held and settings.eval.every else None
+    return Opened(rollouts, None, tokenizer, exam)
+
+
+def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -> Rewards | None:
+    given = [reward_of(each, columns) for each in (*settings.rewards, *own.rewards)]
+    if given:
+        return Rewards(given, seconds=settings.reward_seconds)
+    if not (has_environment or settings.is_taught):
+        raise ValueError(
+            "rewards must say what is good: a function of your program (dt.rl(rewards=[...])), or in a recipe such as "
+            "rewards: [{kind: number, column: answer}]; there is none"
+        )
+    return None
+
+
+def _reply(settings: Rl, own: Own, tokenizer: Tokenizer, tasks: Tasks, held: list[Task]) -> Reply | None:
+    made = own.environment or settings.environment
+    if not made:
+        return None
+    return Stage.of(made, settings, tokenizer, (*tasks.tasks, *held)).reply

@@ -1,0 +1,92 @@
+"""The scorer: what a model in the trainer's numbers says of rows that are there, without a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dovetail.core.types import Batch, Params
+from dovetail.models.config import ModelConfig
+from dovetail.models.registry import read_model
+from dovetail.ops.token_loss import token_logprobs
+from dovetail.train.objective import hidden_states, step_context
+from dovetail.train.prepare import Ready
+from dovetail.train.step import compute_copy
+from dovetail.tune.head import head_of, unembed_of
+from dovetail.tune.policy import frozen_model, policy_of
+from dovetail.tune.rl.critic import ACTOR, CRITIC, values_of
+from dovetail.tune.rl.objective import policy_scores
+from dovetail.tune.rl.settings import Rl
+
+
+class Scorer:
+    def __init__(self, settings: Rl, ready: Ready):
+        self._settings, self._ready, self._policy = settings, ready, policy_of(settings)
+        context = step_context(ready.settings, ready.placement, ready.platform)
+        self._ctx = dataclasses.replace(context, remat="none", logits=jnp.float32)
+        self._before, self._by_reference = jax.jit(self._score), jax.jit(self._score_reference)
+        self._by_teacher = jax.jit(self._score_teacher)
+        self._reference: Any = None
+        self._teacher: Any = None
+
+    def before(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
+        """By the weights before the first update, each [B, T]: `old`, log-probabilities of the policy; where its
+        sampling reshapes them `plain` too, those of the model, which the sampler reports; a critic's `values`."""
+        return jax.device_get(self._before(params, batch, self._ready.frozen))
+
+    def reference(self, batch: Batch) -> np.ndarray:
+        """[B, T]: the policy's log-probabilities by the weights that the run began with."""
+        if self._reference is None:
+            self._reference = self._load()
+        return np.asarray(self._by_reference(self._reference, batch))
+
+    def teacher(self, batch: Batch) -> np.ndarray:
+        """[B, T]: log-probabilities by the recipe's teacher."""
+        settings = self._settings
+        if self._teacher is None:
+            frozen = frozen_model(settings.teacher, settings.held, settings.precision.compute)
+            self._teacher = frozen.load(self._teacher_cfg, self._ready.placement)
+        return np.asarray(self._by_teacher(self._teacher, batch))
+
+    @functools.cached_property
+    def _teacher_cfg(self) -> ModelConfig:
+        return read_model(self._settings.teacher)
+
+    def _load(self) -> Any:
+        """Of adapters, their base: no second copy."""
+        settings, ready = self._settings, self._ready
+        if settings.lora:
+            return ready.frozen
+        return frozen_model(settings.weights, settings.held, settings.precision.compute).load(
+            ready.cfg, ready.placement
+        )
+
+    def _score(self, params: Params, batch: Batch, frozen: Any) -> dict[str, jax.Array]:
+        cfg, settings, ctx = self._ready.cfg, self._settings, dataclasses.replace(self._ctx, frozen=frozen)
+        with ctx.compute.products(ctx.platform):
+            own = compute_copy(params, self._ready.specs, ctx.compute)
+            model = self._policy.params(own[ACTOR] if settings.has_critic else own, ctx)
+            hidden, _ = hidden_states(model, cfg, batch, ctx)
+            found = {"old": policy_scores(model, cfg, hidden, batch, ctx, settings).logprobs}
+            if settings.is_reshaped:
+                found["plain"] = token_logprobs(hidden, head_of(model, cfg), batch.targets, **unembed_of(cfg, ctx))
+            if settings.has_critic:
+                found["values"] = values_of(own[CRITIC], self._policy, cfg, batch, ctx)
+        return found
+
+    def _score_reference(self, model: Params, batch: Batch) -> jax.Array:
+        return self._alone(model, self._ready.cfg, batch)
+
+    def _score_teacher(self, model: Params, batch: Batch) -> jax.Array:
+        return self._alone(model, self._teacher_cfg, batch)
+
+    def _alone(self, model: Params, cfg: ModelConfig, batch: Batch) -> jax.Array:
+        ctx = self._ctx
+        with ctx.compute.products(ctx.platform):
+            hidden, _ = hidden_states(model, cfg, batch, ctx)
+            return policy_scores(model, cfg, hidden, batch, ctx, self._settings).logprobs

@@ -1,0 +1,81 @@
+"""What the tests of agents share: tokenizers of several families, a stage, and a policy that writes what it is told."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from data.test_trained_tokens import SPECIAL, TEMPLATES, sentencepiece
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.tune.rl.episode import Episode, Place, begun
+from dovetail.tune.rl.scene import Scene
+from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.stage import Stage
+from dovetail.tune.rl.task import Task, open_tasks
+
+SETTINGS = Rl(model="none", max_tokens=2000, seed=7, steps=1)
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
+
+
+def bytes_tokenizer(special: list[str], template: str, **more) -> Tokenizer:
+    """Of bytes, without merges: every character has the same token wherever it stands."""
+    backend = Backend(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    return Tokenizer(backend, bos=special[0], eos=special[-1], chat_template=template, **more)
+
+
+@functools.cache
+def family(name: str) -> Tokenizer:
+    template = re.sub(r"\{%-? (end)?generation -?%\}", "", (TEMPLATES / f"{name}.jinja").read_text())
+    if name != "gemma":
+        first, *rest = SPECIAL[name]
+        # by which the form of Llama's calls is known: this template does not tell it to the model
+        return bytes_tokenizer([first, *(["<|python_tag|>"] if name == "llama3" else []), *rest], template)
+    backend = sentencepiece()
+    backend.add_special_tokens(SPECIAL[name])
+    return Tokenizer(backend, bos="<bos>", eos="<end_of_turn>", chat_template=template)
+
+
+def staged(
+    environment: Any, tokenizer: Tokenizer, records: list[dict] | None = None, settings: Rl = SETTINGS
+) -> tuple[Stage, Sequence[Task]]:
+    """A stage, and the tasks on it."""
+    scene = Scene.of(environment, settings, tokenizer)
+    records = records or [{"messages": ASKED}]
+    tasks = open_tasks(settings.data, tokenizer, 4000, records, scene=scene)[0].tasks
+    return Stage.of(environment, settings, tokenizer, tasks), tasks
+
+
+def begin(task: Task, member: int = 0, turn: int = 0) -> Episode:
+    return begun(task.number, Place(turn, 0, member), task.tokens, 0)
+
+
+def write(episode: Episode, tokenizer: Tokenizer, text: str, finish: str = "stop") -> None:
+    """As the player takes a turn of the policy."""
+    ids = tokenizer.encode(text, add_special=False)
+    episode.extend(ids, np.full(len(ids), -1.0, np.float32))
+    episode.text += text.removesuffix(tokenizer.eos or "")
+    episode.finish = finish
+
+
+def play(stage: Stage, episode: Episode, tokenizer: Tokenizer, *answers: str) -> list[list[int]]:
+    """What was said after each answer; the last time nothing may be."""
+    found = []
+    for answer in answers:
+        write(episode, tokenizer, answer)
+        said = stage.reply(episode)
+        if said is None:
+            break
+        found.append(said)
+        episode.extend(said)
+    return found

@@ -1,0 +1,178 @@
+"""Whole runs of reinforcement learning on a small model: what each algorithm learns, and what a run says of itself."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tune.rl.small_runs import PROMPTS, low_tokens, run
+from tune.small_models import metrics, model_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("rl")
+
+
+def rewards_of(folder):
+    return [line["reward"] for line in metrics(folder) if "reward" in line]
+
+
+def learns(folder, gain: float) -> bool:
+    found = rewards_of(folder)
+    return bool(np.mean(found[-2:]) > np.mean(found[:2]) + gain)
+
+
+def test_grpo_learns_and_its_sampler_agrees_with_its_trainer(place):
+    ended = run(place, name="grpo", steps=12)
+    assert ended.code == 0 and ended.step == 12
+    assert learns(place / "grpo", 0.15)
+    lines = metrics(place / "grpo")
+    assert max(line["gap_max"] for line in lines) < 1e-4
+    assert all(abs(line["ratio"] - 1) < 1e-4 and line["clip_fraction"] == 0 for line in lines)
+    bins = [name for name in lines[0] if name.startswith("ratio_")]
+    assert len(bins) == 7 and sum(lines[0][name] for name in bins) == pytest.approx(1)
+    said = [json.loads(line) for line in (place / "grpo" / "completions.jsonl").read_text().splitlines()]
+    assert len(said) == 12 * 32 and {line["step"] for line in said} == set(range(1, 13))
+    assert [line["version"] for line in said if line["step"] == 5] == [4] * 32
+    assert said[0]["prompt"] and said[0]["rewards"] == {"low_tokens": said[0]["reward"]}
+
+
+ALGORITHMS = {
+    "dr_grpo": {}, "dapo": {"loss": {"overlong": 2}}, "gspo": {"updates": 2, "loss": {"eps_low": 0.2, "eps_high": 0.2}},
+    "cispo": {}, "rloo": {}, "reinforce_pp": {"group_size": 4, "prompts": 8},
+    "ppo": {"updates": 2, "critic": {"beta": 0.01}},
+}  # fmt: skip
+DAILY = ("dapo", "ppo")
+
+
+@pytest.mark.parametrize(
+    "algo", [name if name in DAILY else pytest.param(name, marks=pytest.mark.thorough) for name in ALGORITHMS]
+)
+def test_every_algorithm_learns(place, algo):
+    changes = ALGORITHMS[algo]
+    steps = 10 * changes.get("updates", 1)
+    assert run(place, name=algo, algo=algo, steps=steps, checkpoint={"every": 0}, **changes).code == 0
+    assert learns(place / algo, 0.1), rewards_of(place / algo)
+
+
+def test_adapters_temperature_words_and_a_reference(place):
+    """All that needs a second look at the rows, in one run."""
+    ended = run(
+        place, name="lora", steps=6, lora={"rank": 8}, updates=2, loss={"beta": 0.05}, optimizer={"lr": 3e-2},
+        sampling={"temperature": 0.7, "top_k": 10, "top_p": 0.9},
+    )  # fmt: skip
+    assert ended.code == 0
+    lines = metrics(place / "lora")
+    assert max(line["gap_max"] for line in lines) < 1e-4  # what the model says of its words is the same in both
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"] > 0
+    # the second update of a rollout finds a policy that has moved
+    assert lines[1]["kl"] > 0
+    adapters = load_file(place / "lora" / "export" / "step_6" / "adapter_model.safetensors")
+    assert any(np.abs(x).max() > 0 for name, x in adapters.items() if "lora_B" in name)
+
+
+def test_engine_on_devices_of_its_own_and_one_update_behind(place):
+    """The same rewards are learnt with the sampler on other devices, and while the trainer computes."""
+    assert len(jax.devices()) == 8
+    ended = run(place, name="apart", steps=6, engine={"devices": 2}, mesh={"fsdp": 2, "data": 3}, group_size=6)
+    assert ended.code == 0
+    together = rewards_of(place / "apart")
+    assert all(line["gap_max"] < 1e-3 for line in metrics(place / "apart"))
+    ended = run(
+        place, name="behind", steps=6, engine={"devices": 2, "stale": 1}, mesh={"fsdp": 2, "data": 3}, group_size=6
+    )
+    assert ended.code == 0
+    said = [json.loads(line) for line in (place / "behind" / "completions.jsonl").read_text().splitlines()]
+    assert [next(line["version"] for line in said if line["step"] == step) for step in range(1, 7)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert rewards_of(place / "behind")[0] == together[0]
+
+
+@pytest.mark.parametrize("algo", ["gkd", pytest.param("reverse_kl", marks=pytest.mark.thorough)])
+def test_a_teacher_in_place_of_rewards(place, algo):
+    """On-policy distillation: what the student writes grows likelier to the teacher."""
+    teacher = model_folder(place, seed=1)
+    ended = run(
+        place, name=algo, algo=algo, teacher=teacher, rewards=[], group_size=2, steps=12, checkpoint={"every": 0},
+        lora={"rank": 8} if algo == "gkd" else None,
+    )  # fmt: skip
+    assert ended.code == 0
+    lines = metrics(place / algo)
+    if algo == "gkd":
+        assert lines[-1]["divergence"] < 0.8 * lines[0]["divergence"]
+    assert "reward" not in lines[0]
+
+
+def test_what_gives_way_changes_nothing(place):
+    """An engine that sleeps and an optimizer that waits on the host: the run is the same."""
+    run(place, name="plain", steps=3)
+    run(place, name="away", steps=3, engine={"sleep": True, "offload": True})
+    drop = ("sync_seconds", "rollout_seconds", "reward_seconds", "rollout_tokens_per_second")
+    plain, away = (
+        [{k: v for k, v in line.items() if k not in drop} for line in metrics(place / n)] for n in ("plain", "away")
+    )
+    assert plain == away
+
+
+def failing(prompts, completions, answer, **columns):
+    return [None if a == "1" else 1 / (int(a) % 2) for a in answer]
+
+
+def test_a_reward_that_fails_costs_its_own_rows(place):
+    ended = run(place, name="failing", steps=2, rewards=[failing, low_tokens])
+    assert ended.code == 0
+    said = [json.loads(line) for line in (place / "failing" / "completions.jsonl").read_text().splitlines()]
+    failed = [line for line in said if line["problems"]]
+    assert failed and all("division by zero" in line["problems"]["failing"] for line in failed)
+    assert all(line["reward"] == line["rewards"]["low_tokens"] for line in failed)
+
+
+def test_exam_on_held_out_prompts(place):
+    data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
+    (place / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    run(place, name="exam", steps=2, data=data, eval={"every": 1}, exam={"samples": 4, "right": 0.6})
+    exams = [line for line in metrics(place / "exam") if line.get("kind") == "eval"]
+    assert [line["step"] for line in exams] == [1, 2]
+    assert 0 <= exams[0]["held_out_pass@1"] <= exams[0]["held_out_pass@4"] <= 1 and "held_out_maj@4" in exams[0]
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"rewards": []}, "rewards must say what is good"),
+        ({"algo": "grpoo"}, "grpo"),
+        ({"group_size": 1}, "group_size must be 2 or more"),
+        ({"loss": {"kl": "k1", "beta": 0.1}}, "pulls nowhere"),
+        ({"sampling": {"top_p": 0.9}}, "needs top_k"),
+        ({"sampling": {"temperature": 0}}, "explores nothing"),
+        ({"max_prompt": 2}, "raise max_prompt"),
+        ({"rewards": [{"kind": "number", "column": "anser"}]}, "answer"),
+        ({"updates": 5}, "updates must divide"),
+        ({"engine": {"devices": 8}}, "leaves none of the 8 devices"),
+    ],
+)
+def test_mistakes_are_told(place, changes, told):
+    with pytest.raises(ValueError, match=told):
+        run(place, name="mistake", **changes)
+
+
+def test_it_is_served_as_any_other(place):
+    """The export of a run is a model's folder."""
+    from dovetail import LLM
+
+    run(place, name="served", steps=1)
+    folder = place / "served" / "export" / "step_1"
+    assert LLM(str(folder)).generate(["say 1"])[0].completions[0].token_ids
+    assert model_folder(place) != str(folder)
