@@ -150,3 +150,24 @@ def test_mistakes_about_examples_are_said(tuning, record, args, message):
 def test_examples_need_a_model(dovetail):
     with pytest.raises(ValueError, match="expected --model with --index and --kind"):
         dovetail("show", "fables:9", "--tokenizer", "bytes", "--kind", "sft")
+
+
+def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp_path):
+    """With its own model, data and length, whatever kind of training it is for; of several sources, in their order."""
+    make_tokenizer().save(tmp_path / "model")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": CHAT[:1], "chosen": "fox", "rejected": "dog"}))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT * 2}))
+    recipe = tmp_path / "judge.yaml"
+    recipe.write_text(
+        f"model: {tmp_path / 'model'}\nlength: 64\nepochs: 2\nreward: {{margin: true}}\n"
+        f"data: {{path: {tmp_path / 'pairs.jsonl'}}}\n"
+    )
+    out = dovetail("show", str(recipe))
+    assert "(preference, whole)" in out and "⟦fox<|im_end|>⟧" in out
+    listed = [f"data.sources.{i}.path={tmp_path / name}" for i, name in enumerate(("pairs.jsonl", "chats.jsonl"))]
+    recipe.write_text(f"model: {tmp_path / 'model'}\nlength: 40\nepochs: 2\n")
+    assert "(sft, shortened)" in dovetail("show", str(recipe), *listed, "--index", "1")
+    with pytest.raises(ValueError, match="--packing is about rows of text"):
+        dovetail("show", str(recipe), *listed, "--packing", "concat")
+    with pytest.raises(ValueError, match=r"recipe .*judge.yaml: data.pth is not a key. Did you mean data.path"):
+        dovetail("show", str(recipe), "data.pth=x")

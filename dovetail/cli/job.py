@@ -1,0 +1,319 @@
+"""`dovetail job`: run commands and recipes on this machine, a Slurm cluster or in the cloud, and watch over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dovetail.cli import job_queue
+
+if TYPE_CHECKING:
+    from dovetail.jobs.job import Job
+    from dovetail.jobs.store import Store
+
+app = typer.Typer(help="Run jobs here, on Slurm, on Cloud TPUs or GKE; they survive preemption.", no_args_is_help=True)
+app.add_typer(job_queue.app, name="queue")
+
+JOB = typer.Argument(help="A job's id, the beginning of it, or its name.")
+JSON = typer.Option(False, "--json", help="The same as JSON.")
+SHOWN = 40  # jobs of a list, unless more are asked for
+
+
+def open_store() -> Store:
+    from dovetail.jobs.home import jobs_home
+    from dovetail.jobs.store import Store
+
+    return Store(jobs_home())
+
+
+@app.command()
+def create(
+    spec: list[str] = typer.Argument(
+        None, metavar="[SPEC.yaml] [KEY=VALUE]...", help="A job's file, and keys on top of it or in its place."
+    ),
+    yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask before what costs money."),
+    check: bool = typer.Option(True, help="Compile a recipe for its TPU slice first."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be created, and create nothing."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Show its logs until it is over; exit as it did."),
+    as_json: bool = JSON,
+) -> None:
+    """Create a job: dovetail job create name=hello command='echo hello'."""
+    from dovetail.cli.job_create import confirm, read_spec, show_only
+    from dovetail.jobs import actions, gate, price
+
+    wanted, base = read_spec(spec or [])
+    cost = price.price(wanted)
+    price.refuse_blind_ceiling(wanted)
+    if dry_run:
+        show_only(wanted, cost.says, as_json)
+        return
+    confirm(wanted, cost, yes)
+    remark = gate.check(wanted) if check and wanted.backend in ("gcp-tpu", "gke") else ""
+    store = open_store()
+    job = actions.create(store, wanted, base)
+    _wake(store)
+    if as_json:
+        _print_json(_job_dict(job))
+    else:
+        _say(f"job {job.id}: {job.name} on {job.backend}, {cost.says}" + (f"; {remark}" if remark else ""))
+    if follow:
+        from dovetail.cli.job_logs import follow_job
+
+        raise typer.Exit(follow_job(store, job.id))
+
+
+def _wake(store: Store) -> None:
+    from dovetail.jobs.presence import ensure
+
+    ensure(store.root)
+
+
+@app.command("list")
+def list_jobs(
+    status: str = typer.Option("", help="Only those: queued, waiting, running, stopping, succeeded, failed, ..."),
+    all_jobs: bool = typer.Option(False, "--all", "-a", help=f"Every job, and not the newest {SHOWN}."),
+    watch: bool = typer.Option(False, "--watch", "-w", help="Keep the table up to date until ctrl-C."),
+    as_json: bool = JSON,
+) -> None:
+    """The table of jobs, the newest first."""
+    from dovetail.cli import job_table
+
+    store = open_store()
+    statuses = _statuses(status)
+    limit = 0 if all_jobs or as_json else SHOWN
+    if as_json:
+        _print_json([_job_dict(job) for job in store.jobs(statuses, limit)])
+    elif watch:
+        job_table.watch(store, statuses, limit)
+    else:
+        job_table.show(store, statuses, limit)
+
+
+def _statuses(text: str) -> tuple[str, ...]:
+    from dovetail.core.choice import one_of
+    from dovetail.jobs.job import ACTIVE, OVER
+
+    wanted = tuple(word for word in text.split(",") if word)
+    for word in wanted:
+        one_of("--status", word, (*ACTIVE, *OVER))
+    return wanted
+
+
+@app.command()
+def show(job: str = JOB, as_json: bool = JSON) -> None:
+    """One job: its spec, its attempts and what happened to it."""
+    import dataclasses
+
+    from dovetail.cli import job_table
+    from dovetail.jobs.spec import to_text
+
+    store = open_store()
+    found = store.find(job)
+    if as_json:
+        history = [dataclasses.asdict(event) for event in store.events(found.id)]
+        attempts = [dataclasses.asdict(row) for row in store.attempts(found.id)]
+        more = {"spec": to_text(store.spec(found.id)), "attempts_made": attempts, "events": history}
+        _print_json(_job_dict(found) | more | {"folder": str(store.home(found.id))})
+        return
+    job_table.show_one(store, found)
+
+
+@app.command()
+def logs(
+    job: str = JOB,
+    rank: int = typer.Option(-1, help="Only this process's."),
+    attempt: int = typer.Option(0, min=0, help="Of this attempt; the last if not given."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the job is over."),
+    as_json: bool = typer.Option(False, "--json", help="A JSON object per line."),
+) -> None:
+    """What its processes wrote, each line with its rank; and which of them failed first."""
+    from dovetail.cli.job_logs import follow_job, show_logs
+
+    store = open_store()
+    found = store.find(job)
+    if follow and not attempt:
+        follow_job(store, found.id, rank, as_json)
+    else:
+        show_logs(store, found, rank, attempt, as_json)
+
+
+@app.command()
+def cancel(job: str = JOB, as_json: bool = JSON) -> None:
+    """Let it save and end; `resume` goes on from there."""
+    from dovetail.jobs import actions
+
+    _changed(lambda store, found: actions.cancel(store, found), job, as_json, "is told to stop")
+
+
+@app.command()
+def resume(
+    job: str = JOB,
+    changes: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as ceiling.dollars=800."),
+    as_json: bool = JSON,
+) -> None:
+    """Start a job that was cancelled, stopped or failed again, with its budgets full."""
+    from dovetail.jobs import actions
+
+    _changed(lambda store, found: actions.resume(store, found, changes or ()), job, as_json, "is queued again")
+
+
+def _changed(action: Any, job: str, as_json: bool, says: str) -> None:
+    store = open_store()
+    after = action(store, store.find(job))
+    _wake(store)
+    if as_json:
+        _print_json(_job_dict(after))
+    else:
+        _say(f"job {after.id} {says}")
+
+
+@app.command()
+def delete(job: str = JOB, as_json: bool = JSON) -> None:
+    """Remove a job that is over, with its logs, code and run."""
+    from dovetail.jobs import actions
+
+    store = open_store()
+    found = store.find(job)
+    actions.delete(store, found)
+    if as_json:
+        _print_json({"deleted": [found.id]})
+    else:
+        _say(f"job {found.id} is deleted")
+
+
+@app.command()
+def clean(
+    days: float = typer.Option(7.0, min=0.0, help="Delete jobs that have been over for longer than so many days."),
+    orphans: bool = typer.Option(True, help="Also give back what backends hold and no job wants."),
+    release: str = typer.Option("", metavar="HOST", help="Only this: take a host out of quarantine."),
+    as_json: bool = JSON,
+) -> None:
+    """Delete old jobs, unused code, and what a backend holds for no job."""
+    from dovetail.jobs import actions, reaper
+    from dovetail.jobs.backends.choose import chooser
+
+    store = open_store()
+    if release:
+        if not store.release(release):
+            raise ValueError(f"{release} is not in quarantine")
+        _print_json({"released": release}) if as_json else _say(f"{release} is released")
+        return
+    reaped = reaper.reap(store, chooser(store.root, store.owner)) if orphans else []
+    gone = actions.clean(store, days * 86400)
+    if as_json:
+        _print_json({"deleted": [job.id for job in gone], "reaped": [one.resource.name for one in reaped]})
+    else:
+        names = ", ".join(one.resource.name for one in reaped)
+        _say(f"{len(gone)} jobs deleted; {f'given back: {names}' if names else 'nothing was held for no job'}")
+
+
+@app.command()
+def ssh(
+    job: str = JOB,
+    rank: int = typer.Option(0, min=0, help="Beside this process."),
+    show_only: bool = typer.Option(False, "--print", help="Print the command and do not run it."),
+    as_json: bool = JSON,
+) -> None:
+    """A shell beside a process of a running job."""
+    import os
+    import shlex
+
+    from dovetail.cli.job_logs import last_attempt
+
+    store = open_store()
+    attempt, backend = last_attempt(store, store.find(job))
+    command = backend.command(attempt, rank)
+    if as_json:
+        _print_json({"command": command})
+    elif show_only:
+        _say(shlex.join(command))
+    else:
+        os.execvp(command[0], command)
+
+
+@app.command()
+def cost(
+    job: str = typer.Argument("", help="A job; all together if not given."),
+    as_json: bool = JSON,
+) -> None:
+    """What jobs have cost so far, and what they cost per hour."""
+    from dovetail.cli import job_table
+    from dovetail.jobs import price
+
+    store = open_store()
+    jobs = [store.find(job)] if job else store.jobs()
+    hourly = {one.id: price.hourly(store.spec(one.id)) for one in jobs if one.status == "running"}
+    if as_json:
+        rows = [{"id": one.id, "seconds": one.seconds, "dollars": one.dollars} for one in jobs]
+        _print_json({"jobs": rows, "dollars": sum(one.dollars for one in jobs), "per_hour": sum(hourly.values())})
+        return
+    job_table.show_cost(jobs, hourly)
+
+
+@app.command()
+def supervise(
+    foreground: bool = typer.Option(True, help="Here, or as a process in the background."),
+    forever: bool = typer.Option(False, help="Also when there is nothing to do."),
+    as_json: bool = JSON,
+) -> None:
+    """Watch over jobs; `create` starts this in the background by itself."""
+    import logging
+
+    from dovetail.jobs import daemon, presence
+
+    store = open_store()
+    store.close()
+    if not foreground:
+        presence.ensure(store.root)
+        _print_json({"supervisor": presence.holder(store.root)}) if as_json else _say("a supervisor runs")
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if not daemon.supervise(store.root, None if forever else daemon.IDLE_S):
+        raise ValueError(f"another supervisor runs already: {presence.holder(store.root)}")
+
+
+@app.command()
+def web(
+    port: int = typer.Option(8788, min=0, max=65535, help="On 127.0.0.1; 0 is any that is free."),
+    as_json: bool = typer.Option(False, "--json", help="The address as JSON."),
+) -> None:
+    """A page of the jobs, on this machine alone, until ctrl-C."""
+    from dovetail.jobs.backends.choose import chooser
+    from dovetail.jobs.web import Pages, server
+
+    store = open_store()
+    with server(Pages(store, chooser(store.root, store.owner)), port) as made:
+        url = f"http://127.0.0.1:{made.server_address[1]}/"
+        _print_json({"url": url}) if as_json else _say(f"jobs at {url} (ctrl-C ends it)")
+        made.serve_forever()
+
+
+@app.command()
+def template(
+    kind: str = typer.Argument(help="terraform."),
+    spec: list[str] = typer.Argument(metavar="[SPEC.yaml] [KEY=VALUE]...", help="As for create."),
+    as_json: bool = JSON,
+) -> None:
+    """The machines of a job as infrastructure code."""
+    from dovetail.cli.job_create import read_spec
+    from dovetail.core.choice import one_of
+    from dovetail.jobs.terraform import terraform
+
+    one_of("KIND", kind, ("terraform",))
+    text = terraform(read_spec(spec)[0])
+    _print_json({kind: text}) if as_json else _say(text.rstrip())
+
+
+def _job_dict(job: Job) -> dict[str, Any]:
+    return job._asdict()
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value))
+
+
+def _say(text: str) -> None:
+    typer.echo(text)

@@ -1,0 +1,103 @@
+"""Logs of a job at a terminal: all ranks, each line with its own, and the rank that failed first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail.jobs.attempt import Attempt
+    from dovetail.jobs.backends.backend import Backend
+    from dovetail.jobs.job import Job, Try
+    from dovetail.jobs.store import Store
+
+CODES = {"succeeded": 0, "failed": 1, "stopped": 3, "cancelled": 4}
+WAIT_S = 0.3
+
+
+def attempt_of(store: Store, job: Job, row: Try) -> tuple[Attempt, Backend]:
+    from dovetail.jobs.backends.choose import chooser
+
+    choose = chooser(store.root, store.owner)
+    return store.attempt(job, row), choose(job.backend)
+
+
+def last_attempt(store: Store, job: Job) -> tuple[Attempt, Backend]:
+    row = store.last(job.id)
+    if row is None:
+        raise ValueError(
+            f"job {job.id} has not begun yet: it is {job.status}{f' ({job.detail})' if job.detail else ''}"
+        )
+    return attempt_of(store, job, row)
+
+
+def show_logs(store: Store, job: Job, rank: int, number: int, as_json: bool) -> None:
+    """What there is of one attempt."""
+    from dovetail.jobs.logs import Follower
+
+    rows = store.attempts(job.id)
+    chosen = [row for row in rows if row.number == number] if number else rows[-1:]
+    if not chosen:
+        raise ValueError(f"job {job.id} has {len(rows)} attempts{f'; there is no {number}' if number else ''}")
+    attempt, backend = attempt_of(store, job, chosen[0])
+    follower = Follower(backend, attempt, _ranks(attempt, rank))
+    _print(follower.lines(), attempt, as_json)
+    _print(follower.rest(), attempt, as_json)
+    _say_failed(chosen[0], as_json)
+
+
+def follow_job(store: Store, id: str, rank: int = -1, as_json: bool = False) -> int:
+    """Over all attempts to come; 0 where the job succeeded."""
+    from dovetail.jobs.logs import Follower
+
+    number = max(1, store.job(id).attempts)
+    while True:
+        row = next((row for row in store.attempts(id) if row.number == number), None)
+        job = store.job(id)
+        if row is not None:
+            attempt, backend = attempt_of(store, job, row)
+            follower = Follower(backend, attempt, _ranks(attempt, rank))
+            _print(follower.follow(lambda: _is_over(store, id, number)), attempt, as_json)  # noqa: B023 (used up here)
+            _say_failed(next(row for row in store.attempts(id) if row.number == number), as_json)
+            number += 1
+        elif job.is_over:
+            detail = f": {job.detail}" if job.detail else ""
+            typer.echo(f"job {id} {job.status}{detail}", err=True)
+            return CODES[job.status]
+        else:
+            time.sleep(WAIT_S)
+
+
+def _is_over(store: Store, id: str, number: int) -> bool:
+    row = next(row for row in store.attempts(id) if row.number == number)
+    return row.phase in ("ending", "gone")
+
+
+def _ranks(attempt: Attempt, rank: int) -> list[int]:
+    count = attempt.spec.processes
+    if rank >= count:
+        raise ValueError(f"--rank must be from 0 to {count - 1}; got {rank}")
+    return list(range(count)) if rank < 0 else [rank]
+
+
+def _print(lines: Iterable[tuple[int, str]], attempt: Attempt, as_json: bool) -> None:
+    width, several = len(str(attempt.spec.processes - 1)), attempt.spec.processes > 1
+    for rank, line in lines:
+        if as_json:
+            typer.echo(json.dumps({"attempt": attempt.number, "rank": rank, "line": line}))
+        else:
+            typer.echo(f"{rank:>{width}} | {line}" if several else line)
+
+
+def _say_failed(row: Try, as_json: bool) -> None:
+    if row.outcome in ("", "success"):
+        return
+    if as_json:
+        found = {"attempt": row.number, "outcome": row.outcome, "failed_rank": row.failed_rank, "what": row.detail}
+        typer.echo(json.dumps(found))
+    else:
+        typer.echo(f"attempt {row.number}: {row.outcome}: {row.detail}", err=True)

@@ -1,0 +1,104 @@
+"""`dovetail job queue`: many tasks for few machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail.jobs.tasks import Tasks
+
+app = typer.Typer(help="Many tasks for few machines: workers claim them, one at a time.", no_args_is_help=True)
+
+QUEUE = typer.Argument(help="The queue's name.")
+JSON = typer.Option(False, "--json", help="The same as JSON.")
+
+
+def _tasks(queue: str) -> Tasks:
+    from dovetail.jobs.home import jobs_home
+    from dovetail.jobs.store import Store
+    from dovetail.jobs.tasks import Tasks
+
+    return Tasks(Store(jobs_home()), queue)
+
+
+@app.command()
+def add(
+    queue: str = QUEUE,
+    command: list[str] = typer.Argument(help="A line of sh, or words after --."),
+    name: str = typer.Option("", help="By which others may name it; a number if not given."),
+    after: list[str] = typer.Option([], help="A task that must have succeeded; may be given more than once."),
+    zone: list[str] = typer.Option([], help="Only workers of this zone; may be given more than once."),
+    retries: int = typer.Option(0, min=0, help="How often it may fail by itself and be run again."),
+    as_json: bool = JSON,
+) -> None:
+    """Add a task."""
+    import dataclasses
+    import json
+    import shlex
+
+    tasks = _tasks(queue)
+    line = command[0] if len(command) == 1 else shlex.join(command)
+    task = tasks.add(name or str(len(tasks.all()) + 1), line, after, zone, retries)
+    typer.echo(json.dumps(dataclasses.asdict(task)) if as_json else f"task {task.name} of queue {queue}")
+
+
+@app.command("list")
+def list_tasks(
+    queue: str = typer.Argument("", help="The queue's name; all queues if not given."), as_json: bool = JSON
+):
+    """Queues, or the tasks of one."""
+    import dataclasses
+    import json
+
+    from dovetail.jobs.home import jobs_home
+    from dovetail.jobs.store import Store
+    from dovetail.jobs.tasks import queues
+
+    if not queue:
+        found = queues(Store(jobs_home()))
+        lines = [f"{name}: {count} {status}" for name, status, count in found]
+        typer.echo(json.dumps(found) if as_json else "\n".join(lines) or "no queues yet")
+        return
+    tasks = _tasks(queue).all()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(task) for task in tasks]))
+        return
+    for task in tasks:
+        code = "" if task.exit_code is None else f" exit {task.exit_code}"
+        typer.echo(f"{task.name}  {task.status}{code}  {task.worker or '-'}  {task.command}  {task.detail}".rstrip())
+
+
+@app.command()
+def work(
+    queue: str = QUEUE,
+    zone: str = typer.Option("", help="The zone that this worker is in."),
+    lease: float = typer.Option(30.0, min=1.0, help="Seconds of silence after which a worker is taken for dead."),
+    grace: float = typer.Option(60.0, min=0.0, help="Seconds that a task has to save in, when the worker must stop."),
+    forever: bool = typer.Option(False, help="Wait for more when the queue is empty."),
+    as_json: bool = JSON,
+) -> None:
+    """Run tasks until there are none. SIGTERM gives back the one under way."""
+    import json
+    import signal
+
+    from dovetail.jobs.outcome import PREEMPTED
+    from dovetail.jobs.worker import Worker
+
+    worker = Worker(_tasks(queue), zone, lease, grace)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: worker.stop())
+    ended = worker.run(forever)
+    typer.echo(json.dumps({"ended": ended, "stopped": worker.stopped}) if as_json else f"{ended} tasks ended here")
+    if worker.stopped:
+        raise typer.Exit(PREEMPTED)
+
+
+@app.command()
+def retry(queue: str = QUEUE, as_json: bool = JSON) -> None:
+    """Make the tasks that failed ready again."""
+    import json
+
+    count = _tasks(queue).retry()
+    typer.echo(json.dumps({"ready": count}) if as_json else f"{count} tasks are ready again")

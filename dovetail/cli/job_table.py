@@ -1,0 +1,154 @@
+"""Jobs as tables at a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dovetail.jobs.job import Job
+    from dovetail.jobs.store import Store
+
+COLUMNS = ("id", "user", "name", "accelerator", "zone", "host 0", "status", "attempts", "age", "$")
+STYLES = {"running": "green", "succeeded": "blue", "failed": "red", "stopped": "yellow", "cancelled": "dim"}
+PLAIN_FROM = 200  # rows: laying out a rich table of thousands takes seconds
+WATCH_S = 1.0
+
+
+def row(job: Job, now: float) -> tuple[str, ...]:
+    where = "cpu" if job.accelerator in ("", "cpu") else job.accelerator
+    dollars = f"{job.dollars:,.2f}" if job.dollars else "-"
+    age = duration((job.ended or now) - job.created)
+    place = job.zone or "-", job.host or "-"
+    return (job.id, job.user, job.name, where, *place, job.status, str(job.attempts), age, dollars)
+
+
+def duration(seconds: float) -> str:
+    """`3 m`, `2.5 h`, `4 d`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def show(store: Store, statuses: Sequence[str], limit: int) -> None:
+    from rich.console import Console
+
+    jobs = store.jobs(statuses, limit)
+    if len(jobs) >= PLAIN_FROM:
+        sys.stdout.write(plain(jobs))
+    else:
+        Console(highlight=False).print(table(jobs))
+    print(footer(store, jobs))
+
+
+def footer(store: Store, jobs: Sequence[Job]) -> str:
+    from dovetail.jobs.presence import holder
+
+    counts = store.counts()
+    words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no jobs yet"
+    more = f"; {len(jobs)} shown (--all)" if len(jobs) < sum(counts.values()) else ""
+    active = any(counts.get(status) for status in ("queued", "waiting", "running", "stopping"))
+    warning = (
+        "" if holder(store.root) or not active else "\nno supervisor runs: start one with `dovetail job supervise`"
+    )
+    return words + more + warning
+
+
+def table(jobs: Iterable[Job]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    out, now = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0)), time.time()  # all columns in 80 characters
+    for column in COLUMNS:
+        numeric = column in ("attempts", "age", "$")
+        width = {"id": 7, "status": 9, "name": 8}.get(column)  # in a narrow terminal others are cut first
+        out.add_column(column, justify="right" if numeric else "left", no_wrap=True, min_width=width)
+    for job in jobs:
+        cells = [Text(cell) for cell in row(job, now)]
+        cells[6].stylize(STYLES.get(job.status, ""))
+        out.add_row(*cells)
+    return out
+
+
+def plain(jobs: Sequence[Job]) -> str:
+    now = time.time()
+    rows = [COLUMNS, *(row(job, now) for job in jobs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join("  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)) + "\n" for one in rows)
+
+
+def watch(store: Store, statuses: Sequence[str], limit: int) -> None:
+    """The table, kept up to date until ctrl-C."""
+    from rich.console import Group
+    from rich.live import Live
+
+    def picture():
+        jobs = store.jobs(statuses, limit or PLAIN_FROM)
+        return Group(table(jobs), footer(store, jobs))
+
+    with Live(picture(), refresh_per_second=4) as live:
+        while True:
+            time.sleep(WATCH_S)
+            live.update(picture())
+
+
+def show_one(store: Store, job: Job) -> None:
+    from rich.console import Console
+
+    from dovetail.jobs.spec import to_text
+
+    console = Console(highlight=False)
+    console.print(table([job]))
+    if job.detail:
+        console.print(job.detail, markup=False, soft_wrap=True)
+    console.print(to_text(store.spec(job.id)).rstrip(), style="dim", markup=False, soft_wrap=True)
+    console.print(_attempts(store, job))
+    for event in store.events(job.id):
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(event.at))
+        which = f" attempt {event.number}:" if event.number else ""
+        console.print(f"{at}{which} {event.what}", markup=False, soft_wrap=True)
+    console.print(f"folder: {store.home(job.id)}", markup=False, soft_wrap=True)
+
+
+def _attempts(store: Store, job: Job) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    out = Table(box=box.ROUNDED)
+    for column in ("attempt", "where", "hosts", "ran", "outcome", "exit", "what"):
+        out.add_column(column)
+    for one in store.attempts(job.id):
+        ran = duration(one.seconds(time.time())) if one.started or one.ran else "-"
+        where = " ".join(filter(None, (one.accelerator, one.zone))) or "here"
+        hosts = one.hosts if len(one.hosts) < 40 else f"{one.hosts.partition(',')[0]} and {one.hosts.count(',')} more"
+        code = "-" if one.exit_code is None else str(one.exit_code)
+        cells = (str(one.number), where, hosts or "-", ran, one.outcome or one.state or one.phase, code, one.detail)
+        out.add_row(*map(Text, cells))
+    return out
+
+
+def show_cost(jobs: Sequence[Job], hourly: dict[str, float]) -> None:
+    """Those that have cost something, and the sum."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table(box=box.ROUNDED)
+    for column in ("id", "name", "accelerator", "ran", "$ per hour now", "$"):
+        out.add_column(column, justify="right" if "$" in column or column == "ran" else "left")
+    for job in jobs:
+        if job.dollars or hourly.get(job.id):
+            now = f"{hourly[job.id]:,.2f}" if job.id in hourly else "-"
+            out.add_row(job.id, job.name, job.accelerator, duration(job.seconds), now, f"{job.dollars:,.2f}")
+    console = Console(highlight=False)
+    if out.row_count:
+        console.print(out)
+    total, rate = sum(job.dollars for job in jobs), sum(hourly.values())
+    ran = duration(sum(job.seconds for job in jobs))
+    console.print(f"{len(jobs)} jobs: ${total:,.2f} so far, ${rate:,.2f} per hour now, {ran} of running")

@@ -1,0 +1,230 @@
+"""One name for what a job runs on: `v4-64`, `v5litepod-16`, `tpu7x-2x2x2`, `h200x8`, `2 x v5p-128`, `cpu`.
+
+`parse` answers how many chips, cores, jax devices and machines a name means, how the chips are laid out, and what the
+clouds call all that. A *slice* is what the chips' own links join: a TPU slice, or the GPUs of one machine.
+
+The suffix of a TPU's name counts cores on some generations and chips on others; `Accelerator.explain` says which.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from dovetail.core.chip_family import CPU, FAMILIES, Family, in_order, is_slice, usual_sides
+from dovetail.core.chips import CHIPS, Chip
+from dovetail.core.choice import did_you_mean
+
+GPUS_OF_A_HOST = 8
+
+
+_SPELT = {word: name for name, family in FAMILIES.items() for word in (family.prefix, *family.spellings)}
+_EXAMPLES = "v5litepod-16, v4-64, tpu7x-2x2x2, h200x8 or 2 x v5p-128"
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """So many equal slices. Without `total_` a number is one slice's."""
+
+    chip: Chip | None  # None: a CPU
+    sides: tuple[int, ...]  # of the torus; for GPUs, (how many,)
+    slices: int = 1
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.chip.name] if self.chip else CPU
+
+    @property
+    def is_tpu(self) -> bool:
+        return self.family.sides > 0
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.sides)
+
+    @property
+    def cores(self) -> int:
+        return self.chips * self.family.cores
+
+    @property
+    def chips_per_host(self) -> int:
+        """One machine holds a small slice; the machines of a larger one hold four chips each."""
+        fits = self.chips in self.family.hosts or not self.is_tpu
+        return self.chips if fits else 4
+
+    @property
+    def hosts(self) -> int:
+        """Machines, which are the VMs of a TPU slice, the pods of a job in GKE and the processes of a run."""
+        return self.chips // self.chips_per_host
+
+    @property
+    def total_chips(self) -> int:
+        return self.chips * self.slices
+
+    @property
+    def total_hosts(self) -> int:
+        return self.hosts * self.slices
+
+    @property
+    def total_devices(self) -> int:
+        """What `jax.device_count()` says."""
+        return self.total_chips * (self.chip.devices if self.chip else 1)
+
+    @property
+    def topology(self) -> str:
+        """`2x4x4`, as GKE's node label and Cloud TPU's `--topology` have it; for GPUs, how many."""
+        return "x".join(map(str, self.sides))
+
+    @property
+    def slice_name(self) -> str:
+        """The name of one slice: the cloud's own where it has one."""
+        if self.chip is None:
+            return self.family.prefix
+        if not self.is_tpu:
+            return f"{self.family.prefix}x{self.chips}"
+        return self.accelerator_type or f"{self.family.prefix}-{self.topology}"
+
+    @property
+    def name(self) -> str:
+        """The one name of it: `parse(a.name) == a`."""
+        return self.slice_name if self.slices == 1 else f"{self.slices} x {self.slice_name}"
+
+    @property
+    def accelerator_type(self) -> str | None:
+        """What the Cloud TPU API calls a slice; None for what it has no word for: GPUs, TPU7x, and a topology that is
+        not the usual one of so many chips."""
+        if not self.chip or not self.runtime_version or self.sides != usual_sides(self.chip, self.chips):
+            return None
+        return f"{self.family.prefix}-{getattr(self, self.family.counts)}"
+
+    @property
+    def runtime_version(self) -> str | None:
+        """The software of a TPU VM; None where there is no TPU VM of it (GPUs, and TPU7x, which GKE alone has)."""
+        return self.family.runtime
+
+    @property
+    def gke_label(self) -> str | None:
+        """The value of `cloud.google.com/gke-tpu-accelerator`, or of `cloud.google.com/gke-accelerator` for a GPU."""
+        return self.family.gke
+
+    @property
+    def gke_resource(self) -> str | None:
+        """What a pod asks for, `chips_per_host` of it."""
+        return "google.com/tpu" if self.is_tpu else "nvidia.com/gpu" if self.chip else None
+
+    @property
+    def machine_type(self) -> str | None:
+        """Google Cloud's machine that holds one host's chips; None where it sells none."""
+        here = self.family.machine if self.chips_per_host in self.family.hosts else None
+        return here.format(self.chips_per_host) if here else None
+
+    def dollars(self, spot: bool = False) -> float | None:
+        """Of all slices, for an hour; None where no price is published."""
+        price = None if self.chip is None else self.chip.spot if spot else self.chip.dollars
+        return None if price is None else price * self.total_chips
+
+    def one_slice(self) -> Accelerator:
+        return replace(self, slices=1)
+
+    def explain(self) -> str:
+        """One line for a person: what the name counts, and all that follows from it."""
+        if self.chip is None:
+            return f"{self.name}: no accelerator, on {_count(self.total_hosts, 'machine')}"
+        chips = f"{_count(self.chips, 'chip')} of {self.chip.name}"
+        if self.is_tpu:
+            number = getattr(self, self.family.counts)
+            counted = f"{self.family.prefix}-{number} counts {self.family.counts}"
+            chips += f" ({counted}, {self.family.cores} per chip)" if self.family.cores > 1 else f" ({counted})"
+            chips += f" as {self.topology}"
+        each = "each on" if self.slices > 1 else "on"
+        where = (
+            f"{each} {_count(self.hosts, 'VM' if self.is_tpu else 'machine')} of {_count(self.chips_per_host, 'chip')}"
+        )
+        total = f"; together {_count(self.total_chips, 'chip')}, {self.total_hosts} hosts" if self.slices > 1 else ""
+        return (
+            f"{self.name}: {_count(self.slices, 'slice')} of {chips} {where}{total}; "
+            f"{_count(self.total_devices, 'jax device')}"
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse(text: str) -> Accelerator:
+    """`v4-64`, `v5e-16` (or `v5litepod-16`), `v5e:4x4`, `tpu7x-2x2x2`, `h200x8`, and so many of one: `2 x v5p-128`.
+
+    Sides may be given in any order; they are kept as the clouds write them, the shortest first. `cpu` and an empty
+    text are machines without accelerators.
+    """
+    words = re.sub(r"\s+", "", str(text).lower())
+    many = re.match(r"(\d+)[x×*](?=[a-z]|7x)", words)
+    slices, rest = (int(many[1]), words[many.end() :]) if many else (1, words)
+    if slices < 1:
+        raise ValueError(f"accelerator {text!r} has no slices: expected 1 or more, as in 2 x v5p-128")
+    if rest in ("", CPU.prefix):
+        return Accelerator(None, (1,), slices)
+    chip, size = _split(rest, text)
+    one = _gpus(chip, size, text) if FAMILIES[chip.name].sides == 0 else _tpu(chip, size, text)
+    return replace(one, slices=one.slices * slices)
+
+
+def _split(words: str, text: str) -> tuple[Chip, str]:
+    """The chip and what follows its name; `tpu-` before it, as in `tpu-v5e-4`, says nothing."""
+    words = re.sub(r"^tpu-?(?=v\d)", "", words)
+    for spelt in sorted(_SPELT, key=len, reverse=True):
+        match = re.fullmatch(re.escape(spelt) + r"(?:[-:x](\d+(?:x\d+)*))?", words)
+        if match:
+            return CHIPS[_SPELT[spelt]], match[1] or ""
+    hint = did_you_mean(re.split(r"[-:]", words)[0], _SPELT)
+    raise ValueError(f"no accelerator {text!r}.{hint} Expected a chip and a size, such as {_EXAMPLES}")
+
+
+def _gpus(chip: Chip, size: str, text: str) -> Accelerator:
+    if "x" in size:
+        raise ValueError(f"accelerator {text!r}: a GPU has a count and no topology; write {chip.name.lower()}x8")
+    count = int(size or 1)
+    hosts, left = divmod(count, GPUS_OF_A_HOST)
+    if count < 1 or (hosts and left):
+        raise ValueError(
+            f"accelerator {text!r}: expected 1 to {GPUS_OF_A_HOST} GPUs, or whole machines of {GPUS_OF_A_HOST}; write "
+            f"{chip.name.lower()}x{max(hosts, 1) * GPUS_OF_A_HOST}, or 3 x {chip.name.lower()}x4 for parts of machines"
+        )
+    return Accelerator(chip, (GPUS_OF_A_HOST if hosts else count,), max(hosts, 1))
+
+
+def _tpu(chip: Chip, size: str, text: str) -> Accelerator:
+    family = FAMILIES[chip.name]
+    if not size:
+        raise ValueError(f"accelerator {text!r} has no size: name a slice, such as {_nearest(chip, 16)}")
+    if "x" in size:
+        sides = in_order(tuple(int(side) for side in size.split("x")), family)
+        chips = math.prod(sides)
+        if not is_slice(chip, sides):
+            raise ValueError(
+                f"accelerator {text!r}: {chip.name} has no slice {size}; the nearest by chips: {_nearest(chip, chips)}"
+            )
+        return Accelerator(chip, sides)
+    per_chip = family.cores if family.counts == "cores" else 1
+    chips, left = divmod(int(size), per_chip)
+    usual = usual_sides(chip, chips) if not left else None
+    if usual is None:
+        means = f"the number counts {family.counts}" + (f", {per_chip} per chip" if per_chip > 1 else "")
+        raise ValueError(
+            f"accelerator {text!r}: no slice of {chip.name} has that size ({means}); the nearest: "
+            f"{_nearest(chip, chips)}"
+        )
+    return Accelerator(chip, usual)
+
+
+def _nearest(chip: Chip, chips: int) -> str:
+    """The slices just below and just above so many chips, by name."""
+    pod = chip.pod or GPUS_OF_A_HOST
+    down = next((n for n in range(min(chips, pod), 0, -1) if usual_sides(chip, n)), None)
+    up = next((n for n in range(max(chips, 1), pod + 1) if usual_sides(chip, n)), None)
+    found = [Accelerator(chip, usual_sides(chip, n) or ()).slice_name for n in dict.fromkeys((down, up)) if n]
+    return " and ".join(found)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

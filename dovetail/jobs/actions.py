@@ -1,0 +1,92 @@
+"""What people do with jobs: create, cancel, resume, delete, clean. Each changes the store; the supervisor does it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dovetail.jobs import price, snapshot
+from dovetail.jobs.job import OVER, Job
+from dovetail.jobs.spec import Spec, changed
+from dovetail.jobs.store import Store, new_id
+
+
+def create(
+    store: Store, spec: Spec, base: Path | None = None, before: Callable[[Path], object] = lambda home: None
+) -> Job:
+    """A job with the code as it is now. `base`: what code.path is relative to. `before` is given the job's folder, to
+    put there what the job needs, before any supervisor hears of it."""
+    price.refuse_blind_ceiling(spec)
+    for other in spec.after:
+        store.job(other)
+    digest = snapshot.take(spec.code, store.root / "snapshots", base) if spec.code.path else ""
+    id = new_id()
+    home = store.home(id)
+    home.mkdir(parents=True)
+    if digest:
+        _link(store.root / "snapshots" / f"{digest}.tar.gz", home / "code.tar.gz")
+    before(home)
+    return store.add(spec, digest, id)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def cancel(store: Store, job: Job) -> Job:
+    """It is told to stop, saves, and ends; `resume` goes on from there."""
+    if job.is_over:
+        raise ValueError(f"job {job.id} is over already: it {_word(job)}")
+    with store.transaction():
+        store.change(job.id, wanted="stop")
+        store.note(job.id, job.attempts, "asked to cancel")
+    return store.job(job.id)
+
+
+def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
+    """Start it again, its budgets full, where its last attempt stopped. `words`: key=value to change in its spec."""
+    if not job.is_over:
+        raise ValueError(f"job {job.id} is not over: it is {job.status}")
+    if job.status == "succeeded":
+        raise ValueError(f"job {job.id} has succeeded: create another to run it again")
+    spec = changed(store.spec(job.id), words)
+    price.refuse_blind_ceiling(spec)
+    with store.transaction():
+        store.change_spec(job.id, spec)
+        store.change(
+            job.id, wanted="run", status="queued", detail="", ended=None, not_before=0.0, preemptions=0, faults=0,
+            failures=0, in_a_row=0, resumed=job.attempts,
+        )  # fmt: skip
+        store.note(job.id, job.attempts, " ".join(["resumed", *words]))
+    return store.job(job.id)
+
+
+def delete(store: Store, job: Job) -> None:
+    """Its rows, logs, code and run. Only what is over: then no backend holds anything for it."""
+    if not job.is_over:
+        raise ValueError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
+    shutil.rmtree(store.home(job.id), ignore_errors=True)
+    store.remove(job.id)
+
+
+def clean(store: Store, older: float = 0.0, statuses: Sequence[str] = OVER) -> list[Job]:
+    """Delete jobs that were over before so many seconds, and snapshots that no job has; those that were deleted."""
+    before = time.time() - older
+    gone = [job for job in store.jobs(statuses) if job.is_over and (job.ended or job.changed) <= before]
+    for job in gone:
+        delete(store, job)
+    kept = {job.snapshot for job in store.jobs()}
+    for archive in (store.root / "snapshots").glob("*.tar.gz"):
+        if archive.name.removesuffix(".tar.gz") not in kept:
+            archive.unlink(missing_ok=True)
+    return gone
+
+
+def _word(job: Job) -> str:
+    return {"succeeded": "succeeded", "failed": "failed", "stopped": "was stopped"}.get(job.status, "was cancelled")

@@ -1,0 +1,190 @@
+"""TPUs of a GKE cluster: an attempt is a JobSet, with a ConfigMap for its script and code and a Secret for its secrets.
+
+JobSet itself starts preempted pods again (see jobset.py), which stays one attempt; what it gives up comes back here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.jobs import script
+from dovetail.jobs.attempt import Attempt, Resource
+from dovetail.jobs.backends import jobset, log_copy, tpu_ssh
+from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.backends.jobset_status import Pod, pods, told
+from dovetail.jobs.backends.kube import Namespace, current_context
+from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.backends.places import Places
+from dovetail.jobs.spec import Spec
+
+KINDS = ("JobSet", "ConfigMap", "Secret")  # of one name each; what costs money first
+COPY_S = 300.0  # for the code to reach the bucket
+
+
+class Gke:
+    """`root`: the home of jobs. `connect`, `current` and `run` stand in for the real ones in tests."""
+
+    def __init__(
+        self,
+        root: Path,
+        owner: str,
+        connect: Callable[[str, str], Namespace] = Namespace,
+        current: Callable[[], str] = current_context,
+        run: tpu_ssh.Run = tpu_ssh.run,
+    ) -> None:
+        self._owner, self._places = owner, Places(root, "gke")  # (context, namespace)
+        self._connect, self._current, self._run = connect, current, run
+        self._spaces: dict[tuple[str, str], Namespace] = {}  # a login may take a second
+
+    # --- making and removing ------------------------------------------------------------------------------------------
+
+    def create(self, attempt: Attempt) -> str:
+        """The handle is its namespace and cluster: kubeconfig may have chosen another cluster the next time."""
+        jobset.check(attempt.spec)
+        bodies = manifests(attempt)
+        context, name = self._place(attempt)
+        self._places.add(context, name)
+        if attempt.snapshot and not jobset.is_small(attempt):
+            self._upload(attempt)
+        for body in bodies:
+            if not self._space(attempt).create(body):
+                self._refuse_others(attempt, body["kind"])
+        return f"{name}@{context}"
+
+    def _refuse_others(self, attempt: Attempt, kind: str) -> None:
+        there = self._space(attempt).get(kind, attempt.name)
+        if there is not None and not self._is_ours(there):
+            raise ValueError(f"{kind} {attempt.name} is there and carries another owner's label: it is not ours to use")
+
+    def _upload(self, attempt: Attempt) -> None:
+        bucket = attempt.spec.gke.bucket.rstrip("/")
+        if not bucket:
+            raise ValueError(
+                "the code is larger than a ConfigMap holds: set gke.bucket, or exclude more (code.exclude)"
+            )
+        target = f"{bucket}/jobs/{attempt.job}/code.tar.gz"
+        done = self._run(["gcloud", "storage", "cp", str(attempt.home / "code.tar.gz"), target], b"", COPY_S)
+        if done.code:
+            raise Unavailable(f"the code could not be copied to {target}: {done.err[-200:]}")
+
+    def delete(self, resource: Resource) -> None:
+        """Only what carries our label: a name alone may be somebody else's."""
+        for context, name in self._where(resource):
+            space = self._at(context, name)
+            for kind in KINDS:
+                there = space.get(kind, resource.name)
+                if there is not None and self._is_ours(there) and not there["metadata"].get("deletionTimestamp"):
+                    space.delete(kind, resource.name)
+
+    def _where(self, resource: Resource) -> list[tuple[str, ...]]:
+        """The place that the handle names; without one (the create's answer was lost) all that were ever asked."""
+        name, at, context = resource.handle.partition("@")
+        return [(context, name)] if at else self._places.all()
+
+    def list(self) -> Sequence[Resource]:
+        found = {}
+        for context, name in self._places.all():
+            space = self._at(context, name)
+            for kind in KINDS:
+                for one in space.list(kind, f"{jobset.OWNER}={self._owner}"):
+                    title = one["metadata"]["name"]
+                    found[title, context, name] = Resource(title, "", f"{name}@{context}")
+        return list(found.values())
+
+    def _is_ours(self, there: dict[str, Any]) -> bool:
+        return there["metadata"].get("labels", {}).get(jobset.OWNER) == self._owner
+
+    # --- watching -----------------------------------------------------------------------------------------------------
+
+    def observe(self, attempt: Attempt) -> Observed:
+        try:
+            there = self._space(attempt).get("JobSet", attempt.name)
+            if there is None or not self._is_ours(there):
+                return Observed("absent", "there is no such JobSet")
+            seen = told(there, pods(self._pods(attempt), attempt.spec.device.hosts))
+            if seen.state in ("succeeded", "failed", "preempted"):
+                self._fetch(attempt)
+            return seen
+        except (Unavailable, ValueError, ImportError, OSError) as error:
+            return Observed("unknown", str(error))
+
+    def _pods(self, attempt: Attempt) -> list[dict[str, Any]]:
+        return self._space(attempt).list("Pod", f"jobset.sigs.k8s.io/jobset-name={attempt.name}")
+
+    def stop(self, attempt: Attempt, grace: float) -> None:
+        """Deleting it signals every pod, which then has its terminationGracePeriodSeconds (ceiling.grace, from which
+        `grace` comes) to save; the JobSet itself goes last. Suspending it would not do: Kueue starts it again."""
+        self._space(attempt).delete("JobSet", attempt.name)
+
+    # --- logs ---------------------------------------------------------------------------------------------------------
+
+    def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
+        """What was brought here is told even when the pods are gone or the cluster does not answer."""
+        with contextlib.suppress(Unavailable, ValueError, ImportError):
+            self._fetch(attempt, rank)
+        return read(attempt.log(rank), since)
+
+    def _fetch(self, attempt: Attempt, rank: int | None = None) -> None:
+        for one in pods(self._pods(attempt), attempt.spec.device.hosts):
+            if rank in (None, one.rank):
+                self._append(attempt, one, self._space(attempt).log(one.name))
+
+    def _append(self, attempt: Attempt, one: Pod, text: bytes) -> None:
+        """A cluster tells a pod's log from its beginning: what is here already is passed over. A pod that took another
+        one's place goes on in the same file."""
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        path, mark = attempt.log(one.rank), attempt.folder / f"rank{one.rank}.pod"
+        size = log_copy.size(path)
+        held = json.loads(mark.read_text()) if mark.exists() else {}
+        if held.get("uid") != one.uid:
+            held = {"uid": one.uid, "begins": size}
+            mark.write_text(json.dumps(held))
+        log_copy.append(path, held["begins"], text)
+
+    def command(self, attempt: Attempt, rank: int) -> list[str]:
+        found = [one for one in pods(self._pods(attempt), attempt.spec.device.hosts) if one.rank == rank]
+        if not found:
+            raise ValueError(f"{attempt.name} has no pod of rank {rank} now: see `dovetail job show`")
+        context, name = self._place(attempt)
+        words = ["kubectl", f"--namespace={name}", *([f"--context={context}"] if context else [])]
+        return [*words, "exec", "-it", found[0].name, "--", "sh"]
+
+    def _space(self, attempt: Attempt) -> Namespace:
+        return self._at(*self._place(attempt))
+
+    def _place(self, attempt: Attempt) -> tuple[str, str]:
+        """(context, namespace)."""
+        name, at, context = attempt.handle.partition("@")
+        gke = attempt.spec.gke
+        return (context, name) if at else (gke.context or self._current(), gke.namespace)
+
+    def _at(self, context: str, name: str) -> Namespace:
+        if (context, name) not in self._spaces:
+            self._spaces[context, name] = self._connect(context, name)
+        return self._spaces[context, name]
+
+
+def manifests(attempt: Attempt, show_secrets: bool = True) -> list[dict[str, Any]]:
+    """In the order in which they are made: the JobSet, which starts the pods, last."""
+    values = script.secrets(attempt.spec)
+    if not show_secrets:
+        values = dict.fromkeys(values, "...")
+    secret = [jobset.secret(attempt, values)] if values else []
+    return [jobset.config_map(attempt), *secret, jobset.jobset(attempt)]
+
+
+def render(attempt: Attempt) -> str:
+    """The manifests as YAML; secrets are not shown."""
+    import yaml
+
+    jobset.check(attempt.spec)
+    return yaml.safe_dump_all(manifests(attempt, show_secrets=False), sort_keys=False)
+
+
+def preview(spec: Spec) -> str:
+    """The same of a job that is not created, for `--dry-run`: its id and its code are not known yet."""
+    return render(Attempt("job", 1, spec, Path(), "owner", spec.zones[0] if spec.zones else ""))

@@ -1,0 +1,169 @@
+"""This machine: an attempt is a launcher (local_launcher.py) and its processes, several to imitate hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dovetail.jobs import script
+from dovetail.jobs.attempt import Attempt, Resource
+from dovetail.jobs.backends.backend import LogPart, Observed
+from dovetail.jobs.backends.local_launcher import CLAIM, END, LAUNCH, LOCK, STOP, write
+from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.outcome import deciding
+
+BACKGROUND = '"$0" "$@" &'  # a child of nobody: there is none here to wait for it
+MARK = "DOVETAIL_LOCAL_ATTEMPT"  # in the environment of all that an attempt starts: its folder
+
+
+class Local:
+    """`root`: the home of jobs, below which every attempt has a folder."""
+
+    def __init__(self, root: Path, owner: str = "") -> None:
+        self.root, self.owner = Path(root), owner
+
+    def create(self, attempt: Attempt) -> str:
+        folder = attempt.folder
+        if platform.node() in attempt.exclude:
+            raise ValueError(
+                f"{platform.node()} is in quarantine, for its hardware computed wrong: run it elsewhere, or release it "
+                f"with `dovetail job clean --release {platform.node()}`"
+            )
+        if attempt.spec.mounts:
+            raise ValueError("mounts are for machines in the cloud: here, name the folder itself in the command")
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOCK).open("a") as lock:
+            if _take(lock.fileno(), folder):
+                self._launch(attempt, lock.fileno())
+        return ""
+
+    def _launch(self, attempt: Attempt, lock: int) -> None:
+        spec, folder = attempt.spec, attempt.folder
+        (folder / "script.sh").write_text(script.script(spec, script.interpreter(spec)))
+        told = {MARK: str(folder), "DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
+        if attempt.snapshot:
+            told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
+        write(folder / LAUNCH, {"processes": spec.processes, "env": told, "host": platform.node()})
+        command = [sys.executable, "-m", "dovetail.jobs.backends.local_launcher", str(folder), str(lock)]
+        # In a session of its own, it outlives the terminal and the supervisor; secrets reach it by its environment.
+        with (folder / "launcher.log").open("ab") as log:
+            subprocess.run(
+                ["sh", "-c", BACKGROUND, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
+                env=os.environ | script.secrets(spec) | {"PYTHONPATH": _import_path()}, cwd=folder, pass_fds=(lock,),
+                start_new_session=True,
+            )  # fmt: skip
+
+    def observe(self, attempt: Attempt) -> Observed:
+        folder = attempt.folder
+        if (host := _host(folder)) != platform.node():  # a home that machines share
+            return Observed("unknown", f"it runs on {host}, and only there it can be seen: supervise it from there")
+        alive, ended = _is_locked(folder / LOCK), folder / END
+        if alive:
+            started = (folder / CLAIM).exists()
+            return Observed("running" if started else "waiting", "", (platform.node(),) * attempt.spec.processes)
+        if (folder / "deleted").exists():
+            return Observed("absent")
+        if ended.exists():
+            return _ended(json.loads(ended.read_text()))
+        if (folder / CLAIM).exists():
+            return Observed("failed", "the launcher was killed", (platform.node(),))
+        return Observed("absent", "the launcher did not start: see launcher.log in the attempt's folder")
+
+    def stop(self, attempt: Attempt, grace: float) -> None:
+        if attempt.folder.exists():
+            write(attempt.folder / STOP, {"grace": grace})
+
+    def delete(self, resource: Resource) -> None:
+        folder = self._folder(resource)
+        if folder is None or not folder.exists():
+            return
+        write(folder / STOP, {"grace": 0.0})
+        write(folder / "deleted", {})
+        if not _is_locked(folder / LOCK):
+            for process in _leftovers(folder):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+
+    def list(self) -> Sequence[Resource]:
+        found = []
+        for lock in sorted((self.root / "jobs").glob(f"*/attempts/*/{LOCK}")):
+            if _is_locked(lock) and not (lock.parent / "deleted").exists():
+                found.append(Resource(f"dt-{lock.parts[-4]}-{lock.parts[-2]}"))
+        return found
+
+    def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
+        return read(attempt.log(rank), since)
+
+    def command(self, attempt: Attempt, rank: int) -> list[str]:
+        return ["sh", "-c", f'cd "{attempt.home}" && exec "${{SHELL:-sh}}"']
+
+    def _folder(self, resource: Resource) -> Path | None:
+        if resource.attempt is None:
+            return None
+        job, number = resource.attempt
+        return self.root / "jobs" / job / "attempts" / str(number)
+
+
+def _host(folder: Path) -> str:
+    """Where it was launched; here, if it was not."""
+    path = folder / LAUNCH
+    return json.loads(path.read_text())["host"] if path.exists() else platform.node()
+
+
+def _ended(end: dict) -> Observed:
+    code, rank = deciding(end["codes"], end["order"])
+    hosts = (end.get("host", ""),) * len(end["codes"])
+    if code == 0:
+        return Observed("succeeded", "", hosts, 0)
+    return Observed("failed", f"exit codes by rank: {end['codes']}", hosts, code, rank)
+
+
+def _take(lock: int, folder: Path) -> bool:
+    """Lock it for a launcher to come; False where one is, or was. Who only looks (_is_locked) holds it for a moment."""
+    for _ in range(100):
+        if (folder / CLAIM).exists():
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return not (folder / CLAIM).exists()
+        except OSError:
+            time.sleep(0.005)
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process holds it: the lock dies with its holder."""
+    if not path.exists():
+        return False
+    with path.open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _leftovers(folder: Path) -> Iterator[int]:
+    """Processes that carry the attempt's mark, after their launcher has died: Linux shows each one's environment."""
+    mark = f"{MARK}={folder}\0".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes() + b"\0":
+                yield int(entry.name)
+        except OSError:
+            continue
+
+
+def _import_path() -> str:
+    """This package, for the launcher, wherever it was loaded from."""
+    here = str(Path(__file__).parents[3])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,161 @@
+"""A Slurm cluster, through its commands. The home of jobs must lie on a file system that its nodes share.
+
+An attempt is a Slurm job whose name is the attempt's. Preempted, it saves, puts itself back into Slurm's queue and is
+the same attempt when it starts again; where that is not allowed it ends, and the supervisor makes the next attempt.
+Exit codes are read from files that the processes write: many clusters keep no accounts, and squeue forgets in minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from dovetail.jobs import script
+from dovetail.jobs.attempt import PREFIX, Attempt, Resource
+from dovetail.jobs.backends import slurm_script
+from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.backends.slurm_states import Seen, expand, observed, parse
+from dovetail.jobs.outcome import deciding
+
+TIMEOUT_S = 60.0
+# What a controller that is away or busy says; anything else is about the request.
+AWAY = (
+    "unable to contact slurm controller", "socket timed out", "connection refused", "zero bytes were transmitted",
+    "temporarily unable", "resource temporarily unavailable", "munge", "protocol authentication error",
+    "slurm backup controller in standby", "too many", "slurmctld is busy",
+)  # fmt: skip
+FORMAT = "%i|%j|%T|%r|%N|%k"
+
+
+class Slurm:
+    """`root`: the home of jobs. `owner`: the store's label, in each job's comment."""
+
+    def __init__(self, root: Path, owner: str = "") -> None:
+        self.root, self.owner = Path(root), owner
+
+    def create(self, attempt: Attempt) -> str:
+        if attempt.spec.mounts:
+            raise ValueError("mounts are for machines in the cloud: name a folder that the nodes share in the command")
+        if there := self._find(attempt.name):
+            return there
+        folder = attempt.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "script.sh").write_text(script.script(attempt.spec, script.interpreter(attempt.spec)))
+        (folder / "rank.sh").write_text(slurm_script.rank_script(attempt))
+        (folder / "batch.sh").write_text(slurm_script.batch_script(attempt))
+        options = slurm_script.options(attempt, f"dovetail:{self.owner}")
+        made = _call(["sbatch", "--parsable", *options, str(folder / "batch.sh")], script.secrets(attempt.spec))
+        return made.strip().partition(";")[0]
+
+    def observe(self, attempt: Attempt) -> Observed:
+        try:
+            seen = self._seen(attempt)
+            if seen is not None and seen.is_held_back:
+                # Slurm lets a job that was put back wait for two minutes; its owner may say that it need not
+                _call(["scontrol", "update", f"JobId={seen.id}", "StartTime=now"])
+        except (Unavailable, ValueError) as error:
+            return Observed("unknown", str(error))
+        codes = _codes(attempt)
+        if seen is not None and not seen.is_over:
+            return observed(seen, attempt.spec, codes)
+        if (attempt.folder / "deleted").exists():
+            return Observed("absent")
+        if seen is not None:
+            return observed(seen, attempt.spec, codes)
+        return _from_files(codes, attempt.spec.processes)
+
+    def _seen(self, attempt: Attempt) -> Seen | None:
+        """The job as squeue has it; None once it is forgotten there."""
+        by = ["--jobs", attempt.handle] if attempt.handle else ["--name", attempt.name]
+        try:
+            text = _call(["squeue", "-h", "-t", "all", "-o", FORMAT, *by])
+        except ValueError as error:
+            if "invalid job id" in str(error).lower():
+                return None
+            raise
+        rows = [one for one in parse(text) if one.name == attempt.name]
+        return rows[-1] if rows else None
+
+    def _find(self, name: str) -> str:
+        """The id of a job of this name that Slurm knows, over or not; "" for none."""
+        rows = parse(_call(["squeue", "-h", "-t", "all", "-o", FORMAT, "--name", name]))
+        return rows[-1].id if rows else ""
+
+    def stop(self, attempt: Attempt, grace: float) -> None:
+        """The steps are signalled, not the batch script: it waits for them. One that waits in the queue just goes."""
+        (attempt.folder / "stop").touch()
+        seen = self._seen(attempt)
+        if seen is None or seen.is_over:
+            return
+        if seen.state == "PENDING":
+            _call(["scancel", seen.id])
+        else:
+            _call(["scancel", "--signal=TERM", seen.id])
+
+    def delete(self, resource: Resource) -> None:
+        if resource.attempt is not None:
+            job, number = resource.attempt
+            folder = self.root / "jobs" / job / "attempts" / str(number)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "stop").touch()
+            (folder / "deleted").touch()
+        for row in parse(_call(["squeue", "-h", "-t", "all", "-o", FORMAT, "--name", resource.name])):
+            if not row.is_over:
+                _call(["scancel", row.id])
+
+    def list(self) -> Sequence[Resource]:
+        rows = parse(_call(["squeue", "-h", "-o", FORMAT]))
+        ours = [row for row in rows if row.comment == f"dovetail:{self.owner}" and row.name.startswith(f"{PREFIX}-")]
+        return [Resource(row.name, "", row.id) for row in ours]
+
+    def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
+        return read(attempt.log(rank), since)
+
+    def command(self, attempt: Attempt, rank: int) -> list[str]:
+        seen = self._seen(attempt)
+        if seen is None or seen.state != "RUNNING":
+            raise ValueError(f"{attempt.name} does not run now: there is no node to open a shell on")
+        node = expand(seen.nodes)[rank // attempt.spec.slurm.tasks_per_node]
+        return ["srun", "--jobid", seen.id, "--overlap", "--nodelist", node, "--ntasks=1", "--pty", "sh", "-l"]
+
+
+def _codes(attempt: Attempt) -> list[int | None]:
+    """Each rank's exit code, where it has written one."""
+    found: list[int | None] = []
+    for rank in range(attempt.spec.processes):
+        path = attempt.folder / f"exit.{rank}"
+        text = path.read_text().strip() if path.exists() else ""
+        found.append(int(text) if text.isdecimal() else None)
+    return found
+
+
+def _from_files(codes: Sequence[int | None], processes: int) -> Observed:
+    """Forgotten by Slurm: what the processes wrote is all there is."""
+    ended = [code for code in codes if code is not None]
+    if len(ended) < processes and not any(ended):
+        return Observed("absent", "Slurm does not know it, and its processes left no exit code")
+    code, rank = deciding([code or 0 for code in codes])
+    return Observed("succeeded", "", (), 0) if code == 0 else Observed("failed", "", (), code, rank)
+
+
+def _call(command: list[str], extra: dict[str, str] | None = None) -> str:
+    """Its output. Unavailable where the controller does not answer, ValueError where it refuses."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL,
+            env=os.environ | (extra or {}),
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise ValueError(f"there is no {command[0]} here: run dovetail on a machine that submits to Slurm") from None
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{command[0]} did not answer in {TIMEOUT_S:g} s") from None
+    if done.returncode == 0:
+        return done.stdout
+    why = " ".join((done.stderr or done.stdout).split())
+    if any(word in why.lower() for word in AWAY):
+        raise Unavailable(f"{command[0]}: {why}")
+    raise ValueError(f"{shlex.join(command[:2])}: {why}")

@@ -1,0 +1,79 @@
+"""The scripts of an attempt on Slurm: what sbatch is given, and what srun starts for each process."""
+
+from __future__ import annotations
+
+import shlex
+
+from dovetail.jobs.attempt import Attempt
+from dovetail.jobs.outcome import PREEMPTED
+
+
+def options(attempt: Attempt, comment: str) -> list[str]:
+    """Of sbatch. A zone, where the spec names some, is a partition."""
+    spec, slurm, folder = attempt.spec, attempt.spec.slurm, attempt.folder
+    nodes = spec.processes // slurm.tasks_per_node
+    given = {
+        "job-name": attempt.name, "comment": comment, "output": str(folder / "batch.log"), "chdir": str(attempt.home),
+        "nodes": nodes, "ntasks": spec.processes, "ntasks-per-node": slurm.tasks_per_node, "export": "ALL",
+        "partition": attempt.zone or slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time,
+        "cpus-per-task": slurm.cpus_per_task, "mem": slurm.mem, "gpus-per-node": _gpus(attempt),
+        "exclude": ",".join(filter(None, (slurm.exclude, *attempt.exclude))), "constraint": slurm.constraint,
+        "reservation": spec.reservation,
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in given.items() if value]
+    return [*words, "--requeue", "--open-mode=append", *slurm.extra]
+
+
+def _gpus(attempt: Attempt) -> str:
+    device = attempt.spec.device
+    if attempt.spec.slurm.gpus_per_node or device.chip is None:
+        return attempt.spec.slurm.gpus_per_node
+    if device.is_tpu:
+        raise ValueError(f"accelerator {device} is a TPU, and Slurm has none: use backend gcp-tpu or gke")
+    return str(device.chips_per_host)
+
+
+def batch_script(attempt: Attempt) -> str:
+    """Starts the processes, and puts a job that was preempted back into the queue."""
+    folder = shlex.quote(str(attempt.folder))
+    image = attempt.spec.environment.image
+    words = ["srun", "--kill-on-bad-exit=0", *([f"--container-image={image}"] if image else [])]
+    return f"""#!/bin/sh
+trap : TERM
+folder={folder}
+rm -f "$folder"/exit.*
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [ "$SLURM_NTASKS" -gt 1 ] && ! getent hosts "$first" > /dev/null; then
+    # a node's name that nobody can look up: Slurm knows its address
+    address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+    export DOVETAIL_COORDINATOR="$address:$((61000 + SLURM_JOB_ID % 4000))"
+    export DOVETAIL_NUM_PROCESSES="$SLURM_NTASKS"
+fi
+{shlex.join(words)} sh "$folder/rank.sh"
+code=$?
+if grep -qx {PREEMPTED} "$folder"/exit.* && [ ! -e "$folder/stop" ]; then
+    # Slurm puts back what it kills, not what saves and ends before that. Then it ends this script too.
+    scontrol requeue "$SLURM_JOB_ID" && sleep 300
+fi
+exit $code
+"""
+
+
+def rank_script(attempt: Attempt) -> str:
+    """One process: its log and its exit code in files of its own."""
+    told = {"DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
+    if attempt.snapshot:
+        told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in told.items())
+    return f"""#!/bin/sh
+trap : TERM
+folder={shlex.quote(str(attempt.folder))}
+exec >> "$folder/rank$SLURM_PROCID.log" 2>&1
+{exports}
+export DOVETAIL_RANK="$SLURM_PROCID"
+if [ -n "$DOVETAIL_COORDINATOR" ]; then export DOVETAIL_PROCESS_ID="$SLURM_PROCID"; fi
+sh "$folder/script.sh"
+code=$?
+echo $code > "$folder/exit.$SLURM_PROCID.part" && mv "$folder/exit.$SLURM_PROCID.part" "$folder/exit.$SLURM_PROCID"
+exit $code
+"""

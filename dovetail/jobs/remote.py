@@ -1,0 +1,176 @@
+"""`@dt.remote`: a plain function that runs as a job.
+
+@dt.remote(backend="slurm", hosts=2)
+def measure(size):
+    ...
+    return seconds
+
+measure(8)                       # here, as ever
+measure.run(8)                   # as a job; waits, and returns the first process's value
+handle = measure.submit(8)       # does not wait: handle.id is a job's, attach(id) finds it again from anywhere
+measure.map([8, 16, 32])         # one job each
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pickle
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.jobs import actions, parcel, presence
+from dovetail.jobs.call import CALL, RESULT
+from dovetail.jobs.home import jobs_home
+from dovetail.jobs.job import Job
+from dovetail.jobs.spec import Spec, make
+from dovetail.jobs.store import Store
+
+FOLDER = "call"
+POLL_S = 0.1
+HERE = ("local", "slurm")  # backends that see this machine's files
+
+
+class RemoteError(RuntimeError):
+    """The job ended, and not by the function's own doing."""
+
+
+class RemoteTraceback(Exception):
+    """What stands above the exception, as text: the frames are another process's."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """A call under way. Where its store is seen, `attach(handle.id)` is the same handle."""
+
+    id: str
+    root: Path
+
+    @functools.cached_property
+    def store(self) -> Store:
+        return Store(self.root)
+
+    @property
+    def job(self) -> Job:
+        return self.store.job(self.id)
+
+    def done(self) -> bool:
+        return self.job.is_over
+
+    def cancel(self) -> None:
+        actions.cancel(self.store, self.job)
+        presence.ensure(self.root)
+
+    def logs(self, rank: int = 0) -> str:
+        """What a process of the last attempt has written so far."""
+        path = self.store.home(self.id) / "attempts" / str(max(1, self.job.attempts)) / f"rank{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The value, once there is one; the function's own exception where it raised one."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"job {self.id} is {self.job.status} after {timeout:g} s; it goes on")
+            if not presence.holder(self.root):
+                presence.ensure(self.root)
+            time.sleep(POLL_S)
+        return self._answer(self.job)
+
+    def _answer(self, job: Job) -> Any:
+        folder, row = self.store.home(self.id) / FOLDER, self.store.last(self.id)
+        number, rank = (row.number, row.failed_rank or 0) if row else (0, 0)
+        names = [f"{number}.{RESULT}"] + [f"{number}.{rank}.{RESULT}"] * bool(rank)
+        found = [folder / name for name in reversed(names) if (folder / name).exists()]
+        if job.status not in ("succeeded", "failed") or not found:
+            raise RemoteError(
+                f"job {self.id} {job.status}: {job.detail or 'it left no result'}; dovetail job logs {self.id}"
+            )
+        answer = pickle.loads(parcel.read(found[0]))
+        if "error" in answer:
+            raise answer["error"] from RemoteTraceback(answer["traceback"])
+        return answer["value"]
+
+
+def attach(id: str, root: Path | None = None) -> Handle:
+    """The handle of a call that was submitted elsewhere, or by a process that has ended."""
+    root = root or jobs_home()
+    return Handle(Store(root).find(id).id, root)
+
+
+class Remote:
+    """A function with `.run`, `.submit` and `.map`; called, it is the function."""
+
+    def __init__(self, function: Callable, options: Mapping[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.options = function, dict(options)
+        self._spec("true")  # a wrong option is refused where it is written
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.submit(*args, **kwargs).result()
+
+    def map(self, *iterables: Iterable[Any]) -> list[Any]:
+        """As the built-in, a job for each; the first exception, where there is one, once all have ended."""
+        handles = [self.submit(*args) for args in zip(*iterables, strict=True)]
+        while not all(handle.done() for handle in handles):
+            time.sleep(POLL_S)
+        return [handle.result() for handle in handles]
+
+    def submit(self, *args: Any, **kwargs: Any) -> Handle:
+        """Create the job; it goes on if this process ends."""
+        data, store = parcel.packed(self.function, args, kwargs), Store(jobs_home())
+        folder = f'"$DOVETAIL_JOB_DIR"/{FOLDER}'
+        python = "python" if self.options.get("environment") else shlex.quote(sys.executable)
+        spec = self._spec(f"exec {python} -m dovetail.jobs.call {folder}")
+        job = actions.create(store, spec, before=lambda home: parcel.write(home / FOLDER / CALL, data))
+        store.close()
+        presence.ensure(store.root)
+        return Handle(job.id, store.root)
+
+    def _spec(self, command: str) -> Spec:
+        given = dict(self.options)
+        if given.pop("spot", False):
+            given.setdefault("tier", "spot")
+        given.setdefault("name", self.function.__name__.strip("<>_") or "remote")
+        given.setdefault("code", {"path": ""})
+        given["command"] = command
+        if not given.get("environment"):
+            given["env"] = [*given.get("env", ()), f"PYTHONPATH={_import_path()}"]
+        spec = make(given)
+        if spec.backend not in HERE:
+            raise ValueError(
+                f"backend must be one of {', '.join(HERE)} for a remote function, whose value comes back through this "
+                f"machine's files; got {spec.backend!r}: create a job that writes to a bucket instead"
+            )
+        return spec
+
+
+def remote(function: Callable | None = None, **options: Any) -> Any:
+    """`@remote` or `@remote(accelerator=..., backend=..., spot=True, hosts=2, ...)`: the keys of a job's spec."""
+    for name in ("command", "recipe"):
+        if name in options:
+            raise ValueError(f"{name} is not for a remote function: the function is what runs")
+    if function is not None:
+        return Remote(function, options)
+    return lambda decorated: Remote(decorated, options)
+
+
+def _import_path() -> str:
+    """What this process can import, the other one can."""
+    here = [str(Path(__file__).parents[2]), os.getcwd(), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)]
+    return os.pathsep.join(dict.fromkeys(path for path in here if path))

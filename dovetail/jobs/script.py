@@ -1,0 +1,81 @@
+"""The script of sh that every process of an attempt runs: environment, code's folder, setup, command.
+
+It is the same on every backend. What differs is told to it in variables: DOVETAIL_JOB_DIR (a folder that all attempts
+of the job see) and, with several processes, who this one is (train/distributed.py reads Slurm's and GKE's own).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from dovetail.jobs.spec import Environment, Spec
+
+
+def script(spec: Spec, python: str = "") -> str:
+    """`python`: an interpreter whose folder is searched first, where the spec names no environment."""
+    lines = ["#!/bin/sh"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, _, value in (pair.partition("=") for pair in spec.env)]
+    lines += ['cd "${DOVETAIL_CODE_DIR:-$DOVETAIL_JOB_DIR}" || exit 90']
+    lines += _environment(spec.environment, python)
+    lines += [f"{{ {line}\n}} || exit 91" for line in spec.environment.setup]
+    # A caught signal lets the shell wait for its command, which saves and ends with a code of its own; a shell that
+    # died of it would leave the command behind, and hide its code.
+    lines += ["trap : TERM INT", spec.line]
+    return "\n".join(lines) + "\n"
+
+
+def _environment(environment: Environment, python: str) -> list[str]:
+    if environment.venv:
+        return [f". {_path(environment.venv)}/bin/activate || exit 91"]
+    if environment.conda:
+        return [f'eval "$(conda shell.posix hook)" && conda activate {shlex.quote(environment.conda)} || exit 91']
+    if environment.lock:
+        return _locked(environment)
+    return [f"export PATH={shlex.quote(str(Path(python).parent))}:$PATH"] if python else []
+
+
+def _locked(environment: Environment) -> list[str]:
+    """A venv for each digest of the lock file, made once per machine: beside, then renamed."""
+    lock = _path(environment.lock)
+    make = f'{shlex.quote(environment.python)} -m venv "$venv.$$" && "$venv.$$/bin/pip" install --quiet -r {lock}'
+    return [
+        f"venv=${{DOVETAIL_HOME:-$HOME/.cache/dovetail}}/venvs/$(sha256sum {lock} | cut -c1-16)",
+        'mkdir -p "$(dirname "$venv")"',
+        # a venv cannot be moved: its scripts name its folder. The link is what is renamed.
+        f'[ -e "$venv" ] || {{ {make} && ln -sfn "$venv.$$" "$venv"; }} || exit 91',
+        '. "$venv/bin/activate" || exit 91',
+    ]
+
+
+def _path(text: str) -> str:
+    """Quoted for sh, with ~ left to it."""
+    if text.startswith("~/"):
+        return '"$HOME"/' + shlex.quote(text[2:])
+    return shlex.quote(text)
+
+
+def secrets(spec: Spec) -> dict[str, str]:
+    """The values that the spec refers to, as they are on this machine now; for the environment of what is started, and
+    for no file. `gcp:` is left to the backend whose machines may read it."""
+    found = {}
+    for pair in spec.secrets:
+        name, _, reference = pair.partition("=")
+        kind, _, where = reference.partition(":")
+        if kind == "env":
+            if where not in os.environ:
+                raise ValueError(f"secret {name} is to come from ${where}, which is not set here: set it")
+            found[name] = os.environ[where]
+        elif kind == "file":
+            found[name] = Path(where).expanduser().read_text().strip()
+        else:
+            raise ValueError(f"secret {name} is in Google's Secret Manager, which backend {spec.backend} does not read")
+    return found
+
+
+def interpreter(spec: Spec) -> str:
+    """The Python that runs this, for backends that share its file system."""
+    given = spec.environment
+    return "" if given.venv or given.conda or given.lock or given.image else sys.executable

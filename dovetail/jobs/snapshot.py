@@ -1,0 +1,127 @@
+"""The code of a job as it was when the job was made: an archive named by the digest of what is in it.
+
+The same tree gives the same archive, byte for byte, whenever and wherever it is taken. What looks like a secret, and
+what is too large to be code, is refused before anything leaves the machine.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from dovetail.jobs import ignore
+from dovetail.jobs.spec import Code
+
+SECRET_FILES = re.compile(
+    r"(^|/)(\.env(\.(?!example|sample|template)[\w.-]+)?|\.netrc|\.pypirc|\.npmrc|id_(rsa|dsa|ecdsa|ed25519)|"
+    r"credentials(\.json)?|application_default_credentials\.json|kubeconfig|[^/]*\.(pem|p12|pfx|key|keystore))$"
+)
+# Key material as its makers write it: a prefix that nothing else has, and enough characters after it.
+SECRET_TEXT = re.compile(
+    rb"-----BEGIN (?:RSA |EC |OPENSSH |DSA )?PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}\b|"
+    rb"\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bsk-(?:ant-|proj-)?[A-Za-z0-9_-]{32,}\b|\bAIza[0-9A-Za-z_-]{35}\b|"
+    rb'"private_key_id"\s*:\s*"[0-9a-f]{20,}"'
+)
+LOOKED_AT = 1 << 20  # bytes of a file that are searched
+SHOWN = 5
+
+
+def take(code: Code, folder: Path, base: Path | None = None) -> str:
+    """Write the archive into `folder`, unless it is there; its digest."""
+    root = (base or Path()) / Path(code.path).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"code.path must be a folder; there is no {root}")
+    paths = ignore.files(root, code.exclude)
+    _check_sizes(root, paths, code)
+    _check_secrets(root, paths)
+    digest = _digest(root, paths)
+    target = folder / f"{digest}.tar.gz"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = target.with_suffix(f".{os.getpid()}.part")
+        _write(root, paths, beside)
+        beside.replace(target)
+    return digest
+
+
+def _check_sizes(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None:
+    sizes = {path: (root / path).stat().st_size for path in paths}
+    large = [f"{path} ({size / 1e6:.0f} MB)" for path, size in sizes.items() if size > code.file_mb * 1e6]
+    how = "add them to .gitignore or code.exclude"
+    if large:
+        raise ValueError(f"code: files of more than {code.file_mb:g} MB are data, not code: {_some(large)}; {how}")
+    if sum(sizes.values()) > code.total_mb * 1e6:
+        top = sorted(sizes, key=lambda path: -sizes[path])[:SHOWN]
+        raise ValueError(
+            f"code: {sum(sizes.values()) / 1e6:.0f} MB in {len(paths)} files, and {code.total_mb:g} MB is the most; "
+            f"the largest are {', '.join(map(str, top))}: {how}, or raise code.total_mb"
+        )
+
+
+def _check_secrets(root: Path, paths: Sequence[PurePosixPath]) -> None:
+    found = [str(path) for path in paths if SECRET_FILES.search(str(path)) or _holds_secret(root / path)]
+    if found:
+        raise ValueError(
+            f"code: what looks like a secret would be taken along: {_some(found)}; add it to .gitignore or "
+            "code.exclude, and give its value as `secrets: [NAME=env:NAME]`"
+        )
+
+
+def _holds_secret(path: Path) -> bool:
+    with path.open("rb") as file:
+        return SECRET_TEXT.search(file.read(LOOKED_AT)) is not None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _digest(root: Path, paths: Sequence[PurePosixPath]) -> str:
+    """Of names, the executable bit and contents: not of times or owners."""
+    whole = hashlib.sha256()
+    for path in paths:
+        contents = hashlib.sha256((root / path).read_bytes()).hexdigest()
+        whole.update(f"{path}\0{int(_is_executable(root / path))}\0{contents}\n".encode())
+    return whole.hexdigest()[:32]
+
+
+def _is_executable(path: Path) -> bool:
+    return bool(path.stat().st_mode & 0o100)
+
+
+def _write(root: Path, paths: Sequence[PurePosixPath], target: Path) -> None:
+    with (
+        target.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path in paths:
+            info = tarfile.TarInfo(str(path))
+            info.size = (root / path).stat().st_size
+            info.mode = 0o755 if _is_executable(root / path) else 0o644
+            with (root / path).open("rb") as file:
+                archive.addfile(info, file)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Once: beside, then renamed."""
+    if folder.exists():
+        return
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    with tarfile.open(archive) as packed:
+        packed.extractall(beside, filter="data")
+    try:
+        beside.rename(folder)
+    except OSError:  # another was first
+        shutil.rmtree(beside, ignore_errors=True)
+        if not folder.exists():
+            raise

@@ -1,0 +1,223 @@
+"""The backend of GKE: the Kubernetes client against a server on loopback that stands in for a cluster."""
+
+import io
+import tarfile
+
+import pytest
+import yaml
+from jobs.cloud.fake_kube import FakeKube
+from jobs.cloud.loopback import FAULTS
+from jobs.cloud.slices import OWNER
+from jobs.cloud.test_jobset import attempt
+
+from dovetail.jobs.attempt import Attempt, Resource
+from dovetail.jobs.backends.backend import Unavailable
+from dovetail.jobs.backends.gke import Gke, preview, render
+from dovetail.jobs.backends.kube import Namespace
+from dovetail.jobs.backends.tpu_ssh import Done
+
+pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
+NAME = "dt-a1b2-1"
+
+
+@pytest.fixture
+def cluster():
+    with FakeKube() as server:
+        yield server
+
+
+def backend(cluster, tmp_path, owner=OWNER, **given) -> Gke:
+    def connect(context: str, name: str) -> Namespace:
+        return Namespace(context, name, cluster.address, timeout=5.0)
+
+    return Gke(tmp_path / "root", owner, connect, **{"current": lambda: "", **given})
+
+
+def changed(one: Attempt, **more) -> Attempt:
+    return type(one)(**{**vars(one), **more})
+
+
+def test_from_the_request_to_the_end(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    one = changed(one, handle=held.create(one))
+    assert one.handle == "default@" and cluster.world.made == [("ConfigMap", NAME), ("JobSet", NAME)]
+    assert held.observe(one).detail == "0 of 1 slices are ready"
+    cluster.run(NAME, phase="Pending")
+    waiting = held.observe(one)
+    assert waiting.state == "waiting" and "0/4 nodes are available" in waiting.detail
+    cluster.run(NAME)
+    seen = held.observe(one)
+    assert (seen.state, seen.hosts) == ("running", ("node-0-0", "node-0-1", "node-0-2", "node-0-3"))
+    cluster.world.logs[f"{NAME}-slice-0-1-0"] = b"step 1\n"
+    assert held.logs(one, 1).text == "step 1\n"
+    cluster.world.logs[f"{NAME}-slice-0-1-0"] = b"step 1\nstep 2\n"
+    part = held.logs(one, 1, since=7)
+    assert (part.text, part.position) == ("step 2\n", 14)
+    assert held.command(one, 1) == ["kubectl", "--namespace=default", "exec", "-it", f"{NAME}-slice-0-1-0", "--", "sh"]
+    cluster.finish(NAME, [0, 0, 0, 0])
+    assert held.observe(one).state == "succeeded"
+    held.delete(one.resource)
+    assert held.observe(one).detail == "its pods are ending"
+    held.delete(one.resource)
+    cluster.end_pods(NAME)
+    assert held.observe(one).state == "absent" and not cluster.world.held
+    held.delete(one.resource)
+    assert held.logs(one, 1).text == "step 1\nstep 2\n"
+
+
+def test_a_pod_that_took_anothers_place_goes_on_in_the_same_log(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    held.create(one)
+    for number, text in enumerate((b"first\n", b"second\n")):
+        cluster.run(NAME, number)
+        cluster.world.logs[f"{NAME}-slice-0-0-{number}"] = text
+        held.logs(one, 0)
+    assert held.logs(one, 0).text == "first\nsecond\n"
+    assert "started again 1 times" in held.observe(one).detail
+
+
+def test_the_first_rank_that_failed_is_named(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    held.create(one)
+    cluster.run(NAME)
+    cluster.world.logs[f"{NAME}-slice-0-2-0"] = b"ValueError: no\n"
+    cluster.finish(NAME, [89, 0, 3, 134])
+    seen = held.observe(one)
+    assert (seen.state, seen.exit_code, seen.failed_rank) == ("failed", 3, 2)
+    assert one.log(2).read_text() == "ValueError: no\n"  # before the pods are deleted
+
+
+def test_what_kubernetes_took_away_is_a_preemption(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    held.create(one)
+    cluster.run(NAME)
+    cluster.finish(NAME, [143] * 4, disrupted=True)
+    assert held.observe(one).state == "preempted"
+
+
+def test_kueue_lets_it_wait(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", gke={"queue": "tpus"})
+    held.create(one)
+    assert held.observe(one).detail == "in Kueue's queue tpus"
+
+
+def test_told_to_stop_the_pods_are_signalled_and_it_is_gone_after_them(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", ceiling={"grace": 45})
+    held.create(one)
+    pod = cluster.jobset(NAME)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 45
+    cluster.run(NAME)
+    held.stop(one, 45)
+    assert held.observe(one).detail == "its pods are ending"
+    cluster.end_pods(NAME)
+    assert held.observe(one).state == "absent"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_question_is_unknown(cluster, tmp_path, fault):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    held.create(one)
+    held._space(one)._timeout = 0.2 if fault == "slow" else 5.0
+    cluster.world.faults.append(fault)
+    assert held.observe(one).state == "unknown"
+    held._space(one)._timeout = 5.0
+    assert held.observe(one).state == "waiting"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_create_is_repeated_and_makes_one(cluster, tmp_path, fault, after):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    held._space(one)._timeout = 0.2 if fault == "slow" else 5.0
+    cluster.world.faults.extend(["ok"] * after + [fault])
+    with pytest.raises(Unavailable):
+        held.create(one)
+    held._space(one)._timeout = 5.0
+    held.create(one)
+    assert sorted(cluster.world.made) == [("ConfigMap", NAME), ("JobSet", NAME)]
+
+
+@pytest.mark.parametrize(("refusal", "error"), [((403, "exceeded quota"), Unavailable), ((422, "no"), ValueError)])
+def test_what_a_cluster_refuses(cluster, tmp_path, refusal, error):
+    cluster.world.refusal = refusal
+    with pytest.raises(error, match=refusal[1]):
+        backend(cluster, tmp_path).create(attempt(tmp_path / "home"))
+
+
+def test_what_is_somebody_elses_is_neither_used_nor_deleted(cluster, tmp_path):
+    backend(cluster, tmp_path).create(attempt(tmp_path / "home"))
+    theirs, one = backend(cluster, tmp_path / "other", "them"), changed(attempt(tmp_path), owner="them")
+    with pytest.raises(ValueError, match="another owner"):
+        theirs.create(one)
+    assert theirs.observe(one).state == "absent" and theirs.list() == []
+    theirs.delete(one.resource)
+    assert len(cluster.world.held) == 2
+
+
+def test_what_is_listed_is_ours_and_can_be_deleted_by_that_alone(cluster, tmp_path):
+    held = backend(cluster, tmp_path)
+    held.create(attempt(tmp_path / "home"))
+    held.create(changed(attempt(tmp_path / "home", gke={"namespace": "lab"}), number=2))
+    cluster.world.faults.extend(["ok", "500"])  # of the third, only the ConfigMap is made
+    with pytest.raises(Unavailable):
+        held.create(changed(attempt(tmp_path / "home"), number=3))
+    listed = backend(cluster, tmp_path).list()
+    assert sorted(one.attempt for one in listed) == [("a1b2", 1), ("a1b2", 2), ("a1b2", 3)]
+    for one in listed:
+        backend(cluster, tmp_path).delete(one)
+    assert not cluster.world.held
+
+
+def test_it_stays_on_the_cluster_it_was_made_on_whatever_is_chosen_later(cluster, tmp_path):
+    chosen = ["first"]
+    held, one = backend(cluster, tmp_path, current=lambda: chosen[0]), attempt(tmp_path / "home")
+    one = changed(one, handle=held.create(one))
+    chosen[0] = "second"
+    assert one.handle == "default@first"
+    assert held._space(one).context == "first" and held.list()[0].handle == "default@first"
+    cluster.run(NAME)
+    assert "--context=first" in held.command(one, 0)
+
+
+def test_without_a_handle_it_is_looked_for_where_ever_one_was_made(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", gke={"namespace": "lab"})
+    held.create(one)
+    held.delete(Resource(one.name))
+    assert not cluster.world.held
+
+
+def test_secrets_are_in_a_secret_and_are_not_shown(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN_HERE", "s3cret")
+    one = attempt(tmp_path / "home", secrets=["TOKEN=env:TOKEN_HERE"])
+    backend(cluster, tmp_path).create(one)
+    assert cluster.world.held["default", "Secret", NAME]["stringData"] == {"TOKEN": "s3cret"}
+    assert "s3cret" not in str(cluster.jobset(NAME)) + render(one)
+    for text in (render(one), preview(one.spec)):
+        assert [body["kind"] for body in yaml.safe_load_all(text)] == ["ConfigMap", "Secret", "JobSet"]
+
+
+def with_code(home, size: int) -> None:
+    home.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(home / "code.tar.gz", "w") as tar:
+        entry = tarfile.TarInfo("data.bin")
+        entry.size = size
+        tar.addfile(entry, io.BytesIO(b"x" * size))
+
+
+def test_small_code_travels_in_the_config_map_and_large_by_the_bucket(cluster, tmp_path):
+    home, copied = tmp_path / "home", []
+
+    def run(words, given, timeout):
+        copied.append(list(words))
+        return Done(0, b"", "")
+
+    with_code(home, 1000)
+    backend(cluster, tmp_path, run=run).create(attempt(home, snapshot="d"))
+    assert "code.tar.gz" in cluster.world.held["default", "ConfigMap", NAME]["binaryData"] and not copied
+    with_code(home, 2_000_000)
+    with pytest.raises(ValueError, match=r"gke\.bucket"):
+        backend(cluster, tmp_path, run=run).create(changed(attempt(home, snapshot="d"), number=2))
+    large = changed(attempt(home, snapshot="d", gke={"bucket": "gs://b/x"}), number=3)
+    backend(cluster, tmp_path, run=run).create(large)
+    assert copied == [["gcloud", "storage", "cp", str(home / "code.tar.gz"), "gs://b/x/jobs/a1b2/code.tar.gz"]]
+    assert "binaryData" not in cluster.world.held["default", "ConfigMap", large.name]

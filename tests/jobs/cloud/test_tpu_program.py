@@ -1,0 +1,218 @@
+"""The program on all VMs of a slice: real shells and processes, with folders of this machine in place of VMs."""
+
+import io
+import pickle
+import tarfile
+import time
+
+import pytest
+from jobs.cloud.slices import attempt, vms
+
+from dovetail.jobs import parcel
+from dovetail.jobs.backends import log_copy, tpu_ssh, tpu_worker
+from dovetail.jobs.backends.backend import Unavailable
+from dovetail.jobs.backends.tpu_program import Program
+from dovetail.jobs.backends.tpu_ssh import Done, Worker
+
+NODE = "projects/p/locations/z/nodes/n0"
+
+
+def program(tmp_path, command, ranks=2, run=tpu_ssh.run, **given):
+    one = attempt(tmp_path / "home", command=command, **given)
+    workers = [Worker(rank, NODE, rank, f"10.0.0.{rank}") for rank in range(ranks)]
+    return Program(one, workers, vms(tmp_path), run), one
+
+
+def until_over(held, seconds=30.0):
+    end = time.monotonic() + seconds
+    while (seen := held.observe()).state not in ("succeeded", "failed"):
+        assert seen.state == "running" and time.monotonic() < end, seen
+        time.sleep(0.05)
+    return seen
+
+
+def test_it_runs_on_every_host_and_its_logs_come_here(tmp_path):
+    held, one = program(tmp_path, 'echo "rank $DOVETAIL_RANK of $DOVETAIL_JOB, $COLOUR"', env=["COLOUR=deep blue"])
+    first = held.observe()
+    assert (first.state, first.hosts) == ("running", ("10.0.0.0", "10.0.0.1"))
+    assert until_over(held).exit_code == 0
+    for rank in range(2):
+        assert one.log(rank).read_text() == f"rank {rank} of a1b2, deep blue\n"
+    assert held.logs(1, since=7).text == "of a1b2, deep blue\n"
+    assert until_over(held).state == "succeeded"  # asked again, the same, and the log is not brought twice
+    assert one.log(0).read_text().count("rank 0") == 1
+
+
+def test_it_is_started_once_however_often_that_is_asked(tmp_path):
+    held, _ = program(tmp_path, 'echo once >> "$HOME/count"; sleep 0.3')
+    for _ in range(3):
+        assert held.observe().state == "running"
+    until_over(held)
+    assert (tmp_path / "vm0" / "count").read_text() == (tmp_path / "vm1" / "count").read_text() == "once\n"
+
+
+def test_the_first_rank_that_failed_is_named(tmp_path):
+    # rank 0 merely follows: it ends first, with the code of a process that lost another one
+    held, _ = program(tmp_path, "[ $DOVETAIL_RANK = 0 ] && exit 89; sleep 0.3; exit 3")
+    seen = until_over(held)
+    assert (seen.state, seen.exit_code, seen.failed_rank) == ("failed", 3, 1)
+
+
+def test_one_failure_ends_it_although_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("dovetail.jobs.backends.tpu_program.SETTLE_S", 0.0)
+    held, _ = program(tmp_path, "[ $DOVETAIL_RANK = 1 ] && exit 7; sleep 30")
+    try:
+        seen = until_over(held)
+        assert (seen.exit_code, seen.failed_rank) == (7, 1)
+    finally:
+        held.stop(0)
+
+
+def test_told_to_stop_it_may_save_and_after_its_grace_it_is_killed(tmp_path):
+    saves = "trap 'echo saved; exit 85' TERM; echo up; while :; do sleep 0.05; done"
+    held, one = program(tmp_path, f'[ $DOVETAIL_RANK = 0 ] && {{ {saves}; }}; trap "" TERM; echo up; sleep 60')
+    held.observe()
+    for rank in range(2):
+        while "up" not in held.logs(rank, 0).text:
+            time.sleep(0.02)
+    held.stop(0.5)
+    seen = until_over(held)
+    assert "saved" in one.log(0).read_text()
+    assert (seen.state, seen.exit_code, seen.failed_rank) == ("failed", 137, 1)
+    held.stop(0.5)  # of what has ended: nothing
+
+
+def test_what_is_stopped_before_it_began_does_not_begin(tmp_path):
+    held, _ = program(tmp_path, 'touch "$HOME/ran"')
+    held.stop(1)
+    seen = until_over(held)
+    assert (seen.state, seen.exit_code) == ("failed", 143) and not (tmp_path / "vm0" / "ran").exists()
+
+
+def test_what_is_stopped_while_it_is_set_up_does_not_go_on(tmp_path):
+    held, _ = program(tmp_path, "true", 1, environment={"setup": ["sleep 60"]})
+    held.observe()
+    held.stop(30)
+    assert until_over(held).exit_code == 143
+
+
+def test_the_code_and_the_secrets_are_there_and_the_secrets_in_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN_HERE", "s3cret 'quoted'")
+    home = tmp_path / "home"
+    home.mkdir()
+    with tarfile.open(home / "code.tar.gz", "w:gz") as tar:
+        entry = tarfile.TarInfo("hello.txt")
+        entry.size = 5
+        tar.addfile(entry, io.BytesIO(b"hello"))
+    held, one = program(tmp_path, 'cat hello.txt; printf "%s" "$TOKEN" | wc -c', 1, secrets=["TOKEN=env:TOKEN_HERE"])
+    held._attempt = type(one)(**{**vars(one), "snapshot": "digest"})
+    assert until_over(held).state == "succeeded"
+    assert one.log(0).read_text().split() == ["hello15"]
+    assert not [path for path in (tmp_path / "vm0").rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+
+
+def test_a_host_that_does_not_answer_is_unknown_and_nothing_is_started(tmp_path):
+    def half(words, given, timeout):
+        return Done(255, b"", "Connection refused") if "vm1" in words[2] else tpu_ssh.run(words, given, timeout)
+
+    held, _ = program(tmp_path, 'touch "$HOME/ran"', run=half)
+    seen = held.observe()
+    assert seen.state == "unknown" and "rank 1" in seen.detail and "Connection refused" in seen.detail
+    assert not (tmp_path / "vm0" / "ran").exists()
+    with pytest.raises(Unavailable, match="1 of 2 hosts"):
+        held.stop(1)
+
+
+def test_a_restarted_machine_is_a_fault_and_no_end_of_the_programs_own(tmp_path):
+    held, one = program(tmp_path, "sleep 0.2", 1)
+    held.observe()
+    folder = tmp_path / "vm0" / ".dovetail" / "attempts" / one.name
+    (folder / "boot").write_text("another boot")
+    seen = held.observe()
+    assert (seen.state, seen.exit_code) == ("failed", None) and "restarted" in seen.detail
+
+
+def test_a_long_log_comes_whole(tmp_path):
+    held, one = program(tmp_path, "seq 1 100000", 1)
+    until_over(held)
+    lines = one.log(0).read_text().splitlines()
+    assert (len(lines), lines[-1]) == (100_000, "100000")
+
+
+def test_a_part_that_two_have_brought_is_kept_once(tmp_path):
+    log_copy.append(tmp_path / "log", 0, b"one two ")
+    log_copy.append(tmp_path / "log", 4, b"two three")  # by one who began to look before
+    log_copy.append(tmp_path / "log", 90, b"a gap")
+    assert (tmp_path / "log").read_bytes() == b"one two three"
+
+
+def remote_function(tmp_path, function, *args):
+    """A program that calls it, as `@dt.remote` packs it."""
+    home = tmp_path / "home"
+    parcel.write(home / "call" / "call.pkl", parcel.packed(function, args, {}))
+    return program(tmp_path, 'exec python -m dovetail.jobs.call "$DOVETAIL_JOB_DIR"/call')
+
+
+def test_what_a_remote_function_returns_comes_back(tmp_path):
+    held, one = remote_function(tmp_path, lambda a, b: a + b, 20, 22)
+    assert until_over(held).state == "succeeded"
+    assert pickle.loads(parcel.read(one.home / "call" / "1.result.pkl")) == {"value": 42}
+
+
+def test_and_so_does_what_it_raises(tmp_path):
+    held, one = remote_function(tmp_path, lambda: 1 / 0)
+    seen = until_over(held)
+    assert seen.state == "failed"
+    answer = pickle.loads(parcel.read(one.home / "call" / "1.result.pkl"))
+    assert isinstance(answer["error"], ZeroDivisionError)
+
+
+def test_a_function_that_was_never_called_has_no_answer(tmp_path):
+    (tmp_path / "home" / "call").mkdir(parents=True)
+    held, _ = program(tmp_path, "true", 1, environment={"setup": ["false"]})
+    assert until_over(held).exit_code == 91
+
+
+def test_an_answer_that_cannot_be_fetched_is_asked_for_again(tmp_path):
+    held, one = remote_function(tmp_path, lambda: "x" * 100_000)
+    cuts = [lambda out: out[: len(out) // 2], lambda out: b"", lambda out: out]
+
+    def run(words, given, timeout):
+        done = tpu_ssh.run(words, given, timeout)
+        return Done(done.code, cuts.pop(0)(done.out), done.err) if "tar cf" in words[-1] and "vm0" in words[2] else done
+
+    held._run = run
+    end = time.monotonic() + 30
+    while (seen := held.observe()).state in ("running", "unknown") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert seen.state == "succeeded" and not cuts
+    assert len(pickle.loads(parcel.read(one.home / "call" / "1.result.pkl"))["value"]) == 100_000
+
+
+def test_a_setup_that_fails_ends_it(tmp_path):
+    held, one = program(tmp_path, "true", 1, environment={"setup": ["echo no such thing >&2; false"]})
+    seen = until_over(held)
+    assert seen.exit_code == 91 and "no such thing" in one.log(0).read_text()
+
+
+def test_noise_before_the_answer_is_passed_over_and_half_an_answer_is_none():
+    mark = tpu_worker.MARK
+    assert tpu_worker.standing(b"Welcome!\n" + mark + b"running\nlog").log == b"log"
+    assert tpu_worker.standing(mark + b"exited 3 1700000000\n").code == 3
+    for cut in (b"", b"Welcome!\n", mark + b"run", mark + b"exited 3", mark + b"exi\n"):
+        assert tpu_worker.standing(cut) is None
+
+
+def test_the_commands_of_ssh():
+    worker = Worker(5, "projects/p/locations/us-east5-b/nodes/n1", 1, "34.1.2.3")
+    words = tpu_ssh.gcloud()(worker, "echo hi")
+    assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "n1"]
+    assert {"--zone=us-east5-b", "--project=p", "--worker=1", "--command=echo hi"} <= set(words)
+    assert "--internal-ip" in tpu_ssh.gcloud(internal=True)(worker, None)
+    words = tpu_ssh.plain("ada")(worker, "echo hi")
+    assert words[0] == "ssh" and words[-2:] == ["ada@34.1.2.3", "echo hi"]
+    assert tpu_ssh.plain()(worker, None)[-1] == "34.1.2.3"
+    with pytest.raises(ValueError, match="no address"):
+        tpu_ssh.plain()(Worker(0, worker.node, 0), "true")
+    assert tpu_ssh.run(["no-such-program-at-all"], b"", 1.0).code == 255
+    assert "no answer within" in tpu_ssh.run(["sleep", "5"], b"", 0.05).err

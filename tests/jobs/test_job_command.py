@@ -1,0 +1,138 @@
+"""`dovetail job`, as it is typed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.job import app
+from dovetail.jobs.presence import holder
+
+
+@pytest.fixture
+def job(home, tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "say.py").write_text("print('said')\n")
+    monkeypatch.chdir(tmp_path / "code")
+
+    def call(*words: str, code: int = 0, **more):
+        done = CliRunner().invoke(app, words, **more)
+        assert done.exit_code == code, (done.output, done.exception)
+        return json.loads(done.stdout) if "--json" in words and code == 0 else done.output
+
+    return call
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_job_from_its_creation_to_its_end(job):
+    shown = job("create", "name=hello", "command=python say.py", "hosts=2", "--follow")
+    assert "0 | said" in shown and "1 | said" in shown and "succeeded" in shown
+    (row,) = job("list", "--json")
+    assert (row["name"], row["status"], row["attempts"]) == ("hello", "succeeded", 1)
+    assert job("list").count("hello") == 1 and "1 succeeded" in job("list")
+    whole = job("show", "hello", "--json")
+    assert whole["attempts_made"][0]["outcome"] == "success" and "hosts: 2" in whole["spec"]
+    assert "python say.py" in job("show", row["id"][:4])
+    lines = [json.loads(line) for line in job("logs", "hello", "--rank", "1").splitlines() if line.startswith("{")]
+    assert lines == [] and job("logs", "hello", "--rank", "1") == "1 | said\n"
+    assert job("cost", "--json")["dollars"] == 0.0
+    assert job("ssh", "hello", "--print").startswith("sh -c")
+    assert job("delete", "hello", "--json") == {"deleted": [row["id"]]} and job("list", "--json") == []
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_failure_exits_with_one_and_names_the_error(job):
+    shown = job("create", "name=bad", "command=echo 'KeyError: 3'; exit 9", "-f", code=1)
+    assert "exit 9: failed: KeyError: 3" in shown
+    assert job("resume", "bad", "--json")["status"] == "queued"
+    job("logs", "bad", "--follow")
+    assert job("show", "bad", "--json")["attempts"] == 2
+
+
+def test_cancel_and_clean(job):
+    job("create", "name=later", "command=true")
+    assert job("cancel", "later", "--json")["wanted"] == "stop"
+    assert "no supervisor runs" in job("list")
+    assert job("clean", "--days", "0", "--json") == {"deleted": [], "reaped": []}
+
+
+def test_a_file_and_keys_on_top(job, tmp_path):
+    (tmp_path / "job.yaml").write_text("name: filed\ncommand: python say.py\ncode: {path: code}\n")
+    made = job("create", str(tmp_path / "job.yaml"), "hosts=4", "--json")
+    shown = job("show", made["id"], "--json")
+    assert "hosts: 4" in shown["spec"] and shown["snapshot"]
+    assert "python say.py" in job("create", str(tmp_path / "job.yaml"), "--dry-run")
+    assert len(job("list", "--json")) == 1
+
+
+def test_what_costs_money_is_asked_for_first(job):
+    words = ["create", "name=tpu", "command=true", "backend=gcp-tpu", "accelerator=v6e-8", "zones=[us-east5-b]"]
+    shown = job(*words, "ceiling.dollars=50", code=1, input="n\n")
+    assert "8 x v6e, on-demand: $21.60 per hour" in shown and "it stops at $50" in shown
+    assert job("list", "--json") == []
+    assert job(*words, "--yes", "--json")["status"] == "queued"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["create"], "expected a job's file or key=value"),
+        (["create", "none.yaml"], "there is no none.yaml"),
+        (["create", "name=x", "comand=true"], "comand is not a key. Did you mean command"),
+        (["show", "nothing"], "no job 'nothing'"),
+        (["list", "--status", "done"], "--status must be one of"),
+        (["clean", "--release", "h1"], "h1 is not in quarantine"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(job, words, message):
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ValueError) and message in str(done.exception)
+
+
+def test_a_queue_by_command(job, home):
+    job("queue", "add", "q", "touch first", "--name", "first")
+    job("queue", "add", "q", "--after", "first", "--", "test", "-e", "first")
+    command = [sys.executable, "-m", "dovetail", "job", "queue", "work", "q", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"ended": 2, "stopped": False}
+    assert job("queue", "list", "--json") == [["q", "succeeded", 2]]
+    assert [task["status"] for task in job("queue", "list", "q", "--json")] == ["succeeded"] * 2
+    assert job("queue", "retry", "q", "--json") == {"ready": 0}
+
+
+def test_the_supervisor_is_started_by_itself_and_survives_the_terminal(tmp_path):
+    """The real thing: create in a process of its own, whose session is then hung up."""
+    home = tmp_path / "home"
+    environ = os.environ | {"DOVETAIL_JOBS": str(home)}
+    command = [
+        sys.executable,
+        "-m",
+        "dovetail",
+        "job",
+        "create",
+        "name=x",
+        "command=sleep 1; exit 0",
+        "code.path=",
+        "--json",
+    ]
+    terminal = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, start_new_session=True)
+    id = json.loads(terminal.stdout)["id"]
+    show = [sys.executable, "-m", "dovetail", "job", "show", id, "--json"]
+    try:
+        until, status = time.monotonic() + 60, ""
+        while status != "succeeded" and time.monotonic() < until:
+            time.sleep(0.3)
+            status = json.loads(subprocess.run(show, env=environ, capture_output=True, check=True).stdout)["status"]
+        assert status == "succeeded" and holder(home).startswith("pid ")
+    finally:
+        if found := holder(home):
+            os.kill(int(found.split()[1]), signal.SIGTERM)
+    until = time.monotonic() + 20
+    while holder(home) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert holder(home) == "" and "Traceback" not in (home / "supervisor.log").read_text()

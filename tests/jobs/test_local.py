@@ -1,0 +1,173 @@
+"""Jobs as processes of this machine: several as hosts, stopped, killed, and left alone by a supervisor that dies."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from jobs.watched import watched
+
+from dovetail.jobs import actions
+from dovetail.jobs.backends.local import Local, _leftovers
+from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.logs import Follower
+from dovetail.jobs.spec import make
+
+
+def create(store, command: str, **given) -> str:
+    base = {
+        "name": "x",
+        "command": command,
+        "code": {"path": ""},
+        "retries": {"backoff": 0.0},
+        "ceiling": {"grace": 5.0},
+    }
+    return actions.create(store, make(base | given)).id
+
+
+def until(holds, seconds: float = 30.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := holds():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"it did not come to be in {seconds} s")
+
+
+def log(store, id: str, rank: int = 0, attempt: int = 1) -> str:
+    path = store.home(id) / "attempts" / str(attempt) / f"rank{rank}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def attempt_of(store, id: str):
+    return store.attempt(store.job(id), store.last(id))
+
+
+@pytest.mark.usefixtures("supervised")
+def test_several_processes_find_each_other(store):
+    id = create(store, 'echo "$DOVETAIL_PROCESS_ID of $DOVETAIL_NUM_PROCESSES at $DOVETAIL_COORDINATOR"', hosts=3)
+    until(lambda: store.job(id).is_over)
+    logs = [log(store, id, rank).split() for rank in range(3)]
+    assert [words[:3] for words in logs] == [[str(rank), "of", "3"] for rank in range(3)]
+    assert len({words[4] for words in logs}) == 1 and logs[0][4].startswith("127.0.0.1:")
+    assert store.job(id).status == "succeeded" and store.job(id).host == socket.gethostname()
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_preempted_job_goes_on_where_it_saved(store):
+    """85, as a training exits, is no failure; and the next attempt finds what was saved."""
+    id = create(store, 'f="$DOVETAIL_JOB_DIR/n"; n=$(cat "$f" 2>/dev/null || echo 0); echo $((n+1)) > "$f"; '
+                       'echo "start $n"; [ $n -ge 2 ] || exit 85')  # fmt: skip
+    until(lambda: store.job(id).is_over)
+    assert [row.outcome for row in store.attempts(id)] == ["preemption", "preemption", "success"]
+    assert [log(store, id, 0, n) for n in (1, 2, 3)] == ["start 0\n", "start 1\n", "start 2\n"]
+
+
+@pytest.mark.usefixtures("supervised")
+def test_cancelled_it_has_time_to_save(store):
+    id = create(store, "trap 'sleep 0.2; echo saved; exit 85' TERM; echo up; sleep 60 & wait")
+    until(lambda: log(store, id) == "up\n")
+    actions.cancel(store, store.job(id))
+    until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "cancelled" and log(store, id) == "up\nsaved\n"
+
+
+@pytest.mark.usefixtures("supervised")
+def test_what_will_not_end_is_ended(store):
+    id = create(store, "trap '' TERM; echo $$; while :; do sleep 0.2; done", ceiling={"grace": 0.3})
+    process = int(until(lambda: log(store, id).strip()))
+    actions.cancel(store, store.job(id))
+    until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "cancelled" and not Path(f"/proc/{process}/cwd").exists()
+
+
+def test_a_job_outlives_its_supervisor_and_is_found_by_the_next(store):
+    with watched(store.root, leave=True):
+        id = create(store, "echo one; while [ ! -e go ]; do sleep 0.05; done; echo two")
+        until(lambda: log(store, id) == "one\n")
+    (store.home(id) / "go").touch()
+    until(lambda: log(store, id) == "one\ntwo\n")
+    with watched(store.root):
+        until(lambda: store.job(id).is_over)
+    assert [row.outcome for row in store.attempts(id)] == ["success"]
+
+
+def test_a_create_made_twice_runs_once(store):
+    id = create(store, "echo once; sleep 0.3")
+    store.begin(id, "", "")
+    backend, attempt = Local(store.root), attempt_of(store, id)
+    for _ in range(3):
+        backend.create(attempt)
+    assert backend.observe(attempt).state in ("waiting", "running")
+    assert [one.name for one in backend.list()] == [attempt.name]
+    until(lambda: backend.observe(attempt).state == "succeeded")
+    backend.create(attempt)  # nor again when it is over
+    assert backend.observe(attempt).state == "succeeded" and log(store, id) == "once\n" and backend.list() == []
+    backend.delete(attempt.resource)
+    backend.delete(attempt.resource)
+    assert backend.observe(attempt).state == "absent"
+
+
+def test_a_killed_launcher_is_a_fault_and_its_processes_are_ended(store):
+    id = create(store, "echo $$; sleep 60")
+    store.begin(id, "", "")
+    backend, attempt = Local(store.root), attempt_of(store, id)
+    backend.create(attempt)
+    process = int(until(lambda: log(store, id).strip()))
+    os.kill(int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+    until(lambda: backend.observe(attempt).state == "failed")
+    assert backend.observe(attempt).exit_code is None and process in _leftovers(attempt.folder)
+    backend.delete(attempt.resource)
+    until(lambda: list(_leftovers(attempt.folder)) == [])
+    assert backend.observe(attempt).state == "absent"
+
+
+@pytest.mark.usefixtures("supervised")
+def test_the_first_failing_rank_is_named_and_the_logs_tell_which(store):
+    id = create(store, 'echo "hello from $DOVETAIL_RANK"; [ $DOVETAIL_RANK = 0 ] || { echo "OSError: disk"; exit 5; }; '
+                       'sleep 0.3; exit 89', hosts=2)  # fmt: skip
+    until(lambda: store.job(id).is_over)
+    (row,) = store.attempts(id)
+    assert (row.exit_code, row.failed_rank) == (5, 1) and "rank 1: exit 5: failed: OSError: disk" in row.detail
+    lines = list(Follower(Local(store.root), attempt_of(store, id), (0, 1)).lines())
+    assert lines == [(0, "hello from 0"), (1, "hello from 1"), (1, "OSError: disk")]
+
+
+@pytest.mark.usefixtures("supervised")
+def test_secrets_reach_the_process_and_no_file(store, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
+    id = create(store, 'echo "${#TOKEN}"', secrets=["TOKEN=env:MY_SECRET"])
+    until(lambda: store.job(id).is_over)
+    assert log(store, id) == "14\n"
+    files = [path for path in store.root.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if b"hunter2hunter2" in path.read_bytes()]
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_machine_in_quarantine_is_not_used(store):
+    store.quarantine("local", socket.gethostname(), "j", "two results")
+    id = create(store, "true")
+    until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "failed" and "is in quarantine" in store.job(id).detail
+
+
+def test_a_log_is_read_in_whole_characters(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes("aé".encode()[:-1])
+    first = read(path)
+    assert (first.text, first.position) == ("a", 1)
+    path.write_bytes("aé😀\n".encode())
+    assert read(path, first.position).text == "é😀\n" and read(tmp_path / "none") == read(tmp_path / "none", 0)
+
+
+@pytest.mark.usefixtures("supervised")
+def test_code_is_as_it_was_when_the_job_was_made(store, tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "say.sh").write_text("echo first")
+    id = create(store, "sh say.sh; sh say.sh", code={"path": str(tmp_path / "code")})
+    (tmp_path / "code" / "say.sh").write_text("echo second")
+    until(lambda: store.job(id).is_over)
+    assert log(store, id) == "first\nfirst\n" and json.loads((store.home(id) / "attempts/1/end.json").read_text())

@@ -1,0 +1,115 @@
+"""@dt.remote on this machine: values, exceptions, arrays, closures, and what cannot travel."""
+
+import os
+import threading
+import traceback
+
+import numpy as np
+import pytest
+
+import dovetail as dt
+from dovetail.jobs import parcel
+from dovetail.jobs.remote import RemoteError, attach
+
+pytestmark = pytest.mark.usefixtures("supervised")
+FACTOR = 3
+
+
+def times(x):
+    return x * FACTOR
+
+
+@dt.remote
+def outer(x, y=1):
+    """What it does."""
+    print("seen by the log")
+    return times(x) + y, os.getpid()
+
+
+@dt.remote(hosts=2)
+def ranks():
+    return os.environ["DOVETAIL_PROCESS_ID"], os.environ["DOVETAIL_NUM_PROCESSES"]
+
+
+@dt.remote
+def fails(word):
+    return {}[word]
+
+
+def test_a_value_comes_back_from_another_process():
+    value, process = outer.run(4, y=2)
+    assert value == 14 and process != os.getpid()
+    assert outer(4, y=2) == (14, os.getpid()) and outer.__doc__ == "What it does."
+
+
+def test_big_arrays_and_closures():
+    scale = np.arange(3_000_000, dtype=np.float32)
+    scaled = dt.remote(lambda x: x * scale)
+    assert np.array_equal(scaled.run(np.float32(2)), 2 * scale)
+
+
+def test_the_first_process_of_several_answers_and_all_are_logged():
+    handle = ranks.submit()
+    assert handle.result(60) == ("0", "2")
+    assert attach(handle.id).result() == ("0", "2")
+
+
+def test_an_exception_is_raised_here_with_the_traceback_from_there():
+    with pytest.raises(KeyError, match="nothing") as caught:
+        fails.run("nothing")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "return {}[word]" in shown and "RemoteTraceback" in shown
+
+
+def test_map_has_a_job_for_each():
+    jobs = dt.remote(lambda a, b: (a + b, os.getpid())).map([1, 2, 3], [10, 20, 30])
+    assert [value for value, _ in jobs] == [11, 22, 33] and len({process for _, process in jobs}) == 3
+
+
+def test_a_handle_shows_the_logs_and_finds_its_way_back():
+    handle = outer.submit(1)
+    assert attach(handle.id[:5]).result(60)[0] == 4
+    assert handle.logs() == "seen by the log\n"
+
+
+def test_an_end_without_an_answer_says_where_to_look():
+    with pytest.raises(RemoteError, match=r"exit 7.*dovetail job logs"):
+        dt.remote(lambda: os._exit(7)).run()
+
+
+def test_a_torn_result_is_refused(store):
+    handle = outer.submit(1)
+    handle.result(60)
+    path = store.home(handle.id) / "call" / "1.result.pkl"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="digest"):
+        handle.result()
+
+
+def test_what_cannot_travel_is_named(store):
+    with pytest.raises(ValueError, match=r"argument 'y' of outer cannot be sent .*lock"):
+        outer.run(1, y=threading.Lock())
+    guard = threading.Lock()
+    with pytest.raises(ValueError, match="refers to 'guard'"):
+        dt.remote(lambda: guard).run()
+    with pytest.raises(TypeError, match=r"return value .*lock"):
+        dt.remote(lambda: threading.Lock()).run()
+    assert len(store.jobs()) == 1  # the first two were never created
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hots": 2}, "hots is not a key. Did you mean hosts"),
+        ({"command": "ls"}, "command is not for a remote function"),
+        ({"backend": "gke", "accelerator": "v6e-8"}, "backend must be one of local, slurm"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_are_written(options, message):
+    with pytest.raises(ValueError, match=message):
+        dt.remote(**options)(times)
+
+
+def test_a_parcel_is_whole_or_not_there(tmp_path):
+    parcel.write(tmp_path / "a.pkl", b"abc")
+    assert parcel.read(tmp_path / "a.pkl") == b"abc"

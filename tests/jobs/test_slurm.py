@@ -1,0 +1,121 @@
+"""A real Slurm: two nodes on this machine, started here. Where slurmd cannot run, each test says why it was skipped."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from jobs.slurm_cluster import preempt, until
+
+import dovetail as dt
+from dovetail.jobs import actions
+from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.reaper import orphans
+from dovetail.jobs.spec import make
+
+# Slurm signals one process after another: a sleep that dies first must not end its shell, nor may what is saved be a
+# child's work.
+FOR_EVER = "while :; do sleep 1 & wait; done"
+pytestmark = pytest.mark.usefixtures("slurm_here")
+
+
+def job(store, **given):
+    base = {"backend": "slurm", "hosts": 2, "code": {"path": ""}, "retries": {"backoff": 0.1}}
+    return actions.create(store, make(base | given)).id
+
+
+def log(store, id: str, rank: int = 0, attempt: int = 1) -> str:
+    path = store.home(id) / "attempts" / str(attempt) / f"rank{rank}.log"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.usefixtures("supervised")
+def test_every_process_knows_its_place(store):
+    id = job(store, name="who", command='echo "$DOVETAIL_RANK $SLURMD_NODENAME $DOVETAIL_PROCESS_ID $GIVEN"; exit 0',
+             env=["GIVEN=a b"])  # fmt: skip
+    until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "succeeded", store.job(id).detail
+    assert [log(store, id, rank) for rank in (0, 1)] == ["0 dta 0 a b\n", "1 dtb 1 a b\n"]
+    assert store.attempts(id)[0].hosts == "dta,dtb" and store.job(id).host == "dta"
+
+
+@pytest.mark.usefixtures("supervised")
+def test_preempted_it_saves_is_put_back_and_completes(store):
+    """The job counts to two, a number each start, and saves it when it is told to stop."""
+    command = """
+        file="$DOVETAIL_JOB_DIR/saved.$DOVETAIL_RANK"; echo "begins at $(cat "$file" 2>/dev/null || echo 0)"
+        if [ -e "$file" ]; then exit 0; fi
+        trap 'echo 1 > "$file"; exit 85' TERM
+        touch "$DOVETAIL_JOB_DIR/ready.$DOVETAIL_RANK"; """
+    id = job(store, name="train", command=command + FOR_EVER, slurm={"partition": "low"})
+    until(lambda: all((store.home(id) / f"ready.{rank}").exists() for rank in (0, 1)))
+    preempt(2)
+    until(lambda: store.job(id).is_over, 120)
+    assert store.job(id).status == "succeeded", [event.what for event in store.events(id)]
+    assert [log(store, id, rank) for rank in (0, 1)] == ["begins at 0\nbegins at 1\n"] * 2
+    assert [row.outcome for row in store.attempts(id)] == ["success"]  # one attempt: Slurm started it twice
+    whats = [event.what for event in store.events(id)]
+    assert whats.index("running on dta") < whats.index("waiting on dta") < len(whats) - 1
+
+
+@pytest.mark.usefixtures("supervised")
+def test_the_first_failing_rank_is_named(store):
+    command = 'if [ $DOVETAIL_RANK = 1 ]; then echo "ValueError: wrong shape" >&2; exit 1; fi; sleep 1; exit 89'
+    id = job(store, name="bad", command=command)
+    until(lambda: store.job(id).is_over)
+    (row,) = store.attempts(id)
+    assert (store.job(id).status, row.exit_code, row.failed_rank) == ("failed", 1, 1)
+    assert "rank 1: exit 1" in row.detail and "wrong shape" in row.detail
+
+
+@pytest.mark.usefixtures("supervised")
+def test_cancelled_it_saves_and_leaves_nothing_behind(store):
+    command = f"trap ': > \"$DOVETAIL_JOB_DIR/saved.$DOVETAIL_RANK\"; exit 85' TERM; echo up; {FOR_EVER}"
+    id = job(store, name="long", command=command)
+    until(lambda: log(store, id, 0) and log(store, id, 1))
+    actions.cancel(store, store.job(id))
+    until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "cancelled"
+    assert all((store.home(id) / f"saved.{rank}").exists() for rank in (0, 1))
+    assert subprocess.run(["squeue", "-h", "--name", f"dt-{id}-1"], capture_output=True, check=True).stdout == b""
+
+
+def test_a_create_is_made_once_and_what_nobody_wants_is_found(store):
+    id = job(store, name="twice", command="sleep 60")
+    choose = chooser(store.root, store.owner)
+    backend, row = choose("slurm"), store.begin(id, "", "")
+    attempt = store.attempt(store.job(id), row)
+    attempt.folder.mkdir(parents=True)
+    assert backend.create(attempt) == backend.create(attempt)
+    assert [one.name for one in backend.list()] == [attempt.name] and orphans(store, choose) == []
+    store.remove(id)
+    (orphan,) = orphans(store, choose, ["slurm"])
+    backend.delete(orphan.resource)
+    until(lambda: backend.observe(attempt).state == "absent")
+
+
+def test_a_refusal_fails_the_job_and_silence_does_not(store, monkeypatch, tmp_path):
+    from jobs.watched import watched
+
+    with watched(store.root):
+        id = job(store, name="nowhere", command="true", slurm={"partition": "none"})
+        until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "failed" and "partition" in store.job(id).detail
+    away = tmp_path / "away.conf"
+    away.write_text(Path(os.environ["SLURM_CONF"]).read_text().replace("SlurmctldPort=", "SlurmctldPort=1#"))
+    monkeypatch.setenv("SLURM_CONF", str(away))
+    monkeypatch.setattr("dovetail.jobs.backends.slurm.TIMEOUT_S", 2.0)
+    attempt_row = store.begin(job(store, name="later", command="true"), "", "")
+    choose = chooser(store.root, store.owner)
+    waiting = store.job(attempt_row.job)
+    attempt = store.attempt(waiting, attempt_row)
+    assert choose("slurm").observe(attempt).state == "unknown"
+    store.change(waiting.id, status="cancelled")
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_remote_function_runs_there(store):
+    where = dt.remote(backend="slurm", hosts=2, name="where")(lambda x: (x, os.environ["SLURMD_NODENAME"]))
+    assert where.run(5) == (5, "dta")
+    with pytest.raises(ZeroDivisionError):
+        dt.remote(backend="slurm", name="zero")(lambda: 1 // 0).run()

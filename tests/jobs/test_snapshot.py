@@ -1,0 +1,76 @@
+"""Code as it is taken along: what belongs to it, what is refused, and that equal trees have equal names."""
+
+import os
+import subprocess
+
+import pytest
+
+from dovetail.jobs import ignore
+from dovetail.jobs.snapshot import take, unpack
+from dovetail.jobs.spec import Code
+
+
+@pytest.fixture
+def tree(tmp_path):
+    root = tmp_path / "tree"
+    files = {
+        ".gitignore": "*.log\n/data/\n!keep.log\nbuild/\n", "a.py": "print(1)\n", "x.log": "no", "keep.log": "yes",
+        "data/big.bin": "no", "sub/data/small.txt": "yes", "sub/.gitignore": "local.*\n", "sub/local.txt": "no",
+        "sub/build/out": "no", "__pycache__/a.pyc": "no", "run.sh": "echo\n",
+    }  # fmt: skip
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "run.sh").chmod(0o755)
+    return root
+
+
+KEPT = [".gitignore", "a.py", "keep.log", "run.sh", "sub/.gitignore", "sub/data/small.txt"]
+
+
+@pytest.mark.parametrize("with_git", [False, True])
+def test_what_gitignore_leaves_out_is_left_out(tree, with_git):
+    if with_git:
+        subprocess.run(["git", "init", "-q", str(tree)], check=True)
+    assert [str(path) for path in ignore.files(tree)] == KEPT
+    assert [str(path) for path in ignore.files(tree, ["sub/"])] == KEPT[:4]
+
+
+def test_the_same_tree_has_the_same_digest_and_comes_back_whole(tree, tmp_path):
+    first = take(Code(str(tree)), tmp_path / "one")
+    os.utime(tree / "a.py", (0, 0))
+    second = take(Code(str(tree)), tmp_path / "two")
+    archives = [tmp_path / where / f"{first}.tar.gz" for where in ("one", "two")]
+    assert first == second and archives[0].read_bytes() == archives[1].read_bytes()
+    unpack(archives[0], tmp_path / "out")
+    found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert found == KEPT and os.access(tmp_path / "out" / "run.sh", os.X_OK)
+    (tree / "a.py").write_text("print(2)\n")
+    assert take(Code(str(tree)), tmp_path / "one") != first
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (".env", "A=1"),
+        ("id_rsa", "x"),
+        ("server.pem", "x"),
+        ("notes.txt", "-----BEGIN " + "RSA PRIVATE KEY-----"),
+        ("conf.py", "token = 'hf_" + "a1B2" * 9 + "'"),
+        ("key.json", '{"private_key_id": "' + "0a" * 20 + '"}'),
+    ],
+)
+def test_what_looks_like_a_secret_is_refused_by_name(tree, tmp_path, name, text):
+    (tree / name).write_text(text)
+    with pytest.raises(ValueError, match=f"looks like a secret.*{name}"):
+        take(Code(str(tree)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    take(Code(str(tree), exclude=(name,)), tmp_path / "out")
+
+
+def test_what_is_too_large_is_refused_by_name(tree, tmp_path):
+    (tree / "weights.bin").write_bytes(b"0" * 2_000_000)
+    with pytest.raises(ValueError, match=r"more than 1 MB are data, not code: weights\.bin \(2 MB\)"):
+        take(Code(str(tree), file_mb=1.0), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"1 MB is the most; the largest are weights\.bin"):
+        take(Code(str(tree), total_mb=1.0), tmp_path / "out")

@@ -1,0 +1,137 @@
+"""The store: intents before calls, all or nothing, thousands of jobs at once, and files of other versions."""
+
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from dovetail.jobs import actions, schema
+from dovetail.jobs.home import is_shared, jobs_home
+from dovetail.jobs.spec import make
+from dovetail.jobs.store import Store
+
+SPEC = make({"name": "x", "command": "true", "code": {"path": ""}})
+
+
+def test_an_attempt_and_the_intent_to_create_it_are_one_change(store):
+    job = store.add(SPEC)
+    row = store.begin(job.id, "us-east5-b", "v6e-8", ["bad1", "bad2"])
+    assert (row.number, row.phase, row.zone, row.exclude) == (1, "creating", "us-east5-b", "bad1,bad2")
+    assert store.open_intents() == [(job.id, 1, "create")]
+    store.intend(job.id, 1, "create")  # the call is made again: it is still one intent
+    assert len(store.open_intents()) == 1
+    store.settle(job.id, 1, "create", "done")
+    assert store.open_intents() == [] and store.job(job.id).attempts == 1
+
+
+def test_half_a_change_is_none(store):
+    job = store.add(SPEC)
+    with pytest.raises(RuntimeError), store.transaction():
+        store.begin(job.id, "", "")
+        raise RuntimeError("killed")
+    assert store.attempts(job.id) == [] and store.open_intents() == [] and store.job(job.id).status == "queued"
+
+
+def test_many_writers_wait_for_each_other(home):
+    def write(n):
+        own = Store(home)
+        for _ in range(10):
+            own.add(SPEC)
+        own.close()
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store = Store(home)
+    assert store.counts() == {"queued": 40} and len({job.id for job in store.jobs()}) == 40
+    store.close()
+
+
+def test_a_job_is_found_by_id_beginning_and_name(store):
+    one, two = store.add(make({"name": "one", "command": "true"}), id="abcdef"), store.add(SPEC, id="abcxyz")
+    assert store.find("abcd").id == store.find("one").id == one.id and store.find("abcxyz") == two
+    with pytest.raises(ValueError, match="2 jobs are called 'abc'"):
+        store.find("abc")
+    with pytest.raises(ValueError, match="no job 'zzz'"):
+        store.find("zzz")
+
+
+def fill(home, count: int) -> None:
+    store = Store(home)
+    statuses = ("succeeded", "failed", "running", "queued")
+    rows = [(f"j{i:06d}", f"job{i}", statuses[i % 4], f"host{i}", i, i) for i in range(count)]
+    with store.transaction() as db:
+        db.executemany(
+            "INSERT INTO jobs (id, name, user, backend, accelerator, status, host, created, changed) "
+            "VALUES (?, ?, 'me', 'local', 'cpu', ?, ?, ?, ?)",
+            rows,
+        )
+    store.close()
+
+
+def test_ten_thousand_jobs_are_listed_in_half_a_second(home):
+    fill(home, 10_000)
+    store = Store(home)
+    best = min(_seconds(lambda: store.jobs()) for _ in range(3))
+    assert len(store.jobs()) == 10_000 and best < 0.5
+    assert min(_seconds(lambda: (store.jobs(limit=40), store.counts())) for _ in range(3)) < 0.1
+    from dovetail.cli.job_table import plain
+
+    jobs = store.jobs()
+    assert min(_seconds(lambda: plain(jobs)) for _ in range(3)) < 0.5
+    store.close()
+    shown = subprocess.run(
+        [sys.executable, "-m", "dovetail", "job", "list"], capture_output=True, text=True, check=True
+    )
+    assert "2500 failed, 2500 queued, 2500 running, 2500 succeeded; 40 shown" in shown.stdout
+
+
+def _seconds(call) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def test_a_file_of_a_newer_version_is_refused(home):
+    Store(home).close()
+    with sqlite3.connect(home / "jobs.sqlite") as db:
+        db.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+    db.close()
+    with pytest.raises(ValueError, match="newer dovetail"):
+        Store(home)
+
+
+def test_where_jobs_are_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("DOVETAIL_JOBS", raising=False)
+    monkeypatch.delenv("DOVETAIL_HOME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert jobs_home() == tmp_path / "dovetail" / "jobs"
+    monkeypatch.setenv("DOVETAIL_JOBS", "postgresql://lab/jobs")
+    with pytest.raises(ValueError, match="a Postgres URL is not supported yet"):
+        jobs_home()
+
+
+def test_a_folder_that_machines_share_is_known_by_its_file_system(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nlab:/x {tmp_path}/a\\040b nfs4 rw 0 0\n")
+    assert is_shared(tmp_path / "a b" / "jobs", mounts) and not is_shared(tmp_path / "a", mounts)
+
+
+def test_clean_keeps_what_is_needed(store, tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("1")
+    spec = make({"name": "x", "command": "true", "code": {"path": str(tmp_path / "code")}})
+    old, new = actions.create(store, spec), actions.create(store, spec)
+    with pytest.raises(ValueError, match="cancel it first"):
+        actions.delete(store, old)
+    store.change(old.id, status="failed", ended=time.time() - 100)
+    assert [job.id for job in actions.clean(store, 50)] == [old.id] and not store.home(old.id).exists()
+    assert len(list((store.root / "snapshots").iterdir())) == 1  # the other job's too
+    store.change(new.id, status="succeeded", ended=time.time() - 100)
+    actions.clean(store, 50)
+    assert list((store.root / "snapshots").iterdir()) == [] and store.jobs() == []

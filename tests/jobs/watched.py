@@ -1,0 +1,36 @@
+"""A supervisor over a home of jobs, in a thread of the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dovetail.jobs.backends.backend import Backend
+from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.presence import only_one
+from dovetail.jobs.store import Store
+from dovetail.jobs.supervisor import Supervisor
+
+
+@contextmanager
+def watched(
+    root: Path, backends: Callable[[str], Backend] | None = None, looks: float = 0.1, leave: bool = False
+) -> Iterator[None]:
+    """`leave`: what is still active at the end goes on."""
+    store, over = Store(root), threading.Event()
+    choose = backends or chooser(root, store.owner)
+    thread = threading.Thread(target=lambda: Supervisor(store, choose, looks).run(until=over.is_set))
+    with only_one(root) as mine:
+        assert mine
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            for job in [] if leave else store.active():  # what a failed test left running
+                for row in store.attempts(job.id):
+                    choose(job.backend).delete(store.attempt(job, row).resource)
+            store.close()
