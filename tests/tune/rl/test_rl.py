@@ -48,7 +48,7 @@ ALGORITHMS = {
     "cispo": {}, "rloo": {}, "reinforce_pp": {"group_size": 4, "prompts": 8},
     "ppo": {"updates": 2, "critic": {"beta": 0.01}},
 }  # fmt: skip
-DAILY = ("dapo", "ppo")
+DAILY = ("ppo",)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,7 @@ def test_a_teacher_in_place_of_rewards(place, algo):
     assert "reward" not in lines[0]
 
 
+@pytest.mark.thorough
 def test_what_gives_way_changes_nothing(place):
     """An engine that sleeps and an optimizer that waits on the host: the run is the same."""
     run(place, name="plain", steps=3)
@@ -168,6 +169,7 @@ def test_mistakes_are_told(place, changes, told):
         run(place, name="mistake", **changes)
 
 
+@pytest.mark.thorough
 def test_it_is_served_as_any_other(place):
     """The export of a run is a model's folder."""
     from dovetail import LLM
