@@ -1,8 +1,8 @@
-"""Teach a small model arithmetic by rewards alone: python examples/rl.py [--steps 60]
+"""Teach a small model arithmetic by rewards alone: python examples/rl.py [--steps 120]
 
-First it learns the form from answers of which few are right (SFT), so that it guesses; then GRPO pays for the right
-ones. A few minutes on two cores. With --config DIR (a folder with config.json and a tokenizer) it is a model of that
-shape, with random weights, in place of a tiny one.
+First it learns the form from answers that are any number (SFT), so that it guesses; then GRPO pays for the right ones.
+A few minutes on two cores. With --config DIR (a folder with config.json and a tokenizer) it is a model of that shape,
+with random weights, in place of a tiny one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ TINY = {
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "eos_token_id": 256, "hidden_act": "silu",
 }  # fmt: skip
-RIGHT = 0.1  # of the answers that it learns the form from
-SUMS = [(a, b) for a in range(10) for b in range(10)]
+SUMS = [(a, b) for a in range(5) for b in range(5)]
 
 
 def new_model(folder: Path, config: str) -> str:
@@ -43,10 +42,9 @@ def new_model(folder: Path, config: str) -> str:
 
 
 def guesses() -> list[dict[str, str]]:
-    """Each sum 20 times, mostly with an answer that is wrong."""
+    """The form of an answer, and any number for it."""
     rng = np.random.default_rng(0)
-    answers = [(a, b, a + b if rng.random() < RIGHT else rng.integers(0, 19)) for a, b in SUMS for _ in range(20)]
-    return [{"prompt": f"{a}+{b}=", "completion": str(answer)} for a, b, answer in answers]
+    return [{"prompt": f"{a}+{b}=", "completion": str(rng.integers(0, 9))} for a, b in SUMS for _ in range(20)]
 
 
 def exact(prompts, completions, answer, **columns) -> list[float]:
@@ -65,8 +63,8 @@ def exact_match(model: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--form-steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--form-steps", type=int, default=60)
     parser.add_argument("--config", default="")
     parser.add_argument("--run-dir", default="")
     args = parser.parse_args()
@@ -83,7 +81,7 @@ def main() -> None:
     data = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
     ended = dt.rl(
         model=taught, data=data, rewards=[exact], algo="grpo", prompts=16, group_size=16, max_prompt=8, max_tokens=4,
-        steps=args.steps, optimizer={"lr": lr / 3}, run_dir=folder / "rl", **usual,
+        steps=args.steps, optimizer={"lr": lr}, run_dir=folder / "rl", **usual,
     )  # fmt: skip
     after = exact_match(str(ended.folder / "export" / f"step_{args.steps}"))
     print(f"after: {after:.0%} of the answers are right; {ended.folder / 'report.html'}")

@@ -1,4 +1,4 @@
-"""`dovetail tour`: a real model fetched, loaded and asked, a small one trained and taught, in minutes on a laptop."""
+"""`dovetail tour`: a real model fetched, loaded and asked, a small one trained, taught and paid, in minutes."""
 
 import typer
 
@@ -12,7 +12,7 @@ def tour(
     max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
     steps: int = typer.Option(200, min=0, help="Steps to train a model of a million weights; 0: train none."),
 ) -> None:
-    """Fetch a small real model and ask it something, then train and teach a tiny one."""
+    """Fetch a small real model and ask it something, then train, teach and reward a tiny one."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -122,6 +122,38 @@ def _teach(console, model, steps: int) -> None:
         precision={"compute": "f32"},
     )  # fmt: skip
     _speak(console, folder / "export" / f"step_{steps}", question, 24, "after")
+    _pay(console, folder / "export" / f"step_{steps}", max(1, steps // 5))
+
+
+def _pay(console, model, steps: int) -> None:
+    import shutil
+
+    import dovetail
+    from dovetail.io.hub import home
+
+    console.print()
+    _step(console, 6, "Pay it for every letter e: dovetail rl")
+    folder, question = home() / "tour" / "rl", "What is the owl like?"
+    shutil.rmtree(folder, ignore_errors=True)
+    ended = dovetail.rl(
+        model=str(model), data=[{"prompt": f"What is the {animal} like?"} for animal in ANIMALS], rewards=[letters_e],
+        prompts=6, group_size=8, max_prompt=32, max_tokens=24, steps=steps, run_dir=folder, optimizer={"lr": 1e-3},
+        precision={"compute": "f32"}, show_every=0,
+    )  # fmt: skip
+    console.print(f"  reward {_first(folder):.2f} at first, {ended.metrics['reward']:.2f} in the end")
+    _speak(console, folder / "export" / f"step_{steps}", question, 24, "after")
+    console.print(f"\n  [bold]dovetail serve {folder / 'export' / f'step_{steps}'}[/bold] serves it", soft_wrap=True)
+
+
+def letters_e(prompts, completions, **columns) -> list[float]:
+    """The reward of the tour: the share of an answer's letters that are an e."""
+    return [text.count("e") / max(1, len(text)) for text in completions]
+
+
+def _first(folder) -> float:
+    import json
+
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["reward"]
 
 
 def _speak(console, folder, start: str, tokens: int, when: str = "it says") -> None:

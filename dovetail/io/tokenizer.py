@@ -96,6 +96,12 @@ class Tokenizer:
         text = self.backend.decode(self._known(ids), skip_special_tokens=skip_special)
         return _clean_up(text) if self._cleans_up else text
 
+    def decode_batch(self, many: Iterable[Iterable[int]], skip_special: bool = True) -> list[str]:
+        """Each decoded, on all cores. Ids that it does not know are left out: of what a model samples, for its
+        vocabulary may be padded."""
+        texts = self.backend.decode_batch([list(ids) for ids in many], skip_special_tokens=skip_special)
+        return [_clean_up(text) for text in texts] if self._cleans_up else texts
+
     def stream(self, skip_special: bool = True, context: Iterable[int] = (), keep: Collection[int] = ()) -> Detokenizer:
         """Decodes ids one at a time. `context`: ids before the first, such as the prompt's last few. `keep`: special
         tokens that are written all the same: a parser of tool calls needs its markers."""

@@ -23,7 +23,7 @@ from dovetail.tune.rl.settings import Rl
 
 class Actor:
     def __init__(self, settings: Rl, ready: Ready, tokenizer: Tokenizer):
-        self._settings, self._ready, self._tokenizer = settings, ready, tokenizer
+        self._settings, self._ready, self.tokenizer = settings, ready, tokenizer
         self._llm: LLM | None = None
 
     @property
@@ -56,7 +56,7 @@ class Actor:
         base = dense(self._frozen_base()) if self._settings.lora else params
         cfg, options = self._ready.cfg, self.options()
         devices = jax.devices()[-self._settings.engine.devices :] if self._settings.engine.devices else ()
-        self._llm = LLM.from_weights(cfg, base, options, self._tokenizer, devices=devices)
+        self._llm = LLM.from_weights(cfg, base, options, self.tokenizer, devices=devices)
         return self._llm
 
     def _frozen_base(self) -> Params:

@@ -13,7 +13,7 @@ from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import maj_at_k, pass_at_k
 from dovetail.tune.rl.critic import ACTOR
 from dovetail.tune.rl.episode import Episode
-from dovetail.tune.rl.player import Player, Reply, Start
+from dovetail.tune.rl.player import Player, Reply, Start, write_texts
 from dovetail.tune.rl.referee import Referee
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.task import Task
@@ -62,6 +62,7 @@ class Examiner:
         ]
         Player(self.actor.llm, self.settings, self.reply, samples).play(starts, 0, keep)
         groups = [[found[i, member] for member in range(samples)] for i in range(len(tasks))]
+        write_texts([episode for group in groups for episode in group], self.actor.tokenizer)
         judged = [self.referee.begin(task, group) for task, group in zip(tasks, groups, strict=True)]
         for group, one in zip(groups, judged, strict=True):
             self.referee.end(group, one)

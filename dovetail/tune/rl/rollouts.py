@@ -24,7 +24,7 @@ from dovetail.tune.rl.episode import Episode, Place
 from dovetail.tune.rl.journal import Chosen, Journal
 from dovetail.tune.rl.lessons import Lessons
 from dovetail.tune.rl.offload import offloaded
-from dovetail.tune.rl.player import Player, Reply, Start
+from dovetail.tune.rl.player import Player, Reply, Start, write_texts
 from dovetail.tune.rl.referee import Referee
 from dovetail.tune.rl.rewards.scored import Scored
 from dovetail.tune.rl.settings import Rl
@@ -235,6 +235,7 @@ class _Play:
     def _begin(self, task: Task, group: list[Episode]) -> tuple[list[Episode], Future[list[Scored]] | None]:
         """Those of a group that have not been judged, and the judgement under way."""
         open_ = [episode for episode in group if episode.reward is None and not episode.problems]
+        write_texts(open_, self._of._actor.tokenizer)
         return open_, self._of._referee.begin(task, open_) if open_ else None
 
     def _end(self, open_: list[Episode], judged: Future[list[Scored]] | None) -> None:
