@@ -1,4 +1,4 @@
-"""Teach a small model arithmetic by rewards alone: python examples/rl.py [--steps 120]
+"""Teach a small model arithmetic by rewards alone: python examples/rl.py [--steps 150]
 
 First it learns the form from answers that are any number (SFT), so that it guesses; then GRPO pays for the right ones.
 A few minutes on two cores. With --config DIR (a folder with config.json and a tokenizer) it is a model of that shape,
@@ -63,7 +63,7 @@ def exact_match(model: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--form-steps", type=int, default=60)
     parser.add_argument("--config", default="")
     parser.add_argument("--run-dir", default="")
@@ -80,8 +80,8 @@ def main() -> None:
     print(f"before: {exact_match(taught):.0%} of the answers are right")
     data = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
     ended = dt.rl(
-        model=taught, data=data, rewards=[exact], algo="grpo", prompts=16, group_size=16, max_prompt=8, max_tokens=4,
-        steps=args.steps, optimizer={"lr": lr}, run_dir=folder / "rl", **usual,
+        model=taught, data=data, rewards=[exact], algo="grpo", prompts=25, group_size=16, max_prompt=8, max_tokens=4,
+        steps=args.steps, optimizer={"lr": lr / 2}, loss={"entropy": 0.01}, run_dir=folder / "rl", **usual,
     )  # fmt: skip
     after = exact_match(str(ended.folder / "export" / f"step_{args.steps}"))
     print(f"after: {after:.0%} of the answers are right; {ended.folder / 'report.html'}")

@@ -12,7 +12,7 @@ def tour(
     max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
     steps: int = typer.Option(200, min=0, help="Steps to train a model of a million weights; 0: train none."),
 ) -> None:
-    """Fetch a small real model and ask it something, then train, teach and reward a tiny one."""
+    """Fetch a small real model and ask it something, then train and teach a tiny one."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -38,7 +38,7 @@ def reward(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str 
 
 
 def rl(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
-    """Learn from rewards of what the model itself writes: GRPO, DAPO, GSPO, RLOO, PPO and others."""
+    """Learn from rewards of its own answers: GRPO, DAPO, GSPO, RLOO, PPO."""
     _tune("rl", recipe, overrides, run_dir, quiet)
 
 

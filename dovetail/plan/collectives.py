@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dovetail.plan.groups import Groups, groups_of
-from dovetail.plan.hlo import Instruction, Module
+from dovetail.plan.hlo import Instruction, Module, size_of
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,29 @@ class Traffic:
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
+    """Of what usually runs (Module.usually)."""
     found = []
-    for computation, one, times in module.instructions():
-        kind = one.opcode.removesuffix("-start")
-        if kind not in KINDS:
+    for computation, one, times in module.instructions(module.usually):
+        kind = _kind(one)
+        if kind not in KINDS or _began_elsewhere(module, computation):
             continue
         groups = groups_of(one.rest, devices)
         if any(len(group) > 1 for group in groups):
             found.append(Collective(kind, _sent(computation, kind, one, len(groups[0])), times, groups))
     return found
+
+
+def _kind(one: Instruction) -> str:
+    """Between slices a TPU hands over to its host, which says of what this is a part."""
+    far = _BETWEEN_SLICES.search(one.rest) if one.opcode == "send" else None
+    return far[1].lower().replace("_", "-") if far else one.opcode.removesuffix("-start")
+
+
+def _began_elsewhere(module: Module, computation: str) -> bool:
+    """A TPU computes while a collective is under way, which is written again there, and again where it ends."""
+    root = module.root(computation)
+    is_end = root is not None and '"AsyncCollectiveDone"' in root.rest
+    return is_end or computation.startswith("async_collective_fusion")
 
 
 def traffic(found: Sequence[Collective], axes: Mapping[str, int], slices: Sequence[int] = ()) -> list[Traffic]:
@@ -79,6 +95,8 @@ def crosses_slices(groups: Groups, slices: Sequence[int]) -> bool:
 def _sent(computation: str, kind: str, one: Instruction, n: int) -> float:
     """Bytes that each of n devices sends around a ring. The result of a start holds its operand too."""
     size, is_start = one.bytes, one.opcode.endswith("-start")
+    if one.opcode == "send":
+        size = size_of(one.shapes[0])  # beside it, what the hosts agree on
     if kind == "collective-permute":
         return size / 2 if is_start else size
     if kind == "reduce-scatter":

@@ -4,6 +4,7 @@ replica_groups={{0,1},{2,3}}                                  lists
 replica_groups=[2,4]<=[4,2]T(1,0)                             counted up in [4,2], transposed, cut into [2,4]
 replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}   along axes, or parts of them, of a mesh
 source_target_pairs={{0,1},{1,0}}                             pairs
+_xla_megascale_target="{1,2}x{0:3}"                           between slices 1 and 2, each device 0 to 3 with its like
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _LISTS = re.compile(r"replica_groups=\{(\{.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _COUNTED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?")
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
 _AXIS = re.compile(r"'([^']+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 
 
@@ -32,6 +34,9 @@ def groups_of(attributes: str, devices: int) -> Groups:
         return _rows(_counted(iota[2]).reshape(_ints(iota[1])))
     if mesh := _MESH.search(attributes):
         return _along(mesh[1], mesh[2], mesh[3])
+    if slices := _SLICES.search(attributes):
+        numbers, own = _spans(slices[1]), _spans(slices[2])
+        return tuple(tuple((number - 1) * len(own) + device for number in numbers) for device in own)
     return (tuple(range(devices)),)
 
 
@@ -66,6 +71,12 @@ def _rows(array: np.ndarray) -> Groups:
 
 def _lists(text: str) -> Groups:
     return tuple(_ints(part) for part in re.findall(r"\{([\d,]*)\}", text))
+
+
+def _spans(text: str) -> list[int]:
+    """1,4:6 is 1, 4, 5 and 6."""
+    ends = [[int(end) for end in word.split(":")] for word in text.split(",")]
+    return [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
 
 
 def _ints(text: str) -> tuple[int, ...]:

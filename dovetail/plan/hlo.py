@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_END = re.compile(r"^}(, execution_thread=.*)?$")  # a kernel's metadata may have lines that begin so and go on
 _LEFT = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _TURNS = re.compile(r'known_trip_count"?\s*[:=]\s*\{"?n"?:"?(\d+)')
 
 Shape = tuple[str, tuple[int, ...]]  # an element's type, the dims
@@ -42,10 +46,8 @@ class Instruction:
         return _CALLED.findall(self.rest) + [name.strip().lstrip("%") for name in lists.split(",") if name.strip()]
 
     @property
-    def turns(self) -> int:
-        """Of a loop, where the compiler knows how many; else 1."""
-        found = _TURNS.search(self.rest)
-        return int(found[1]) if found else 1
+    def operands(self) -> list[str]:
+        return _NAME.findall(self.rest[: _end_of_type("(" + self.rest, 0) - 1])
 
 
 @dataclass
@@ -55,28 +57,41 @@ class Module:
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in a call of the program. A branch counts as taken, an unknown loop once."""
+        """How often each computation runs in a call of the program. Every branch is taken, a loop of unknown turns runs
+        once."""
         counted: dict[str, int] = defaultdict(int)
-        self._count(self.entry, 1, counted)
+        self._count(self.entry, 1, counted, branches=None)
         return counted
 
-    def _count(self, name: str, times: int, counted: dict[str, int]) -> None:
+    @cached_property
+    def usually(self) -> dict[str, int]:
+        """The same with the first branch alone, which is taken where jax's condition does not hold: what only some
+        requests ask for is in the other."""
+        counted: dict[str, int] = defaultdict(int)
+        self._count(self.entry, 1, counted, branches=1)
+        return counted
+
+    def _count(self, name: str, times: int, counted: dict[str, int], branches: int | None) -> None:
         counted[name] += times
         for one in self.computations[name]:
             if one.opcode.endswith(("-update", "-done")):  # they name again what their start has called
                 continue
             body = _BODY.search(one.rest)
-            for called in one.called:
-                self._count(called, times * (one.turns if body and called == body[1] else 1), counted)
+            for called in one.called[:branches] if one.opcode == "conditional" else one.called:
+                often = turns(self, name, one) if body and called == body[1] else 1
+                self._count(called, times * often, counted, branches)
 
-    def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
+    def instructions(self, times: dict[str, int] | None = None) -> Iterator[tuple[str, Instruction, int]]:
         """(its computation, it, how often it runs)."""
-        for name, times in self.times.items():
+        for name, often in (self.times if times is None else times).items():
             for one in self.computations[name]:
-                yield name, one, times
+                yield name, one, often
 
     def root(self, computation: str) -> Instruction | None:
         return next((one for one in self.computations[computation] if one.is_root), None)
+
+    def find(self, computation: str, name: str) -> Instruction | None:
+        return next((one for one in self.computations[computation] if one.name == name), None)
 
 
 def read(text: str) -> Module:
@@ -87,7 +102,7 @@ def read(text: str) -> Module:
             if head := _HEAD.match(line):
                 current = head[2]
                 module.entry = current if head[1] else module.entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             current = ""
         elif one := _instruction(line):
             module.computations[current].append(one)
@@ -127,6 +142,61 @@ def size_of(shape: Shape) -> float:
     kind, dims = shape
     bits = 8 if kind == "pred" else int((re.search(r"\d+", kind) or ["0"])[0])
     return math.prod(dims) * bits / 8
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+MOVES = ("copy", "copy-start", "copy-done", "bitcast")
+
+
+def turns(module: Module, computation: str, loop: Instruction) -> int:
+    """How often a loop turns, 1 where that is not known. The compiler for TPUs does not write it down: it is read from
+    a counter that runs from a constant, in constant steps, up to a constant."""
+    if said := _TURNS.search(loop.rest):
+        return int(said[1])
+    condition, body = _CONDITION.search(loop.rest), _BODY.search(loop.rest)
+    if condition is None or body is None:
+        return 1
+    place, bound = _counter(module, condition[1])
+    start = _element(module, computation, module.find(computation, loop.operands[0]), place)
+    step = _step(module, body[1], place)
+    if bound is None or start is None or not step:
+        return 1
+    return max(0, -(-(bound - start) // step))
+
+
+def _counter(module: Module, condition: str) -> tuple[int, int | None]:
+    """(its place in what the loop carries, the number that it stays below)."""
+    test = module.root(condition)
+    if test is None or test.opcode != "compare" or "direction=LT" not in test.rest:
+        return 0, None
+    counter, bound = (module.find(condition, name) for name in test.operands)
+    index = _INDEX.search(counter.rest) if counter else None
+    return (int(index[1]), _constant(module, condition, bound)) if index else (0, None)
+
+
+def _step(module: Module, body: str, place: int) -> int | None:
+    """What a turn adds to the counter."""
+    carried = module.root(body)
+    added = module.find(body, carried.operands[place]) if carried and carried.opcode == "tuple" else None
+    if added is None or added.opcode != "add":
+        return None
+    numbers = [_constant(module, body, module.find(body, name)) for name in added.operands]
+    return next((number for number in numbers if number is not None), None)
+
+
+def _element(module: Module, computation: str, carried: Instruction | None, place: int) -> int | None:
+    if carried is None or carried.opcode != "tuple":
+        return None
+    return _constant(module, computation, module.find(computation, carried.operands[place]))
+
+
+def _constant(module: Module, computation: str, one: Instruction | None) -> int | None:
+    """The whole number that an instruction is, moved about or not."""
+    while one is not None and one.opcode in MOVES:
+        one = module.find(computation, one.operands[0])
+    number = re.match(r"(-?\d+)\)", one.rest) if one and one.opcode == "constant" else None
+    return int(number[1]) if number else None
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

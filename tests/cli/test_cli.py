@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 COMMANDS = (
     "tour", "pull", "convert", "info", "bench", "serve", "chat", "pretrain", "recipes", "data", "report", "eval",
-    "compile",
+    "compile", "sft", "dpo", "distill", "reward", "rl", "merge", "job",
 )  # fmt: skip
 
 

@@ -44,6 +44,16 @@ def test_a_step_for_devices_that_are_not_here_is_counted():
     assert made.flops(least) * most.rows == pytest.approx(made.flops(most))
 
 
+@pytest.mark.slow
+def test_over_devices_prompts_gather_logits_and_no_weights():
+    options = EngineOptions.of(OPTIONS | dict(tensor_parallel=2, kv_bytes=2**20, dtype="bf16"))
+    made = ahead(make_llm("llama3.1", load_format="dummy", kv_bytes=2**20).config, options, jax.devices())
+    prompts = made.corners()[-1]
+    counted = count(made.compile(prompts), {"tensor": 2}, made.programs.devices)
+    sent = sum(one.bytes for one in counted.traffic if one.kind == "all-gather")
+    assert 0 < sent <= prompts.rows * made.cfg.vocab * 4 / 2, "half of the logits"
+
+
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match="tensor_parallel=16 needs as many devices, and the topology has 8"):
         ahead(make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel=16), jax.devices())
