@@ -32,7 +32,7 @@ class Device:
     """A runner: step after step it samples the numbers that follow, but EOS where the test says (launch, step, row)."""
 
     def __init__(self, rows: int, ends=()):
-        self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,))
+        self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False)
         self.buckets, self.weights = SimpleNamespace(max_rows=rows, steps=(1, 4)), SimpleNamespace(version=0)
         self.programs, self.adapters = SimpleNamespace(everywhere=None), None
         self.ends, self.rows = set(ends), rows
