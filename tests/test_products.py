@@ -127,7 +127,7 @@ def test_what_runs_beside_the_steps(dtype, exact, monkeypatch):
     compute = compute_of(dtype)
     cfg, params, cache = model("dense", compute)
     hidden, row, one = jax.ShapeDtypeStruct((8, cfg.dim), jnp.float32), ints(1, 32), ints()
-    embed = functools.partial(_embed, cfg=cfg, compute=compute, pooling="mean", context=Packed)
+    embed = functools.partial(_embed, cfg=cfg, compute=compute, wanted="mean", context=Packed)
     traced = [
         score.trace(params, hidden, ints(8), cfg=cfg, compute=compute, platform=None),
         jax.jit(embed).trace(params, row, one, one),

@@ -40,6 +40,6 @@ def test_killed_at_many_points_it_ends_the_same(tmp_path):
     check(tmp_path, 13)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_at_every_point_it_ends_the_same(tmp_path):
     check(tmp_path, 1)

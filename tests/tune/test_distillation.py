@@ -45,6 +45,7 @@ def test_features_are_learnt_besides(tmp_path):
     dt.load(ended.folder / "export/step_8")  # without the projections
 
 
+@pytest.mark.thorough
 def test_it_beats_cross_entropy_alone(tmp_path):
     """On what the teacher has written: its distribution says more than the words that it happened to draw."""
     base = model_folder(tmp_path, 1)

@@ -14,7 +14,7 @@ import pytest
 from dovetail.tune.rl.rl import rl
 from dovetail.tune.rl.tools import Tool, ToolEnvironment
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PRICES = {"apple": 2, "pear": 3, "melon": 7, "plum": 4}
 

@@ -48,7 +48,7 @@ ALGORITHMS = {
     "cispo": {}, "rloo": {}, "reinforce_pp": {"group_size": 4, "prompts": 8},
     "ppo": {"updates": 2, "critic": {"beta": 0.01}},
 }  # fmt: skip
-DAILY = ("ppo",)
+DAILY = ()
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_adapters_temperature_words_and_a_reference(place):
     assert any(np.abs(x).max() > 0 for name, x in adapters.items() if "lora_B" in name)
 
 
+@pytest.mark.thorough
 def test_engine_on_devices_of_its_own_and_one_update_behind(place):
     """The same rewards are learnt with the sampler on other devices, and while the trainer computes."""
     assert len(jax.devices()) == 8
