@@ -9,7 +9,7 @@ taken in parts has the very gradient of the whole one. Further columns, each at 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ class _Learnt:
         scores, loads = self._scores(params, cfg, batch, ctx)
         logps = scores.logprobs
         old = column["old"] if settings.scores_first else stop_gradient(logps)
-        mean = functools.partial(_of_sequence, batch=batch, most=settings.most_documents, mean=True)
+        mean = functools.partial(_sequence_mean, batch=batch, most=settings.most_documents)
         loss, seen = self.loss(logps, old, column["advantages"], mask, mean)
         trainer = column["plain"] if settings.is_reshaped else old
         if wanted.correction != "none":
@@ -111,13 +111,12 @@ class _Learnt:
 # --- of sequences -----------------------------------------------------------------------------------------------------
 
 
-def _of_sequence(x: jax.Array, batch: Batch, most: int, mean: bool) -> jax.Array:
-    """[B, T]: each token's number summed, or averaged, over the tokens of its sequence that count."""
+def _sequence_mean(x: jax.Array, batch: Batch, most: int) -> jax.Array:
+    """[B, T]: each token's number averaged over the tokens of its sequence that count."""
     counts = batch.loss_mask > 0
     sums = segment_sums(jnp.where(counts, x, 0.0), batch.segment_ids, most)  # [B, S]
-    if mean:
-        sums = sums / jnp.maximum(segment_sums(counts, batch.segment_ids, most), 1.0)
-    return jnp.take_along_axis(sums, jnp.maximum(batch.segment_ids - 1, 0), axis=1)
+    means = sums / jnp.maximum(segment_sums(counts, batch.segment_ids, most), 1.0)
+    return jnp.take_along_axis(means, jnp.maximum(batch.segment_ids - 1, 0), axis=1)
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------
@@ -159,8 +158,6 @@ def _no_rows(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -
 
 
 def _with_critic(objective: Objective, policy: Policy, settings: Rl) -> Objective:
-    from dataclasses import replace
-
     return replace(
         objective,
         specs=both_specs(policy),

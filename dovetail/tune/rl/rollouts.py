@@ -37,7 +37,6 @@ MOST_DRAWS = 8  # of prompts for one rollout, where groups that teach nothing ar
 class Rollout:
     """What was played for a step, and what became of it."""
 
-    number: int
     groups: list[list[Episode]]
     seconds: dict[str, float] = field(default_factory=dict)  # rollout, reward, sync
     draws: int = 1
@@ -154,7 +153,7 @@ class Rollouts:
         if chosen is None:
             chosen = play.all()
             self._journal.choose(number, chosen)
-        return Rollout(number, [play.group(*place) for place in chosen], play.seconds, play.draws)
+        return Rollout([play.group(*place) for place in chosen], play.seconds, play.draws)
 
     def _reported(self, rollout: Rollout, spent: bool) -> dict[str, float]:
         """Of all its episodes, trained or not. `spent`: whether its seconds are this update's, which is the first."""

@@ -146,6 +146,7 @@ class Rl(Tuning):
             f"{self.group_size}",
         )
         self._check_loss()
+        self._check_read()
         super().__post_init__()
 
     def _check_loss(self) -> None:
@@ -172,12 +173,31 @@ class Rl(Tuning):
             not wanted.dynamic or self.group_size > 1, "loss.dynamic compares the answers of a group: set group_size"
         )
 
+    def _check_read(self) -> None:
+        """Nothing may be set that this algorithm does not read."""
+        for name, default, algo in (("critic", Critic(), "ppo"), ("distillation", ON_POLICY, "gkd")):
+            require(
+                self.algo == algo or getattr(self, name) == default,
+                f"{name} is read by algo={algo} alone; got algo={self.algo}: leave it out",
+            )
+        require(self.algo != "gkd" or self.loss == OWN, "loss is not read by algo=gkd, whose own is distillation")
+        require(
+            not self.samples.every,
+            "samples.every is for other trainings: every answer of this one is in completions.jsonl; leave it out",
+        )
+
     def _check_rows(self) -> None:
         """0 is filled in (`filled`)."""
         not_negative(self, "batch", "length")
         require(
             self.length == 0 or self.length >= self.longest,
             f"length must hold the longest prompt and answer, {self.longest} tokens; got {self.length}",
+        )
+        least = self._least_rows
+        require(
+            self.batch == 0 or self.batch >= least,
+            f"batch must be at least {least} rows, or 0: the longest {self.per_update} answers of an update may "
+            f"fill so many; got {self.batch}",
         )
 
     @property
@@ -196,9 +216,18 @@ class Rl(Tuning):
 
     def filled(self, devices: int = 1) -> Rl:
         """With rows for the longest answers there may be, as many on each device."""
-        length = self.length or -(-self.longest // 64) * 64
-        rows = -(-self.per_update // (length // self.longest))
-        return replace(self, length=length, batch=self.batch or -(-rows // devices) * devices)
+        batch = self.batch or -(-self._least_rows // devices) * devices
+        return replace(self, length=self._row, batch=batch)
+
+    @property
+    def _row(self) -> int:
+        """Tokens."""
+        return self.length or -(-self.longest // 64) * 64
+
+    @property
+    def _least_rows(self) -> int:
+        """For the longest answers that an update may have."""
+        return -(-self.per_update // (self._row // self.longest))
 
     @property
     def wanted(self) -> Loss:

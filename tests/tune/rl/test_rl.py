@@ -162,6 +162,10 @@ def test_exam_on_held_out_prompts(place):
         ({"max_prompt": 2}, "raise max_prompt"),
         ({"rewards": [{"kind": "number", "column": "anser"}]}, "answer"),
         ({"updates": 5}, "updates must divide"),
+        ({"batch": 2}, "batch must be at least"),
+        ({"critic": {"lam": 0.9}}, "read by algo=ppo alone"),
+        ({"distillation": {"kind": "jsd"}}, "read by algo=gkd alone"),
+        ({"samples": {"every": 5, "prompts": ["hi"]}}, "completions.jsonl"),
         ({"engine": {"devices": 8}}, "leaves none of the 8 devices"),
     ],
 )
