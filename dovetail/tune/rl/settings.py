@@ -193,12 +193,6 @@ class Rl(Tuning):
             self.length == 0 or self.length >= self.longest,
             f"length must hold the longest prompt and answer, {self.longest} tokens; got {self.length}",
         )
-        least = self._least_rows
-        require(
-            self.batch == 0 or self.batch >= least,
-            f"batch must be at least {least} rows, or 0: the longest {self.per_update} answers of an update may "
-            f"fill so many; got {self.batch}",
-        )
 
     @property
     def longest(self) -> int:
@@ -216,7 +210,13 @@ class Rl(Tuning):
 
     def filled(self, devices: int = 1) -> Rl:
         """With rows for the longest answers there may be, as many on each device."""
-        batch = self.batch or -(-self._least_rows // devices) * devices
+        least = self._least_rows
+        require(
+            self.batch == 0 or self.batch >= least,
+            f"batch must be at least {least} rows, or 0: the longest {self.per_update} answers of an update may "
+            f"fill so many; got {self.batch}",
+        )
+        batch = self.batch or -(-least // devices) * devices
         return replace(self, length=self._row, batch=batch)
 
     @property
