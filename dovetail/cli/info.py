@@ -18,6 +18,7 @@ PACKAGES = (
 def info(
     model: str = typer.Argument(None, help="A folder, .gguf file, hub id or catalogue name."),
     kernels: str = typer.Option("", help="tpu: which attention kernel takes what on each generation of TPUs."),
+    watch: bool = typer.Option(False, help="Show what each chip is doing, again every second, until Ctrl-C."),
 ) -> None:
     """Show versions, devices, dtypes and kernels; with MODEL, what it is."""
     from rich.console import Console
@@ -37,8 +38,12 @@ def info(
         one_of("--kernels", kernels, ("tpu",))
         console.print(_kernels_of_tpus())
         return
+    if watch:
+        _watch(console)
+        return
     console.print(table("versions", _versions()))
     console.print(table("devices", _devices()))
+    console.print(_usages())
     console.print(table("dtypes here", _dtypes()))
     console.print(_kernels())
 
@@ -84,6 +89,32 @@ def _devices() -> list[tuple[str, str]]:
     devices = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     hosts = f"{jax.process_index() + 1} of {jax.process_count()}"
     return [("backend", jax.default_backend()), ("devices", devices), ("host", hosts), ("CPUs", str(os.cpu_count()))]
+
+
+def _usages():
+    from rich import box
+    from rich.table import Table
+
+    from dovetail.doctor.usage import usages
+
+    out = Table(title="in use now", title_justify="left", title_style="bold", box=box.ROUNDED)
+    for column in ("chip", "kind", "memory", "busy", ""):
+        out.add_column(column)
+    for one in usages():
+        memory = f"{one.used / 2**30:.1f} of {one.total / 2**30:.1f} GiB" if one.total else "not told"
+        out.add_row(one.chip, one.kind, memory, "not told" if one.busy is None else f"{one.busy:.0%}", one.more)
+    return out
+
+
+def _watch(console) -> None:
+    import time
+
+    from rich.live import Live
+
+    with Live(_usages(), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(1)
+            live.update(_usages(), refresh=True)
 
 
 def _dtypes() -> list[tuple[str, str]]:

@@ -1,0 +1,113 @@
+"""`dovetail doctor`: whether this machine is well, and what to do where it is not."""
+
+from pathlib import Path
+
+import typer
+
+MARKS = {"good": "[green]✓[/]", "note": "[cyan]·[/]", "warning": "[yellow]![/]", "fault": "[red]✗[/]"}
+
+
+def doctor(
+    speed: bool = typer.Option(True, help="Measure products, memory and links beside the chip's peak."),
+    numerics: bool = typer.Option(
+        False, help="How exactly the devices compute: top-k, argmax, products, repeatability."
+    ),
+    burn: float = typer.Option(0.0, min=0.0, help="Seconds in which every chip computes the same, bit for bit."),
+    coordinator: str = typer.Option("", help="host:port at which the processes of a run meet."),
+    compare: list[Path] = typer.Option([], help="What `dovetail doctor --json` printed on several hosts; repeat it."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Look for faults of this machine. Exit code 0: well; 1: a warning; 2: something is broken."""
+    if compare:
+        _compare(compare, as_json)
+        return
+    from dovetail.doctor.finding import exit_code
+
+    findings = list(_examine(speed, numerics, burn, coordinator, quiet=as_json))
+    if as_json:
+        import json
+
+        from dovetail.doctor.hosts import report
+
+        print(json.dumps(report(findings), indent=2))
+    else:
+        _summary(findings)
+    raise typer.Exit(exit_code(findings))
+
+
+def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: bool):
+    """Each part is shown as soon as it is known: measuring takes a while."""
+    from dovetail.doctor.system import system
+
+    parts = [("how it is set up", lambda: system(coordinator=coordinator))]
+    if speed:
+        from dovetail.doctor import speed as speeds
+
+        parts.append(("how fast it is", speeds.speed))
+    if numerics:
+        from dovetail.doctor import numerics as exactness
+
+        parts.append(("how exactly it computes", exactness.numerics))
+    if burn:
+        from dovetail.doctor import burn as burning
+
+        parts.append((f"a burn-in of {burn:g} s", lambda: burning.burn(burn)))
+    for title, look in parts:
+        yield from _part(title, look, quiet)
+
+
+def _part(title: str, look, quiet: bool):
+    from rich.console import Console
+
+    if quiet:
+        return look()
+    console = Console(highlight=False)
+    with console.status(title):
+        found = look()
+    console.print(f"[bold]{title}[/]")
+    for one in found:
+        _line(console, one)
+    return found
+
+
+def _line(console, one) -> None:
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    console.print(Padding(f"{MARKS[one.severity]} [bold]{escape(one.about)}[/]: {escape(one.found)}", (0, 0, 0, 2)))
+    if one.advice:
+        console.print(Padding(f"[dim]→ {escape(one.advice)}[/]", (0, 0, 0, 6)))
+
+
+def _summary(findings) -> None:
+    from rich.console import Console
+
+    counts = {name: sum(one.severity == name for one in findings) for name in ("fault", "warning")}
+    told = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items() if count)
+    Console(highlight=False).print(f"\n{told or 'nothing is wrong'}")
+
+
+def _compare(paths: list[Path], as_json: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from dovetail.doctor.hosts import differences, read
+
+    reports = [read(path) for path in paths]
+    rows = differences(reports)
+    hosts = [one["host"] for one in reports]
+    if as_json:
+        import json
+
+        print(json.dumps({"hosts": hosts, "differences": [{"about": a, "said": said} for a, said in rows]}, indent=2))
+    elif not rows:
+        Console(highlight=False).print(f"{len(hosts)} hosts, and no difference: {', '.join(hosts)}")
+    else:
+        table = Table(title="where the hosts differ", title_justify="left", title_style="bold", box=box.ROUNDED)
+        for column in ("", *hosts):
+            table.add_column(column)
+        for about, said in rows:
+            table.add_row(about, *said)
+        Console(highlight=False).print(table)
+    raise typer.Exit(1 if rows else 0)

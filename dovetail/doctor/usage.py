@@ -1,0 +1,135 @@
+"""What each chip of this machine is doing now, as its platform tells: NVML for NVIDIA, tpu-info's library for TPUs,
+the kernel for CPUs. It opens no chip, so that it may run beside a program that holds them all."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+GPU_FIELDS = "index,name,memory.used,memory.total,utilization.gpu,temperature.gpu,power.draw"
+
+
+@dataclass(frozen=True)
+class Usage:
+    chip: str  # "GPU 0", "TPU 3", "CPU"
+    kind: str
+    used: int  # bytes of memory
+    total: int
+    busy: float | None  # share of the time, 0.4 is 40%; None: not told
+    more: str = ""  # temperature and power, where they are told
+
+
+def usages() -> list[Usage]:
+    """Accelerators, then the CPU."""
+    return [*_gpus(), *_tpus(), _cpu()]
+
+
+def _gpus() -> list[Usage]:
+    if importlib.util.find_spec("pynvml") is not None:
+        found = _by_nvml(importlib.import_module("pynvml"))
+        if found is not None:
+            return found
+    return _by_nvidia_smi()
+
+
+def _by_nvml(nvml) -> list[Usage] | None:
+    """None where the library is there and the driver is not."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        return [_nvml_usage(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_usage(nvml, index: int) -> Usage:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name, memory = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle)
+    busy, more = None, []
+    with contextlib.suppress(nvml.NVMLError):  # a share of a card (MIG) does not tell
+        busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    with contextlib.suppress(nvml.NVMLError):
+        more.append(f"{nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)} °C")
+    with contextlib.suppress(nvml.NVMLError):
+        more.append(f"{nvml.nvmlDeviceGetPowerUsage(handle) / 1000:.0f} W")
+    name = name.decode() if isinstance(name, bytes) else name
+    return Usage(f"GPU {index}", name, int(memory.used), int(memory.total), busy, ", ".join(more))
+
+
+def _by_nvidia_smi() -> list[Usage]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [_smi_usage(line) for line in told.splitlines() if line.count(",") == GPU_FIELDS.count(",")]
+
+
+def _smi_usage(line: str) -> Usage:
+    index, name, used, total, busy, heat, power = (word.strip() for word in line.split(","))
+    more = [f"{heat} °C"] * (heat.isdecimal()) + [f"{power} W"] * (power[:1].isdecimal())
+    share = int(busy) / 100 if busy.isdecimal() else None
+    return Usage(f"GPU {index}", name, _mib(used), _mib(total), share, ", ".join(more))
+
+
+def _mib(text: str) -> int:
+    return int(text) << 20 if text.isdecimal() else 0
+
+
+def _tpus() -> list[Usage]:
+    """Only a program that runs on the chips tells of them; without one they are listed with nothing used."""
+    if importlib.util.find_spec("tpu_info") is None:
+        return []
+    device = importlib.import_module("tpu_info.device")
+    kind, count = device.get_local_chips()
+    if not count:
+        return []
+    metrics = importlib.import_module("tpu_info.metrics")
+    try:
+        told = metrics.get_chip_usage(kind)
+    except Exception as error:  # gRPC's own, with no program to answer; the library does not name it
+        why = f"no program tells ({type(error).__name__})"
+        return [Usage(f"TPU {i}", str(kind), 0, 0, None, why) for i in range(count)]
+    return [
+        Usage(f"TPU {x.device_id}", str(kind), x.memory_usage, x.total_memory, x.duty_cycle_pct / 100) for x in told
+    ]
+
+
+def _cpu() -> Usage:
+    memory = _meminfo()
+    total = memory.get("MemTotal", 0)
+    return Usage("CPU", f"{os.cpu_count()} cores", total - memory.get("MemAvailable", total), total, _cpu_busy())
+
+
+def _meminfo() -> dict[str, int]:
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _cpu_busy(seconds: float = 0.2) -> float | None:
+    """Over a moment: the kernel counts since it started."""
+    before = _ticks()
+    if before is None:
+        return None
+    time.sleep(seconds)
+    after = _ticks() or before
+    whole = sum(after) - sum(before)
+    idle = sum(after[3:5]) - sum(before[3:5])  # idle, and waiting for a disk
+    return (whole - idle) / whole if whole else 0.0
+
+
+def _ticks() -> list[int] | None:
+    path = Path("/proc/stat")
+    return [int(word) for word in path.read_text().split("\n")[0].split()[1:9]] if path.exists() else None

@@ -1,0 +1,107 @@
+"""What the doctor finds on a machine with faults, and that it finds none on a good one."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.main import app
+from dovetail.doctor import numerics, speed, usage
+from dovetail.doctor.burn import burn, chain
+from dovetail.doctor.finding import Finding, exit_code
+from dovetail.doctor.hosts import differences
+from dovetail.doctor.system import system
+
+
+def found(findings, about):
+    return [one for one in findings if one.about == about]
+
+
+def test_faults_of_a_machine_are_named_with_their_cure(tmp_path, monkeypatch):
+    for name in ("dev/nvidia0", "tmp/libtpu_lockfile", "sys/kernel/mm/transparent_hugepage/enabled"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("always madvise [never]")
+    holder = tmp_path / "proc/4242"
+    (holder / "fd").mkdir(parents=True)
+    (holder / "fd/3").symlink_to(tmp_path / "dev/nvidia0")
+    (holder / "cmdline").write_bytes(b"python\0train.py\0")
+    findings = system(tmp_path, coordinator="no-such-host.invalid:8476")
+    (backend,) = found(findings, "backend")
+    assert backend.severity == "warning" and "JAX_PLATFORMS" in backend.advice
+    (held,) = found(findings, "who holds a chip")
+    assert "4242: python train.py" in held.found and "kill 4242" in held.advice
+    assert found(findings, "lock file")[0].advice.endswith("libtpu_lockfile")
+    assert found(findings, "huge pages") and found(findings, "coordinator")[0].severity == "fault"
+    assert exit_code(findings) == 2
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert "dovetail[cuda]" in found(system(tmp_path), "backend")[0].advice
+
+
+def test_a_chip_that_flips_a_bit_is_named():
+    devices, right = jax.local_devices()[:4], chain(32)
+
+    def run(x):
+        out = np.array(right(x))
+        if x.devices() == {devices[2]}:
+            out.view(np.uint32)[5, 7] ^= 1
+        return out
+
+    (one,) = burn(0.0, side=32, run=run, devices=devices)
+    assert one.severity == "fault" and one.about == "burn-in of device 2" and "2 of 2 rounds" in one.found
+    assert [x.severity for x in burn(0.0, side=32, devices=devices)] == ["good"]
+
+
+def test_products_here_are_what_their_dtypes_say(monkeypatch):
+    monkeypatch.setattr(numerics, "VOCABULARY", 2048)
+    by_name = {one.about: one for one in numerics.numerics(sides=(64, 128), runs=3)}
+    assert by_name["top-k"].severity == by_name["repeatability"].severity == "good"
+    assert by_name["product in f32"].severity == by_name["product in bf16"].severity == "good"
+    assert "PyTorch" in by_name["product in f32"].found
+    free, held = (by_name[f"argmax in bf16, xla_allow_excess_precision={x}"] for x in ("true", "false"))
+    assert free.values["differs"] <= held.values["differs"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "name, error, severity", [("f32", 1e-4, "fault"), ("f32 by default", 3e-4, "note"), ("bf16", 0.1, "fault")]
+)
+def test_a_product_that_is_off_is_told(name, error, severity):
+    assert numerics.judged(name, "", {64: error}).severity == severity
+
+
+def test_speeds_of_several_devices():
+    about = [one.about for one in speed.speed(speed.Size(32, 1 << 16, 1 << 12))]
+    assert about == [
+        "products (f32, 32 squared)", "memory (copy)", "links (all-gather over 8 devices)",
+        "links (all-reduce over 8 devices)",
+    ]  # fmt: skip
+
+
+def test_a_speed_far_below_the_peak_is_a_warning():
+    assert speed._beside("products", [0.3e12], 1e12, 1e12, "TFLOP/s").severity == "warning"
+    assert speed._beside("products", [0.8e12], 1e12, 1e12, "TFLOP/s").severity == "good"
+
+
+def test_the_machine_in_use():
+    here = usage.usages()[-1]
+    assert here.chip == "CPU" and 0 < here.used < here.total and here.busy is not None and 0 <= here.busy <= 1
+
+
+def test_what_nvidia_smi_says_is_read():
+    one = usage._smi_usage("0, NVIDIA H200, 1024, 143771, 37, 41, 210.55")
+    assert (one.chip, one.used, one.busy, one.more) == ("GPU 0", 1 << 30, 0.37, "41 °C, 210.55 W")
+
+
+def test_the_command_tells_by_its_exit_code_and_hosts_are_compared(tmp_path, monkeypatch):
+    told = CliRunner().invoke(app, ["doctor", "--no-speed", "--json"])
+    report = json.loads(told.stdout)
+    assert told.exit_code == exit_code([Finding(one["severity"], "", "") for one in report["findings"]])
+    other = json.loads(told.stdout) | {"host": "other"}
+    other["findings"][0]["found"] = "jax 0.1"
+    assert differences([report, other]) == [("versions", [f"good: {report['findings'][0]['found']}", "good: jax 0.1"])]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, one in zip(paths, (report, other), strict=True):
+        path.write_text(json.dumps(one))
+    told = CliRunner().invoke(app, ["doctor", "--compare", str(paths[0]), "--compare", str(paths[1])])
+    assert told.exit_code == 1 and "other" in told.stdout and "jax 0.1" in told.stdout
