@@ -49,12 +49,12 @@ def speed(size: Size | None = None) -> list[Finding]:
 
 def _beside(about: str, rates: list[float], peak: float | None, unit: float, word: str) -> Finding:
     typical = statistics.median(rates)
-    told = f"{typical / unit:,.3g} {word}" + (f" on each of {len(rates)} devices" if len(rates) > 1 else "")
+    told = f"{_number(typical / unit)} {word}" + (f" on each of {len(rates)} devices" if len(rates) > 1 else "")
     values = {"measured": typical, **({"peak": peak} if peak else {})}
     if not peak:
         return Finding("note", about, f"{told}; the table has no peak of this device to compare with", values=values)
     share = typical / peak
-    told += f", {share:.0%} of the peak ({peak / unit:,.4g})"
+    told += f", {share:.0%} of the peak ({_number(peak / unit)})"
     if share >= POOR:
         return Finding("good", about, told, values=values)
     return Finding(
@@ -62,6 +62,10 @@ def _beside(about: str, rates: list[float], peak: float | None, unit: float, wor
         "look for another program on the chip (dovetail info --watch), a power or clock limit, or a shared machine",
         values,
     )  # fmt: skip
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _uneven(about: str, rates: list[float]) -> Iterator[Finding]:
@@ -80,7 +84,7 @@ def _uneven(about: str, rates: list[float]) -> Iterator[Finding]:
 
 def _product(device: Any, side: int) -> Callable[[], Any]:
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    a = jax.device_put(jnp.ones((side, side), dtype), device)
+    a = jax.device_put(np.random.default_rng(0).standard_normal((side, side), np.float32), device).astype(dtype)
     multiply = jax.jit(lambda x: x @ x)
     return lambda: multiply(a)
 
