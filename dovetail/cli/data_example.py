@@ -27,7 +27,7 @@ def tuning_recipe(what: list[str]) -> Tuning | None:
     from dovetail.core.recipe import raw, read
     from dovetail.tune.settings import Sft
 
-    mapping = place(raw(what[0]), [split(text) for text in what[1:]])
+    mapping = place(raw(what[0], Sft), [split(text) for text in what[1:]])
     data = mapping.get("data")
     if not (isinstance(data, dict) and "path" in data) and not any(key in mapping for key in TUNING):
         return None

@@ -55,9 +55,9 @@ def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: t
         raise ValueError(f"recipe {name_or_path}: {error}") from error
 
 
-def raw(name_or_path: str) -> dict[str, Any]:
-    """The recipe's keys and those of its bases, not yet read as any settings."""
-    return _with_base(find(name_or_path), object, ())
+def raw(name_or_path: str, cls: type = object) -> dict[str, Any]:
+    """The recipe's keys and those of its bases, not yet read as any settings; `cls`: one of those they may be for."""
+    return _with_base(find(name_or_path), cls, ())
 
 
 def create(cls: type[T], given: Sequence[str] | Mapping[str, Any]) -> T:
@@ -65,7 +65,7 @@ def create(cls: type[T], given: Sequence[str] | Mapping[str, Any]) -> T:
     return _overridden(cls, {}, given)
 
 
-def change(settings: T, overrides: Mapping[str, Any]) -> T:
+def change(settings: T, overrides: Sequence[str] | Mapping[str, Any]) -> T:
     """The same settings with some keys changed."""
     return _overridden(type(settings), dump(settings), overrides)
 
@@ -86,6 +86,8 @@ def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]
         raise ValueError(f"recipe {path}: {error}") from error
     if not isinstance(mapping, dict):
         raise ValueError(f"recipe {path}: a recipe is a mapping of keys to values; this is {kind_of(mapping)}")
+    if mapping.get("base") in getattr(cls, "BASES", ()):  # a value of the settings' own key of that name
+        return mapping
     base = mapping.pop("base", None)
     if base is None:
         return mapping
@@ -230,6 +232,11 @@ def _count(value: Any, path: str) -> int:
         raise ValueError(_wrong(path, "a whole number such as 4096, 300M, 10B or 1e9", value))
     exact = match and re.fullmatch(r"[0-9_]+", match[1])
     return int(match[1].replace("_", "")) * _SUFFIXES[match[2]] if exact and match else round(number)
+
+
+def read_count(text: str, name: str) -> int:
+    """`4M`, `1T`: a count as a recipe has it, of an option `name`."""
+    return _count(Typed(text), name)
 
 
 def _wrong(path: str, expected: str, value: Any) -> str:

@@ -1,39 +1,36 @@
 """Adapters in PEFT's format, both ways: adapter_config.json and adapter_model.safetensors.
 
 PEFT has one pair of matrices per module. Where a module holds several of our weights (a joined q, k and v), ours are
-written as one pair whose ranks lie side by side; a pair that is read is cut by rows, and each part has all its ranks.
-The adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`.
+written as one pair whose ranks lie side by side; a pair that PEFT made is cut by rows, and each part has all its ranks.
+Those of experts are in io.peft_experts; a pair per expert, as we once wrote them and PEFT did before transformers 5, is
+read too. The adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dovetail.core.spec import ParamSpec
+from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.types import Params
 from dovetail.io.hf import StoredPart, name_table
+from dovetail.io.peft_config import CONFIG, AdapterConfig, read_config, write_config
+from dovetail.io.peft_experts import Stack, current_name, stacked_tensors, stacks_of, take_stacked
+from dovetail.io.peft_joined import own_ranks
 from dovetail.io.safetensor_folder import SafetensorFolder
-from dovetail.io.whole_file import write_whole
 from dovetail.models.config import ModelConfig
-from dovetail.models.lora import ALL, Lora, input_dims
+from dovetail.models.lora import Lora, input_dims
+from dovetail.models.registry import family_of
+from dovetail.models.spec import spec
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX, SCORE = "base_model.model.", "score.weight"
 Flat = dict[str, dict[str, np.ndarray]]  # path of a weight -> its lora_a, lora_b and magnitude
-# what an adapter may be asked to do besides, and we do not
-REFUSED = (
-    "layers_to_transform",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -45,24 +42,33 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    flat, tensors, ranks = _flat({"layers": adapters["layers"]}), {}, {}
-    for module, parts in _modules(cfg).items():
-        mine = [part for part in parts if part.path in flat]
+    flat, modules, stacks = _flat({"layers": adapters["layers"]}), _modules(cfg), stacks_of(cfg)
+    tensors, parameters = stacked_tensors(stacks, flat)
+    ranks: dict[str, int] = {}
+    for module, parts in modules.items():
+        mine = [part for part in parts if part.path in flat and part.index is None]
         if mine:
-            pair, rank = _module_tensors(mine, flat)
-            ranks[module] = rank
-            tensors |= {f"{PREFIX}{module}.{name}": np.ascontiguousarray(value) for name, value in pair.items()}
-    config = _config(lora, ranks, base)
+            pair, ranks[module] = _module_tensors(mine, flat)
+            tensors |= {f"{module}.{name}": value for name, value in pair.items()}
+    if not lora.dora:  # which PEFT has for modules alone
+        parameters |= {f"{module}.weight": ranks.pop(module) for module in list(ranks) if _is_renamed(cfg, module)}
     if "score" in adapters:
-        tensors[f"{PREFIX}{SCORE}"] = np.ascontiguousarray(adapters["score"])
-        config |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        tensors[SCORE] = np.asarray(adapters["score"])
+    tensors = {f"{PREFIX}{name}": np.ascontiguousarray(value) for name, value in tensors.items()}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
-    write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_config(folder, lora, base, ranks, parameters, _parameters(modules, stacks), score="score" in adapters)
+
+
+def _is_renamed(cfg: ModelConfig, module: str) -> bool:
+    """Whether PEFT takes a target of this name for the experts': it does in models whose checkpoints have tensors for
+    each expert and that transformers stacks, and its dense weights are then to be named as parameters."""
+    experts = any(layer.moe for layer in cfg.layers) and family_of(cfg).experts == "each"
+    return experts and module.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _module_tensors(parts: list[StoredPart], flat: Flat) -> tuple[dict[str, np.ndarray], int]:
     """(PEFT's tensors of one module, their rank)."""
-    pairs = [_of(flat[part.path], part) for part in parts]
+    pairs = [_of(flat[part.path]) for part in parts]
     rank = sum(down.shape[0] for down, _, _ in pairs)
     rows = parts[0].spec.stored.shape[0]
     up, magnitude, at = np.zeros((rows, rank), pairs[0][1].dtype), np.zeros(rows, np.float32), 0
@@ -77,12 +83,9 @@ def _module_tensors(parts: list[StoredPart], flat: Flat) -> tuple[dict[str, np.n
     return tensors | ({} if pairs[0][2] is None else {"lora_magnitude_vector": magnitude}), rank
 
 
-def _of(pair: dict[str, np.ndarray], part: StoredPart) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(down [R, in], up [.., R], magnitude) of one module: of one expert, where the weight is of several."""
-    if part.index is not None:
-        pair = {name: value[part.index] for name, value in pair.items()}
-    down = pair["lora_a"].reshape(pair["lora_a"].shape[0], -1)
-    return down, pair["lora_b"], pair.get("magnitude")
+def _of(pair: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(down [R, in], up [.., R], magnitude)."""
+    return pair["lora_a"].reshape(pair["lora_a"].shape[0], -1), pair["lora_b"], pair.get("magnitude")
 
 
 def _rows(leaf: ParamSpec, tensor: np.ndarray) -> np.ndarray:
@@ -90,18 +93,6 @@ def _rows(leaf: ParamSpec, tensor: np.ndarray) -> np.ndarray:
     stored = leaf.stored
     view = (*stored.view[:-1], tensor.shape[-1]) if stored.view else tensor.shape
     return tensor.reshape(view)[stored.at[: len(view) - 1]]
-
-
-def _config(lora: Lora, ranks: dict[str, int], base: str) -> dict[str, Any]:
-    odd = {module: rank for module, rank in ranks.items() if rank != lora.rank}
-    alphas = {m: lora.scale * (math.sqrt(rank) if lora.rslora else rank) for m, rank in odd.items()}
-    targets = sorted({module.rpartition(".")[2] for module in ranks})
-    return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets, "bias": "none",
-        "use_rslora": lora.rslora, "use_dora": lora.dora, "rank_pattern": odd, "alpha_pattern": alphas,
-        "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -114,20 +105,32 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}")
-    lora, said = _read_config(folder)
+    config = read_config(folder)
     stored = SafetensorFolder(folder)
-    found = {name.removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}
-    own = _score(folder, said, found, score)
-    modules, flat = _modules(cfg), {}
+    found = {current_name(name).removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}
+    own = _score(folder, config.said, found, score)
+    modules, stacks = _modules(cfg), stacks_of(cfg)
+    config.check_parameters(_parameters(modules, stacks))
+    flat: Flat = take_stacked(stacks, found, config)
     names = {name.rpartition(".lora_")[0] for name in found}
     if unknown := sorted(names - set(modules)):
         raise ValueError(f"{folder} is an adapter for another model: this one has no module {unknown[0]}")
     for module in sorted(names):
-        for part in modules[module]:
-            _add(flat, part, _read_part(folder, module, part, found, lora, said))
+        pairs = [_read_part(config, module, part, found) for part in modules[module]]
+        ranks = own_ranks([pair["lora_b"] for pair in pairs], config.lora.rank)
+        for part, pair, kept in zip(modules[module], pairs, ranks, strict=True):
+            _add(flat, part, pair | {"lora_a": pair["lora_a"][kept], "lora_b": pair["lora_b"][..., kept]})
     if not flat:
         raise ValueError(f"{folder}: the adapter has no weights")
-    return lora, _tree(flat, len(cfg.layers)) | own
+    return _named(config, cfg, flat), _tree(flat, len(cfg.layers)) | own
+
+
+def _named(config: AdapterConfig, cfg: ModelConfig, flat: Flat) -> Lora:
+    """What the adapter says, with our names of the projections where it names parameters."""
+    if not config.said.get("target_parameters"):
+        return config.lora
+    modules = (leaf.stored.names[0].removesuffix(".weight") for path, leaf in leaves(spec(cfg)) if path in flat)
+    return replace(config.lora, targets=tuple(sorted({module.rpartition(".")[2] for module in modules})))
 
 
 def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wanted: bool) -> Params:
@@ -144,55 +147,28 @@ def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wan
     return own
 
 
-def _read_config(folder: Path) -> tuple[Lora, dict[str, Any]]:
-    said = json.loads((folder / CONFIG).read_text())
-    if said.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
-    for name in REFUSED:
-        if said.get(name):
-            raise ValueError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
-    if said.get("bias", "none") != "none" or said.get("lora_bias"):
-        raise ValueError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
-    targets = said.get("target_modules") or [ALL]
-    targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
-    lora = Lora(
-        said["r"], float(said["lora_alpha"]), targets, float(said.get("lora_dropout") or 0),
-        bool(said.get("use_rslora")), bool(said.get("use_dora")),
-    )  # fmt: skip
-    return lora, said
-
-
 def _read_part(
-    folder: Path, module: str, part: StoredPart, found: dict[str, np.ndarray], lora: Lora, said: dict[str, Any]
+    config: AdapterConfig, module: str, part: StoredPart, found: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     try:
         down, up = found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"]
     except KeyError as error:
-        raise ValueError(f"{folder}: {error} is missing; the adapter was not written whole") from None
+        raise ValueError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
     leaf, rank = part.spec, down.shape[0]
-    wanted = _pattern(said.get("rank_pattern"), module, lora.rank)
     rows, columns = leaf.stored.shape[0], leaf.stored.shape[-1]
-    if not rank == up.shape[1] == wanted:
-        raise ValueError(f"{folder}: {module} has ranks {rank} and {up.shape[1]} and its config says {wanted}")
+    parameter = f"{module}.weight"
+    gain = config.gain(parameter if config.is_parameter(parameter) else module, rank, up.shape[1])
     if down.shape[1] != columns or up.shape[0] != rows:
         raise ValueError(
-            f"{folder} is an adapter for another model: {module} is {up.shape[0]} x {down.shape[1]} there, and "
+            f"{config.folder} is an adapter for another model: {module} is {up.shape[0]} x {down.shape[1]} there, and "
             f"{rows} x {columns} here"
         )
-    alpha = _pattern(said.get("alpha_pattern"), module, lora.alpha)
-    scale = alpha / (math.sqrt(rank) if lora.rslora else rank) / lora.scale
     out = leaf.shape[1:-1] if input_dims(leaf) == 0 else leaf.shape[: len(leaf.shape) - input_dims(leaf)]
     inner = (columns,) if input_dims(leaf) == 0 else leaf.shape[len(out) :]
-    pair = {"lora_a": down.reshape(rank, *inner), "lora_b": _rows(leaf, up).reshape(*out, rank) * up.dtype.type(scale)}
-    if lora.dora:
+    pair = {"lora_a": down.reshape(rank, *inner), "lora_b": _rows(leaf, up).reshape(*out, rank) * up.dtype.type(gain)}
+    if config.lora.dora:
         pair["magnitude"] = _rows(leaf, found[f"{module}.lora_magnitude_vector"].reshape(-1, 1)).reshape(out)
     return pair
-
-
-def _pattern(patterns: dict[str, Any] | None, module: str, otherwise: Any) -> Any:
-    """PEFT's rule: a key is a pattern for the end of a module's name."""
-    found = [value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module)]
-    return found[0] if found else otherwise
 
 
 def _add(flat: Flat, part: StoredPart, pair: dict[str, np.ndarray]) -> None:
@@ -210,10 +186,16 @@ def _add(flat: Flat, part: StoredPart, pair: dict[str, np.ndarray]) -> None:
 
 def _modules(cfg: ModelConfig) -> dict[str, list[StoredPart]]:
     """Hugging Face's module -> the parts of our weights that it holds; matrices alone."""
-    table = name_table(cfg)
-    named = {name.removesuffix(".weight"): parts for name, parts in table.items() if name.endswith(".weight")}
-    layers = {module: parts for module, parts in named.items() if parts[0].path.startswith("layers.")}
-    return {module: parts for module, parts in layers.items() if len(parts[0].spec.stored.shape) == 2}
+    table = {current_name(name): parts for name, parts in name_table(cfg).items() if name.endswith(".weight")}
+    layers = {name: parts for name, parts in table.items() if parts[0].path.startswith("layers.")}
+    return {
+        name.removesuffix(".weight"): parts for name, parts in layers.items() if len(parts[0].spec.stored.shape) == 2
+    }
+
+
+def _parameters(modules: Iterable[str], stacks: list[Stack]) -> list[str]:
+    """All that can be adapted, by the names that `target_parameters` has."""
+    return [*(stack.name for stack in stacks), *(f"{module}.weight" for module in modules)]
 
 
 def _flat(adapters: Params) -> Flat:

@@ -47,7 +47,11 @@ def empty_tables(form: SlotForm, dtype: Any) -> Params:
     def zeros(leaf: ParamSpec) -> jax.Array:
         return jnp.zeros(leaf.shape, dtype, device=param_sharding(form.placement, leaf))
 
-    return tree_map(zeros, _layers(form, lambda _, leaf, members: _pair_spec(form, leaf, len(members))))
+    return tree_map(zeros, tables_spec(form))
+
+
+def tables_spec(form: SlotForm) -> dict[str, Any]:
+    return _layers(form, lambda _, leaf, members: _pair_spec(form, leaf, len(members)))
 
 
 def slot_values(form: SlotForm, adapters: Params, lora: Lora, dtype: Any) -> Params:
@@ -145,7 +149,7 @@ def _check(adapters: Params, lora: Lora, most: int) -> None:
     if lora.dora:
         raise ValueError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
     for weight, pair in _by_weight(adapters).items():
-        if ".experts." in weight:
+        if ".experts." in weight or weight.endswith(".router"):
             raise ValueError(f"the adapter is for experts too ({weight}), which is not served: merge it into the model")
         if (rank := pair["lora_a"].shape[0]) > most:
             raise ValueError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank")

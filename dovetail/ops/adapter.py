@@ -39,6 +39,10 @@ class Adapted:
     def dtype(self) -> Any:
         return self.base.dtype
 
+    def astype(self, dtype: Any) -> Adapted:
+        """Of a base that is an array: a router's."""
+        return replace(self, base=self.base.astype(dtype), down=self.down.astype(dtype), up=self.up.astype(dtype))
+
     def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array:
         y = matmul(x, self.base, dims=dims, out_dtype=out_dtype)
         ranks = matmul(self._seen(x), self.down, dims=dims)

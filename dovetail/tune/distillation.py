@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def objective(settings: Any) -> Objective:
         (lambda params, ctx: ctx.frozen["teacher"]) if teacher else None, teacher_cfg, policy.specs, policy.export,
         policy.trains_head,
     )  # fmt: skip
-    return dataclasses.replace(found, frozen=_both(policy.frozen, teacher, teacher_cfg), initial=policy.initial)
+    initial = policy.initial and functools.partial(policy.initial, base=lambda ready: ready.frozen["base"])
+    return dataclasses.replace(found, frozen=_both(policy.frozen, teacher, teacher_cfg), initial=initial)
 
 
 def _student(policy: Policy, params: Params, ctx: StepContext) -> Params:

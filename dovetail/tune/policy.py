@@ -34,7 +34,7 @@ class Policy:
     specs: Callable[[ModelConfig], Any]
     params: Callable[[Params, StepContext], Params]  # what is trained -> the model's weights
     frozen: Frozen | None = None
-    initial: Callable[[Any], Params] | None = None
+    initial: Callable[..., Params] | None = None
     export: Callable[..., None] = export
 
     @property
@@ -72,9 +72,10 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
     return Frozen(lambda cfg, placement: frozen_form(cfg, held, dtype, placement), load)
 
 
-def _initial(ready: Any, settings: Tuning) -> Params:
+def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambda ready: ready.frozen) -> Params:
     """Adapters from a folder, with what else it holds of what is trained; or new ones whose magnitudes are those of the
-    base's rows. All else that is trained is new (train.state)."""
+    base's rows. All else that is trained is new (train.state). `base`: where the base is, if there is more that is
+    frozen."""
     lora, dtype = settings.lora, compute_of(settings.precision.params).dtype
     assert lora is not None
     if settings.from_adapter:
@@ -84,7 +85,8 @@ def _initial(ready: Any, settings: Tuning) -> Params:
     adapters = {"layers": ready.specs["layers"]}
     places = {"layers": jax.tree.map(lambda leaf: leaf.sharding, ready.form.params["layers"])}
     new = init(adapters, jax.random.key(settings.seed), dtype, shardings=places)
-    norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in _projections(ready)}
+    adapted = _projections(ready, base(ready))
+    norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in adapted}
 
     def one(path: tuple, x: jax.Array) -> jax.Array:
         *above, last = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
@@ -93,13 +95,13 @@ def _initial(ready: Any, settings: Tuning) -> Params:
     return jax.tree_util.tree_map_with_path(one, new)
 
 
-def _projections(ready: Any) -> list[tuple[str, Any, int]]:
-    """(path, the frozen weight, its input dims) of the weights that have an adapter."""
+def _projections(ready: Any, base: Params) -> list[tuple[str, Any, int]]:
+    """(path, the base's weight, its input dims) of the weights that have an adapter."""
     specs, found = dict(leaves(spec(ready.cfg))), []
     ends = [path.rpartition(".") for path, _ in leaves(ready.specs)]
     adapted = {above for above, _, last in ends if last == "lora_a"}
     for path in sorted(adapted):
-        weight = ready.frozen
+        weight: Any = base
         for name in path.split("."):
             weight = weight[int(name) if isinstance(weight, tuple) else name]
         found.append((path, weight, input_dims(specs[path])))
@@ -116,13 +118,18 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
                 f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
                 f"set it to the adapter's"
             )
-    adapters = {"layers": tree["layers"]}
-    wanted, got = jax.tree.structure(lora_spec(cfg, lora), is_leaf=is_spec), jax.tree.structure(adapters)
-    if wanted != got:
+    adapters, wanted = {"layers": tree["layers"]}, lora_spec(cfg, lora)
+    if jax.tree.structure(wanted, is_leaf=is_spec) != jax.tree.structure(adapters):
         raise ValueError(
             f"from_adapter={folder} adapts other projections than lora.targets says: set lora.targets to "
             f"{', '.join(theirs.targets)}"
         )
+    for (path, leaf), x in zip(leaves(wanted), jax.tree.leaves(adapters), strict=True):
+        if x.shape != leaf.shape:
+            raise ValueError(
+                f"from_adapter={folder} has {list(x.shape)} for {path}, and {list(leaf.shape)} is trained: go on with "
+                f"an adapter that has rank {lora.rank} everywhere"
+            )
     scale = theirs.scale / lora.scale  # the same update at another alpha
     return jax.tree_util.tree_map_with_path(lambda path, x: x * scale if path[-1].key == "lora_b" else x, tree)
 

@@ -131,6 +131,23 @@ def test_a_base_is_merged_and_may_be_a_file_beside(shelf):
     assert cake.oven == Oven(100, True) and cake.note == "10:13"
 
 
+def test_settings_with_a_base_of_their_own(shelf):
+    """`base: nf4` says how weights are held, and is no recipe; one below may say it too."""
+
+    @dataclass(frozen=True)
+    class Filled(Cake):
+        BASES: ClassVar = ("biscuit",)
+        base: str = ""
+
+    (shelf / "a.yaml").write_text("base: biscuit\nparts: []\nnote: a\n")
+    (shelf / "b.yaml").write_text("base: a.yaml\nnote: b\n")
+    assert recipe.load(str(shelf / "a.yaml"), [], Filled) == Filled((), base="biscuit", note="a")
+    assert recipe.load(str(shelf / "b.yaml"), [], Filled) == Filled((), base="biscuit", note="b")
+    assert recipe.raw(str(shelf / "a.yaml"), Filled)["base"] == "biscuit"
+    with pytest.raises(ValueError, match="no recipe 'biscuit'"):
+        recipe.load(str(shelf / "a.yaml"), [], Cake)
+
+
 def test_bases_in_a_circle_are_refused(shelf):
     (shelf / "a.yaml").write_text("base: b.yaml\n")
     (shelf / "b.yaml").write_text("base: a.yaml\n")

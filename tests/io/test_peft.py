@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
-import torch
+from adapter_cases import logits, random_adapters, shake, theirs
 from reference_models import reference
 
-from dovetail.core.spec import init
-from dovetail.core.types import Packed
 from dovetail.io.load import load
 from dovetail.io.peft import read_adapter, save_adapter
-from dovetail.models.decoder import forward, unembed
 from dovetail.models.lora import Lora, attach, lora_spec, merge
-
-TOKENS = [5, 17, 3, 44, 9, 2, 31]
-
-
-def logits(params, cfg) -> np.ndarray:
-    tokens = jnp.asarray([TOKENS], jnp.int32)
-    positions = jnp.arange(len(TOKENS))[None]
-    return np.asarray(unembed(params, cfg, forward(params, cfg, tokens, positions, Packed(jnp.ones_like(tokens)))[0]))[
-        0
-    ]
-
-
-def theirs(model) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.tensor([TOKENS])).logits[0].numpy()
-
-
-def random_adapters(cfg, lora):
-    """Random ones that do something: PEFT's start is no change at all."""
-    tree = init(lora_spec(cfg, lora), jax.random.key(1), jnp.float32)
-    keys = iter(jax.random.split(jax.random.key(2), 1000))
-
-    def one(path, x):
-        name = path[-1].key
-        if name == "lora_b":
-            return jax.random.normal(next(keys), x.shape) * 0.3
-        return jax.random.uniform(next(keys), x.shape, minval=0.5, maxval=1.5) if name == "magnitude" else x
-
-    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +22,8 @@ def random_adapters(cfg, lora):
         ("llama3.1", Lora(4, 8.0, ("q_proj", "down_proj"), rslora=True)),
         ("llama3.1", Lora(4, 8.0, ("o_proj", "gate_proj"), dora=True)),
         ("phi3", Lora(4, 8.0)),
-        ("qwen3-moe", Lora(3, 6.0, ("q_proj", "o_proj"))),
-        ("deepseek-v3", Lora(3, 6.0, (r".*\.self_attn\..*",))),
     ],
-    ids=["all", "rslora", "dora", "joined", "moe", "latent"],
+    ids=["all", "rslora", "dora", "joined"],
 )
 def test_saved_by_us_loaded_by_peft(name, lora, tmp_path):
     model, folder = reference(name)
@@ -82,27 +46,14 @@ def test_saved_by_us_loaded_by_peft(name, lora, tmp_path):
 def test_saved_by_peft_loaded_by_us(options, tmp_path):
     model, folder = reference("llama3.1")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "up_proj"], **options)
-    torch.manual_seed(1)
     wrapped = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for key, tensor in wrapped.named_parameters():
-            if "lora_B" in key:
-                tensor.copy_(torch.randn_like(tensor) * 0.3)
+    shake(wrapped)
     wrapped.save_pretrained(tmp_path)
     expected = theirs(wrapped)
     wrapped.unload()
     ours = load(folder, dtype="f32")
     lora, adapters = read_adapter(tmp_path, ours.config)
     np.testing.assert_allclose(logits(attach(ours.params, adapters, lora), ours.config), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_experts_are_adapted_each(tmp_path):
-    ours = load(reference("mixtral")[1], dtype="f32")
-    lora = Lora(2, 4.0)
-    adapters = random_adapters(ours.config, lora)
-    adapted = logits(attach(ours.params, adapters, lora), ours.config)
-    merged = logits(merge(ours.params, adapters, ours.config, lora), ours.config)
-    np.testing.assert_allclose(adapted, merged, atol=1e-4, rtol=1e-4)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -21,7 +21,13 @@ def last(ended, name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param({}, marks=pytest.mark.thorough), {"lora": LORA}], ids=["all weights", "adapters"]
+    "how",
+    [
+        pytest.param({}, marks=pytest.mark.thorough),
+        pytest.param({"lora": LORA}, marks=pytest.mark.thorough),
+        {"lora": LORA | {"dora": True}},
+    ],
+    ids=["all weights", "adapters", "dora"],
 )
 def test_the_student_comes_near_the_teacher(how, tmp_path):
     teacher = model_folder(tmp_path, 1, hidden_size=96, num_attention_heads=6)
@@ -76,7 +82,9 @@ def drawn(teacher: str) -> str:
 def test_another_vocabulary_is_refused(tmp_path):
     teacher = model_folder(tmp_path, 2, vocab_size=400)
     with pytest.raises(ValueError, match="must have the student's vocabulary, of 320 words; it has 400"):
-        dt.distill(model=model_folder(tmp_path), teacher=teacher, data=chats(), steps=1, length=48)
+        dt.distill(
+            model=model_folder(tmp_path), teacher=teacher, data=chats(), steps=1, length=48, run_dir=tmp_path / "run"
+        )
 
 
 def test_a_teacher_on_disk_is_the_live_one(tmp_path):

@@ -1,0 +1,112 @@
+"""adapter_config.json, both ways: PEFT's settings of a LoRA adapter, and what it says of single weights by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.io.whole_file import write_whole
+from dovetail.models.lora import ALL, Lora
+
+CONFIG = "adapter_config.json"
+# what an adapter may be asked to do besides, and we do not
+REFUSED = ("layers_to_transform", "layer_replication", "trainable_token_indices")
+LAYER = re.compile(r"^model\.layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    folder: Path
+    lora: Lora
+    said: dict[str, Any]
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` names it."""
+        return any(_ends(name, target) for target in self.said.get("target_parameters") or ())
+
+    def check_parameters(self, known: Iterable[str]) -> None:
+        """That each of `target_parameters` is one of these: PEFT nests what it adapts of one module, so that one more
+        would change the names of the others."""
+        known = list(known)
+        for target in self.said.get("target_parameters") or ():
+            if not any(_ends(name, target) for name in known):
+                raise ValueError(
+                    f"{self.folder}: target_parameters names {target}, and this model has no projection that is called "
+                    "so and can be adapted; train the adapter without it"
+                )
+
+    def gain(self, name: str, down: int, up: int) -> float:
+        """The scale of one weight's update, which has these ranks, over that of the adapter."""
+        wanted = _pattern(self.said.get("rank_pattern"), name, self.lora.rank)
+        if not down == up == wanted:
+            raise ValueError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
+        alpha = _pattern(self.said.get("alpha_pattern"), name, self.lora.alpha)
+        return alpha / (math.sqrt(down) if self.lora.rslora else down) / self.lora.scale
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    said = json.loads((folder / CONFIG).read_text())
+    if said.get("peft_type") != "LORA":
+        raise ValueError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
+    for name in REFUSED:
+        if said.get(name):
+            raise ValueError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
+    if said.get("bias", "none") != "none" or said.get("lora_bias"):
+        raise ValueError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
+    if said.get("target_parameters") and said.get("use_dora"):
+        raise ValueError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
+    targets = said.get("target_modules") or [ALL]
+    targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
+    lora = Lora(
+        said["r"], float(said["lora_alpha"]), targets, float(said.get("lora_dropout") or 0),
+        bool(said.get("use_rslora")), bool(said.get("use_dora")),
+    )  # fmt: skip
+    return AdapterConfig(folder, lora, said)
+
+
+def write_config(
+    folder: Path, lora: Lora, base: str, ranks: dict[str, int], parameters: dict[str, int], known: Iterable[str],
+    score: bool,
+) -> None:  # fmt: skip
+    """`ranks` of modules and of `parameters`, by name; `known`: all parameters that the model has, adapted or not."""
+    odd = _by_end({name: rank for name, rank in (ranks | parameters).items() if rank != lora.rank})
+    config = {
+        "peft_type": "LORA", "task_type": "SEQ_CLS" if score else "CAUSAL_LM", "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha,
+        # PEFT has no dropout for parameters, and in an adapter that is trained already it does nothing
+        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}), "bias": "none",
+        "use_rslora": lora.rslora, "use_dora": lora.dora, "rank_pattern": odd,
+        "alpha_pattern": {m: lora.scale * (math.sqrt(rank) if lora.rslora else rank) for m, rank in odd.items()},
+        "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+    if parameters:
+        config["target_parameters"] = list(_by_end({name: name in parameters for name in known}, only=True))
+    if score:
+        config["modules_to_save"] = ["score"]
+    write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _by_end(values: dict[str, Any], only: Any = None) -> dict[str, Any]:
+    """The same with one key, without the layer's number, for what is alike in all layers; `only`: this value's."""
+    ends: dict[str, set[Any]] = {}
+    for name, value in values.items():
+        ends.setdefault(LAYER.sub("", name), set()).add(value)
+    short = {end if len(ends[end := LAYER.sub("", name)]) == 1 else name: value for name, value in values.items()}
+    return {name: value for name, value in short.items() if only is None or value == only}
+
+
+def _ends(name: str, target: str) -> bool:
+    """PEFT's rule for `target_parameters`."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _pattern(patterns: dict[str, Any] | None, name: str, otherwise: Any) -> Any:
+    """PEFT's rule: a key is a pattern for the end of a name."""
+    found = [value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)]
+    return found[0] if found else otherwise
