@@ -10,7 +10,7 @@ import torch
 import transformers
 
 BASE = dict(
-    vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+    vocab_size=160, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 LLAMA3 = dict(
@@ -31,9 +31,9 @@ LONGROPE = dict(
     long_factor=[1.5, 2.0, 3.0, 7.0, 20.0, 40.0],
 )  # fmt: skip
 GRANITE = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.22, logits_scaling=1.7)
-LOCAL = ["sliding_attention", "full_attention"] * 2
+LOCAL = ["sliding_attention", "full_attention"]
 GEMMA4 = dict(
-    num_hidden_layers=6, layer_types=LOCAL + LOCAL[:2], head_dim=16, sliding_window=6, final_logit_softcapping=20.0,
+    num_hidden_layers=4, layer_types=LOCAL * 2, head_dim=16, sliding_window=6, final_logit_softcapping=20.0,
     vocab_size_per_layer_input=160, global_head_dim=24,
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "mistral": ("MistralConfig", dict(sliding_window=6, head_dim=16)),
     "mixtral": ("MixtralConfig", dict(sliding_window=7, num_local_experts=5, num_experts_per_tok=2)),
-    "qwen2": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=6, max_window_layers=2)),
+    "qwen2": ("Qwen2Config", dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
     "qwen3": (
         "Qwen3Config",
         dict(head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=6, layer_types=LOCAL),
@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3-moe": (
         "Qwen3MoeConfig",
         dict(
-            head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True,
+            num_hidden_layers=4, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True,
             decoder_sparse_step=2, mlp_only_layers=[3], attention_bias=True, use_sliding_window=True, sliding_window=9,
         ),
     ),
@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "granite4": (
         "GraniteMoeHybridConfig",
         GRANITE | dict(num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=72, mamba_n_heads=6,
-                       layer_types=["full_attention"] * 4, position_embedding_type="rope"),
+                       layer_types=["full_attention"] * 2, position_embedding_type="rope"),
     ),
     "glm": ("GlmConfig", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=10000.0,
                                                                 partial_rotary_factor=0.25))),

@@ -25,24 +25,26 @@ from dovetail.models.spec import spec
 pytestmark = pytest.mark.slow
 
 BASE = dict(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=1024,
 )  # fmt: skip
 MODELS = {
     "dense": BASE | dict(model_type="llama", head_dim=64),
     "wide heads": BASE | dict(model_type="llama", head_dim=128),
-    "windowed, soft cap": BASE | dict(model_type="gemma2", head_dim=64, sliding_window=100),
+    "windowed, soft cap": BASE | dict(num_hidden_layers=2, model_type="gemma2", head_dim=64, sliding_window=100),
     "experts": BASE | dict(model_type="qwen3_moe", head_dim=64, num_experts=8, moe_intermediate_size=64),
-    "experts, sinks": BASE | dict(model_type="gpt_oss", head_dim=64, num_local_experts=8, sliding_window=100),
+    "experts, sinks": BASE | dict(
+        num_hidden_layers=2, model_type="gpt_oss", head_dim=64, num_local_experts=8, sliding_window=100
+    ),
     "a part of a head turns": BASE | dict(model_type="glm4", head_dim=64),
     "latent": BASE | dict(
-        model_type="deepseek_v3", q_lora_rank=48, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
+        num_hidden_layers=2, model_type="deepseek_v3", q_lora_rank=48, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
         v_head_dim=32, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
         first_k_dense_replace=1, n_group=4, topk_group=2,
     ),
 }  # fmt: skip
-FAST = ("dense", "experts", "latent")
-NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+INSIDE = ("wide heads", "a part of a head turns")
+NAMES = [pytest.param(name, marks=pytest.mark.thorough if name in INSIDE else ()) for name in MODELS]
 PLATFORMS = ("tpu", "cuda")
 B, T, S, PAGE, PAGES = 4, 256, 4, 16, 8
 

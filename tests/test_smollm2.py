@@ -17,14 +17,14 @@ PROMPTS = {
     "question": "What is the capital of France, and why did it become the capital?",
     "code": "def fibonacci(n: int) -> int:\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n",
     "other languages": "Größe zählt nicht; 東京は日本の首都です。 Où est la bibliothèque? 🙂",
-    "long": " ".join(f"On day {i} the ship sailed {i * 7 % 31} miles towards the north." for i in range(1, 31)),
+    "long": " ".join(f"On day {i} the ship sailed {i * 7 % 31} miles towards the north." for i in range(1, 13)),
 }
 CHATS = [
     "Write a short story about a lighthouse keeper.",
     "Explain how a bicycle stays upright.",
     "List ten animals and say one thing about each.",
 ]
-NEW = 64
+NEW = 32
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def theirs(exported):
 @pytest.mark.parametrize("kind", [pytest.param("code", marks=pytest.mark.thorough), "other languages", "long"])
 def test_logits(kind, smollm2, theirs):
     ids = smollm2.tokenizer.encode(PROMPTS[kind])
-    assert len(ids) > 300 or kind != "long"
+    assert len(ids) > 150 or kind != "long"
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
     ours = smollm2.logits(ids)

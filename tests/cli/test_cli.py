@@ -154,6 +154,13 @@ def test_info_of_a_model(fake, capsys):
 
 
 @pytest.mark.slow
+def test_the_tour_trains_teaches_and_pays(fake, capsys):
+    tour("why?", max_tokens=4, steps=4)
+    said = capsys.readouterr().out
+    assert "dovetail serve" in said and "reward" in said and said.count("What is the owl like?") == 3
+
+
+@pytest.mark.thorough
 def test_the_tour(smollm2_gguf, optimised):
     out = dovetail("tour", "--max-tokens", "8", "--prompt", "What is the capital of France?", "--steps", "4")
     assert out.returncode == 0, out.stderr

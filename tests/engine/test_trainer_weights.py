@@ -86,7 +86,9 @@ def check(llm: LLM, params) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["dense", "local", "moe", "latent"])
+@pytest.mark.parametrize(
+    "name", ["dense", "latent", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("local", "moe"))]
+)
 def test_an_engine_on_a_trainers_weights(name, tmp_path):
     cfg, state, step = trainer(name)
     assert ("mtp" in state.params) == (name == "latent")

@@ -434,7 +434,7 @@ def test_a_machine_without_the_gguf_package_is_told_what_to_install(tiny, monkey
 # --- the real thing ---
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # each kind of block is held to gguf's own reader above, and test_smollm2 to its logits
 def test_smollm2_equals_what_transformers_reads(smollm2_gguf):
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM

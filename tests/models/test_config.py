@@ -229,7 +229,7 @@ def test_a_window_bounds_the_cost_and_shared_layers_keep_no_cache():
     assert kv_bytes_per_token(whole) - kv_bytes_per_token(shared) == (2 * 2 * 16 + 2 * 2 * 24) * 2
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("deepseek-v3", marks=pytest.mark.thorough)])
 def test_random_weights(name):
     tree = spec(parse_config(config(name)))
     make = jax.jit(lambda seed: init(tree, jax.random.key(seed), jnp.bfloat16))

@@ -62,11 +62,11 @@ def steps_said(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_killed_three_times_it_ends_as_the_straight_run_bit_for_bit(place, straight):
+def test_killed_twice_it_ends_as_the_straight_run_bit_for_bit(place, straight):
     folder, dice = place / "killed", random.Random(5)
-    for turn in range(3):
+    for turn in range(2):
         process = start(place, folder)
-        until = dice.randint(10 * turn + 3, 10 * turn + 10)
+        until = dice.randint(15 * turn + 3, 15 * turn + 12)
         while steps_said(folder) < until and process.poll() is None:
             time.sleep(0.02)
         time.sleep(dice.uniform(0, 0.3))

@@ -7,14 +7,16 @@ ones are gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import RenderableType
 
@@ -22,7 +24,8 @@ from dovetail.io.whole_file import write_whole
 from dovetail.train.report.environment import environment
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.live import Live, Standing
-from dovetail.train.report.split import split
+from dovetail.train.report.predicted import Predicted
+from dovetail.train.report.split import REST, split
 
 FILE = "metrics.jsonl"
 EVAL = "eval"  # the kind of a line that holds what was measured on held-out data
@@ -68,11 +71,13 @@ class RunMetrics:
         step: int = 0,
         work: Work | None = None,
         goodput: Goodput | None = None,
+        predicted: Predicted | None = None,
         first: bool = True,
         tensorboard: bool = True,
         show: bool = True,
     ):
         self._folder, self._work, self._goodput, self._first = Path(folder), work, goodput, first
+        self._predicted = predicted
         self._step, self._recent, self._held_out = step, [], {}
         self._board = self._live = None
         if not first:
@@ -97,10 +102,15 @@ class RunMetrics:
             speed["memory"] = memory
         if self._goodput:
             speed["goodput"] = self._goodput.share
+        if self._predicted:
+            speed |= self._predicted.line(many)
         self._write({"step": step, **values, **speed})
         if self._live:
             self._recent = [*self._recent, (many, seconds, tokens, split({**values, **speed}))][-WINDOW:]
             self._live.show(self._standing(step, values, speed))
+        if self._predicted:  # of a step that does more, its training
+            took = split({**values, **speed}).get(REST, seconds) / many
+            self.remark(self._predicted.took(took) or "")
 
     def evaluated(self, step: int, values: Mapping[str, float], seconds: float = 0.0, weights: str = TRAINED) -> None:
         """What was measured on held-out data after `step`, with these `weights`: a line of its own."""
@@ -125,7 +135,7 @@ class RunMetrics:
 
     def remark(self, text: str) -> None:
         """A sentence above the live line."""
-        if self._live:
+        if self._live and text:
             self._live.remark(text)
 
     def show(self, step: int, passage: Passage) -> None:
@@ -135,6 +145,8 @@ class RunMetrics:
             self._board.add_text(f"train/{passage.name}", passage.markdown, step)
 
     def close(self) -> None:
+        if self._predicted:
+            self.remark(self._predicted.last_word() or "")
         if self._live:
             self._live.close()
         if self._board:
@@ -239,8 +251,22 @@ def _describe_run(path: Path, steps: int) -> None:
 
 def _board(folder: Path, step: int, remark: Callable[[str], None]):
     try:
-        from tensorboardX import SummaryWriter
+        with _no_torch():
+            from tensorboardX import SummaryWriter
     except ImportError:
         remark("no TensorBoard scalars: `pip install tensorboardX` if you want them")
         return None
     return SummaryWriter(str(folder), purge_step=step + 1 if step else None, max_queue=1000, flush_secs=20)
+
+
+@contextlib.contextmanager
+def _no_torch() -> Iterator[None]:
+    """tensorboardX loads torch where it is installed, which takes seconds, for tensors that are not written here."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = cast(Any, None)  # Python's own word for "cannot be imported"
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]

@@ -97,6 +97,7 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("processes")
 
 
+@pytest.mark.thorough  # killed below, it begins from nothing and goes on to its end as well
 def test_from_nothing_and_then_on(place):
     """Training, evaluation, checkpoints and an export; the same command with more steps goes on."""
     with Processes(place, "fresh", 2, 6) as two:
@@ -119,11 +120,19 @@ def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
         assert run.codes(ENDS_S) == [LOST] * (count - 1) + [-signal.SIGKILL], run.log()
         assert all(f"process {count - 1} gave no sign of life" in line for line in run.last_lines()[:-1]), run.log()
         before = max(run.steps())
-    with Processes(place, f"killed{count}", count, LONG) as run:
-        run.wait_for(before + 1)
-        assert "going on after step" in run.log()
-        run.running[-1].send_signal(signal.SIGTERM)  # one hears it, and all stop after the same step
-        assert run.codes(60) == [PREEMPTED] * count, run.log()
+    with Processes(place, f"killed{count}", count, before + 4) as run:
+        assert run.codes(180) == [0] * count, run.log()
+        assert "going on after step" in run.log() and run.steps() == list(range(1, before + 5))
+        assert [line["step"] for line in run.metrics() if "held_out_loss" in line][0] == 4
+        assert (run.folder / f"export/step_{before + 4}/model.safetensors").exists()
+
+
+@pytest.mark.thorough
+def test_a_signal_to_one_stops_all_after_the_same_step(place):
+    with Processes(place, "told", 2, LONG) as run:
+        run.wait_for(2)
+        run.running[-1].send_signal(signal.SIGTERM)
+        assert run.codes(60) == [PREEMPTED] * 2, run.log()
 
 
 @pytest.mark.thorough
