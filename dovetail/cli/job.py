@@ -33,7 +33,7 @@ def create(
         None, metavar="[SPEC.yaml] [KEY=VALUE]...", help="A job's file, and keys on top of it or in its place."
     ),
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask before what costs money."),
-    check: bool = typer.Option(True, help="Compile a recipe for its TPU slice first."),
+    check: bool = typer.Option(True, help="First plan a recipe for its accelerator, and compile it where libtpu is."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be created, and create nothing."),
     follow: bool = typer.Option(False, "--follow", "-f", help="Show its logs until it is over; exit as it did."),
     as_json: bool = JSON,
@@ -49,7 +49,7 @@ def create(
         show_only(wanted, cost.says, as_json)
         return
     confirm(wanted, cost, yes)
-    remark = gate.check(wanted) if check and wanted.backend in ("gcp-tpu", "gke") else ""
+    remark = gate.check(wanted) if check else ""
     store = open_store()
     job = actions.create(store, wanted, base)
     _wake(store)
@@ -114,7 +114,7 @@ def show(job: str = JOB, as_json: bool = JSON) -> None:
         history = [dataclasses.asdict(event) for event in store.events(found.id)]
         attempts = [dataclasses.asdict(row) for row in store.attempts(found.id)]
         more = {"spec": to_text(store.spec(found.id)), "attempts_made": attempts, "events": history}
-        _print_json(_job_dict(found) | more | {"folder": str(store.home(found.id))})
+        _print_json(_job_dict(found) | more | {"folder": store.where(found)})
         return
     job_table.show_one(store, found)
 
@@ -187,6 +187,7 @@ def clean(
     days: float = typer.Option(7.0, min=0.0, help="Delete jobs that have been over for longer than so many days."),
     orphans: bool = typer.Option(True, help="Also give back what backends hold and no job wants."),
     release: str = typer.Option("", metavar="HOST", help="Only this: take a host out of quarantine."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be deleted and given back, and do neither."),
     as_json: bool = JSON,
 ) -> None:
     """Delete old jobs, unused code, and what a backend holds for no job."""
@@ -199,13 +200,15 @@ def clean(
             raise ValueError(f"{release} is not in quarantine")
         _print_json({"released": release}) if as_json else _say(f"{release} is released")
         return
-    reaped = reaper.reap(store, chooser(store.root, store.owner)) if orphans else []
-    gone = actions.clean(store, days * 86400)
+    find, remove = (reaper.orphans, actions.old) if dry_run else (reaper.reap, actions.clean)
+    reaped = find(store, chooser(store.root, store.owner)) if orphans else []
+    gone = remove(store, days * 86400)
     if as_json:
         _print_json({"deleted": [job.id for job in gone], "reaped": [one.resource.name for one in reaped]})
     else:
-        names = ", ".join(one.resource.name for one in reaped)
-        _say(f"{len(gone)} jobs deleted; {f'given back: {names}' if names else 'nothing was held for no job'}")
+        names, would = ", ".join(one.resource.name for one in reaped), "to be " * dry_run
+        given_back = f"{would}given back: {names}" if names else "nothing is held for no job"
+        _say(f"{len(gone)} jobs {would}deleted; {given_back}")
 
 
 @app.command()

@@ -45,9 +45,12 @@ def show_only(spec: Spec, cost: str, as_json: bool) -> None:
 
 def confirm(spec: Spec, cost: Price, yes: bool) -> None:
     """Ask before anything that costs money, and say where it stops; warn of buckets that are far away."""
+    from dovetail.jobs.bucket import keeping_warnings, locations, unknown_warnings
     from dovetail.jobs.price import transfer_warnings
 
-    for line in transfer_warnings(spec, {one.source: one.region for one in spec.mounts if one.region}):
+    found = locations(spec)
+    known = {source: region for source, region in found.items() if region}
+    for line in (*transfer_warnings(spec, known), *unknown_warnings(found), *keeping_warnings(spec)):
         typer.echo(f"warning: {line}", err=True)
     if cost.hourly == 0.0 or yes:
         return

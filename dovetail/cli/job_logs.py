@@ -22,6 +22,7 @@ WAIT_S = 0.3
 def attempt_of(store: Store, job: Job, row: Try) -> tuple[Attempt, Backend]:
     from dovetail.jobs.backends.choose import chooser
 
+    store.refuse_elsewhere(job, "look at it")
     choose = chooser(store.root, store.owner)
     return store.attempt(job, row), choose(job.backend)
 

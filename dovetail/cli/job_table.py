@@ -36,12 +36,13 @@ def duration(seconds: float) -> str:
 
 
 def show(store: Store, statuses: Sequence[str], limit: int) -> None:
-    from rich.console import Console
-
+    """In colours and cut to the terminal's width; whole, for a pipe or where there are many."""
     jobs = store.jobs(statuses, limit)
-    if len(jobs) >= PLAIN_FROM:
+    if len(jobs) >= PLAIN_FROM or not sys.stdout.isatty():
         sys.stdout.write(plain(jobs))
     else:
+        from rich.console import Console
+
         Console(highlight=False).print(table(jobs))
     print(footer(store, jobs))
 
@@ -52,11 +53,8 @@ def footer(store: Store, jobs: Sequence[Job]) -> str:
     counts = store.counts()
     words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no jobs yet"
     more = f"; {len(jobs)} shown (--all)" if len(jobs) < sum(counts.values()) else ""
-    active = any(counts.get(status) for status in ("queued", "waiting", "running", "stopping"))
-    warning = (
-        "" if holder(store.root) or not active else "\nno supervisor runs: start one with `dovetail job supervise`"
-    )
-    return words + more + warning
+    idle = holder(store.root) or not store.has_active()
+    return words + more + ("" if idle else "\nno supervisor runs: start one with `dovetail job supervise`")
 
 
 def table(jobs: Iterable[Job]) -> Table:
@@ -79,7 +77,8 @@ def plain(jobs: Sequence[Job]) -> str:
     now = time.time()
     rows = [COLUMNS, *(row(job, now) for job in jobs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join("  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)) + "\n" for one in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)) for one in rows]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def watch(store: Store, statuses: Sequence[str], limit: int) -> None:
@@ -112,7 +111,7 @@ def show_one(store: Store, job: Job) -> None:
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(event.at))
         which = f" attempt {event.number}:" if event.number else ""
         console.print(f"{at}{which} {event.what}", markup=False, soft_wrap=True)
-    console.print(f"folder: {store.home(job.id)}", markup=False, soft_wrap=True)
+    console.print(f"folder: {store.where(job)}", markup=False, soft_wrap=True)
 
 
 def _attempts(store: Store, job: Job) -> Table:

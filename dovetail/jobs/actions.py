@@ -69,16 +69,23 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
 
 def delete(store: Store, job: Job) -> None:
     """Its rows, logs, code and run. Only what is over: then no backend holds anything for it."""
+    store.refuse_elsewhere(job, "delete it")
     if not job.is_over:
         raise ValueError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
     shutil.rmtree(store.home(job.id), ignore_errors=True)
     store.remove(job.id)
 
 
+def old(store: Store, older: float, statuses: Sequence[str] = OVER) -> list[Job]:
+    """Jobs of this site that have been over for so many seconds."""
+    before = time.time() - older
+    over = [job for job in store.jobs(statuses) if job.is_over and (job.ended or job.changed) <= before]
+    return [job for job in over if job.site == store.site]
+
+
 def clean(store: Store, older: float = 0.0, statuses: Sequence[str] = OVER) -> list[Job]:
     """Delete jobs that were over before so many seconds, and snapshots that no job has; those that were deleted."""
-    before = time.time() - older
-    gone = [job for job in store.jobs(statuses) if job.is_over and (job.ended or job.changed) <= before]
+    gone = old(store, older, statuses)
     for job in gone:
         delete(store, job)
     kept = {job.snapshot for job in store.jobs()}

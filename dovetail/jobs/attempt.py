@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dovetail.jobs.spec import Spec
+if TYPE_CHECKING:
+    from dovetail.jobs.spec import Spec
 
 PREFIX = "dt"
+CALL = "call"  # in the job's folder: a remote function and what it returns (jobs/remote.py)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Attempt:
     def folder(self) -> Path:
         """Its own: logs, and what the backend keeps."""
         return self.home / "attempts" / str(self.number)
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a remote function."""
+        return (self.home / CALL).is_dir()
 
     @property
     def resource(self) -> Resource:

@@ -45,6 +45,11 @@ def after(job: Job, spec: Spec, outcome: Outcome, ran: float, now: float) -> Nex
     return _again(job, spec, outcome, {counter: used}, ran, now)
 
 
+def is_spent(job: Job, spec: Spec, preemptions: int) -> bool:
+    """Whether so many more, which a backend's own queue made good, are more than there may be."""
+    return preemptions > 0 and job.preemptions + preemptions > spec.retries.preemptions
+
+
 def _over(status: str, detail: str, says: str, now: float) -> Next:
     return Next({"status": status, "detail": detail, "ended": now}, says)
 
@@ -75,7 +80,8 @@ def place(spec: Spec, turn: int) -> tuple[str, str]:
 
 def spent(attempts: Sequence[Try], spec: Spec, now: float) -> tuple[float, float]:
     """(seconds, dollars) of running."""
-    each = [(one.seconds(now), price.hourly(replace(spec, accelerator=one.accelerator))) for one in attempts]
+    here = [replace(spec, accelerator=one.accelerator, zones=(one.zone,) if one.zone else ()) for one in attempts]
+    each = [(one.seconds(now), price.hourly(its)) for one, its in zip(attempts, here, strict=True)]
     return sum(ran for ran, _ in each), sum(ran / 3600 * hourly for ran, hourly in each)
 
 

@@ -1,4 +1,5 @@
-"""Whether a recipe fits the accelerator, asked before anything is paid for: the compiler is, by command."""
+"""Whether a recipe fits the accelerator, asked before anything is paid for, by command: the planner everywhere, and the
+TPU's own compiler where it is installed, which needs no TPU."""
 
 from __future__ import annotations
 
@@ -6,28 +7,52 @@ import importlib.util
 import subprocess
 import sys
 
+from dovetail.core.accelerator import Accelerator, parse
 from dovetail.jobs.spec import Spec
 
 TIMEOUT_S = 1800.0
 
 
 def applies(spec: Spec) -> bool:
-    """A pretraining on a TPU slice: its step is compiled here by libtpu, which needs no TPU."""
-    return bool(spec.recipe) and spec.training == "pretrain" and spec.device.is_tpu
+    """A pretraining on a chip that is not this machine's own."""
+    known = bool(spec.recipe) and spec.training == "pretrain" and spec.device.chip is not None
+    return known and spec.backend != "local"
 
 
 def check(spec: Spec) -> str:
-    """A remark, or ""; ValueError with the compiler's reason where it will not run."""
+    """A remark, or ""; ValueError with the reason where it will not run."""
     if not applies(spec):
         return ""
+    if importlib.util.find_spec("jax") is None:
+        return "not planned beforehand: jax is not installed here"
+    for name in (spec.accelerator, *spec.others):
+        _ask(spec, parse(name), _plan(spec, parse(name)))
+    if not spec.device.is_tpu:
+        return ""
     if importlib.util.find_spec("libtpu") is None:
-        return "not compiled beforehand: libtpu is not installed here (pip install 'dovetail[tpu]')"
+        return "planned, and not compiled: libtpu is not installed here (pip install 'dovetail[tpu]' on x86-64 Linux)"
+    return _ask(spec, spec.device, _compile(spec))
+
+
+def _plan(spec: Spec, device: Accelerator) -> list[str]:
+    """Memory by arithmetic: seconds."""
+    assert device.chip is not None
+    many = device.total_chips * device.chip.devices * spec.slices
+    words = ["recipes", spec.recipe, *spec.overrides, "--chip", device.chip.name, "--devices", str(many)]
+    return [*words, "--slices", str(spec.slices * device.slices)]
+
+
+def _compile(spec: Spec) -> list[str]:
+    """The step itself: a minute or more."""
     device = spec.device
     assert device.chip is not None
-    command = [sys.executable, "-m", "dovetail", "compile", "recipe", spec.recipe, *spec.overrides]
-    command += ["--topology", f"{device.chip.name.lower()}:{device.topology}", "--json"]
-    many = spec.slices * device.slices
-    command += ["--slices", str(many)] if many > 1 else []
+    topology, many = f"{device.chip.name.lower()}:{device.topology}", spec.slices * device.slices
+    words = ["compile", "recipe", spec.recipe, *spec.overrides, "--topology", topology, "--json"]
+    return words + (["--slices", str(many)] if many > 1 else [])
+
+
+def _ask(spec: Spec, device: Accelerator, words: list[str]) -> str:
+    command = [sys.executable, "-m", "dovetail", *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -4,7 +4,8 @@
     snapshots/        code, by digest
     jobs/ID/          code/, run/ and attempts/N/rank0.log
 
-A team shares a folder: `export DOVETAIL_JOBS=/shared/lab/jobs`.
+A team shares a folder, `export DOVETAIL_JOBS=/shared/lab/jobs`, or a Postgres, `postgresql://jobs@lab.example/jobs`:
+the store is then there, and the rest in $DOVETAIL_JOBS_FILES, or as if DOVETAIL_JOBS were not set.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "g
 
 
 def jobs_home() -> Path:
-    given = os.environ.get("DOVETAIL_JOBS", "")
-    if given.startswith(("postgres://", "postgresql://")):
-        raise ValueError(
-            "DOVETAIL_JOBS must be a folder that all see; a Postgres URL is not supported yet: share a folder instead"
-        )
+    given = os.environ.get("DOVETAIL_JOBS_FILES" if database_url() else "DOVETAIL_JOBS", "")
     if given:
         return Path(given).expanduser()
     if os.environ.get("DOVETAIL_HOME"):
         return Path(os.environ["DOVETAIL_HOME"]).expanduser() / "jobs"
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(data).expanduser() / "dovetail" / "jobs"
+
+
+def database_url() -> str:
+    """Of the Postgres that holds the store; "" where a file does."""
+    given = os.environ.get("DOVETAIL_JOBS", "")
+    return given if given.startswith(("postgres:", "postgresql:")) else ""
 
 
 def is_shared(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:

@@ -40,6 +40,7 @@ class Job(NamedTuple):
     seconds: float  # of running, over all attempts
     dollars: float
     resumed: int  # the number of the attempt after which a person resumed it: earlier ones count in no budget
+    site: str  # where its files are: "" with SQLite, which has one
 
     @property
     def is_over(self) -> bool:
@@ -71,6 +72,7 @@ class Try:
     absent_since: float | None  # the backend says there is none, since then
     look_at: float  # not looked at before: after a call that failed
     misses: int  # calls in a row that failed
+    restarts: int  # how often the backend itself has put it back and started it again
 
     def seconds(self, now: float) -> float:
         """Of running, so far."""

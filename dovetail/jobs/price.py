@@ -1,20 +1,16 @@
 """What a job costs per hour, and what it costs to read a bucket from afar: rough figures that stop surprises.
 
-Chip prices are those of core.chips. Network and operation prices are Google Cloud's lists (August 2026): between
-regions of a continent $0.02 per GB, between continents $0.05 to $0.08 (the dearer is used), class A operations $0.05
-and class B $0.004 per 10,000. They rank and warn, they are no offer.
+Chip prices are those of core.prices, those of networks and operations core.transfer's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dovetail.core.prices import rate
+from dovetail.core.transfer import region, transfer
 from dovetail.jobs.spec import Spec
 
-NEAR_GB = 0.02
-FAR_GB = 0.08
-CLASS_B = 0.004 / 10_000  # one read
-READ_MB = 8  # of a read of a checkpoint or a data file
 # Flex-start costs less than on-demand, by region: counted in full, so that a ceiling errs to the safe side.
 SPOT_TIERS = ("spot",)
 
@@ -31,7 +27,9 @@ def price(spec: Spec) -> Price:
     device = spec.device
     if spec.backend in ("local", "slurm") or device.chip is None:
         return Price(0.0, "no price: the machines are yours")
-    each = device.chip.spot if spec.tier in SPOT_TIERS else device.chip.dollars
+    spot = spec.tier in SPOT_TIERS
+    prices = [rate(device.chip, spot, region(zone)).dollars for zone in spec.zones or ("",)]
+    each = None if None in prices else max(price for price in prices if price is not None)  # where it will run is open
     chips = device.total_chips * spec.slices
     if each is None:
         return Price(None, f"{chips} x {device.chip.name}, {spec.tier}: no public price")
@@ -46,26 +44,6 @@ def refuse_blind_ceiling(spec: Spec) -> None:
     """A ceiling in dollars that cannot be counted would be ignored."""
     if spec.ceiling.dollars and price(spec).hourly is None:
         raise ValueError(f"ceiling.dollars cannot be kept: {price(spec).says}; set ceiling.hours in its place")
-
-
-def continent(region: str) -> str:
-    """`us-east5-b` -> `us`."""
-    first = region.lower().partition("-")[0]
-    return {"us": "us", "northamerica": "us", "europe": "eu", "eu": "eu"}.get(first, first)
-
-
-def region(zone: str) -> str:
-    """`us-east5-b` -> `us-east5`."""
-    parts = zone.lower().split("-")
-    return "-".join(parts[:2])
-
-
-def transfer(gigabytes: float, bucket: str, zone: str) -> float:
-    """Dollars to read so much of a bucket (its region or multi-region) from a zone."""
-    reads = gigabytes * 1000 / READ_MB * CLASS_B
-    if region(zone) == bucket.lower() or ("-" not in bucket and continent(bucket) == continent(zone)):
-        return reads
-    return reads + gigabytes * (NEAR_GB if continent(bucket) == continent(zone) else FAR_GB)
 
 
 def transfer_warnings(spec: Spec, locations: dict[str, str], gigabytes: float = 1000.0) -> list[str]:

@@ -25,15 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.jobs import actions, parcel, presence
+from dovetail.jobs.attempt import CALL as FOLDER
 from dovetail.jobs.call import CALL, RESULT
 from dovetail.jobs.home import jobs_home
 from dovetail.jobs.job import Job
 from dovetail.jobs.spec import Spec, make
 from dovetail.jobs.store import Store
 
-FOLDER = "call"
 POLL_S = 0.1
-HERE = ("local", "slurm")  # backends that see this machine's files
 
 
 class RemoteError(RuntimeError):
@@ -90,6 +89,7 @@ class Handle:
         return self._answer(self.job)
 
     def _answer(self, job: Job) -> Any:
+        self.store.refuse_elsewhere(job, "its value is")
         folder, row = self.store.home(self.id) / FOLDER, self.store.last(self.id)
         number, rank = (row.number, row.failed_rank or 0) if row else (0, 0)
         names = [f"{number}.{RESULT}"] + [f"{number}.{rank}.{RESULT}"] * bool(rank)
@@ -147,16 +147,14 @@ class Remote:
         if given.pop("spot", False):
             given.setdefault("tier", "spot")
         given.setdefault("name", self.function.__name__.strip("<>_") or "remote")
-        given.setdefault("code", {"path": ""})
         given["command"] = command
-        if not given.get("environment"):
+        environment = given.get("environment") or {}
+        if not environment:
             given["env"] = [*given.get("env", ()), f"PYTHONPATH={_import_path()}"]
+        if not environment.get("lock"):  # which lies in the code's folder
+            given.setdefault("code", {"path": ""})
         spec = make(given)
-        if spec.backend not in HERE:
-            raise ValueError(
-                f"backend must be one of {', '.join(HERE)} for a remote function, whose value comes back through this "
-                f"machine's files; got {spec.backend!r}: create a job that writes to a bucket instead"
-            )
+        _check(spec)
         return spec
 
 
@@ -168,6 +166,21 @@ def remote(function: Callable | None = None, **options: Any) -> Any:
     if function is not None:
         return Remote(function, options)
     return lambda decorated: Remote(decorated, options)
+
+
+def _check(spec: Spec) -> None:
+    """What a machine that does not see this one's files must be given."""
+    given = spec.environment
+    if spec.backend == "gcp-tpu" and not (given.lock or given.venv or given.conda):
+        raise ValueError(
+            "a remote function on gcp-tpu needs an environment with dovetail and the same Python as here: "
+            "environment={'lock': 'requirements.lock'}, or 'venv' or 'conda'"
+        )
+    if spec.backend == "gke" and not (given.image and spec.gke.bucket):
+        raise ValueError(
+            "a remote function on gke needs environment={'image': ...}, with dovetail and the same Python as here, and "
+            "gke={'bucket': 'gs://...'}, through which its arguments and its value travel"
+        )
 
 
 def _import_path() -> str:

@@ -14,6 +14,7 @@ The same file runs here with `backend: local`, and on a cluster with `backend: s
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -29,7 +30,7 @@ from dovetail.core.choice import not_negative, one_of, require
 
 BACKENDS = ("local", "slurm", "gcp-tpu", "gke")
 TIERS = ("on-demand", "spot", "flex-start", "reservation")
-TRAININGS = ("pretrain", "sft", "dpo", "distill")
+TRAININGS = ("pretrain", "sft", "dpo", "distill", "reward", "rl")
 SECRETS = ("env", "file", "gcp")
 
 
@@ -253,7 +254,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Spec:
     return recipes.load(str(file), _typed(overrides), Spec)
 
 
+@functools.lru_cache(256)
 def from_text(text: str) -> Spec:
+    """A supervisor reads each job's time and again."""
     return recipes.read(Spec, yaml_text.parse(text))
 
 

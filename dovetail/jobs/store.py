@@ -1,4 +1,4 @@
-"""The table of jobs: SQLite, one file, safe to be killed at any point.
+"""The table of jobs, in SQLite or Postgres (database.py): safe to be killed at any point.
 
 A call to a backend is written down as an intent before it is made, in the transaction that decides on it, and settled
 in the one that records what came of it. Between the two the process may die: who comes next finds the intent and makes
@@ -12,24 +12,24 @@ import dataclasses
 import getpass
 import os
 import secrets
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dovetail.jobs import schema
 from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.home import is_shared
+from dovetail.jobs.database import Connection, Database, Sqlite
+from dovetail.jobs.home import database_url
 from dovetail.jobs.job import ACTIVE, Event, Job, Try
-from dovetail.jobs.spec import Spec, from_text, to_text
+
+if TYPE_CHECKING:  # a list of jobs is shown without a reader of YAML
+    from dovetail.jobs.spec import Spec
 
 T = TypeVar("T")
-FILE = "jobs.sqlite"
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
-WAIT_S = 30  # for another writer
-_JOB = ", ".join(Job._fields)
+_JOB = ", ".join(f'"{name}"' for name in Job._fields)
 _TRY = ", ".join(Try.__dataclass_fields__)
 
 
@@ -40,60 +40,84 @@ def new_id() -> str:
 
 
 class Store:
-    """`root` is the home of jobs. Threads may share it: each has a connection of its own."""
+    """`root` is the home of jobs. Threads may share it: each takes a connection for as long as it needs one."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
+        self._database = _database(self.root)
         self._local = threading.local()
-        self._all: list[sqlite3.Connection] = []
-        schema.prepare(self._connection, new_id())
-        self.owner: str = self._connection.execute("SELECT value FROM meta WHERE key = 'owner'").fetchone()[0]
-
-    @property
-    def _connection(self) -> sqlite3.Connection:
-        made = getattr(self._local, "connection", None)
-        if made is None:
-            made = sqlite3.connect(self.root / FILE, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
-            made.execute(f"PRAGMA journal_mode = {'DELETE' if is_shared(self.root) else 'WAL'}")
-            made.execute("PRAGMA synchronous = FULL")  # an intent must outlive a loss of power too
-            self._local.connection = made
-            self._all.append(made)
-        return made
-
-    def close(self) -> None:
-        for connection in self._all:
-            connection.close()
-        self._all, self._local = [], threading.local()
+        self._free: list[Connection] = []
+        with self._connection() as connection:
+            schema.prepare(self._database, connection, new_id())
+        self.site = self._database.site
+        self.owner: str = self.read("SELECT value FROM meta WHERE key = 'owner'")[0][0]
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing; one writer at a time."""
-        connection = self._connection
-        if connection.in_transaction:  # within another: that one commits
-            yield connection
+    def _connection(self) -> Iterator[Connection]:
+        """The one that this thread has already, one that is free, or a new one."""
+        if held := getattr(self._local, "held", None):
+            yield held
             return
-        connection.execute("BEGIN IMMEDIATE")
         try:
-            yield connection
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
+            held = self._free.pop()
+        except IndexError:
+            held = self._database.connect()
+        self._local.held = held
+        try:
+            yield held
+        finally:
+            self._local.held = None
+            if self._database.is_usable(held):
+                self._free.append(held)
+            else:
+                held.close()
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().close()
+
+    def __del__(self) -> None:
+        for connection in getattr(self, "_free", ()):  # where opening it failed there may be none
+            connection.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """All of it or nothing; one writer at a time."""
+        with self._connection() as connection:
+            if connection.in_transaction:  # within another: that one commits
+                yield connection
+                return
+            try:
+                self._database.begin(connection)
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(ConnectionError):
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                raise
+
+    def read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """All rows at once: the connection is another's afterwards."""
+        with self._connection() as connection:
+            return connection.execute(query, values).fetchall()
 
     def rows(self, kind: type[T], query: str, values: Sequence[Any] = ()) -> list[T]:
-        return [kind(*row) for row in self._connection.execute(query, values)]
+        return [kind(*row) for row in self.read(query, values)]
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def add(self, spec: Spec, snapshot: str = "", id: str = "", user: str = "") -> Job:
         """A new job, queued."""
+        from dovetail.jobs.spec import to_text
+
         id, now = id or new_id(), time.time()
         with self.transaction() as db:
             db.execute(
-                "INSERT INTO jobs (id, name, user, backend, accelerator, status, snapshot, created, changed) "
-                "VALUES (?, ?, ?, ?, ?, 'queued', ?, ?, ?)",
-                (id, spec.name, user or _user(), spec.backend, str(spec.device), snapshot, now, now),
+                'INSERT INTO jobs (id, name, "user", backend, accelerator, status, snapshot, created, changed, site) '
+                "VALUES (?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?)",
+                (id, spec.name, user or _user(), spec.backend, str(spec.device), snapshot, now, now, self.site),
             )
             db.execute("INSERT INTO specs VALUES (?, ?)", (id, to_text(spec)))
             self.note(id, 0, "created")
@@ -106,15 +130,21 @@ class Store:
         return self.rows(Job, f"SELECT {_JOB} FROM jobs {where} ORDER BY created DESC, id {end}", statuses)
 
     def active(self) -> list[Job]:
-        return self.jobs(ACTIVE)
+        """Those of this site, which its supervisor looks after."""
+        return [job for job in self.jobs(ACTIVE) if job.site == self.site]
+
+    def has_active(self) -> bool:
+        marks = ", ".join("?" * len(ACTIVE))
+        query = f"SELECT 1 FROM jobs WHERE status IN ({marks}) AND site = ? LIMIT 1"
+        return bool(self.read(query, (*ACTIVE, self.site)))
 
     def counts(self) -> dict[str, int]:
         """Status -> how many."""
-        return dict(self._connection.execute("SELECT status, count(*) FROM jobs GROUP BY status"))
+        return dict(self.read("SELECT status, count(*) FROM jobs GROUP BY status"))
 
     def backends(self) -> list[str]:
         """Those that jobs have used."""
-        return [name for (name,) in self._connection.execute("SELECT DISTINCT backend FROM jobs ORDER BY backend")]
+        return [name for (name,) in self.read("SELECT DISTINCT backend FROM jobs ORDER BY backend")]
 
     def job(self, id: str) -> Job:
         found = self.rows(Job, f"SELECT {_JOB} FROM jobs WHERE id = ?", (id,))
@@ -133,12 +163,16 @@ class Store:
         return exact[0] if exact else self.job(text)
 
     def spec(self, id: str) -> Spec:
-        row = self._connection.execute("SELECT text FROM specs WHERE job = ?", (id,)).fetchone()
-        if row is None:
+        from dovetail.jobs.spec import from_text
+
+        found = self.read("SELECT text FROM specs WHERE job = ?", (id,))
+        if not found:
             raise ValueError(f"no job {id!r}: `dovetail job list` shows those there are")
-        return from_text(row[0])
+        return from_text(found[0][0])
 
     def change_spec(self, id: str, spec: Spec) -> None:
+        from dovetail.jobs.spec import to_text
+
         with self.transaction() as db:
             db.execute("UPDATE specs SET text = ? WHERE job = ?", (to_text(spec), id))
 
@@ -155,6 +189,15 @@ class Store:
 
     def home(self, id: str) -> Path:
         return self.root / "jobs" / id
+
+    def where(self, job: Job) -> str:
+        """Its folder; with its machine, where that is another site's (only Postgres has several)."""
+        return str(self.home(job.id)) if job.site == self.site else f"{job.site.rpartition(' ')[0]}/jobs/{job.id}"
+
+    def refuse_elsewhere(self, job: Job, what: str) -> None:
+        """Files of another site's job are there alone."""
+        if job.site != self.site:
+            raise ValueError(f"job {job.id} was created at {job.site.rpartition(' ')[0]}: {what} there")
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +260,7 @@ class Store:
             )
 
     def open_intents(self) -> list[tuple[str, int, str]]:
-        return list(self._connection.execute("SELECT job, number, verb FROM intents WHERE done IS NULL ORDER BY id"))
+        return self.read("SELECT job, number, verb FROM intents WHERE done IS NULL ORDER BY id")
 
     def note(self, id: str, number: int, what: str) -> None:
         with self.transaction() as db:
@@ -233,16 +276,26 @@ class Store:
     def quarantine(self, backend: str, host: str, job: str, reason: str) -> None:
         with self.transaction() as db:
             values = (backend, host, job, time.time(), reason)
-            db.execute("INSERT OR IGNORE INTO quarantine VALUES (?, ?, ?, ?, ?)", values)
+            db.execute("INSERT INTO quarantine VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING", values)
 
     def quarantined(self, backend: str) -> list[str]:
         query = "SELECT host FROM quarantine WHERE backend = ? ORDER BY host"
-        return [host for (host,) in self._connection.execute(query, (backend,))]
+        return [host for (host,) in self.read(query, (backend,))]
 
     def release(self, host: str) -> int:
         """How many entries there were."""
         with self.transaction() as db:
             return db.execute("DELETE FROM quarantine WHERE host = ?", (host,)).rowcount
+
+
+def _database(root: Path) -> Database:
+    """As $DOVETAIL_JOBS says."""
+    url = database_url()
+    if not url:
+        return Sqlite(root)
+    from dovetail.jobs.postgres import Postgres  # an extra
+
+    return Postgres(url, root)
 
 
 def _user() -> str:

@@ -1,7 +1,6 @@
 """The loop that brings what backends hold to what jobs want. Killed at any point and started again, it goes on.
 
-An attempt passes through creating -> live -> ending -> gone. Each arrow is one transaction; a backend is called between
-two of them, and every call may be repeated (backends/backend.py). So there is nothing to remember but the store.
+What is done about one job is in reconcile.py; here is when, and that no job's trouble is another's.
 """
 
 from __future__ import annotations
@@ -11,25 +10,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from dovetail.jobs import budget, price, snapshot
-from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.backends.backend import OVER, Backend, Observed, Unavailable
-from dovetail.jobs.job import Job, Try
+from dovetail.jobs.backends.backend import Backend
+from dovetail.jobs.job import Job
 from dovetail.jobs.notify import notify
-from dovetail.jobs.outcome import Kind, Outcome, outcome
-from dovetail.jobs.quarantine import hosts_at_fault
 from dovetail.jobs.reaper import reap
-from dovetail.jobs.spec import Spec
+from dovetail.jobs.reconcile import Reconciler
 from dovetail.jobs.store import Store
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # between looks at the store
 LOOK_S = {"local": 0.25, "slurm": 3.0, "gcp-tpu": 15.0, "gke": 10.0}  # between looks at one attempt
-SETTLE_S = {"local": 1.0, "slurm": 20.0, "gcp-tpu": 60.0, "gke": 30.0}  # how long "absent" must be said to be believed
 REAP_S = 600.0
 TROUBLE_S = 5.0  # before the store is tried again
-TAIL = 16_000  # bytes of a log that are read for its last error
 CALLS = 8  # to backends at a time
 
 
@@ -37,9 +30,10 @@ class Supervisor:
     """`backends` gives the backend of a name; the same object each time."""
 
     def __init__(self, store: Store, backends: Callable[[str], Backend], looks: float | None = None) -> None:
-        """`looks`: seconds between looks at an attempt; as LOOK_S and SETTLE_S have them if not given."""
-        self.store, self.backend = store, backends
-        self._looks = looks
+        """`looks`: seconds between looks at an attempt, and before an absence is believed; each backend's usual ones if
+        not given."""
+        self.store, self.backend, self._looks = store, backends, looks
+        self.reconciler = Reconciler(store, backends, looks)
         self._next_look: dict[str, float] = {}
         self._busy: set[str] = set()  # jobs that a thread is at
         self._seen: dict[str, float] = {}  # job -> its `changed` after our own last change
@@ -60,8 +54,8 @@ class Supervisor:
         """A store that cannot be read now (a file system that is away) is read again later."""
         try:
             return self.tick(pool)
-        except Exception:
-            log.exception("the table of jobs")
+        except Exception as error:
+            log.error("the table of jobs: %s", error, exc_info=not isinstance(error, OSError))
             time.sleep(TROUBLE_S)
             return True
 
@@ -77,8 +71,8 @@ class Supervisor:
                 self._busy.add(job.id)
                 call(self._guarded, job)
         for id, _, verb in self.store.open_intents():
-            if verb == "notify":
-                notify(self.store.job(id), self.store.spec(id), self.store.home(id))
+            if verb == "notify" and (job := self.store.job(id)).site == self.store.site:
+                notify(job, self.store.spec(id), self.store.home(id))
                 self.store.settle(id, 0, verb)
         return bool(jobs)
 
@@ -94,7 +88,7 @@ class Supervisor:
     def _guarded(self, job: Job) -> None:
         """One job's trouble, or a backend that does not answer, does not keep the others waiting."""
         try:
-            self._seen[job.id] = self.reconcile(job.id)
+            self._seen[job.id] = self.reconciler.step(job.id)
         except Exception:
             log.exception("job %s", job.id)
             self._seen[job.id] = job.changed
@@ -107,215 +101,3 @@ class Supervisor:
                 log.info("given back, for no job wants it: %s", orphan.resource.name)
         except Exception:
             log.exception("the orphan reaper")
-
-    def reconcile(self, id: str) -> float:
-        """One step of one job; when it was last changed then. Who asks for something meanwhile changes it again."""
-        job, spec, last = self.store.job(id), self.store.spec(id), self.store.last(id)
-        if job.is_over:
-            return job.changed
-        if last is None or last.phase == "gone":
-            last = self._begin(job, spec)
-        if last is None:
-            return self.store.job(id).changed
-        step = {"creating": self._create, "live": self._look, "ending": self._give_back}
-        step[last.phase](job, spec, last)
-        after = self.store.job(id)
-        return after.changed if after.wanted == job.wanted else 0.0
-
-    # --- before an attempt --------------------------------------------------------------------------------------------
-
-    def _begin(self, job: Job, spec: Spec) -> Try | None:
-        """The next attempt, where its time has come."""
-        if job.wanted == "stop":
-            self._finish(job, spec, budget.Next({"status": "cancelled", "ended": time.time()}, "cancelled"))
-            return None
-        if job.not_before > time.time() or not self._dependencies_done(job, spec):
-            return None
-        if reached := budget.ceiling(spec, job.seconds, job.dollars, price.hourly(spec)):
-            changes = {"status": "stopped", "detail": reached, "ended": time.time()}
-            self._finish(job, spec, budget.Next(changes, f"stopped: {reached}"))
-            return None
-        accelerator, zone = budget.place(spec, job.place)
-        return self.store.begin(job.id, zone, accelerator, self.store.quarantined(job.backend))
-
-    def _dependencies_done(self, job: Job, spec: Spec) -> bool:
-        for other in spec.after:
-            try:
-                status = self.store.job(other).status
-            except ValueError:
-                status = "deleted"
-            if status in ("failed", "stopped", "cancelled", "deleted"):
-                changes = {"status": "failed", "detail": f"{other}, which it is after, {status}", "ended": time.time()}
-                self._finish(job, spec, budget.Next(changes, f"failed: {changes['detail']}"))
-                return False
-            if status != "succeeded":
-                if job.detail != f"after {other}":
-                    self.store.change(job.id, detail=f"after {other}")
-                return False
-        return True
-
-    # --- an attempt ---------------------------------------------------------------------------------------------------
-
-    def _create(self, job: Job, spec: Spec, row: Try) -> None:
-        if job.wanted == "stop":  # it may have been made: it is given back like any other
-            self._end(job, row, Outcome("stopped", "cancelled before it began"))
-            return
-        if row.look_at > time.time():
-            return
-        attempt = self.store.attempt(job, row, spec)
-        try:
-            self._prepare(attempt)
-            handle = self.backend(job.backend).create(attempt)
-        except Unavailable as error:
-            if error.elsewhere:
-                self._end(job, row, Outcome("unavailable", str(error)))
-            else:
-                self._missed(job, spec, row, str(error))
-            return
-        except (ValueError, ImportError) as error:
-            self._end(job, row, Outcome("mistake", str(error)))
-            return
-        except OSError as error:  # a full disk, a file system that is away
-            self._end(job, row, Outcome("fault", str(error)))
-            return
-        with self.store.transaction():
-            self.store.settle(job.id, row.number, "create", handle)
-            self.store.change_attempt(job.id, row.number, phase="live", handle=handle, state="waiting", misses=0)
-            if job.detail:
-                self.store.change(job.id, detail="")
-
-    def _prepare(self, attempt: Attempt) -> None:
-        attempt.folder.mkdir(parents=True, exist_ok=True)
-        if attempt.snapshot and attempt.spec.backend in ("local", "slurm"):
-            snapshot.unpack(attempt.home / "code.tar.gz", attempt.home / "code")
-
-    def _missed(self, job: Job, spec: Spec, row: Try, why: str) -> None:
-        """A call that failed is made again, later and later."""
-        wait = budget.backoff(job, spec, row.misses)
-        with self.store.transaction():
-            self.store.change_attempt(
-                job.id, row.number, look_at=time.time() + wait, misses=row.misses + 1, detail=why
-            )  # fmt: skip
-            self.store.change(job.id, detail=why)
-
-    def _look(self, job: Job, spec: Spec, row: Try) -> None:
-        attempt = self.store.attempt(job, row, spec)
-        seen = self.backend(job.backend).observe(attempt)
-        if seen.state == "unknown":  # never a reason to conclude anything
-            self.store.change_attempt(job.id, row.number, detail=seen.detail)
-            self._stop_where_due(job, spec, row, attempt)
-        elif seen.state == "absent" and not self._is_believed(job, row):
-            self.store.change_attempt(job.id, row.number, absent_since=row.absent_since or time.time())
-        elif seen.state == "absent" or seen.state in OVER:
-            self._account(job, spec, row)
-            # sent, or about to be when the supervisor died: then the job may have heard of it
-            asked = row.stop_sent is not None or (job.id, row.number, "stop") in self.store.open_intents()
-            found = outcome(seen, spec, self._tail(attempt, seen), asked)
-            self._end(job, row, found, seen)
-        else:
-            self._record(job, row, seen)
-            self._account(job, spec, row)
-            self._stop_where_due(self.store.job(job.id), spec, row, attempt)
-
-    def _is_believed(self, job: Job, row: Try) -> bool:
-        wait = SETTLE_S[job.backend] if self._looks is None else self._looks
-        return row.absent_since is not None and time.time() - row.absent_since >= wait
-
-    def _record(self, job: Job, row: Try, seen: Observed) -> None:
-        runs = seen.state == "running"
-        hosts = ",".join(seen.hosts) or row.hosts
-        found = {
-            "state": seen.state, "detail": seen.detail, "hosts": hosts, "handle": seen.handle or row.handle,
-            "started": (row.started or time.time()) if runs else None, "absent_since": None, "misses": 0,
-            "ran": row.ran if runs or not row.started else row.ran + time.time() - row.started,
-        }  # fmt: skip
-        if any(getattr(row, name) != value for name, value in found.items()):
-            self.store.change_attempt(job.id, row.number, **found)
-        status = "stopping" if job.wanted == "stop" or job.status == "stopping" else seen.state
-        host = hosts.partition(",")[0]
-        if (status, host) != (job.status, job.host):
-            with self.store.transaction():
-                self.store.change(job.id, status=status, host=host)
-                self.store.note(job.id, row.number, f"{status}{f' on {host}' if host else ''}")
-
-    def _account(self, job: Job, spec: Spec, row: Try) -> None:
-        """Time and money so far, from the table of attempts alone."""
-        seconds, dollars = budget.spent(self.store.attempts(job.id), spec, time.time())
-        if int(seconds) != int(job.seconds) or abs(dollars - job.dollars) >= 0.01:
-            self.store.change(job.id, seconds=seconds, dollars=dollars)
-
-    def _stop_where_due(self, job: Job, spec: Spec, row: Try, attempt: Attempt) -> None:
-        """Told to stop, it saves and ends; what has not after twice its grace is ended."""
-        if row.stop_sent is not None:
-            if time.time() > row.stop_sent + 2 * spec.ceiling.grace + 10:
-                self._end(job, row, Outcome("stopped", "it did not end by itself"))
-            return
-        reached = budget.ceiling(spec, job.seconds, job.dollars, price.hourly(attempt.spec))
-        why = "cancelled" if job.wanted == "stop" else reached
-        if not why:
-            return
-        with self.store.transaction():
-            self.store.intend(job.id, row.number, "stop")
-            self.store.change(job.id, status="stopping", detail=why)
-        try:
-            self.backend(job.backend).stop(attempt, spec.ceiling.grace)
-        except Unavailable as error:
-            self._missed(job, spec, row, str(error))
-            return
-        with self.store.transaction():
-            self.store.settle(job.id, row.number, "stop")
-            self.store.change_attempt(job.id, row.number, stop_sent=time.time())
-
-    def _tail(self, attempt: Attempt, seen: Observed) -> str:
-        """The end of the log of the rank that failed."""
-        if seen.state != "failed":
-            return ""
-        rank = seen.failed_rank or 0
-        try:
-            size = attempt.log(rank).stat().st_size if attempt.log(rank).exists() else 0
-            return self.backend(attempt.spec.backend).logs(attempt, rank, max(0, size - TAIL)).text[-TAIL:]
-        except (Unavailable, OSError):
-            return ""
-
-    # --- after an attempt ---------------------------------------------------------------------------------------------
-
-    def _end(self, job: Job, row: Try, found: Outcome, seen: Observed | None = None) -> None:
-        """It is over: what it was is written down, with the intent to give back what it held."""
-        with self.store.transaction():
-            for verb in ("create", "stop"):
-                self.store.settle(job.id, row.number, verb, found.says)
-            self.store.change_attempt(
-                job.id, row.number, phase="ending", outcome=found.kind, detail=found.says, ended=time.time(),
-                exit_code=seen.exit_code if seen else None, failed_rank=seen.failed_rank if seen else None,
-                hosts=(",".join(seen.hosts) if seen and seen.hosts else row.hosts), look_at=0.0, misses=0,
-            )  # fmt: skip
-            self.store.intend(job.id, row.number, "delete")
-
-    def _give_back(self, job: Job, spec: Spec, row: Try) -> None:
-        """Only when the backend says that nothing is left is the attempt gone, and the next one thought of."""
-        if row.look_at > time.time():
-            return
-        attempt, backend = self.store.attempt(job, row, spec), self.backend(job.backend)
-        try:
-            backend.delete(attempt.resource)
-        except Unavailable as error:
-            self._missed(job, spec, row, str(error))
-            return
-        if backend.observe(attempt).state != "absent":
-            return
-        for host, reason in hosts_at_fault(attempt, row):
-            self.store.quarantine(job.backend, host, job.id, reason)
-        kind: Kind = row.outcome  # pyright: ignore[reportAssignmentType]
-        now = time.time()
-        follows = budget.after(job, spec, Outcome(kind, row.detail), row.seconds(now), now)
-        with self.store.transaction():
-            self.store.settle(job.id, row.number, "delete")
-            self.store.change_attempt(job.id, row.number, phase="gone")
-            self._finish(job, spec, follows, row.number)
-
-    def _finish(self, job: Job, spec: Spec, follows: budget.Next, number: int = 0) -> None:
-        with self.store.transaction():
-            self.store.change(job.id, **follows.changes)
-            self.store.note(job.id, number, follows.says)
-            if "ended" in follows.changes and spec.notify:
-                self.store.intend(job.id, 0, "notify")

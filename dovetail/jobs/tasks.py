@@ -84,7 +84,9 @@ class Tasks:
             self._expire(now)
             row = db.execute(
                 "SELECT id FROM tasks t WHERE queue = ?1 AND status = 'ready' "
-                "AND (zones = '' OR instr(',' || zones || ',', ',' || ?2 || ',')) AND NOT EXISTS "
+                # a zone is in the list if taking it out changes the list: what both databases have
+                "AND (zones = '' OR replace(',' || zones || ',', ',' || ?2 || ',', '') != ',' || zones || ',') "
+                "AND NOT EXISTS "
                 "(SELECT 1 FROM needs n JOIN tasks o ON o.id = n.needs WHERE n.task = t.id "
                 "AND o.status != 'succeeded') ORDER BY id LIMIT 1",
                 (self.queue, zone),
@@ -161,5 +163,4 @@ class Tasks:
 
 def queues(store: Store) -> list[tuple[str, str, int]]:
     """(queue, status, how many)."""
-    with store.transaction() as db:
-        return list(db.execute("SELECT queue, status, count(*) FROM tasks GROUP BY queue, status ORDER BY queue"))
+    return store.read("SELECT queue, status, count(*) FROM tasks GROUP BY queue, status ORDER BY queue, status")

@@ -60,6 +60,7 @@ class Pages:
         row = next((row for row in self.store.attempts(id) if row.number == number), None)
         if row is None or not 0 <= rank < spec.processes or since < 0:
             raise ValueError(f"job {id} has no attempt {number} with a rank {rank}")
+        self.store.refuse_elsewhere(job, "look at its logs")
         attempt = self.store.attempt(job, row, spec)
         part = self.backend(job.backend).logs(attempt, rank, since)
         return {"text": part.text, "position": part.position}

@@ -3,6 +3,9 @@
 Killed, it leaves its task running. Whoever claims the task next waits for that to end and takes its result, so that a
 task never runs twice at once, nor again after it has succeeded: the task's processes hold a lock, and its shell writes
 down the exit code itself.
+
+With Postgres the next worker may see no file of this one's. Then a task dies with its worker, and a worker that cannot
+renew its lease ends its task before the lease has run out.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from dovetail.jobs.tasks import Task, Tasks
 
 POLL_S = 0.05
 TAIL = 8000
+# Its input is a pipe that the worker holds open, and nobody else: when that ends, so does the whole group.
+TIED = "exec 3<&0 </dev/null; (trap '' TERM INT; cat <&3 >/dev/null; kill -s KILL -- -$$) & exec 3<&-; "
 # The code is written beside and renamed: it is there whole or not at all.
 RUN = 'trap : TERM; sh -c "$DOVETAIL_TASK_COMMAND"; code=$?; echo $code > "$1.part" && mv "$1.part" "$1"; exit $code'
 
@@ -34,6 +39,8 @@ class Worker:
         self.tasks, self.zone, self.lease, self.grace = tasks, zone, lease, grace
         self.name = name or f"{platform.node()}-{os.getpid()}-{secrets.token_hex(2)}"
         self.stopped = False
+        self._is_tied = bool(tasks.store.site)
+        self._beat = 0.0  # when the lease was last renewed
 
     def stop(self) -> None:
         """From a signal's handler: the task under way is told, and given back."""
@@ -43,7 +50,7 @@ class Worker:
         """Until the queue is done, or `stop`; how many tasks this worker has ended."""
         ended = 0
         while not self.stopped:
-            task = self.tasks.claim(self.name, self.lease, self.zone)
+            task, self._beat = self.tasks.claim(self.name, self.lease, self.zone), time.monotonic()
             if task is not None:
                 ended += self.work(task)
             elif not forever and self.tasks.is_done():
@@ -76,36 +83,50 @@ class Worker:
         }  # fmt: skip
         with (folder / "log").open("ab") as log:
             child = subprocess.Popen(
-                ["sh", "-c", RUN, "task", str(folder / "exit")], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                ["sh", "-c", TIED + RUN if self._is_tied else RUN, "task", str(folder / "exit")],
+                stdin=subprocess.PIPE if self._is_tied else subprocess.DEVNULL, stdout=log, stderr=log,
                 env=os.environ | told, start_new_session=True, pass_fds=(lock,),
             )  # fmt: skip
-        if not self._until(task, lambda: child.poll() is not None):
-            self._end(child)
-            if not self.stopped:
-                return None
-        code = child.wait()
+        try:
+            if not self._until(task, lambda: child.poll() is not None):
+                self._end(task, child)
+                if not self.stopped:
+                    return None
+            code = child.wait()
+        finally:
+            if child.stdin:
+                child.stdin.close()
         return code if code >= 0 else 128 - code
 
-    def _end(self, child: subprocess.Popen) -> None:
-        """By signal, with time to save; the shell that writes the code is in the same session."""
+    def _end(self, task: Task, child: subprocess.Popen) -> None:
+        """By signal, with time to save while the task is ours. The shell that writes the code is in the same group."""
         _signal(child, signal.SIGTERM)
-        try:
-            child.wait(self.grace)
-        except subprocess.TimeoutExpired:
+        until = time.monotonic() + self.grace
+        while child.poll() is None and time.monotonic() < until and (self._is_ours(task) or not self._is_tied):
+            time.sleep(POLL_S)
+        if child.poll() is None:
             _signal(child, signal.SIGKILL)
+            child.wait()
 
     def _until(self, task: Task, holds: Callable[[], bool]) -> bool:
         """Wait, with heartbeats; False where we were told to stop or the claim was lost."""
-        beat = time.monotonic()
         while not holds():
-            if self.stopped:
+            if self.stopped or not self._is_ours(task):
                 return False
-            if time.monotonic() - beat > self.lease / 4:
-                if not self.tasks.heartbeat(task, self.lease):
-                    return False
-                beat = time.monotonic()
             time.sleep(POLL_S)
         return True
+
+    def _is_ours(self, task: Task) -> bool:
+        """Renews the lease where it is time to; one that cannot be renewed is given up when half of it is over."""
+        age = time.monotonic() - self._beat
+        if age <= self.lease / 4:
+            return True
+        try:
+            kept = self.tasks.heartbeat(task, self.lease)
+        except OSError:  # the server is away
+            return age < self.lease / 2
+        self._beat = time.monotonic()
+        return kept
 
 
 def _signal(child: subprocess.Popen, number: int) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.job import app
 from dovetail.jobs.presence import holder
+from dovetail.jobs.store import Store
 
 
 @pytest.fixture
@@ -49,16 +50,21 @@ def test_a_job_from_its_creation_to_its_end(job):
 def test_a_failure_exits_with_one_and_names_the_error(job):
     shown = job("create", "name=bad", "command=echo 'KeyError: 3'; exit 9", "-f", code=1)
     assert "exit 9: failed: KeyError: 3" in shown
-    assert job("resume", "bad", "--json")["status"] == "queued"
+    assert job("resume", "bad", "--json")["resumed"] == 1
     job("logs", "bad", "--follow")
     assert job("show", "bad", "--json")["attempts"] == 2
 
 
-def test_cancel_and_clean(job):
+def test_cancel_and_clean(job, home):
     job("create", "name=later", "command=true")
     assert job("cancel", "later", "--json")["wanted"] == "stop"
     assert "no supervisor runs" in job("list")
     assert job("clean", "--days", "0", "--json") == {"deleted": [], "reaped": []}
+    store = Store(home)
+    (row,) = store.jobs()
+    store.change(row.id, status="cancelled", ended=1.0)
+    assert job("clean", "--dry-run", "--json")["deleted"] == [row.id] and len(store.jobs()) == 1
+    assert "1 jobs deleted; nothing is held for no job" in job("clean") and store.jobs() == []
 
 
 def test_a_file_and_keys_on_top(job, tmp_path):

@@ -147,6 +147,14 @@ def test_secrets_reach_the_process_and_no_file(store, monkeypatch):
 
 
 @pytest.mark.usefixtures("supervised")
+def test_what_this_machine_cannot_give_is_refused(store):
+    given = ({"environment": {"image": "i"}}, {"mounts": [{"source": "gs://b", "path": "/b"}]})
+    ids = [create(store, "true", **one) for one in given]
+    until(lambda: all(store.job(id).is_over for id in ids))
+    assert [store.job(id).detail.partition(" ")[0] for id in ids] == ["environment.image", "mounts"]
+
+
+@pytest.mark.usefixtures("supervised")
 def test_a_machine_in_quarantine_is_not_used(store):
     store.quarantine("local", socket.gethostname(), "j", "two results")
     id = create(store, "true")

@@ -102,7 +102,7 @@ def test_what_cannot_travel_is_named(store):
     [
         ({"hots": 2}, "hots is not a key. Did you mean hosts"),
         ({"command": "ls"}, "command is not for a remote function"),
-        ({"backend": "gke", "accelerator": "v6e-8"}, "backend must be one of local, slurm"),
+        ({"backend": "gke", "accelerator": "v6e-8"}, "on gke needs environment={'image'"),
     ],
 )
 def test_wrong_options_are_refused_where_they_are_written(options, message):

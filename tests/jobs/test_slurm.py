@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jobs.slurm_cluster import preempt, until
 
@@ -54,6 +56,7 @@ def test_preempted_it_saves_is_put_back_and_completes(store):
     assert store.job(id).status == "succeeded", [event.what for event in store.events(id)]
     assert [log(store, id, rank) for rank in (0, 1)] == ["begins at 0\nbegins at 1\n"] * 2
     assert [row.outcome for row in store.attempts(id)] == ["success"]  # one attempt: Slurm started it twice
+    assert (store.job(id).preemptions, store.last(id).restarts) == (1, 1)  # which counts all the same
     whats = [event.what for event in store.events(id)]
     assert whats.index("running on dta") < whats.index("waiting on dta") < len(whats) - 1
 
@@ -115,7 +118,13 @@ def test_a_refusal_fails_the_job_and_silence_does_not(store, monkeypatch, tmp_pa
 
 @pytest.mark.usefixtures("supervised")
 def test_a_remote_function_runs_there(store):
-    where = dt.remote(backend="slurm", hosts=2, name="where")(lambda x: (x, os.environ["SLURMD_NODENAME"]))
-    assert where.run(5) == (5, "dta")
+    scale = np.arange(1_000_000, dtype=np.float32)
+    where = dt.remote(backend="slurm", hosts=2, name="where")(lambda x: (x * scale, os.environ["SLURMD_NODENAME"]))
+    zero = dt.remote(backend="slurm", name="zero")(lambda: 1 // 0)
+    with pytest.raises(ValueError, match=r"argument 'x' of <lambda> cannot be sent .*lock"):
+        where.submit(threading.Lock())
+    handles = where.submit(np.float32(5)), zero.submit()
+    value, node = handles[0].result(60)
+    assert node == "dta" and np.array_equal(value, 5 * scale)
     with pytest.raises(ZeroDivisionError):
-        dt.remote(backend="slurm", name="zero")(lambda: 1 // 0).run()
+        handles[1].result(60)

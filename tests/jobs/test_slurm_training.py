@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
+import jax
 import pytest
 from jobs.slurm_cluster import preempt, until
 from train.runs import model_folder
 from xla_flags import flags
 
+from dovetail.core.recipe import load
 from dovetail.jobs import actions
 from dovetail.jobs.spec import make
+from dovetail.train.next_token import next_token
+from dovetail.train.prepare import prepare
+from dovetail.train.pretrain import _open_rows
+from dovetail.train.run import run
+from dovetail.train.settings import Pretrain
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("slurm_here", "supervised")]
-STEPS = 150
+STEPS = 150  # some seconds of work: Slurm takes one or two to preempt
+OVERRIDES = (f"steps={STEPS}", "batch=4", "length=32", "schedule.warmup=0", "eval.every=0", "checkpoint.every=1000")
 
 
 @pytest.fixture
-def train(store, tmp_path):
-    def start(name: str) -> str:
-        overrides = (
-            f"model={model_folder(tmp_path)}", f"steps={STEPS}", "batch=4", "length=32", "schedule.warmup=0",
-            f"eval.every={STEPS}", "eval.batches=1", "checkpoint.every=50",
-        )  # fmt: skip
-        spec = make({
-            "name": name, "recipe": "tiny", "overrides": overrides, "backend": "slurm", "hosts": 2, "code.path": "",
-            "env": [f"XLA_FLAGS={flags(1)}", f"DOVETAIL_HOME={os.environ['DOVETAIL_HOME']}", "JAX_PLATFORMS=cpu"],
-            "slurm": {"partition": "low"}, "retries": {"backoff": 0.1},
-        })  # fmt: skip
-        return actions.create(store, spec).id
-
-    return start
+def overrides(tmp_path) -> tuple[str, ...]:
+    return (f"model={model_folder(tmp_path)}", *OVERRIDES)
 
 
-def losses(store, id: str) -> dict[int, float]:
+def straight(overrides: tuple[str, ...], folder: Path) -> dict[int, float]:
+    """The undisturbed run: of two devices of this process, which computes what two processes of one device each do."""
+    settings = load("tiny", overrides, Pretrain)
+    ready = prepare(settings, next_token(settings), jax.devices()[:2])
+    opened = _open_rows(settings, ready, None)
+    assert run(ready, folder, opened.rows, opened.held_out, opened.tokenizer, opened.samples, show=False).code == 0
+    return losses(folder)
+
+
+def train(store, overrides: tuple[str, ...]) -> str:
+    spec = make({
+        "name": "disturbed", "recipe": "tiny", "overrides": overrides, "backend": "slurm", "hosts": 2, "code.path": "",
+        "env": [f"XLA_FLAGS={flags(1)}", f"DOVETAIL_HOME={os.environ['DOVETAIL_HOME']}", "JAX_PLATFORMS=cpu"],
+        "slurm": {"partition": "low"}, "retries": {"backoff": 0.1},
+    })  # fmt: skip
+    return actions.create(store, spec).id
+
+
+def losses(folder: Path) -> dict[int, float]:
     """Step -> loss; a step that was done twice, before and after the preemption, must say the same."""
-    path = store.home(id) / "run" / "metrics.jsonl"
+    path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     found: dict[int, float] = {}
     for line in (line for line in lines if "loss" in line):
@@ -49,16 +64,15 @@ def said(store, id: str) -> str:
     return "\n---\n".join(f"{path}\n{path.read_text()[-3000:]}" for path in logs)
 
 
-def test_preempted_in_the_middle_it_goes_on_as_if_nothing_had_been(store, train):
-    straight = train("straight")
-    until(lambda: store.job(straight).is_over, 400)
-    assert store.job(straight).status == "succeeded", said(store, straight)
-    disturbed = train("disturbed")
-    until(lambda: max(losses(store, disturbed), default=0) >= 10, 400)
+def test_preempted_in_the_middle_it_goes_on_as_if_nothing_had_been(store, overrides, tmp_path):
+    expected = straight(overrides, tmp_path / "straight")
+    id = train(store, overrides)
+    folder = store.home(id) / "run"
+    until(lambda: max(losses(folder), default=0) >= 10, 400)
     preempt(1)
-    until(lambda: store.job(disturbed).is_over, 400)
-    assert store.job(disturbed).status == "succeeded", said(store, disturbed)
-    whats = [event.what for event in store.events(disturbed)]
+    until(lambda: store.job(id).is_over, 400)
+    assert store.job(id).status == "succeeded", said(store, id)
+    whats = [event.what for event in store.events(id)]
     assert any(what.startswith("waiting on") for what in whats), whats  # it lost its nodes, and came back
-    assert losses(store, disturbed) == losses(store, straight)
-    assert len(losses(store, straight)) > 10 and max(losses(store, straight)) == STEPS
+    assert (store.job(id).attempts, store.job(id).preemptions) == (1, 1)
+    assert losses(folder) == expected and max(expected) == STEPS and len(expected) > 10

@@ -3,8 +3,10 @@
 import subprocess
 
 import pytest
+from jobs.cloud.loopback import Loopback, Troubles
 
-from dovetail.jobs import gate, price
+from dovetail.core.prices import rate
+from dovetail.jobs import bucket, gate, price
 from dovetail.jobs.script import script, secrets
 from dovetail.jobs.spec import from_text, load, make, to_text
 
@@ -23,6 +25,10 @@ ceiling: {dollars: 400, hours: 48}
 retries: {faults: 3}
 environment: {lock: requirements.lock, setup: [echo ready]}
 """
+FULL_WITH_OTHERS = {
+    "name": "x", "recipe": "llama3-1b", "backend": "gcp-tpu", "accelerator": "v6e-16", "others": ["v6e-8"],
+    "zones": ["us-east5-b"],
+}  # fmt: skip
 
 
 def test_a_file_is_read_written_and_overridden(tmp_path):
@@ -79,7 +85,8 @@ def test_a_secret_never_shows_its_value(monkeypatch):
 
 def test_prices_and_traffic():
     spot = from_text(FULL)
-    assert price.hourly(spot) == pytest.approx(16 * 1.54)
+    dearest = max(rate(spot.device.chip, True, region).dollars for region in ("us-east5", "europe-west4"))
+    assert price.hourly(spot) == pytest.approx(16 * dearest)
     assert price.hourly(make({"name": "x", "command": "ls", "accelerator": "v6e-16"})) == 0.0  # one's own machine
     blind = make(
         {"name": "x", "command": "ls", "backend": "gke", "accelerator": "tpu7x-64", "ceiling": {"dollars": 9.0}}
@@ -91,24 +98,72 @@ def test_prices_and_traffic():
     assert price.transfer_warnings(spot, {"gs://data": "us"}) != []  # of Europe it is another continent's
 
 
+@pytest.fixture
+def storage(monkeypatch):
+    """As much of Cloud Storage as is asked, on loopback."""
+    places = {"data": "US-EAST5", "lab": "EUR4"}
+
+    def act(method, path, body):
+        name = path.partition("?")[0].rpartition("/")[2]
+        return (200, {"location": places[name]}) if name in places else (404, {})
+
+    with Loopback(act, Troubles, lambda code, message: {"error": message}, 0.1) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.address)
+        yield
+
+
+@pytest.mark.usefixtures("storage")
+def test_where_a_bucket_lies_is_asked_and_what_nobody_knows_is_said():
+    pytest.importorskip("requests", reason="pip install 'dovetail[gcp]'")
+    sources = [("gs://data/corpus", ""), ("gs://mine", "us-west1"), ("gs://nobodys", ""), ("/here", "")]
+    mounts = [{"source": one, "path": "/d", "region": region} for one, region in sources]
+    found = bucket.locations(
+        make(FULL_WITH_OTHERS | {"mounts": mounts, "gcp": {"bucket": "gs://lab"}, "zones": ["us-east5-b"]})
+    )
+    assert found == {"gs://data/corpus": "us-east5", "gs://mine": "us-west1", "gs://nobodys": "", "gs://lab": "eu"}
+    (line,) = bucket.unknown_warnings(found)
+    assert "the region of gs://nobodys is not known here" in line and "$20 to $80 per TB" in line
+    assert bucket.locations(make({"name": "x", "command": "ls", "mounts": mounts})) == {}  # one's own machine
+
+
+def test_a_recipe_that_has_nowhere_to_save_is_warned_of():
+    (line,) = bucket.keeping_warnings(make(FULL_WITH_OTHERS))
+    assert "gcp.bucket is not set" in line
+    kept = ({"gcp": {"bucket": "gs://b"}}, {"backend": "slurm", "accelerator": "h100x8", "others": []})
+    assert [bucket.keeping_warnings(make(FULL_WITH_OTHERS | one)) for one in kept] == [[], []]
+
+
 def test_the_script_runs_the_command_with_its_environment():
     made = script(from_text(FULL))
     assert "export A=1" in made and "pip" in made and "{ echo ready\n} || exit 91" in made
     assert made.rstrip().endswith('--run-dir "$DOVETAIL_JOB_DIR/run"')
 
 
-def test_what_will_not_fit_is_found_before_it_is_paid_for(monkeypatch):
-    spec, called = from_text(FULL), []
+def test_what_will_not_fit_is_found_before_it_is_paid_for():
+    given = {"name": "x", "recipe": "llama3-8b", "backend": "gke", "accelerator": "v5litepod-4"}
+    with pytest.raises(
+        ValueError, match=r"llama3-8b does not run on \S+-4: it does not fit: each of 4 x v5e .*--no-check"
+    ):
+        gate.check(make(given))
+
+
+def test_the_gate_plans_each_size_and_compiles_where_libtpu_is(monkeypatch):
+    spec, called, installed = make(FULL_WITH_OTHERS), [], {"jax", "libtpu"}
 
     def run(command, **options):
-        called.append(command)
-        return subprocess.CompletedProcess(command, 2, "", "compiling\nerror: 40 GiB, and 31 GiB is there\n")
+        called.append(command[3:])
+        compiles = command[3] == "compile"
+        return subprocess.CompletedProcess(command, 2 * compiles, "", "compiling\nerror: 40 GiB, and 31 GiB is there\n")
 
     monkeypatch.setattr("dovetail.jobs.gate.subprocess.run", run)
-    monkeypatch.setattr("dovetail.jobs.gate.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("dovetail.jobs.gate.importlib.util.find_spec", lambda name: name in installed or None)
     with pytest.raises(ValueError, match="llama3-1b does not run on v6e-16: 40 GiB, and 31 GiB is there"):
         gate.check(spec)
-    assert called[0][3:] == ["compile", "recipe", "llama3-1b", "steps=100", "--topology", "v6e:4x4", "--json"]
-    monkeypatch.setattr("dovetail.jobs.gate.importlib.util.find_spec", lambda name: None)
-    assert "libtpu is not installed" in gate.check(spec)
-    assert gate.check(make({"name": "x", "command": "ls"})) == "" and len(called) == 1
+    plan = ["recipes", "llama3-1b", "--chip", "v6e", "--devices"]
+    assert called[:2] == [[*plan, "16", "--slices", "1"], [*plan, "8", "--slices", "1"]]
+    assert called[2:] == [["compile", "recipe", "llama3-1b", "--topology", "v6e:4x4", "--json"]]
+    installed.remove("libtpu")
+    assert "planned, and not compiled" in gate.check(spec) and len(called) == 5
+    installed.remove("jax")
+    assert "not planned" in gate.check(spec) and gate.check(make({"name": "x", "command": "ls"})) == ""
+    assert len(called) == 5

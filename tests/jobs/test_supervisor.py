@@ -2,13 +2,14 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from jobs.scripted import Scripted
 
 from dovetail.jobs import actions
 from dovetail.jobs.attempt import Resource
-from dovetail.jobs.backends.backend import Observed
+from dovetail.jobs.backends.backend import Observed, Refused
 from dovetail.jobs.outcome import deciding, error_line, outcome
 from dovetail.jobs.reaper import orphans, reap
 from dovetail.jobs.spec import make
@@ -74,12 +75,48 @@ def test_a_spent_budget_fails_the_job_and_says_which(world, budget, end):
     assert (found.status, found.attempts) == ("failed", 2) and f"retries.{budget}: 1" in found.detail
 
 
+def test_what_the_backends_own_queue_takes_back_counts_as_a_preemption(world):
+    again, waiting = replace(RUNNING, restarts=1), Observed("waiting", "PENDING", restarts=1)
+    once = world.add("once", DONE, retries={"preemptions": 1, "backoff": 0.0})
+    world.script[("once", 1)] = [RUNNING, waiting, waiting, again, DONE]
+    often = world.add("often", DONE, retries={"preemptions": 1, "backoff": 0.0})
+    world.script[("often", 1)] = [RUNNING, replace(again, restarts=2)]  # twice between two looks
+    world.run()
+    found = world.store.job(once)
+    assert (found.status, found.attempts, found.preemptions) == ("succeeded", 1, 1)
+    found = world.store.job(often)
+    assert (found.status, found.attempts, found.preemptions) == ("failed", 1, 2)
+    assert "retries.preemptions: 1" in found.detail and world.held == []
+
+
 def test_what_a_retry_cannot_cure_is_not_retried(world):
     trouble = world.add("trouble", failed(88), retries={"failures": 9, "backoff": 0.0})
     mistake = world.add("mistake", failed(2), command=None, recipe="tiny", retries={"failures": 9, "backoff": 0.0})
     world.run()
     assert [world.store.job(one).attempts for one in (trouble, mistake)] == [1, 1]
     assert world.store.job(trouble).status == world.store.job(mistake).status == "failed"
+
+
+def test_a_create_that_asked_for_nothing_ends_the_job_though_nobody_can_be_asked(world, monkeypatch):
+    """No credentials, no client, no project: nor can it be looked for."""
+
+    def create(attempt):
+        raise Refused("no credentials are here")
+
+    monkeypatch.setattr(world.backend, "observe", lambda attempt: Observed("unknown", "no credentials are here"))
+    answered = world.add("answered", backend="slurm")
+    world.run(lambda: world.store.last(answered).phase == "live")
+    monkeypatch.setattr(world.backend, "create", create)
+    job = world.add("x", backend="slurm")
+    world.run(lambda: world.store.job(job).is_over)
+    assert (world.store.job(job).status, world.store.job(job).detail) == ("failed", "no credentials are here")
+    assert world.ends(job) == ["mistake"] and not world.store.job(answered).is_over
+    # the answer to an earlier call may have been lost: that one is looked for
+    world.store.change_attempt(answered, 1, phase="creating")
+    world.run(ticks=5)
+    assert (
+        world.store.last(answered).phase == "ending" and world.store.job(answered).detail == "no credentials are here"
+    )
 
 
 def test_a_question_that_fails_concludes_nothing(world):
@@ -93,12 +130,11 @@ def test_absent_is_believed_only_when_it_is_said_again(world):
     job = world.add("x", DONE)
     world.script[("x", 1)] = [RUNNING, Observed("absent"), RUNNING, Observed("absent"), RUNNING, DONE]
     supervisor = world.supervisor
-    supervisor._looks, looks = 0.05, supervisor._looks
+    supervisor._looks = supervisor.reconciler.settle = 0.05
     for _ in range(200):
         supervisor._next_look.clear()
         if not supervisor.tick():
             break
-    supervisor._looks = looks
     assert world.ends(job) == ["success"]
 
 

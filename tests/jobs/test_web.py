@@ -41,12 +41,13 @@ def get(address: str, **headers: str):
         return json.loads(body) if "json" in answer.headers["Content-Type"] else body.decode()
 
 
-def test_the_page_and_what_it_asks_for(url, job):
+def test_the_page_and_what_it_asks_for(url, job, store):
     assert "<title>dovetail jobs</title>" in get(url)
     listed = get(f"{url}/api/jobs")
     assert [one["name"] for one in listed["jobs"]] == ["shown"] and listed["counts"] == {"waiting": 1}
     one = get(f"{url}/api/jobs/{job}")
     assert (one["processes"], len(one["attempts"]), one["curve"]) == (2, 1, []) and "hosts: 2" in one["spec"]
+    assert len(store._free) <= 2  # a thread for each request, and no connection for each thread
     part = get(f"{url}/api/jobs/{job}/logs?attempt=1&rank=1&since=4")
     assert part == {"text": "<script>\ntwo\n", "position": 17}
 

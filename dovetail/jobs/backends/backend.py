@@ -7,7 +7,8 @@ one that is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,6 +37,7 @@ class Observed:
     exit_code: int | None = None  # of the process that decided the end; 128 + n for signal n
     failed_rank: int | None = None  # the first that failed
     handle: str = ""  # where it is known only now
+    restarts: int = 0  # how often the backend's own queue took it back, and starts it again
 
 
 class Unavailable(Exception):
@@ -45,6 +47,19 @@ class Unavailable(Exception):
     def __init__(self, message: str, elsewhere: bool = False) -> None:
         super().__init__(message)
         self.elsewhere = elsewhere
+
+
+class Refused(ValueError):
+    """A create that will never work, and that asked for nothing: there is nothing to look for or to give back."""
+
+
+@contextmanager
+def unasked() -> Iterator[None]:
+    """Around what a create does before its first request."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise Refused(str(error)) from error
 
 
 @dataclass(frozen=True)

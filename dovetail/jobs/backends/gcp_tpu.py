@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.jobs.attempt import PREFIX, Attempt, Resource
 from dovetail.jobs.backends import tpu_request, tpu_ssh, tpu_worker
-from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable, unasked
 from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.backends.places import Places
 from dovetail.jobs.backends.queued_resources import QueuedResources
@@ -46,8 +46,10 @@ class GcpTpu:
 
     def create(self, attempt: Attempt) -> str:
         """The handle is the operation that makes it; or its own name, where it was there already."""
-        tpu_worker.check(attempt.spec)
-        body, parent = tpu_request.resource(attempt), tpu_request.parent(attempt)
+        with unasked():
+            tpu_worker.check(attempt.spec)
+            body, parent = tpu_request.resource(attempt), tpu_request.parent(attempt)
+            self._service.connect()
         self._places.add(tpu_request.project_of(attempt.spec), attempt.zone)
         if attempt.spec.tier == "flex-start":
             return self._create_by_gcloud(attempt)

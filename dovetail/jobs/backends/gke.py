@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.jobs import script
-from dovetail.jobs.attempt import Attempt, Resource
+from dovetail.jobs.attempt import CALL, Attempt, Resource
 from dovetail.jobs.backends import jobset, log_copy, tpu_ssh
-from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable, unasked
 from dovetail.jobs.backends.jobset_status import Pod, pods, told
 from dovetail.jobs.backends.kube import Namespace, current_context
 from dovetail.jobs.backends.log_file import read
@@ -23,6 +23,7 @@ from dovetail.jobs.spec import Spec
 
 KINDS = ("JobSet", "ConfigMap", "Secret")  # of one name each; what costs money first
 COPY_S = 300.0  # for the code to reach the bucket
+HEALTH = "run/health.jsonl"
 
 
 class Gke:
@@ -44,12 +45,16 @@ class Gke:
 
     def create(self, attempt: Attempt) -> str:
         """The handle is its namespace and cluster: kubeconfig may have chosen another cluster the next time."""
-        jobset.check(attempt.spec)
-        bodies = manifests(attempt)
-        context, name = self._place(attempt)
+        with unasked():
+            jobset.check(attempt.spec)
+            bodies = manifests(attempt)
+            context, name = self._place(attempt)
+            self._at(context, name).connect()
         self._places.add(context, name)
         if attempt.snapshot and not jobset.is_small(attempt):
-            self._upload(attempt)
+            self._upload(attempt, [attempt.home / "code.tar.gz"], "")
+        if attempt.is_call:
+            self._upload(attempt, sorted((attempt.home / CALL).glob("call.*")), f"{CALL}/")
         for body in bodies:
             if not self._space(attempt).create(body):
                 self._refuse_others(attempt, body["kind"])
@@ -60,16 +65,22 @@ class Gke:
         if there is not None and not self._is_ours(there):
             raise ValueError(f"{kind} {attempt.name} is there and carries another owner's label: it is not ours to use")
 
-    def _upload(self, attempt: Attempt) -> None:
-        bucket = attempt.spec.gke.bucket.rstrip("/")
-        if not bucket:
+    def _upload(self, attempt: Attempt, files: Sequence[Path], inside: str) -> None:
+        if not attempt.spec.gke.bucket:
             raise ValueError(
                 "the code is larger than a ConfigMap holds: set gke.bucket, or exclude more (code.exclude)"
             )
-        target = f"{bucket}/jobs/{attempt.job}/code.tar.gz"
-        done = self._run(["gcloud", "storage", "cp", str(attempt.home / "code.tar.gz"), target], b"", COPY_S)
+        target = f"{_bucket(attempt)}/{inside}"
+        done = self._run(["gcloud", "storage", "cp", *map(str, files), target], b"", COPY_S)
         if done.code:
-            raise Unavailable(f"the code could not be copied to {target}: {done.err[-200:]}")
+            raise Unavailable(f"{files[0].name} could not be copied to {target}: {done.err[-200:]}")
+
+    def _download(self, attempt: Attempt) -> None:
+        """What a remote function returned, if it came to that."""
+        source = f"{_bucket(attempt)}/{CALL}/{attempt.number}.*"
+        done = self._run(["gcloud", "storage", "cp", source, f"{attempt.home / CALL}/"], b"", COPY_S)
+        if done.code and "matched no objects" not in done.err:
+            raise Unavailable(f"it is over, and {source} could not be fetched yet: {done.err[-200:]}")
 
     def delete(self, resource: Resource) -> None:
         """Only what carries our label: a name alone may be somebody else's."""
@@ -105,9 +116,14 @@ class Gke:
             there = self._space(attempt).get("JobSet", attempt.name)
             if there is None or not self._is_ours(there):
                 return Observed("absent", "there is no such JobSet")
-            seen = told(there, pods(self._pods(attempt), attempt.spec.device.hosts))
+            found = pods(self._pods(attempt), attempt.spec.device.hosts)
+            seen = told(there, found)
             if seen.state in ("succeeded", "failed", "preempted"):
                 self._fetch(attempt)
+                for pod in found:
+                    log_copy.merge(attempt.home / HEALTH, pod.message)
+                if attempt.is_call:
+                    self._download(attempt)
             return seen
         except (Unavailable, ValueError, ImportError, OSError) as error:
             return Observed("unknown", str(error))
@@ -166,6 +182,11 @@ class Gke:
         if (context, name) not in self._spaces:
             self._spaces[context, name] = self._connect(context, name)
         return self._spaces[context, name]
+
+
+def _bucket(attempt: Attempt) -> str:
+    """The job's folder there; the pods find it at DOVETAIL_JOB_DIR."""
+    return f"{attempt.spec.gke.bucket.rstrip('/')}/jobs/{attempt.job}"
 
 
 def manifests(attempt: Attempt, show_secrets: bool = True) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from dovetail.jobs import script
 from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.backends.pod import HERE, pod
+from dovetail.jobs.backends.pod import HERE, TOLD, pod
+from dovetail.jobs.outcome import QUARANTINE
 from dovetail.jobs.spec import Spec
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
@@ -135,7 +136,10 @@ def _start(attempt: Attempt) -> str:
             f'setsid sh {HERE}/job/script.sh & child=$!; [ -z "$told" ] || end',
             # a signal interrupts `wait`: only when the child is gone is what it says the child's own code
             'while :; do wait "$child"; code=$?; kill -0 "$child" 2>/dev/null || break; done',
-            'wait "$child" 2>/dev/null; last=$?; [ "$last" = 127 ] || code=$last; exit "$code"',
+            'wait "$child" 2>/dev/null; last=$?; [ "$last" = 127 ] || code=$last',
+            # the hosts at fault are told in the pod's status, which holds 4 KiB: its folder may go with it
+            f'[ "$code" != {QUARANTINE} ] || tail -c 4000 "$DOVETAIL_JOB_DIR/run/health.jsonl" > {TOLD}',
+            'exit "$code"',
             "",
         ]
     )

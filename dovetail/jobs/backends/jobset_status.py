@@ -24,6 +24,7 @@ class Pod:
     ended: str  # when: RFC 3339, which sorts as it reads
     disrupted: bool  # Kubernetes took it away
     why: str  # what it waits for, or died of
+    message: str = ""  # what it left for whoever asks (start.sh: hosts at fault)
 
 
 def pods(items: Sequence[dict[str, Any]], hosts: int) -> list[Pod]:
@@ -53,7 +54,7 @@ def _pod(one: dict[str, Any], rank: int) -> Pod:
     return Pod(
         rank, one["metadata"]["name"], one["metadata"].get("uid", ""), one.get("spec", {}).get("nodeName") or "",
         status.get("phase", ""), ended.get("exitCode"), str(ended.get("finishedAt") or ""),
-        conditions.get("DisruptionTarget", {}).get("status") == "True", why,
+        conditions.get("DisruptionTarget", {}).get("status") == "True", why, ended.get("message") or "",
     )  # fmt: skip
 
 
@@ -81,10 +82,11 @@ def _under_way(
     restarts = status.get("restarts", 0)
     again = f"started again {restarts} times after preemptions" if restarts else ""
     if ready == replicas:
-        return Observed("running", again, hosts)
+        return Observed("running", again, hosts, restarts=restarts)
     waiting = next((f"{pod.name}: {pod.why}" for pod in found if pod.phase == "Pending" and pod.why), "")
     slices = f"{ready} of {replicas} slices are ready"
-    return Observed("waiting", "; ".join(part for part in (again, slices, waiting) if part)[:300], hosts)
+    detail = "; ".join(part for part in (again, slices, waiting) if part)[:300]
+    return Observed("waiting", detail, hosts, restarts=restarts)
 
 
 def _failed(message: str, found: Sequence[Pod], hosts: tuple[str, ...]) -> Observed:

@@ -32,6 +32,11 @@ class Namespace:
         self._endpoint = endpoint or os.environ.get(ENDPOINT, "")
         self._made: Any = None
 
+    def connect(self) -> None:
+        """ImportError or ValueError where there is no client, or nothing says where the cluster is."""
+        with _asked("find the cluster"):
+            _ = self._apis
+
     def create(self, body: dict[str, Any]) -> bool:
         """False where there is one of its name."""
         with _asked(f"create {body['kind']} {body['metadata']['name']}"):

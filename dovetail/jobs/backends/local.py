@@ -40,6 +40,8 @@ class Local:
             )
         if attempt.spec.mounts:
             raise ValueError("mounts are for machines in the cloud: here, name the folder itself in the command")
+        if attempt.spec.environment.image:
+            raise ValueError("environment.image is for gke and slurm; here give environment.lock, venv or conda")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / LOCK).open("a") as lock:
             if _take(lock.fileno(), folder):

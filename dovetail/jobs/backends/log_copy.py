@@ -1,4 +1,4 @@
-"""The copy here of a log that grows elsewhere: a supervisor and a person who follows it may bring the same part."""
+"""The copy here of what grows elsewhere: a supervisor and a person who follows it may bring the same part of a log."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ def append(path: Path, since: int, text: bytes) -> None:
         size = file.seek(0, 2)
         if size >= since:
             file.write(text[size - since :])
+
+
+def merge(path: Path, text: str) -> None:
+    """Add the lines that are not here yet: hosts, and attempts after each other, tell some of the same."""
+    here = path.read_text().splitlines() if path.exists() else []
+    new = [line for line in text.splitlines() if line and line not in here]
+    if new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        beside.write_text("\n".join([*here, *new]) + "\n")
+        beside.replace(path)
 
 
 def size(path: Path) -> int:

@@ -9,6 +9,7 @@ from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.spec import Mount, Spec
 
 HERE = "/dovetail"
+TOLD = f"{HERE}/told"  # a file whose contents Kubernetes keeps in the pod's status
 ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
 SPOT, FLEX = "cloud.google.com/gke-spot", "cloud.google.com/gke-flex-start"
 RESERVATION = "cloud.google.com/reservation-name"
@@ -74,6 +75,7 @@ def _container(attempt: Attempt, slices: int, mounts: list[dict[str, Any]]) -> d
         "name": "main",
         "image": attempt.spec.environment.image,
         "command": ["sh", f"{HERE}/job/start.sh"],
+        "terminationMessagePath": TOLD,
         "ports": [{"containerPort": port} for port in PORTS],
         "env": _env(attempt, slices),
         "resources": {"requests": asked, "limits": asked},

@@ -35,6 +35,11 @@ class QueuedResources:
         self._timeout = timeout
         self._clients = threading.local()  # its session of HTTP is not made for several threads
 
+    def connect(self) -> None:
+        """ImportError or ValueError where there is no client, or there are no credentials for it."""
+        with _asked("connect to Cloud TPU"):
+            _ = self._client
+
     def create(self, parent: str, name: str, resource: dict[str, Any], request_id: str) -> str:
         """The operation that makes it; "" where there is one of that name already."""
         with _asked(f"create {name} in {parent}"):

@@ -11,14 +11,15 @@ import os
 import shlex
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dovetail.jobs import script
 from dovetail.jobs.attempt import PREFIX, Attempt, Resource
 from dovetail.jobs.backends import slurm_script
-from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.backends.backend import LogPart, Observed, Refused, Unavailable
 from dovetail.jobs.backends.log_file import read
-from dovetail.jobs.backends.slurm_states import Seen, expand, observed, parse
+from dovetail.jobs.backends.slurm_states import WAITING, Seen, expand, observed, parse
 from dovetail.jobs.outcome import deciding
 
 TIMEOUT_S = 60.0
@@ -39,7 +40,7 @@ class Slurm:
 
     def create(self, attempt: Attempt) -> str:
         if attempt.spec.mounts:
-            raise ValueError("mounts are for machines in the cloud: name a folder that the nodes share in the command")
+            raise Refused("mounts are for machines in the cloud: name a folder that the nodes share in the command")
         if there := self._find(attempt.name):
             return there
         folder = attempt.folder
@@ -60,13 +61,11 @@ class Slurm:
         except (Unavailable, ValueError) as error:
             return Observed("unknown", str(error))
         codes = _codes(attempt)
-        if seen is not None and not seen.is_over:
-            return observed(seen, attempt.spec, codes)
-        if (attempt.folder / "deleted").exists():
+        if (seen is None or seen.is_over) and (attempt.folder / "deleted").exists():
             return Observed("absent")
-        if seen is not None:
-            return observed(seen, attempt.spec, codes)
-        return _from_files(codes, attempt.spec.processes)
+        if seen is None:
+            return _from_files(codes, attempt.spec.processes)
+        return replace(observed(seen, attempt.spec, codes), restarts=_restarts(attempt, seen))
 
     def _seen(self, attempt: Attempt) -> Seen | None:
         """The job as squeue has it; None once it is forgotten there."""
@@ -123,6 +122,13 @@ class Slurm:
         return ["srun", "--jobid", seen.id, "--overlap", "--nodelist", node, "--ntasks=1", "--pty", "sh", "-l"]
 
 
+def _restarts(attempt: Attempt, seen: Seen) -> int:
+    """How often Slurm put it back, by what the batch script wrote when it last began."""
+    path = attempt.folder / slurm_script.RESTARTS
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) + (seen.state in WAITING) if text.isdecimal() else 0
+
+
 def _codes(attempt: Attempt) -> list[int | None]:
     """Each rank's exit code, where it has written one."""
     found: list[int | None] = []
@@ -150,7 +156,7 @@ def _call(command: list[str], extra: dict[str, str] | None = None) -> str:
             env=os.environ | (extra or {}),
         )  # fmt: skip
     except FileNotFoundError:
-        raise ValueError(f"there is no {command[0]} here: run dovetail on a machine that submits to Slurm") from None
+        raise Refused(f"there is no {command[0]} here: run dovetail on a machine that submits to Slurm") from None
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{command[0]} did not answer in {TIMEOUT_S:g} s") from None
     if done.returncode == 0:

@@ -7,6 +7,8 @@ import shlex
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.outcome import PREEMPTED
 
+RESTARTS = "restarts"  # a file: how often Slurm had put the job back when it last began
+
 
 def options(attempt: Attempt, comment: str) -> list[str]:
     """Of sbatch. A zone, where the spec names some, is a partition."""
@@ -42,6 +44,7 @@ def batch_script(attempt: Attempt) -> str:
 trap : TERM
 folder={folder}
 rm -f "$folder"/exit.*
+echo "${{SLURM_RESTART_COUNT:-0}}" > "$folder/{RESTARTS}.part" && mv "$folder/{RESTARTS}.part" "$folder/{RESTARTS}"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [ "$SLURM_NTASKS" -gt 1 ] && ! getent hosts "$first" > /dev/null; then
     # a node's name that nobody can look up: Slurm knows its address

@@ -19,6 +19,8 @@ from dovetail.jobs.outcome import NO_ENVIRONMENT, NO_FOLDER, deciding
 SETTLE_S = 60.0  # for the others to end, once one rank has failed: they save, or notice that it is gone
 LOOK_S = 30.0  # for a worker's answer
 SEND_S = 300.0  # for the code to arrive
+NO_SSH = 255
+TAR_FINE = (0, 1)  # 1: a file grew as it was read, for another rank goes on
 MOST = 200  # chunks of one log that its end brings here: the last 50 MB
 
 
@@ -87,7 +89,7 @@ class Program:
         self._drain(standings)
         code, rank = deciding(codes, failed)
         if not self._has_answers({0, rank or 0}):
-            return Observed("unknown", "it is over, and its answer could not be fetched yet", hosts)
+            return Observed("unknown", "it is over, and what it left could not be fetched yet", hosts)
         if failed:
             return Observed("failed", f"rank {rank} ended with {code}", hosts, code, rank)
         if lost:
@@ -107,12 +109,14 @@ class Program:
             left = [worker for worker, one in pairs if isinstance(one, Standing) and len(one.log) == CHUNK]
 
     def _has_answers(self, ranks: set[int]) -> bool:
-        """Bring what a remote function returned; where the job is no such, there is nothing to bring."""
-        if not tpu_worker.is_call(self._attempt):
-            return True
+        """Bring what is to be kept, before the slice is given back; without a function's value the job is not over."""
         asked = [worker for worker in self._workers if worker.rank in ranks]
         done = self._on_all(asked, tpu_worker.answers(self._attempt), (), SEND_S)
-        return all(one.code == 0 and tpu_worker.take(self._attempt, one.out) for one in done)
+        whole = [
+            one.code in TAR_FINE and tpu_worker.take(self._attempt, one.out, worker.rank)
+            for worker, one in zip(asked, done, strict=True)
+        ]
+        return all(whole) or (not self._attempt.is_call and all(one.code != NO_SSH for one in done))
 
     def stop(self, grace: float) -> None:
         done = self._on_all(self._workers, tpu_worker.stop(self._attempt.name, grace), (), LOOK_S)

@@ -15,7 +15,8 @@ import tarfile
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dovetail.jobs.attempt import Attempt
+from dovetail.jobs.attempt import CALL, Attempt
+from dovetail.jobs.backends import log_copy
 from dovetail.jobs.outcome import SIGTERM
 from dovetail.jobs.script import script, secrets
 from dovetail.jobs.spec import Spec
@@ -23,7 +24,7 @@ from dovetail.jobs.spec import Spec
 MARK = b"dovetail-worker "
 CHUNK = 256 * 1024  # of a log, at a time
 BUCKET = "$HOME/.dovetail/bucket"
-CALL = "call"  # a remote function and what it returns, in the job's folder (jobs/remote.py)
+HEALTH, METRICS = "run/health.jsonl", "run/metrics.jsonl"  # of a training, in the job's folder
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,28 @@ def files(attempt: Attempt) -> bytes:
     """A tar of the scripts and the code."""
     code = (attempt.home / "code.tar.gz").read_bytes() if attempt.snapshot else _empty()
     held = {"script.sh": script(attempt.spec).encode(), "run.sh": _keeper(attempt.spec).encode(), "code.tar.gz": code}
-    call = sorted((attempt.home / CALL).glob("call.*")) if is_call(attempt) else []
+    call = sorted((attempt.home / CALL).glob("call.*")) if attempt.is_call else []
     return _tar({**held, **{f"{CALL}/{path.name}": path.read_bytes() for path in call}}, "w")
 
 
-def is_call(attempt: Attempt) -> bool:
-    return (attempt.home / CALL).is_dir()
-
-
 def answers(attempt: Attempt) -> str:
-    """A line that prints a tar of what this attempt's function returned there."""
-    found = f'cd "{_job_folder(attempt)}/{CALL}" 2>/dev/null && set -- {attempt.number}.* && [ -e "$1" ]'
-    return f'{{ {found}; }} || set --; tar cf - -T /dev/null "$@"'
+    """A line that prints a tar of what is to be kept of the job's folder there: what this attempt's function returned,
+    the hosts that a training found at fault, its curves."""
+    wanted = f"{CALL}/{attempt.number}.* {HEALTH} {METRICS}"
+    there = f'for f in {wanted}; do [ ! -e "$f" ] || set -- "$@" "$f"; done'
+    return f'set --; cd "{_job_folder(attempt)}" 2>/dev/null && {{ {there}; }}; tar cf - -T /dev/null "$@"'
 
 
-def take(attempt: Attempt, archive: bytes) -> bool:
+def take(attempt: Attempt, archive: bytes, rank: int) -> bool:
     """Unpack what `answers` printed; False where it came in part."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
-            tar.extractall(attempt.home / CALL, filter="data")
+            for member in tar.getmembers():
+                held = tar.extractfile(member)
+                if member.name == HEALTH and held is not None:  # every host may have one of its own
+                    log_copy.merge(attempt.home / HEALTH, held.read().decode(errors="replace"))
+                elif member.name != METRICS or rank == 0:
+                    tar.extract(member, attempt.home, filter="data")
     except tarfile.TarError:
         return False
     return True

@@ -105,13 +105,14 @@ class FakeKube(Loopback):
             "status": {"phase": phase, "conditions": [waits] if phase == "Pending" else []},
         }
 
-    def finish(self, name: str, codes: list[int], disrupted: bool = False) -> None:
-        """The pods end with these codes, one after the other, and the JobSet with them."""
+    def finish(self, name: str, codes: list[int], disrupted: bool = False, message: str = "") -> None:
+        """The pods end with these codes, one after the other, and the JobSet with them. `message`: of what failed."""
         for second, (pod, code) in enumerate(zip(self.pods(name), codes, strict=True)):
             ended = {
                 "exitCode": code,
                 "finishedAt": f"2026-01-01T00:00:{second:02}Z",
                 "reason": "Error" if code else "Completed",
+                "message": message if code else "",
             }
             pod["status"]["phase"] = "Failed" if code else "Succeeded"
             pod["status"]["containerStatuses"] = [

@@ -73,7 +73,8 @@ def test_a_pod_that_took_anothers_place_goes_on_in_the_same_log(cluster, tmp_pat
         cluster.world.logs[f"{NAME}-slice-0-0-{number}"] = text
         held.logs(one, 0)
     assert held.logs(one, 0).text == "first\nsecond\n"
-    assert "started again 1 times" in held.observe(one).detail
+    seen = held.observe(one)
+    assert "started again 1 times" in seen.detail and seen.restarts == 1
 
 
 def test_the_first_rank_that_failed_is_named(cluster, tmp_path):
@@ -219,5 +220,14 @@ def test_small_code_travels_in_the_config_map_and_large_by_the_bucket(cluster, t
         backend(cluster, tmp_path, run=run).create(changed(attempt(home, snapshot="d"), number=2))
     large = changed(attempt(home, snapshot="d", gke={"bucket": "gs://b/x"}), number=3)
     backend(cluster, tmp_path, run=run).create(large)
-    assert copied == [["gcloud", "storage", "cp", str(home / "code.tar.gz"), "gs://b/x/jobs/a1b2/code.tar.gz"]]
+    assert copied == [["gcloud", "storage", "cp", str(home / "code.tar.gz"), "gs://b/x/jobs/a1b2/"]]
     assert "binaryData" not in cluster.world.held["default", "ConfigMap", large.name]
+
+
+def test_hosts_at_fault_are_brought_here(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
+    held.create(one)
+    cluster.run(NAME)
+    cluster.finish(NAME, [86, 86, 0, 0], message='{"what": "quarantine", "at_fault": {"hosts": ["n7"]}}\n')
+    assert held.observe(one).exit_code == held.observe(one).exit_code == 86
+    assert (one.home / "run" / "health.jsonl").read_text().count("n7") == 1  # told by two pods, and asked for twice

@@ -146,6 +146,17 @@ def test_a_part_that_two_have_brought_is_kept_once(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"one two three"
 
 
+def test_hosts_at_fault_and_curves_are_brought_here_at_the_end(tmp_path):
+    command = """run="$DOVETAIL_JOB_DIR/run"; mkdir -p "$run"; echo all > "$run/health.jsonl"
+        echo "host $DOVETAIL_RANK" >> "$run/health.jsonl"; echo "by $DOVETAIL_RANK" > "$run/metrics.jsonl"
+        [ $DOVETAIL_RANK = 0 ] || exit 86; exit 85"""
+    held, one = program(tmp_path, command)
+    for _ in range(2):
+        assert until_over(held).exit_code == 86
+    assert (one.home / "run" / "health.jsonl").read_text() == "all\nhost 0\nhost 1\n"
+    assert (one.home / "run" / "metrics.jsonl").read_text() == "by 0\n"
+
+
 def remote_function(tmp_path, function, *args):
     """A program that calls it, as `@dt.remote` packs it."""
     home = tmp_path / "home"

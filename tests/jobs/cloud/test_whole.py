@@ -1,21 +1,29 @@
 """A job on each cloud from its creation to its end, as the daemon would run it: only the far ends are stand-ins."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jobs.cloud.fake_kube import FakeKube
 from jobs.cloud.fake_tpu import FakeTpu, Story
 from jobs.cloud.slices import spec
 
+import dovetail as dt
+from dovetail.jobs import call
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.reaper import orphans
 from dovetail.jobs.store import Store
 from dovetail.jobs.supervisor import Supervisor
 
-# gcloud compute tpus tpu-vm ssh NODE ...: a folder for each VM
+# gcloud compute tpus tpu-vm ssh NODE ...: a folder for each VM. gcloud storage cp: a folder for all buckets.
 GCLOUD = """#!/bin/sh
+if [ "$1" = storage ]; then
+    shift 2; for word in "$@"; do to=$(echo "$word" | sed "s,gs://,$VMS/,"); done; mkdir -p "$to"
+    while [ $# -gt 1 ]; do cp $(echo "$1" | sed "s,gs://,$VMS/,") "$to" || exit 1; shift; done; exit 0
+fi
 for word in "$@"; do case "$word" in --worker=*) worker=${word#*=};; --command=*) line=${word#*=};; esac; done
 export HOME="$VMS/$5-$worker"; mkdir -p "$HOME"; exec sh -c "$line"
 """
@@ -38,13 +46,71 @@ def supervise(store: Store, id: str, step, seconds=40.0) -> None:
     assert orphans(store, supervisor.backend) == []
 
 
-def test_a_spot_slice_is_preempted_and_the_next_zone_finishes(store, tmp_path, monkeypatch):
-    pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
+@pytest.fixture
+def gcloud(tmp_path, monkeypatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gcloud").write_text(GCLOUD)
     (tmp_path / "bin" / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("VMS", str(tmp_path / "vms"))
+
+
+@pytest.fixture
+def remote(store, monkeypatch, gcloud):
+    """@dt.remote into this store, whose supervisor is the test."""
+    monkeypatch.setenv("DOVETAIL_JOBS", str(store.root))
+    monkeypatch.setattr("dovetail.jobs.presence.ensure", lambda root: None)
+    return dt.remote
+
+
+def test_a_function_runs_on_a_slice(store, remote, tmp_path, monkeypatch):
+    """The environment there is a venv of the slice's own, and nothing of it is this machine's but the code."""
+    pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
+    activate = tmp_path / "venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH; export PYTHONPATH={Path(dt.__file__).parents[1]}\n")
+    where = {"backend": "gcp-tpu", "accelerator": "v5litepod-8", "zones": ["us-east5-b"], "gcp": {"project": "p"}}
+    with FakeTpu() as cloud:
+        monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", cloud.address)
+        scale = np.arange(300_000)
+        handle = remote(**where, environment={"venv": str(tmp_path / "venv")})(
+            lambda x: (x * scale, os.environ["HOME"])
+        )
+        handle = handle.submit(2)
+        supervise(store, handle.id, lambda last: setattr(cloud.world, "now", cloud.world.now + 1))
+        value, home = handle.result()
+        assert np.array_equal(value, 2 * scale) and home.startswith(str(tmp_path / "vms"))
+    with pytest.raises(ValueError, match="on gcp-tpu needs an environment with dovetail"):
+        remote(**where)(print)
+
+
+def test_a_function_runs_on_gke(store, remote, tmp_path, monkeypatch):
+    pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
+    where = {"backend": "gke", "accelerator": "v6e-8", "environment": {"image": "i"}}
+    with FakeKube() as cluster:
+        monkeypatch.setenv("DOVETAIL_KUBE_ENDPOINT", cluster.address)
+        handle = remote(**where, gke={"bucket": "gs://b"})(lambda x: {}[x]).submit("nothing")
+        name = f"dt-{handle.id}-1"
+
+        def step(last) -> None:
+            """What the pod does in its image, with the bucket mounted."""
+            if last.phase == "live" and last.state == "waiting":
+                cluster.run(name)
+            elif last.phase == "live":
+                cluster.finish(name, [call.main(tmp_path / "vms" / "b" / "jobs" / handle.id / "call")])
+            elif last.phase == "ending":
+                cluster.end_pods(name)
+
+        supervise(store, handle.id, step)
+        with pytest.raises(KeyError, match="nothing"):
+            handle.result()
+    with pytest.raises(ValueError, match=r"on gke needs .*'bucket'"):
+        remote(**where)(print)
+
+
+@pytest.mark.usefixtures("gcloud")
+def test_a_spot_slice_is_preempted_and_the_next_zone_finishes(store, tmp_path, monkeypatch):
+    pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
     command = 'echo attempt $DOVETAIL_ATTEMPT; [ "$DOVETAIL_ATTEMPT" = 2 ] || sleep 60'
     with FakeTpu() as cloud:
         monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", cloud.address)

@@ -1,0 +1,199 @@
+"""The store in a real Postgres: the same tests as in SQLite, two sites in one table, and a server that is not there."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from jobs.postgres_server import PASSWORD, Unable, server
+from jobs.test_kill_supervisor import check
+from jobs.test_local import until
+from jobs.test_queue import (  # noqa: F401
+    start,
+    tasks,
+    test_a_lease_that_ran_out_gives_the_task_to_another_and_silences_the_first,
+    test_dependencies_and_zones,
+    test_failures_are_retried_and_what_needs_them_fails_with_them,
+    test_tasks_are_claimed_in_order_and_one_at_a_time,
+)
+from jobs.test_store import (  # noqa: F401
+    SPEC,
+    test_a_job_is_found_by_id_beginning_and_name,
+    test_an_attempt_and_the_intent_to_create_it_are_one_change,
+    test_clean_keeps_what_is_needed,
+    test_half_a_change_is_none,
+    test_many_writers_wait_for_each_other,
+)
+from jobs.test_supervisor import (  # noqa: F401
+    DONE,
+    World,
+    test_a_person_is_told_at_the_end,
+    test_cancelled_it_is_told_first_and_may_be_resumed,
+    test_each_kind_of_end_has_a_budget_of_its_own,
+    test_hosts_that_computed_wrong_are_left_out,
+    test_the_next_zone_and_then_another_size,
+    test_what_no_job_wants_is_found_and_given_back,
+    world,
+)
+
+import dovetail as dt
+from dovetail.jobs import actions, schema
+from dovetail.jobs.store import Store
+from dovetail.jobs.tasks import Tasks
+from dovetail.jobs.worker import Worker
+
+pytest.importorskip("psycopg", reason="pip install 'dovetail[postgres]'")
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    try:
+        with server() as url:
+            yield url
+    except Unable as why:
+        pytest.skip(f"no Postgres here: {why}")
+
+
+@pytest.fixture
+def url(postgres, monkeypatch) -> str:
+    """A schema of the test's own, which is as good as a database and is made in a millisecond."""
+    import psycopg
+
+    name = f"t{next(_numbers)}"
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {name}".encode())
+    made = f"{postgres}?options={quote(f'-csearch_path={name}')}"
+    monkeypatch.setenv("DOVETAIL_JOBS", made)
+    return made
+
+
+@pytest.fixture
+def home(url, tmp_path, monkeypatch) -> Path:
+    """As for every test of jobs, but the store is in Postgres."""
+    monkeypatch.setenv("DOVETAIL_JOBS_FILES", str(tmp_path / "home"))
+    monkeypatch.setattr("dovetail.jobs.presence.ensure", lambda root: None)
+    return tmp_path / "home"
+
+
+def test_killed_at_some_points_it_ends_the_same(home, tmp_path):
+    check(tmp_path, 101)
+
+
+def test_a_value_comes_back_as_ever(home, supervised):
+    assert dt.remote(lambda x: x + 1).run(41) == 42
+
+
+def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path):
+    here, there = Store(home), Store(tmp_path / "there")
+    mine, theirs = World(here), World(there)
+    job = theirs.add("x", DONE)
+    assert [one.id for one in here.jobs()] == [job] and here.active() == [] and not here.has_active()
+    mine.run()
+    assert here.job(job).status == "queued"
+    actions.cancel(here, here.job(job))  # who sees a job may ask for it to stop; its own supervisor does it
+    theirs.run()
+    assert here.job(job).status == "cancelled"
+    with pytest.raises(ValueError, match=rf"job {job} was created at .*there: delete it there"):
+        actions.delete(here, here.job(job))
+    assert here.where(here.job(job)).endswith(f"there/jobs/{job}")
+    here.quarantine("gke", "bad", job, "two results")
+    assert there.quarantined("gke") == ["bad"]
+    here.close(), there.close()
+
+
+def test_a_task_dies_with_its_worker_and_another_site_runs_it(home, tmp_path):
+    queue = Tasks(Store(home), "q")
+    queue.add("long", f"echo $$ >> {tmp_path}/began; [ $(wc -l < {tmp_path}/began) -gt 1 ] || sleep 60")
+    worker = start(tmp_path / "there")
+    until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text())
+    process = int((tmp_path / "began").read_text())
+    worker.kill()
+    worker.wait()
+    until(lambda: not Path(f"/proc/{process}/cwd").exists())  # before its lease has run out
+    assert queue.named("long").status == "running"
+    assert Worker(queue, lease=1.0).run() == 1
+    (task,) = queue.all()
+    assert (task.status, task.tries, task.losses) == ("succeeded", 1, 1)
+    queue.store.close()
+
+
+def test_told_to_stop_a_worker_lets_its_task_save_though_the_lease_is_short(home, tmp_path):
+    queue = Tasks(Store(home), "q")
+    queue.add("long", f"trap 'sleep 3; touch {tmp_path}/saved; exit 85' TERM; touch {tmp_path}/up; sleep 60 & wait")
+    worker = Worker(queue, lease=2.0)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    until((tmp_path / "up").exists)
+    worker.stop()
+    time.sleep(2.4)
+    assert queue.claim("another", 30) is None  # it is still the first one's
+    thread.join()
+    (task,) = queue.all()
+    assert (tmp_path / "saved").exists() and (task.status, task.losses) == ("ready", 1)
+    queue.store.close()
+
+
+def test_a_worker_whose_server_is_away_ends_its_task_before_the_lease_is_over(home, tmp_path, monkeypatch):
+    queue = Tasks(Store(home), "q")
+    queue.add("long", f"touch {tmp_path}/up; sleep 60")
+    monkeypatch.setattr(queue, "heartbeat", lambda task, lease: (_ for _ in ()).throw(ConnectionError("away")))
+    worker = Worker(queue, lease=2.0, grace=30.0)
+    task = queue.claim(worker.name, worker.lease)
+    worker._beat = began = time.monotonic()
+    assert not worker.work(task) and (tmp_path / "up").exists() and time.monotonic() - began < 20
+    assert queue.named("long").status == "ready"
+    queue.store.close()
+
+
+def test_tables_of_another_version_are_refused(store, home):
+    with store.transaction() as db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'version'", (str(schema.VERSION + 1),))
+    with pytest.raises(ValueError, match="newer dovetail"):
+        Store(home)
+
+
+def test_a_connection_that_breaks_is_an_error_once_and_then_another_is_made(store):
+    import psycopg
+
+    store.change(store.add(SPEC).id, detail="nul \0 in a log")
+    with psycopg.connect(store._database._url) as other:
+        other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'dovetail%'")
+    with pytest.raises(ConnectionError, match="the Postgres of DOVETAIL_JOBS does not serve"):
+        store.jobs()
+    assert store.counts() == {"queued": 1}
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://me:hunter2@127.0.0.1:1/jobs", "Connection refused"),
+        ("postgresql://me:hunter2@127.0.0.1:1/jobs?colour=red", "invalid URI query parameter"),
+        ("postgresql://me:hunter2%zz@127.0.0.1:1/jobs", "cannot be used: invalid percent-encoded token"),
+        ("postgresql://me:x@hunter2@127.0.0.1:1/jobs", "in a password, @ / ? # and % are written"),
+        ("postgresql://me:x/hunter2@127.0.0.1:1/jobs", "in a password, @ / ? # and % are written"),
+        ("postgresql:me:hunter2", "DOVETAIL_JOBS must be a folder or postgresql://"),
+    ],
+)
+def test_a_url_that_does_not_serve_is_one_sentence_without_its_password(tmp_path, monkeypatch, url, says):
+    monkeypatch.setenv("DOVETAIL_JOBS", url)
+    with pytest.raises((ValueError, ConnectionError)) as caught:
+        Store(tmp_path)
+    assert says in str(caught.value) and "hunter2" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_wrong_password_is_said_at_the_terminal_and_not_shown(url, monkeypatch, tmp_path):
+    monkeypatch.setenv("DOVETAIL_JOBS", url.replace(PASSWORD, "hunter2"))
+    monkeypatch.setenv("DOVETAIL_JOBS_FILES", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "dovetail", "job", "list"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "password authentication failed for user" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr and done.stderr.count("\n") == 1
