@@ -67,6 +67,7 @@ class Column:
     dtype: str = "float32"
     per_token: bool = True  # [B, T], in the place of the token whose target it is about; else [B], one per row
     width: int = 0  # above 0: so many numbers in each place, [B, T, width]
+    table: bool = False  # [B, M, width], not by tokens: M entries of each row, as many as a batch brings
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -28,6 +28,7 @@ from dovetail.engine.logprobs import (
 )
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import StepPlan
+from dovetail.engine.predict import Predictor, predictor
 from dovetail.engine.runner import LaunchedStep, Runner
 from dovetail.engine.sampler import Sampler
 from dovetail.engine.scheduler import Scheduler
@@ -36,10 +37,12 @@ from dovetail.engine.sleep import Asleep, drop_weights, put_to_sleep, wake_up
 from dovetail.engine.stats import Stats
 from dovetail.engine.stops import Stops
 from dovetail.engine.text import Text
+from dovetail.engine.written import Written, go_on, written_of
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish
 
+NOTHING: Mapping[int, Written] = {}
 _REQUEST = attrgetter("seq.request")
 QUIET_SECONDS = 0.5  # without a newcomer amid the work, before several steps are dispatched: those in a row start soon
 
@@ -73,14 +76,18 @@ class Engine:
         self._dropped = False  # a sleep of level 2 has dropped the weights, and no others have come
         self._paused = False
         self._generated = self._steps = self._computed = self._padding = 0
+        self.predicted: Predictor = predictor(self.cfg, runner.compute, runner.programs.devices)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, id: str, prompt: Prompt, params: SamplingParams, **more: Any) -> None:
-        """Queue a request (see Intake.request); a bad one is refused here, before anything of it exists."""
-        self.enqueue(self.intake.request(id, prompt, params, **more))
+    def add(
+        self, id: str, prompt: Prompt, params: SamplingParams, written: Mapping[int, Written] = NOTHING, **more: Any
+    ) -> None:
+        """Queue a request (see Intake.request); a bad one is refused here, before anything of it exists. `written`: of
+        those of its n that go on from somewhere, what they have already."""
+        self.enqueue(self.intake.request(id, prompt, params, **more), written)
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: Request, written: Mapping[int, Written] = NOTHING) -> None:
         if request.id in self._answers:
             raise ValueError(f"a request {request.id!r} is under way already")
         if request.adapter and self.runner.adapters.find(request.adapter.name) != request.adapter:
@@ -89,6 +96,8 @@ class Engine:
         try:
             for seq in sequences:
                 self._prepare(seq)
+                if seq.index in written:
+                    go_on(seq, written[seq.index])
                 self.scheduler.add(seq)
         except BaseException:  # all n or none
             self.scheduler.abort(request.id)
@@ -129,6 +138,10 @@ class Engine:
         """Of one of a request's n that is done, while others may not be."""
         return completion_of(self._answers[id][index], self.runner.weights.version)
 
+    def written(self, id: str, index: int, tokens: int = 0, parts: int = 0) -> Written:
+        """What one of a request's n has so far, beyond the first `tokens` in `parts` (see written_of)."""
+        return written_of(self._answers[id][index], tokens, parts)
+
     def close(self, updates: list[Update]) -> list[Update]:
         """The same updates, but where a request is done with them its last one brings the output, and it is
         forgotten."""
@@ -140,8 +153,14 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot; any thread may ask for it."""
+        now = self.scheduler.stats()
+        context = now.pages_used * self.scheduler.config.page_size / max(1, now.running)
+        predicted = self.predicted.decode(now.running, context)
         return replace(
-            self.scheduler.stats(),
+            now,
+            decode_seconds=self._step_seconds if self._step_seconds != DISPATCH_SECONDS else 0.0,
+            predicted_least=predicted.best if predicted else 0.0,
+            predicted_most=predicted.worst if predicted else 0.0,
             generated_tokens=self._generated,
             steps=self._steps,
             computed_tokens=self._computed,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -67,6 +68,29 @@ def compile(structured: Structured, tokenizer: Tokenizer) -> Grammar:
     if made is None:
         made = _compilers[tokenizer] = _Compiler(tokenizer)
     return made.compile(_source(structured))
+
+
+def masks(
+    structured: Structured, tokenizer: Tokenizer, output: Iterable[int], vocab: int, eos_ids: Iterable[int]
+) -> Iterator[np.ndarray]:
+    """The bits [W] uint32 that were set when each token of an output was sampled, as the sampler had them: where the
+    grammar cannot go on, those of the end tokens."""
+    matcher, end = compile(structured, tokenizer).start(), np.zeros(-(-vocab // 32), np.uint32)
+    for token in eos_ids:
+        end[token // 32] |= np.uint32(1 << token % 32)
+    for token in output:
+        yield _filled(matcher, end)
+        with suppress(ValueError):  # what cannot go on has ended there
+            matcher.accept(token)
+
+
+def _filled(matcher: Matcher, end: np.ndarray) -> np.ndarray:
+    bits = np.zeros_like(end)
+    try:
+        matcher.fill(bits)
+    except ValueError:
+        return end
+    return bits if bits.any() else end
 
 
 class _Compiler:

@@ -245,7 +245,7 @@ class Scheduler:
         assert pages is not None, "a sequence alone fits the pool"
         seq.pages = hits + pages
         if seq.preemptions == 0:  # a victim finding its own pages again is no success of the cache
-            seq.cached_tokens, seq.times.scheduled = cached, time.monotonic()
+            seq.cached_tokens, seq.times.scheduled = min(cached, seq.prompt_len), time.monotonic()
             self.prompt_tokens += known
             pool.count_lookup(known, cached)
         return cached

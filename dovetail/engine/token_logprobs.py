@@ -37,7 +37,16 @@ class Logprobs(Sequence[TokenLogprob]):
     @property
     def array(self) -> np.ndarray:
         """[tokens] f32: the log-probabilities alone."""
-        return np.fromiter(chain.from_iterable(part[0] for part in self._scores), np.float32, len(self))
+        return np.fromiter(chain.from_iterable([part[0] for part in self._scores]), np.float32, len(self))
+
+    @property
+    def top(self) -> tuple[np.ndarray, np.ndarray]:
+        """[tokens, k] int32 and f32: the most probable beside each and their log-probabilities, where these were asked
+        for."""
+        tops = [top for _, _, tops in self._scores for top in tops or ()]
+        shape = len(tops), len(tops[0][0]) if tops else 0
+        ids, values = ([top[i] for top in tops] for i in (0, 1))
+        return np.asarray(ids, np.int32).reshape(shape), np.asarray(values, np.float32).reshape(shape)
 
     @property
     def entries(self) -> tuple[TokenLogprob, ...]:

@@ -4,7 +4,8 @@ student from a teacher.
 How much each token counts is known only when the gradient comes back, so the backward pass makes the logits of each
 chunk once more: one product more than ops.loss has. What is not trained costs no gradient: a frozen head, a teacher.
 
-B rows, T tokens, D model dim, V vocabulary, K words kept of each distribution; G groups of C tokens (ops.chunks).
+B rows, T tokens, D model dim, V vocabulary, K words kept of each distribution; G groups of C tokens (ops.chunks);
+M masks of a row, each a bit per word in W = ceil(V / 32) uint32.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dovetail.core.choice import one_of, require
 from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
 from dovetail.ops.linear import ARRAYS, matmul
+from dovetail.ops.sample import unpack
 
 DIVERGENCES = ("forward", "reverse", "jsd")
 # What follows from a chunk's logits is in f32: with a copy of that counted, the most that is held at a time is about
@@ -40,6 +42,13 @@ class Unembed:
     dtype: Any = jnp.float32  # that they are held in; what follows is computed in f32
     placement: Placement | None = None
     chunk: int | None = None  # tokens whose logits a device holds at a time
+
+
+class Allowed(NamedTuple):
+    """The words that there are in each place, where they may be thousands: few masks are different."""
+
+    masks: jax.Array  # [B, M, W] uint32: token v is bit v % 32 of word v // 32, and it is there where that is set
+    number: jax.Array  # [B, T] int32: which of its row's masks holds in a place
 
 
 class TokenScores(NamedTuple):
@@ -62,19 +71,25 @@ def token_scores(
     *,
     entropy: bool = False,
     support: jax.Array | None = None,
+    allowed: Allowed | None = None,
     **unembed: Any,
 ) -> TokenScores:
     """Differentiable in hidden and head, which is an array or an ops.linear.Weight. A target may be anything where its
-    number is not read. `support` [B, T, K] int32: the words that there are in each place, -1 beyond them; without it
-    all are."""
+    number is not read. `support` [B, T, K] int32: the words that there are in each place, -1 beyond them; `allowed`
+    says so of many. Without either all are."""
     how = Unembed(**unembed)
     _check(hidden, head, targets.shape)
+    require(support is None or allowed is None, "support and allowed both say which words there are: give one of them")
+    columns, narrowed = (), _all_of
+    if support is not None:
+        columns, narrowed = (support,), _among
+    elif allowed is not None:
+        flat, number = _flat(allowed, head.shape[0], how.placement)
+        columns, narrowed = (number,), functools.partial(_within, flat)
 
     def score(logits: jax.Array, targets: jax.Array, *words: jax.Array) -> TokenScores:
         chosen = jnp.sum(jnp.where(is_target(logits, targets), logits, 0.0), axis=-1)
-        if words:
-            among = jnp.take_along_axis(logits, jnp.maximum(words[0], 0), axis=-1)
-            logits = jnp.where(words[0] >= 0, among, ABSENT)
+        logits = narrowed(logits, *words)
         top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
         weights = jnp.exp(logits - top[..., None])
         total = jnp.sum(weights, axis=-1)
@@ -84,7 +99,32 @@ def token_scores(
         spread = lse - jnp.sum(weights * logits, axis=-1) / total if entropy else None
         return TokenScores(chosen - lse, best, spread)
 
-    return _over_chunks(score, [(hidden, head, how)], targets, *(() if support is None else (support,)))
+    return _over_chunks(score, [(hidden, head, how)], targets, *columns)
+
+
+def _all_of(logits: jax.Array) -> jax.Array:
+    return logits
+
+
+def _among(logits: jax.Array, words: jax.Array) -> jax.Array:
+    """The logits of these words [..., K] alone."""
+    return jnp.where(words >= 0, jnp.take_along_axis(logits, jnp.maximum(words, 0), axis=-1), ABSENT)
+
+
+def _within(masks: jax.Array, logits: jax.Array, number: jax.Array) -> jax.Array:
+    """Those of the words that each place's mask, of masks [B * M, W], lets be there."""
+    return jnp.where(unpack(masks[number], logits.shape[-1]), logits, ABSENT)
+
+
+def _flat(allowed: Allowed, vocab: int, placement: Placement | None) -> tuple[jax.Array, jax.Array]:
+    """(all rows' masks [B * M, W], on every device; which of them holds in a place [B, T])."""
+    rows, count, words = allowed.masks.shape
+    require(
+        words == -(-vocab // 32),
+        f"a mask must be {-(-vocab // 32)} x 32 bits, one for each of {vocab:,} words; it is {words} x 32",
+    )
+    masks = constrain(allowed.masks.reshape(rows * count, words), placement, None, None)
+    return masks, allowed.number + count * jnp.arange(rows, dtype=jnp.int32)[:, None]
 
 
 def token_divergence(

@@ -68,7 +68,8 @@ class Loop:
         self.saves, self.boundary, self.doctor = saves, boundary, doctor
         self.metrics, self.goodput, self.watchdog, self.stop = metrics, goodput, watchdog, stop
         self.total = self.settings.total_steps
-        self._steps: dict[tuple[int, int | None], Step] = {}  # compiled, by rows and the most documents of a row
+        # compiled, by rows, the most documents of a row, and the entries of a row's tables
+        self._steps: dict[tuple[int, int | None, int], Step] = {}
         self._inflight: deque[StepUnderWay] = deque()
         self._unreported: list[tuple[float, int, Mapping[str, float]]] = []  # seconds, tokens and notes of the steps
         # since the last line
@@ -107,7 +108,7 @@ class Loop:
             at.cursor += 1
         with self.goodput.span("data") if self.source.waits else nullcontext():
             rows = self.source.get(at)
-        run = self._step_for(at.cursor, len(rows.tokens))
+        run = self._step_for(at.cursor, len(rows.tokens), self.ready.entries_of(rows))
         self.stop.begin()
         self.goodput.begin()
         step = at.step + len(self._inflight) + 1
@@ -117,16 +118,16 @@ class Loop:
         self._inflight.append(StepUnderWay(step, at.cursor, batch, metrics))
         at.cursor += 1
 
-    def _step_for(self, index: int, rows: int) -> Step:
+    def _step_for(self, index: int, rows: int, entries: int) -> Step:
         """The step for a batch with so many rows here: compiled anew where they hold more documents than those
-        before."""
+        before, or larger tables."""
         bound = self.ready.bucket(self.source.documents(index) if self.ready.platform == "cuda" else 1)
-        if (rows, bound) not in self._steps:
+        if (rows, bound, entries) not in self._steps:
             began = time.monotonic()
             with self.goodput.span("compile"), self.watchdog.suspend("compiling"):
-                self._steps[rows, bound] = self.ready.compile(bound, rows)
+                self._steps[rows, bound, entries] = self.ready.compile(bound, rows, entries)
             self._clock += time.monotonic() - began  # no part of a step's time
-        return self._steps[rows, bound]
+        return self._steps[rows, bound, entries]
 
     def _look(self, launched: StepUnderWay) -> Verdict | None:
         """Take in a step's results; the verdict if it was bad."""
@@ -157,7 +158,7 @@ class Loop:
         replicas disagree about a good step it goes on, but then nothing of it is kept.)"""
         self._inflight.clear()
         self.goodput.undone()
-        run = self._step_for(bad.index, self.ready.rows_of(bad.batch))
+        run = self._step_for(bad.index, self.ready.rows_of(bad.batch), self.ready.entries_of(bad.batch))
         results = [self._result(values)]
         with self.goodput.span("replay"), self.watchdog.suspend("replaying a step"):
             for _ in range(self.settings.health.replays):

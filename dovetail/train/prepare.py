@@ -63,20 +63,20 @@ class Ready:
         """Of the weights that are trained."""
         return self.objective.specs(self.cfg)
 
-    def lower(self, documents: int | None = None, rows: int | None = None) -> jax.stages.Lowered:
+    def lower(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> jax.stages.Lowered:
         """The step for batches whose rows hold no more than so many documents, and of which so many are here: all of a
-        step's, unless given."""
+        step's, unless given. `entries`: of their tables, where they have some."""
         settings = self._settings_for(rows)
         ctx = step_context(settings, self.placement, self.platform, documents)
         step = make_step(self.cfg, settings, self.objective, self.optimizer, self.rate, ctx)
         places = jax.tree.map(lambda leaf: leaf.sharding, self.form)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        batch = batch_form(settings, self.objective.columns, self.placement)
+        batch = batch_form(settings, self.objective.columns, self.placement, entries)
         return jitted.trace(self.form, batch, *self._frozen_form).lower(lowering_platforms=(self.platform,))
 
-    def compile(self, documents: int | None = None, rows: int | None = None) -> Step:
+    def compile(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> Step:
         options = compile_options(self.platform, self.settings.tokens_per_step)
-        return self._given_frozen(self.lower(documents, rows).compile(compiler_options=options))
+        return self._given_frozen(self.lower(documents, rows, entries).compile(compiler_options=options))
 
     def _settings_for(self, rows: int | None) -> Training:
         """With as many rows, and no other number of them in a microstep."""
@@ -89,6 +89,11 @@ class Ready:
     def rows_of(self, batch: Batch) -> int:
         """That are here, of a batch that `put` has made."""
         return batch.tokens.shape[0] // self.rows_here()[1]
+
+    def entries_of(self, batch: Batch) -> int:
+        """That the tables among its columns have."""
+        tables = (name for name, one in self.objective.columns.items() if one.table)
+        return next((batch.columns[name].shape[1] for name in tables if name in batch.columns), 1)
 
     def bucket(self, documents: int) -> int | None:
         """The bound to compile for when rows hold `documents`: a few sizes where it matters (cuDNN), else none."""
@@ -127,7 +132,7 @@ class Ready:
 
     def put(self, rows: Batch) -> Batch:
         """This process's rows (see rows_here) as its part of the batch of all."""
-        form = self.batch_form
+        form = batch_form(self.settings, self.objective.columns, self.placement, self.entries_of(rows))
         check_columns(rows, form)
         if jax.process_count() == 1:
             return jax.tree.map(lambda x, f: jax.device_put(np.asarray(x, f.dtype), f.sharding), rows, form)
@@ -135,12 +140,14 @@ class Ready:
             lambda x, f: jax.make_array_from_process_local_data(f.sharding, np.asarray(x, f.dtype), f.shape), rows, form
         )
 
-    def place(self, rows: Batch) -> Batch:
-        """Rows on their devices, with what columns they have; of a single process."""
+    def place(self, rows: Batch, placement: Placement | None = None) -> Batch:
+        """Rows on their devices, or on those of another `placement`, with what columns they have; of a single
+        process."""
+        placement = placement or self.placement
 
         def one(x: Any) -> jax.Array:
             axes = ("batch", "length", None)[: x.ndim]
-            return jax.device_put(x, self.placement.sharding(axes, x.shape))
+            return jax.device_put(x, placement.sharding(axes, x.shape))
 
         return jax.tree.map(one, rows)
 
@@ -169,8 +176,8 @@ def _all_but(spare: int) -> list[Any]:
     devices = jax.devices()
     if spare >= len(devices):
         raise ValueError(
-            f"engine.devices={spare} leaves none of the {len(devices)} devices to the trainer: give the engine fewer, "
-            "or 0 to share them"
+            f"{spare} devices apart (engine.devices, reference.devices) leaves none of the {len(devices)} devices to "
+            "the trainer: set fewer apart, or 0 to share them"
         )
     return devices[: len(devices) - spare]
 

@@ -85,19 +85,22 @@ def _as_f32(params: Params) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32) + 0.0, params)
 
 
-def batch_form(settings: Training, columns: Mapping[str, Column], placement: Placement) -> Batch:
-    """A step's batch as shapes with shardings; `columns` are those that its objective declares."""
+def batch_form(settings: Training, columns: Mapping[str, Column], placement: Placement, entries: int = 1) -> Batch:
+    """A step's batch as shapes with shardings; `columns` are those that its objective declares, and `entries` those
+    that the tables among them have."""
     shape = (settings.batch, settings.length)
     at = placement.sharding(("batch", "length"), shape)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at)
     mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
-    further = {name: _column_form(one, shape, placement) for name, one in columns.items()}
+    further = {name: _column_form(one, shape, placement, entries) for name, one in columns.items()}
     return Batch(ids, ids, ids, ids, mask, further)
 
 
-def _column_form(column: Column, shape: tuple[int, int], placement: Placement) -> Any:
+def _column_form(column: Column, shape: tuple[int, int], placement: Placement, entries: int) -> Any:
     axes = ("batch", "length") if column.per_token else ("batch",)
     own = shape[: len(axes)]
     if column.width:
         axes, own = (*axes, None), (*own, column.width)
+    if column.table:
+        axes, own = ("batch", None, None), (shape[0], entries, column.width)
     return jax.ShapeDtypeStruct(own, jnp.dtype(column.dtype), sharding=placement.sharding(axes, own))

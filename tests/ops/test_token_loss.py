@@ -15,6 +15,7 @@ import pytest
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.ops.linear import matmul
 from dovetail.ops.token_loss import (
+    Allowed,
     divergence,
     token_divergence,
     token_logprobs,
@@ -98,6 +99,40 @@ def test_logprobs_and_entropy_equal_the_plain_formula(case):
     alone = value_and_grads(lambda h, w: token_logprobs(h, w, targets, **how), *args)
     assert_same(alone[0], want[0][0])
     assert_same(alone, value_and_grads(lambda h, w: plain(h, w)[0], *args))
+
+
+def some_allowed(targets: jax.Array, masks: int = 3) -> tuple[Allowed, np.ndarray]:
+    """(about half of the words, by one of each row's masks; [B, T, V] whether each is there): the targets are."""
+    rng, (rows, length) = np.random.default_rng(7), targets.shape
+    there = rng.random((rows, masks, V)) < 0.5
+    number = rng.integers(0, masks, (rows, length)).astype(np.int32)
+    for row in range(rows):
+        there[row, number[row], np.asarray(targets[row])] = True
+    bits = np.packbits(np.pad(there, ((0, 0), (0, 0), (0, -V % 32))), axis=2, bitorder="little").view(np.uint32)
+    return Allowed(jnp.asarray(bits), jnp.asarray(number)), there[np.arange(rows)[:, None], number]
+
+
+@pytest.mark.parametrize("axes", [None, dict(fsdp=2, context=2, tensor=2)])
+def test_words_that_a_mask_leaves(axes):
+    """On a mesh too, as the formula has it with the other words' logits at -inf."""
+    h, w, targets = some(B, 12, D), some(V, D, seed=1), jnp.pad(some_targets(), ((0, 0), (0, 1)))
+    allowed, there = some_allowed(targets)
+
+    def plain(h, w):
+        logits = jnp.where(there, plain_logits(h, w, temperature=1.7), -jnp.inf)
+        p = jax.nn.softmax(logits)
+        logp = jnp.where(there, jnp.log(jnp.where(there, p, 1.0)), 0.0)
+        return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], -jnp.sum(p * logp, axis=-1)
+
+    def ours(h, w):
+        how: dict[str, Any] = dict(temperature=1.7, chunk=5, placement=placement)
+        found = token_scores(h, w, targets, entropy=True, allowed=allowed, **how)
+        return found.logprobs, found.entropy
+
+    placement, args = on_mesh(axes, h, w) if axes else (None, (h, w))
+    assert_same(value_and_grads(ours, *args), value_and_grads(plain, h, w), tol=2e-5)
+    with pytest.raises(ValueError, match="2 x 32 bits, one for each of 40 words; it is 1 x 32"):
+        token_scores(h, w, targets, allowed=Allowed(allowed.masks[..., :1], allowed.number))
 
 
 def test_logits_may_be_held_in_bf16_and_the_heads_gradient_stays_f32():

@@ -13,6 +13,7 @@ import numpy as np
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.tools.events import ToolCall
 from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
+from dovetail.serve.tools.grammar import grammar_for
 from dovetail.serve.tools.stream import parse
 
 CONTEXT = 32  # tokens before an answer that tell whether they open the reasoning
@@ -68,6 +69,16 @@ class Listener:
             new_id=lambda: f"call{turn:02d}{next(count):03d}",
         )  # fmt: skip
         return Answer(text, found.content, found.reasoning, found.calls)
+
+    def grammar(self, before: np.ndarray, tools: Sequence[dict[str, Any]], choice: str, parallel: bool) -> str:
+        """That keeps an answer to what can be heard of these tools: the server's, of its tool_choice (auto: with strict
+        tools)."""
+        assert self.tools is not None, "tools are shown by a chat template"
+        special = special_ids(self._tokenizer, self.tools, self.reasoning)
+        inside = bool(self._is_inside(before))
+        return grammar_for(
+            self.tools, tools, choice, parallel, special=special, reasoning=self.reasoning, in_reasoning=inside
+        )  # fmt: skip
 
     def _text(self, tokens: np.ndarray, keep: frozenset[int]) -> str:
         stream = self._tokenizer.stream(keep=keep)

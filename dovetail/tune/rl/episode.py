@@ -6,6 +6,7 @@ Tokens go in and come out: nothing is tokenised twice, and which were sampled is
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ class Episode:
         self, tokens: Sequence[int], logprobs: np.ndarray | None = None, support: np.ndarray | None = None
     ) -> None:
         """With what the policy wrote, where log-probabilities come with it, or what it was told."""
-        more = np.asarray(tokens, np.int32)
+        more = np.fromiter(tokens, np.int32, len(tokens))
         self.tokens = np.concatenate([self.tokens, more])
         self.sampled = np.concatenate([self.sampled, np.full(len(more), logprobs is not None)])
         self.logprobs = np.concatenate(
@@ -79,26 +80,39 @@ def begun(task: int, place: Place, tokens: Sequence[int], version: int, support:
 # --- as JSON ----------------------------------------------------------------------------------------------------------
 
 
-def to_json(episode: Episode) -> dict[str, Any]:
-    """Arrays as base64: a rollout has hundreds of thousands of numbers, and JSON's digits would take longer to write
-    than they took to sample."""
-    return {each.name: _plain(getattr(episode, each.name)) for each in fields(Episode)}
+ARRAYS = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "support": np.int32}
+PLAIN = tuple(each.name for each in fields(Episode) if each.name not in ARRAYS)
+JUDGED = ("text", "rewards", "problems", "reward")  # what is known when an episode has been judged
 
 
-def from_json(entry: dict[str, Any]) -> Episode:
-    return Episode(**{name: _read(name, value) for name, value in entry.items()})
+def to_json(episodes: Sequence[Episode]) -> str:
+    counts = [len(each.tokens) for each in episodes]
+    told = {"count": counts} | {name: [getattr(each, name) for each in episodes] for name in PLAIN}
+    there = [name for name in ARRAYS if getattr(episodes[0], name) is not None]
+    return with_arrays(told, {name: np.concatenate([getattr(each, name) for each in episodes]) for name in there})
 
 
-def _plain(value: Any) -> Any:
-    if not isinstance(value, np.ndarray):
-        return value
-    return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": str(value.dtype), "shape": value.shape}
+def from_json(entry: dict[str, Any]) -> list[Episode]:
+    ends, total = np.cumsum(entry["count"]), sum(entry["count"])
+    parts = {}
+    for name, dtype in ARRAYS.items():
+        whole = array_of(entry, name, dtype)
+        shape = (total, -1) if name == "support" else (total,)
+        parts[name] = np.split(whole.reshape(shape), ends[:-1]) if whole.size else [None] * len(ends)
+    rows = zip(*(entry[name] for name in PLAIN), *parts.values(), strict=True)
+    found = [Episode(**dict(zip((*PLAIN, *ARRAYS), row, strict=True))) for row in rows]
+    for each in found:
+        each.place = Place(*each.place)
+    return found
 
 
-def _read(name: str, value: Any) -> Any:
-    if name == "place":
-        return Place(*value)
-    if isinstance(value, dict) and "array" in value:
-        raw = np.frombuffer(base64.b64decode(value["array"]), value["dtype"])
-        return raw.reshape(value["shape"]).copy()
-    return value
+def with_arrays(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    """JSON of both, arrays as base64, past json.dumps: a rollout has hundreds of thousands of numbers, and their digits
+    would take longer to write than they took to sample; of base64 nothing must be escaped, so nobody need look."""
+    texts = (f', "{name}": "{base64.b64encode(array.tobytes()).decode()}"' for name, array in arrays.items())
+    return f"{json.dumps(told, ensure_ascii=False)[:-1]}{''.join(texts)}}}"
+
+
+def array_of(entry: dict[str, Any], name: str, dtype: Any) -> np.ndarray:
+    """[n]; empty where it is not there."""
+    return np.frombuffer(base64.b64decode(entry.get(name, "")), dtype).copy()

@@ -13,7 +13,7 @@ from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import maj_at_k, pass_at_k
 from dovetail.tune.rl.critic import ACTOR
 from dovetail.tune.rl.episode import Episode
-from dovetail.tune.rl.player import Player, Reply, Start, write_texts
+from dovetail.tune.rl.player import Grammar, Player, Reply, Start, write_texts
 from dovetail.tune.rl.referee import Referee
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.task import Task
@@ -28,6 +28,7 @@ class Examiner:
     actor: Actor
     referee: Referee
     reply: Reply | None = None
+    grammar: Grammar | None = None
 
     @property
     def every(self) -> int:
@@ -53,14 +54,14 @@ class Examiner:
         """The same seeds at every exam: what changes is the policy."""
         found: dict[tuple[int, int], Episode] = {}
 
-        def keep(episode: Episode) -> None:
-            found[episode.place.group, episode.place.member] = episode
+        def keep(episodes: list[Episode]) -> None:
+            found.update({(each.place.group, each.place.member): each for each in episodes})
 
         starts = [
             Start(task, 0, i, range(samples), int(np.random.default_rng((self.settings.seed, i)).integers(2**63)))
             for i, task in enumerate(tasks)
         ]
-        Player(self.actor.llm, self.settings, self.reply, samples).play(starts, 0, keep)
+        Player(self.actor.llm, self.settings, self.reply, self.grammar, samples).play(starts, 0, keep)
         groups = [[found[i, member] for member in range(samples)] for i in range(len(tasks))]
         write_texts([episode for group in groups for episode in group], self.actor.tokenizer)
         judged = [self.referee.begin(task, group) for task, group in zip(tasks, groups, strict=True)]

@@ -1,19 +1,28 @@
 """The journal: what was sampled and judged, kept as it comes, so that a run which is killed goes on with it.
 
-A file holds one rollout: a line for each episode, and in the end one that says which groups are trained. Weights are
-replayed exactly from a checkpoint, so an episode that they sampled stays true. Rollouts that a checkpoint has behind it
-are removed.
+A file holds one rollout: lines with the episodes that ended, with what others have so far and with judgements, and in
+the end one that says which groups are trained. Weights are replayed exactly from a checkpoint, so what they sampled
+stays true. Rollouts that a checkpoint has behind it are removed.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from dovetail.tune.rl.episode import Episode, Place, from_json, to_json
+from dovetail.tune.rl import draft
+from dovetail.tune.rl.draft import Draft, Turn, joined
+from dovetail.tune.rl.episode import JUDGED, Episode, Place, from_json, to_json
 
 Chosen = list[tuple[int, int]]  # (turn, group) of the groups that are trained, in order
+
+
+class Found(NamedTuple):
+    episodes: dict[Place, Episode]  # that ended
+    drafts: dict[Turn, Draft]  # of those that did not
+    chosen: Chosen | None  # which groups are trained; None: that is not known yet
 
 
 class Journal:
@@ -21,25 +30,37 @@ class Journal:
         self._folder, self._file, self._number = folder, None, -1
         self._file: TextIO | None
 
-    def read(self, rollout: int) -> tuple[dict[Place, Episode], Chosen | None]:
-        """(the episodes that ended, which groups are trained; None: that is not known yet)."""
+    def read(self, rollout: int) -> Found:
         path, found, chosen = self._path(rollout), {}, None
+        drafts: list[Draft] = []
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
             entry = _parsed(line)
             if entry is None:
                 break  # a kill cut it short
             if "chosen" in entry:
                 chosen = [(turn, group) for turn, group in entry["chosen"]]
+            elif "drafts" in entry:
+                drafts += draft.from_json(entry["drafts"])
+            elif "judged" in entry:
+                for place, *judged in entry["judged"]:
+                    vars(found[Place(*place)]).update(zip(JUDGED, judged, strict=True))
             else:
-                one = from_json(entry)
-                found[one.place] = one  # a later line of the same one has its reward too
-        return found, chosen
+                found |= {one.place: one for one in from_json(entry["episodes"])}
+        return Found(found, joined(each for each in drafts if each.turn.place not in found), chosen)
 
-    def write(self, rollout: int, episode: Episode) -> None:
-        self._line(rollout, to_json(episode))
+    def write(self, rollout: int, episodes: Sequence[Episode]) -> None:
+        """That have ended."""
+        self._line(rollout, f'{{"episodes": {to_json(episodes)}}}')
+
+    def judge(self, rollout: int, episodes: Sequence[Episode]) -> None:
+        judged = [(each.place, *(getattr(each, name) for name in JUDGED)) for each in episodes]
+        self._line(rollout, json.dumps({"judged": judged}, ensure_ascii=False))
+
+    def write_drafts(self, rollout: int, drafts: Sequence[Draft]) -> None:
+        self._line(rollout, f'{{"drafts": {draft.to_json(drafts)}}}')
 
     def choose(self, rollout: int, chosen: Chosen) -> None:
-        self._line(rollout, {"chosen": chosen})
+        self._line(rollout, json.dumps({"chosen": chosen}))
 
     def forget(self, before: int) -> None:
         """Rollouts that no checkpoint asks for any more."""
@@ -52,13 +73,13 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def _line(self, rollout: int, entry: dict[str, Any]) -> None:
+    def _line(self, rollout: int, line: str) -> None:
         if self._number != rollout or self._file is None:
             self.close()
             self._folder.mkdir(parents=True, exist_ok=True)
             _mend(self._path(rollout))
             self._file, self._number = self._path(rollout).open("a", encoding="utf-8"), rollout
-        self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self._file.write(line + "\n")
         self._file.flush()  # the system has it now, whatever becomes of us
 
     def _path(self, rollout: int) -> Path:

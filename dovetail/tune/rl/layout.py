@@ -60,22 +60,47 @@ class Layout:
 
 
 def lay_out(episodes: Sequence[Episode], length: int, sizes: Sequence[int]) -> Layout:
-    """Into as few rows as the longest first find room in; `sizes`: the numbers of rows that there may be."""
+    """In the fewest rows that `sizes`, the numbers of rows that there may be, have room in; and there as few in a row
+    as can be: each that a row may hold costs the attention."""
+    needed = [len(episode.tokens) - 1 for episode in episodes]
+    order = sorted(range(len(needed)), key=lambda i: -needed[i])
+    tight = _packed(needed, order, length)
+    used = max((row for row, _, _ in tight.values()), default=0) + 1
+    rows = next((size for size in sizes if size >= used), used)
+    assert rows <= sizes[-1], "a batch has room for the longest answers there may be"
+    at = _dealt(needed, order, length, rows) or tight
+    return Layout(rows, length, tuple(at[i] for i in range(len(needed))), tuple(needed))
+
+
+def _packed(needed: Sequence[int], order: Sequence[int], length: int) -> dict[int, tuple[int, int, int]]:
+    """Each in the first row that has room for it."""
     room: list[int] = []
     counts: list[int] = []
     at: dict[int, tuple[int, int, int]] = {}
-    for i in sorted(range(len(episodes)), key=lambda i: -len(episodes[i].tokens)):
-        size = len(episodes[i].tokens) - 1
-        row = next((r for r, left in enumerate(room) if left >= size), len(room))
+    for i in order:
+        row = next((r for r, left in enumerate(room) if left >= needed[i]), len(room))
         if row == len(room):
             room.append(length)
             counts.append(0)
         counts[row] += 1
         at[i] = row, counts[row], length - room[row]
-        room[row] -= size
-    rows = next((size for size in sizes if size >= len(room)), len(room))
-    assert rows <= sizes[-1], "a batch has room for the longest answers there may be"
-    return Layout(rows, length, tuple(at[i] for i in range(len(episodes))), tuple(len(e.tokens) - 1 for e in episodes))
+        room[row] -= needed[i]
+    return at
+
+
+def _dealt(
+    needed: Sequence[int], order: Sequence[int], length: int, rows: int
+) -> dict[int, tuple[int, int, int]] | None:
+    """One after another to each row, the longest to those with most room; None where they do not fit so."""
+    room, at = [length] * rows, {}
+    for number, first in enumerate(range(0, len(order), rows), 1):
+        widest = sorted(range(rows), key=lambda row: -room[row])
+        for row, i in zip(widest, order[first : first + rows], strict=False):
+            if needed[i] > room[row]:
+                return None
+            at[i] = row, number, length - room[row]
+            room[row] -= needed[i]
+    return at
 
 
 def row_sizes(batch: int, devices: int, accumulate: int) -> list[int]:

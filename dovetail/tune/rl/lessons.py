@@ -18,6 +18,7 @@ from dovetail.tune.rl.advantages import (
     token_rewards,
     whiten,
 )
+from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.layout import Layout, lay_out, row_sizes
 from dovetail.tune.rl.losses import token_weights
@@ -35,9 +36,9 @@ class Lesson:
 
 
 class Lessons:
-    def __init__(self, settings: Rl, ready: Ready, advantage: Advantage | None = None):
-        """`advantage`: the user's own, in place of the algorithm's."""
-        self._settings, self._ready = settings, ready
+    def __init__(self, settings: Rl, ready: Ready, advantage: Advantage | None = None, calls: Calls | None = None):
+        """`advantage`: the user's own, in place of the algorithm's. `calls`: what kept the episodes, if any."""
+        self._settings, self._ready, self._calls = settings, ready, calls
         self._advantage = advantage or settings.wanted.advantage
         self._scorer = Scorer(settings, ready)
 
@@ -68,6 +69,8 @@ class Lessons:
             episodes, [m * w for m, w in zip(masks, each, strict=True)], advantages=flat,
             sampler=[e.logprobs for e in episodes],
         )  # fmt: skip
+        if self._calls and settings.has_masks:
+            batch = replace(batch, columns={**batch.columns, **self._calls.columns(layout, episodes)})
         batch, notes = self._scored(batch, layout, episodes, masks, params)
         places = sum(layout.sizes)
         notes |= {"tokens": float(places), "filled": places / (layout.rows * layout.length)}
@@ -98,10 +101,11 @@ class Lessons:
         if not (settings.scores_first or settings.has_reference or settings.is_taught):
             return batch, notes
         put = self._ready.place(batch)
-        if settings.has_reference:
-            found["reference"] = self._scorer.reference(put)
+        reference = self._scorer.reference(put) if settings.has_reference else None
         if settings.scores_first:
             found |= self._scorer.before(params, put)
+        if reference is not None:
+            found["reference"] = np.asarray(reference)
         if settings.has_critic:
             found |= self._estimated(found, layout, episodes, masks)
         if settings.is_taught:  # each token's reward is how much likelier it is to the teacher

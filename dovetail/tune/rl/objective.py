@@ -3,7 +3,8 @@
 `loss_mask` holds what a token weighs in the whole batch (losses.token_weights), so the loss is a plain sum, and a batch
 taken in parts has the very gradient of the whole one. Further columns, each at the token whose target it is about:
 `advantages`; `sampler`, the log-probability that the sampler reported; and where the recipe asks for them `old` and
-`plain` (see tune.rl.scorer), `reference`, `support`, and a critic's `values` and `returns`.
+`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.calls), and a critic's `values`
+and `returns`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from jax.lax import stop_gradient
 
 from dovetail.core.types import Batch, Column, Params
 from dovetail.models.config import ModelConfig
-from dovetail.ops.token_loss import TokenScores, token_scores
+from dovetail.models.registry import read_model
+from dovetail.ops.token_loss import Allowed, TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
 from dovetail.train.routers import loads_of
 from dovetail.tune.distillation import objective as distilled
@@ -52,17 +54,28 @@ def columns(settings: Rl) -> dict[str, Column]:
     found |= {"plain": number} if settings.is_reshaped else {}
     found |= {"reference": number} if settings.wanted.beta else {}
     found |= {"values": number, "returns": number} if settings.has_critic else {}
-    return found | ({"support": Column("int32", width=settings.sampling.top_k)} if settings.has_support else {})
+    found |= {"support": Column("int32", width=settings.sampling.top_k)} if settings.has_support else {}
+    if not settings.has_masks:
+        return found
+    words = -(-read_model(settings.model).vocab // 32)
+    return found | {"mask": Column("int32"), "masks": Column("uint32", width=words, table=True)}
 
 
 def policy_scores(
     model: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext, settings: Rl
 ) -> TokenScores:
     """By the distribution that was sampled from: with its temperature, among its words."""
+    support = batch.columns.get("support")  # all of them are words that a grammar allows, where there is one
     return token_scores(
-        hidden, head_of(model, cfg), batch.targets, entropy=True, support=batch.columns.get("support"),
-        temperature=settings.sampling.temperature, **unembed_of(cfg, ctx),
+        hidden, head_of(model, cfg), batch.targets, entropy=True, support=support,
+        allowed=allowed_words(batch) if support is None else None, temperature=settings.sampling.temperature,
+        **unembed_of(cfg, ctx),
     )  # fmt: skip
+
+
+def allowed_words(batch: Batch) -> Allowed | None:
+    """By a grammar (tune.rl.calls)."""
+    return Allowed(batch.columns["masks"], batch.columns["mask"]) if "masks" in batch.columns else None
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,8 @@ class _Learnt:
         scores, loads = self._scores(params, cfg, batch, ctx)
         logps = scores.logprobs
         old = column["old"] if settings.scores_first else stop_gradient(logps)
-        mean = functools.partial(_sequence_mean, batch=batch, most=settings.most_documents)
+        most = min(settings.most_documents, ctx.documents or settings.most_documents)
+        mean = functools.partial(_sequence_mean, batch=batch, most=most)
         loss, seen = self.loss(logps, old, column["advantages"], mask, mean)
         trainer = column["plain"] if settings.is_reshaped else old
         if wanted.correction != "none":

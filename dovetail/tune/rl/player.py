@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dovetail.engine.llm import LLM, without_collection
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.params import SamplingParams, Structured
 from dovetail.engine.sampler import seed_of
 from dovetail.engine.sequence import Completion
+from dovetail.engine.token_logprobs import Logprobs
+from dovetail.engine.written import Written
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.tune.rl.draft import Draft, Turn
+from dovetail.tune.rl.drafts import Drafts
 from dovetail.tune.rl.episode import Episode, Place, begun
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.task import Task
@@ -21,7 +24,11 @@ from dovetail.tune.rl.task import Task
 # What an environment says to an episode whose policy has ended its turn, as tokens; None: it is over, as it always is
 # after a turn that was cut off. It may take its time: it runs on a thread of its own.
 Reply = Callable[[Episode], Sequence[int] | None]
+# What keeps the policy's turn that begins now; None: nothing does.
+Grammar = Callable[[Episode], Structured | None]
 ADAPTER = "policy"  # what the engine calls the adapters that are trained
+NONE: Mapping[Turn, Draft] = {}
+LEAST = -1e20  # log-probabilities below are of words that a grammar does not allow
 WAIT = 0.05  # seconds that the engine, where it has nothing to do, waits for an environment before it looks again
 
 
@@ -40,16 +47,31 @@ class Start:
 
 
 class Player:
-    def __init__(self, llm: LLM, settings: Rl, reply: Reply | None = None, group_size: int = 0):
+    def __init__(
+        self,
+        llm: LLM,
+        settings: Rl,
+        reply: Reply | None = None,
+        grammar: Grammar | None = None,
+        group_size: int = 0,
+    ):
         """`reply`: an environment's; without one an episode has one turn. `group_size`: in place of the recipe's."""
-        self.engine, self.settings, self.reply = llm.engine, settings, reply
+        self.engine, self.settings, self.reply, self._grammar = llm.engine, settings, reply, grammar
         self.group_size = group_size or settings.group_size
         self._adapter = ADAPTER if settings.lora else None
 
-    def play(self, starts: Sequence[Start], version: int, ended: Callable[[Episode], None]) -> None:
-        """To their ends; `ended` is given each as it comes to it."""
+    def play(
+        self,
+        starts: Sequence[Start],
+        version: int,
+        ended: Callable[[list[Episode]], None],
+        begun: Mapping[Turn, Draft] = NONE,
+        drafted: Callable[[list[Draft]], object] | None = None,
+    ) -> None:
+        """To their ends; `ended` is given those that a step brought to it, and `drafted` from time to time what is new
+        of the others. `begun`: drafts to go on from."""
         with without_collection(), ThreadPoolExecutor(8, "environment") as threads:
-            table = _Table(self, starts, version, ended, threads)
+            table = _Table(self, starts, version, ended, threads, Drafts(self.engine, begun, drafted))
             try:
                 table.run()
             finally:
@@ -62,14 +84,19 @@ class Player:
             stop=wanted.stop, include_stop_str_in_output=True, logprobs=wanted.top_k,
         )  # fmt: skip
 
-    def add(self, id: str, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Text is made of tokens when a turn is over, unless stop strings are looked for in it."""
-        self.engine.add(id, list(tokens), params, adapter=self._adapter, text=bool(params.stop))
+    def add(self, id: str, episode: Episode, params: SamplingParams, written: Mapping[int, Written]) -> None:
+        """A turn. Text is made of tokens when it is over, unless stop strings are looked for in it."""
+        if self._grammar:
+            params = replace(params, structured=self._grammar(episode))
+        tokens = episode.tokens.tolist()
+        self.engine.add(id, tokens, params, written, adapter=self._adapter, text=bool(params.stop))
 
     def take(self, episode: Episode, completion: Completion) -> None:
         """The policy's turn."""
         assert completion.logprobs is not None
-        support = support_of(completion.logprobs, self.settings) if self.settings.has_support else None
+        support = None
+        if self.settings.has_support:
+            support = support_of(completion.logprobs, completion.token_ids, self.settings)
         episode.extend(completion.token_ids, completion.logprobs.array, support)
         episode.text += completion.text
         episode.finish = completion.finish_reason
@@ -83,13 +110,15 @@ class _Table:
         player: Player,
         starts: Sequence[Start],
         version: int,
-        ended: Callable[[Episode], None],
+        ended: Callable[[list[Episode]], None],
         threads: ThreadPoolExecutor,
+        drafts: Drafts,
     ):
         self._player, self._starts, self._version, self._ended, self._threads = player, starts, version, ended, threads
-        self._settings, self._reply = player.settings, player.reply
+        self._settings, self._reply, self._drafts = player.settings, player.reply, drafts
         self._asked: dict[str, list[tuple[Episode, int] | None]] = {}  # request -> (episode, its seed) of each sequence
         self._thinking: dict[Future, tuple[Episode, int]] = {}  # an environment's answers
+        self._done: list[Episode] = []  # since the last step
         self._count = 0
 
     def run(self) -> None:
@@ -105,6 +134,10 @@ class _Table:
                 done, _ = wait(self._thinking, timeout=0 if self._asked else WAIT)
                 for future in done:
                     self._answered(future)
+            if self._done:
+                self._ended(self._done)
+                self._done = []
+            self._drafts.look()
         engine.drain()
 
     def clear(self) -> None:
@@ -119,36 +152,58 @@ class _Table:
             member: begun(task.number, start.place(member), task.tokens, self._version, kept)
             for member in start.members
         }
+        playing = [(episode, seed_of(start.seed, member)) for member, episode in episodes.items()]
+        open_ = [each for each in playing if not self._recalled(*each)]
         # a whole group is one request, whose prompt is computed once
         count = self._player.group_size
-        if list(start.members) == list(range(count)):
-            seeds = [seed_of(start.seed, member) for member in start.members]
-            params = self._player.params(settings.max_tokens, count, start.seed)
-            self._ask(list(zip(episodes.values(), seeds, strict=True)), params)
+        if len(open_) == count:
+            self._ask(open_, self._player.params(settings.max_tokens, count, start.seed))
             return
-        for member, episode in episodes.items():
-            seed = seed_of(start.seed, member)
+        for episode, seed in open_:
             self._ask([(episode, seed)], self._player.params(settings.max_tokens, seed=seed))
+
+    def _recalled(self, episode: Episode, seed: int) -> bool:
+        """Whether a draft has the turn that begins now to its end; it is taken from there then."""
+        draft = self._drafts.of(episode)
+        if draft is None or not draft.finish:
+            return False
+        self._player.take(episode, draft.completion)
+        self._go_on(episode, seed)
+        return True
 
     def _ask(self, episodes: list[tuple[Episode, int]], params: SamplingParams) -> None:
         self._count += 1
         id = f"episode-{self._count}"
-        self._player.add(id, episodes[0][0].tokens.tolist(), params)
+        drafts = {i: self._drafts.of(episode) for i, (episode, _) in enumerate(episodes)}
+        written = {i: draft.written for i, draft in drafts.items() if draft}
+        self._player.add(id, episodes[0][0], params, written)
         self._asked[id] = list(episodes)
+        for i, (episode, _) in enumerate(episodes):
+            self._drafts.follow(id, i, episode)
 
     def _turn_over(self, id: str, index: int) -> None:
         engine, asked = self._player.engine, self._asked[id]
         playing, asked[index] = asked[index], None
         assert playing is not None, "a sequence ends once"
         episode, seed = playing
-        self._player.take(episode, engine.completion(id, index))
+        completion = engine.completion(id, index)
+        self._drafts.turn_over(id, index, completion, goes_on=self._reply is not None)
+        self._player.take(episode, completion)
         if not any(asked):
             engine.abort(id)  # it is forgotten
             del self._asked[id]
+        self._go_on(episode, seed)
+
+    def _go_on(self, episode: Episode, seed: int) -> None:
+        """The policy's turn is over."""
         if self._reply is None:
-            self._ended(episode)
+            self._end(episode)
         else:
             self._thinking[self._threads.submit(self._reply, episode)] = (episode, seed)
+
+    def _end(self, episode: Episode) -> None:
+        self._drafts.ended(episode)
+        self._done.append(episode)
 
     def _answered(self, future: Future) -> None:
         episode, seed = self._thinking.pop(future)
@@ -156,10 +211,11 @@ class _Table:
         left = self._settings.max_tokens - (len(episode.tokens) - episode.prompt) - len(said or ())
         if said is None or left < 1:
             episode.finish = episode.finish if said is None else "length"
-            self._ended(episode)
+            self._end(episode)
             return
         episode.extend(said)
-        self._ask([(episode, seed)], self._player.params(left, seed=seed))
+        if not self._recalled(episode, seed):
+            self._ask([(episode, seed)], self._player.params(left, seed=seed))
 
 
 def write_texts(episodes: Sequence[Episode], tokenizer: Tokenizer) -> None:
@@ -172,15 +228,14 @@ def write_texts(episodes: Sequence[Episode], tokenizer: Tokenizer) -> None:
         episode.text = text
 
 
-def support_of(logprobs: Any, settings: Rl) -> np.ndarray:
+def support_of(logprobs: Logprobs, tokens: Sequence[int], settings: Rl) -> np.ndarray:
     """[tokens, top_k] int32: the words that each was drawn from, as the sampler cuts: the likeliest top_k, and of these
     those before whom less than top_p's share lies; -1 beyond."""
-    wanted, rows = settings.sampling, []
-    for each in logprobs:
-        ids, values = np.asarray([t for t, _ in each.top]), np.asarray([p for _, p in each.top], np.float64)
-        p = np.exp((values - values[0]) / wanted.temperature)
-        before = np.concatenate([[0.0], np.cumsum(p / p.sum())[:-1]])
-        stays = (before < wanted.top_p) | (ids == each.token)  # rounding at the edge does not lose the word itself
-        row = np.where(stays, ids, -1)
-        rows.append(np.concatenate([row, np.full(wanted.top_k - len(row), -1)]))
-    return np.asarray(rows, np.int32).reshape(len(rows), wanted.top_k)
+    wanted, (ids, top) = settings.sampling, logprobs.top
+    values = top.astype(np.float64)
+    p = np.exp((values - values[:, :1]) / wanted.temperature)
+    share = p / p.sum(axis=1, keepdims=True)
+    stays = np.cumsum(share, axis=1) - share < wanted.top_p
+    stays |= ids == np.asarray(tokens, np.int32)[:, None]  # rounding at the edge does not lose the word itself
+    stays &= values > LEAST
+    return np.pad(np.where(stays, ids, -1), ((0, 0), (0, wanted.top_k - ids.shape[1])), constant_values=-1)

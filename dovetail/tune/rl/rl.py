@@ -18,6 +18,7 @@ from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import Advantage
+from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.exam import Examiner
 from dovetail.tune.rl.journal import Journal
@@ -140,10 +141,12 @@ def _open_rows(
     actor = Actor(settings, ready, tokenizer)
     everyone = {task.number: task for task in (*tasks.tasks, *held)}
     shown = Completions(folder, settings, everyone)
-    lessons = Lessons(settings, ready, own.advantage)
-    rollouts = Rollouts(settings, tasks, actor, referee, lessons, Journal(folder / "rollouts"), shown, reply)
+    calls = Calls.of(settings, tokenizer, ready.cfg, everyone.values())
+    grammar = calls.grammar if calls else None
+    lessons = Lessons(settings, ready, own.advantage, calls)
+    rollouts = Rollouts(settings, tasks, actor, referee, lessons, Journal(folder / "rollouts"), shown, reply, grammar)
     stack.callback(rollouts.close)
-    exam = Examiner(settings, held, actor, referee, reply) if held and settings.eval.every else None
+    exam = Examiner(settings, held, actor, referee, reply, grammar) if held and settings.eval.every else None
     return Opened(rollouts, None, tokenizer, exam)
 
 
@@ -156,6 +159,8 @@ def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -
             "rewards must say what is good: a function of your program (dt.rl(rewards=[...])), or in a recipe such as "
             "rewards: [{kind: number, column: answer}]; there is none"
         )
+    if settings.reward_seconds != Rl.reward_seconds:
+        raise ValueError("reward_seconds is what rewards may take, and there are none: leave it out")
     return None
 
 

@@ -20,11 +20,12 @@ from dovetail.train.report.metrics import Passage
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.critic import ACTOR
+from dovetail.tune.rl.draft import Draft
 from dovetail.tune.rl.episode import Episode, Place
-from dovetail.tune.rl.journal import Chosen, Journal
+from dovetail.tune.rl.journal import Chosen, Found, Journal
 from dovetail.tune.rl.lessons import Lessons
 from dovetail.tune.rl.offload import offloaded
-from dovetail.tune.rl.player import Player, Reply, Start, write_texts
+from dovetail.tune.rl.player import Grammar, Player, Reply, Start, write_texts
 from dovetail.tune.rl.referee import Referee
 from dovetail.tune.rl.rewards.scored import Scored
 from dovetail.tune.rl.settings import Rl
@@ -59,10 +60,11 @@ class Rollouts:
         journal: Journal,
         shown: Completions,
         reply: Reply | None = None,
+        grammar: Grammar | None = None,
     ):
-        """`reply`: an environment's, where episodes have several turns."""
+        """`reply`: an environment's, where episodes have several turns. `grammar`: of each of them."""
         self._settings, self._tasks, self._actor, self._referee = settings, tasks, actor, referee
-        self._lessons, self._journal, self._shown, self._reply = lessons, journal, shown, reply
+        self._lessons, self._journal, self._shown, self._reply, self._grammar = lessons, journal, shown, reply, grammar
         self._now: tuple[int, list[Batch]] = (-1, [])
         self._notes: dict[int, Mapping[str, float]] = {}
         self._passages: dict[int, Passage | None] = {}
@@ -125,7 +127,7 @@ class Rollouts:
         return rollout
 
     def _play(self, number: int, at: Position) -> Rollout:
-        seconds, is_there = 0.0, self._journal.read(number)[1] is not None
+        seconds, is_there = 0.0, self._journal.read(number).chosen is not None
         if not is_there:
             seconds = self._publish(at)
         with offloaded(at, self._settings.engine.offload and not is_there):
@@ -148,8 +150,8 @@ class Rollouts:
 
     def _sampled(self, number: int, version: int) -> Rollout:
         """From the journal what is in it, the rest from the engine."""
-        found, chosen = self._journal.read(number)
-        play = _Play(self, number, version, found)
+        found = self._journal.read(number)
+        play, chosen = _Play(self, number, version, found), found.chosen
         if chosen is None:
             chosen = play.all()
             self._journal.choose(number, chosen)
@@ -180,8 +182,9 @@ class Rollouts:
 class _Play:
     """One rollout: draws of prompts until enough groups teach something."""
 
-    def __init__(self, rollouts: Rollouts, number: int, version: int, found: dict[Place, Episode]):
-        self._of, self._number, self._version, self._found = rollouts, number, version, dict(found)
+    def __init__(self, rollouts: Rollouts, number: int, version: int, found: Found):
+        self._of, self._number, self._version = rollouts, number, version
+        self._found, self._begun = found.episodes, found.drafts
         self.seconds, self.draws = {"rollout": 0.0, "reward": 0.0}, 0
 
     def all(self) -> Chosen:
@@ -205,20 +208,24 @@ class _Play:
         self.draws = turn + 1
         tasks = self._of._tasks.of(self._number, settings.prompts, turn)
 
-        def keep(episode: Episode) -> None:
-            self._keep(episode)
-            place = turn, episode.place.group
-            if all(Place(*place, member) in self._found for member in range(settings.group_size)):
-                judged[place] = self._begin(tasks[place[1]], self.group(*place))
-
         began = time.monotonic()
         starts = [self._start(turn, group, task) for group, task in enumerate(tasks)]
+        open_ = {start.group: len(start.members) for start in starts}
+
+        def keep(episodes: list[Episode]) -> None:
+            self._keep(episodes)
+            for each in episodes:
+                group = each.place.group
+                open_[group] -= 1
+                if not open_[group]:
+                    judged[group] = self._begin(tasks[group], self.group(turn, group))
+
         if missing := [start for start in starts if start.members]:
-            Player(self._of._actor.llm, settings, self._of._reply).play(missing, self._version, keep)
+            self._player().play(missing, self._version, keep, self._begun, self._keep_drafts)
         played = time.monotonic()
         for group, task in enumerate(tasks):
-            open_, future = judged.get((turn, group)) or self._begin(task, self.group(turn, group))
-            self._end(open_, future)
+            ended, future = judged.get(group) or self._begin(task, self.group(turn, group))
+            self._end(ended, future)
         self.seconds["rollout"] += played - began
         self.seconds["reward"] += time.monotonic() - played
 
@@ -227,9 +234,15 @@ class _Play:
         seed = np.random.SeedSequence((self._of._settings.seed, self._number, turn, group)).generate_state(1, np.uint64)
         return Start(task, turn, group, members, int(seed[0]))
 
-    def _keep(self, episode: Episode) -> None:
-        self._found[episode.place] = episode
-        self._of._journal.write(self._number, episode)
+    def _player(self) -> Player:
+        return Player(self._of._actor.llm, self._of._settings, self._of._reply, self._of._grammar)
+
+    def _keep_drafts(self, drafts: list[Draft]) -> None:
+        self._of._journal.write_drafts(self._number, drafts)
+
+    def _keep(self, episodes: list[Episode]) -> None:
+        self._found |= {each.place: each for each in episodes}
+        self._of._journal.write(self._number, episodes)
 
     def _begin(self, task: Task, group: list[Episode]) -> tuple[list[Episode], Future[list[Scored]] | None]:
         """Those of a group that have not been judged, and the judgement under way."""
@@ -240,5 +253,4 @@ class _Play:
     def _end(self, open_: list[Episode], judged: Future[list[Scored]] | None) -> None:
         if open_:
             self._of._referee.end(open_, judged)
-        for episode in open_:
-            self._of._journal.write(self._number, episode)
+            self._of._journal.judge(self._number, open_)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.mesh import Placement, make_mesh
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import read_model
@@ -20,7 +21,7 @@ from dovetail.train.step import compute_copy
 from dovetail.tune.head import head_of, unembed_of
 from dovetail.tune.policy import frozen_model, policy_of
 from dovetail.tune.rl.critic import ACTOR, CRITIC, values_of
-from dovetail.tune.rl.objective import policy_scores
+from dovetail.tune.rl.objective import allowed_words, policy_scores
 from dovetail.tune.rl.settings import Rl
 
 
@@ -29,6 +30,7 @@ class Scorer:
         self._settings, self._ready, self._policy = settings, ready, policy_of(settings)
         context = step_context(ready.settings, ready.placement, ready.platform)
         self._ctx = dataclasses.replace(context, remat="none", logits=jnp.float32)
+        self._apart = _apart(settings, ready)
         self._before, self._by_reference = jax.jit(self._score), jax.jit(self._score_reference)
         self._by_teacher = jax.jit(self._score_teacher)
         self._reference: Any = None
@@ -39,11 +41,13 @@ class Scorer:
         sampling reshapes them `plain` too, those of the model, which the sampler reports; a critic's `values`."""
         return jax.device_get(self._before(params, batch, self._ready.frozen))
 
-    def reference(self, batch: Batch) -> np.ndarray:
-        """[B, T]: the policy's log-probabilities by the weights that the run began with."""
+    def reference(self, batch: Batch) -> jax.Array:
+        """[B, T]: the policy's log-probabilities by the weights that the run began with. Under way: on devices of its
+        own it computes while others do."""
         if self._reference is None:
             self._reference = self._load()
-        return np.asarray(self._by_reference(self._reference, batch))
+        rows = self._ready.place(batch, self._apart) if self._apart else batch
+        return self._by_reference(self._reference, rows)
 
     def teacher(self, batch: Batch) -> np.ndarray:
         """[B, T]: log-probabilities by the recipe's teacher."""
@@ -58,12 +62,12 @@ class Scorer:
         return read_model(self._settings.teacher)
 
     def _load(self) -> Any:
-        """Of adapters, their base: no second copy."""
+        """Of adapters, their base: no second copy where that lies."""
         settings, ready = self._settings, self._ready
-        if settings.lora:
+        if settings.lora and not self._apart:
             return ready.frozen
         return frozen_model(settings.weights, settings.held, settings.precision.compute).load(
-            ready.cfg, ready.placement
+            ready.cfg, self._apart or ready.placement
         )
 
     def _score(self, params: Params, batch: Batch, frozen: Any) -> dict[str, jax.Array]:
@@ -74,19 +78,29 @@ class Scorer:
             hidden, _ = hidden_states(model, cfg, batch, ctx)
             found = {"old": policy_scores(model, cfg, hidden, batch, ctx, settings).logprobs}
             if settings.is_reshaped:
-                found["plain"] = token_logprobs(hidden, head_of(model, cfg), batch.targets, **unembed_of(cfg, ctx))
+                found["plain"] = token_logprobs(
+                    hidden, head_of(model, cfg), batch.targets, allowed=allowed_words(batch), **unembed_of(cfg, ctx)
+                )
             if settings.has_critic:
                 found["values"] = values_of(own[CRITIC], self._policy, cfg, batch, ctx)
         return found
 
     def _score_reference(self, model: Params, batch: Batch) -> jax.Array:
-        return self._alone(model, self._ready.cfg, batch)
+        return self._alone(model, self._ready.cfg, batch, self._apart)
 
     def _score_teacher(self, model: Params, batch: Batch) -> jax.Array:
         return self._alone(model, self._teacher_cfg, batch)
 
-    def _alone(self, model: Params, cfg: ModelConfig, batch: Batch) -> jax.Array:
-        ctx = self._ctx
+    def _alone(self, model: Params, cfg: ModelConfig, batch: Batch, apart: Placement | None = None) -> jax.Array:
+        ctx = dataclasses.replace(self._ctx, placement=apart) if apart else self._ctx
         with ctx.compute.products(ctx.platform):
             hidden, _ = hidden_states(model, cfg, batch, ctx)
             return policy_scores(model, cfg, hidden, batch, ctx, self._settings).logprobs
+
+
+def _apart(settings: Rl, ready: Ready) -> Placement | None:
+    """The reference's own devices, which lie before the engine's; None: the trainer's."""
+    count, end = settings.reference.devices, jax.device_count() - settings.engine.devices
+    if not count:
+        return None
+    return Placement(make_mesh({"fsdp": count}, jax.devices()[end - count : end]), ready.placement.rules)

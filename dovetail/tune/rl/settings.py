@@ -11,16 +11,17 @@ from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.spec import num_params
-from dovetail.core.training import Optimizer, Precision
+from dovetail.core.training import Eval, Optimizer, Precision
+from dovetail.data.tuning import TuningData
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import read_model
 from dovetail.models.spec import kv_bytes_per_token, spec
 from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.rl.algorithms import ALGORITHMS, TAUGHT, Loss
 from dovetail.tune.rl.losses import policy_loss
-from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning
+from dovetail.tune.rl.parts import Critic, Engine, Exam, Reference, Sampling
+from dovetail.tune.settings import SMALL_STEPS, SUMMED, Samples, Tuning
 
-MOST_SUPPORT = 20  # likeliest words that the engine names beside each token: see engine.params
 TRUNCATED = ("keep", "mask")
 MOST_SEQUENCES = 512  # of a step of the engine
 PAGE = 128  # tokens: no pages are larger
@@ -28,80 +29,7 @@ POOL_SHARE = 0.3  # of a device's memory, that the engine's pages take beside a 
 STEP_BYTES = 2 * 2**30  # of the engine's largest step, about
 OWN = Loss()
 ON_POLICY = Distillation(kind="reverse", alpha=1.0)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the policy answers: from this very distribution it is trained."""
-
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all words
-    top_p: float = 1.0  # of the top_k words
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        require(
-            self.temperature > 0,
-            f"temperature must be above 0: a greedy policy explores nothing; got {self.temperature}",
-        )
-        require(
-            0 <= self.top_k <= MOST_SUPPORT,
-            f"top_k must be at most {MOST_SUPPORT}, or 0 for all words: the trainer must know the words it left; got "
-            f"{self.top_k}",
-        )
-        require(
-            0 < self.top_p <= 1 and (self.top_p == 1 or self.top_k > 0),
-            f"top_p must be above 0 and at most 1, and below 1 it needs top_k (at most {MOST_SUPPORT}) beside it: the "
-            f"trainer must know the words it left; got top_p={self.top_p}, top_k={self.top_k}",
-        )
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The engine that samples, beside the trainer in this process."""
-
-    devices: int = 0  # of its own, the last ones; 0: it shares the trainer's first
-    max_num_seqs: int = 0  # 0: all of a step's, up to 512
-    kv_gib: float = 0.0  # for its KV pages on each device; 0: what the plan leaves
-    sleep: bool = False  # gives its weights and pages back while the trainer computes
-    offload: bool = False  # the optimizer's state waits on the host while it samples
-    stale: int = 0  # 1: a step's answers are sampled while the one before is trained, by weights one update older
-
-    def __post_init__(self) -> None:
-        not_negative(self, "devices", "max_num_seqs", "kv_gib")
-        require(self.stale in (0, 1), f"stale must be 0 or 1 update; got {self.stale}")
-        require(
-            not (self.stale and (self.sleep or self.offload)),
-            "stale=1 samples while the trainer computes, so neither makes room for the other: leave out sleep and "
-            "offload",
-        )
-
-
-@dataclass(frozen=True)
-class Critic:
-    """Of algo=ppo: a second model, with a value in the place of words."""
-
-    weight: float = 0.5  # of its loss beside the policy's
-    clip: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
-    beta: float = 0.0  # what each token's KL from the reference takes from the reward
-
-    def __post_init__(self) -> None:
-        not_negative(self, "weight", "beta")
-        require(self.clip > 0, f"clip must be above 0; got {self.clip}")
-
-
-@dataclass(frozen=True)
-class Exam:
-    """On held-out prompts (data.held_out): of each `samples` answers, every `eval.every` steps."""
-
-    samples: int = 8
-    prompts: int = 64  # at most
-    right: float = 1.0  # the least reward of an answer that is right
-
-    def __post_init__(self) -> None:
-        require(self.samples >= 1 and self.prompts >= 1, "exam takes one prompt and one sample at least")
+SAMPLING, CRITIC, ENGINE, REFERENCE, EXAM = Sampling(), Critic(), Engine(), Reference(), Exam()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +47,12 @@ class Rl(Tuning):
     max_tokens: int = 256  # of an answer; of an episode in an environment, all that is written after its prompt
     updates: int = 1  # per rollout, each on its share of the answers
     truncated: str = "keep"  # what reached max_tokens: keep, or mask it out of the loss
-    sampling: Sampling = Sampling()
+    sampling: Sampling = SAMPLING
     loss: Loss = OWN
-    critic: Critic = Critic()
-    engine: Engine = Engine()
-    exam: Exam = Exam()
+    critic: Critic = CRITIC
+    engine: Engine = ENGINE
+    reference: Reference = REFERENCE
+    exam: Exam = EXAM
     teacher: str = ""  # of gkd and reverse_kl: a folder or a name, as `model` is
     distillation: Distillation = ON_POLICY  # of gkd: which divergence from the teacher
     rewards: tuple[Mapping[str, Any], ...] = ()  # see tune.rl.rewards
@@ -175,16 +104,61 @@ class Rl(Tuning):
 
     def _check_read(self) -> None:
         """Nothing may be set that this algorithm does not read."""
-        for name, default, algo in (("critic", Critic(), "ppo"), ("distillation", ON_POLICY, "gkd")):
+        require(
+            self.has_reference or self.reference == REFERENCE,
+            f"reference.devices={self.reference.devices} needs a KL term, which alone asks for a reference: set "
+            f"{'critic.beta' if self.has_critic else 'loss.beta'} above 0, or leave it out",
+        )
+        for name, default, algo in (("critic", CRITIC, "ppo"), ("distillation", ON_POLICY, "gkd")):
             require(
                 self.algo == algo or getattr(self, name) == default,
                 f"{name} is read by algo={algo} alone; got algo={self.algo}: leave it out",
             )
+        require(
+            not (self.has_critic and self.from_adapter),
+            f"from_adapter={self.from_adapter} is not read where a critic learns beside it (algo=ppo): merge it first "
+            "(dovetail merge), and begin from that folder",
+        )
         require(self.algo != "gkd" or self.loss == OWN, "loss is not read by algo=gkd, whose own is distillation")
         require(
-            not self.samples.every,
-            "samples.every is for other trainings: every answer of this one is in completions.jsonl; leave it out",
+            not (self.algo == "reverse_kl" and (self.loss.dynamic or self.loss.overlong)),
+            "loss.dynamic and loss.overlong are about rewards, and algo=reverse_kl has a teacher: leave them out",
         )
+        loss = self.loss
+        require(
+            loss.kl == OWN.kl or bool(self.wanted.beta),
+            f"loss.kl={loss.kl} is what loss.beta weighs, and that is 0: set it, or leave loss.kl out",
+        )
+        require(
+            loss.cap == OWN.cap or loss.correction != "none",
+            f"loss.cap={loss.cap} is of a correction, and loss.correction=none has none: leave it out",
+        )
+        require(
+            self.exam == EXAM or self.eval.every > 0,
+            "exam is held every eval.every steps, and that is 0: set it, such as eval.every=20, or leave exam out",
+        )
+        self._check_others()
+
+    def _check_others(self) -> None:
+        """Nor what other trainings read."""
+        sources, other = self.data.sources, "is for other trainings"
+        require(
+            self.samples == Samples(),
+            f"samples {other}: every answer of this one is in completions.jsonl; leave it out",
+        )
+        require(
+            self.data.overlong == TuningData().overlong,
+            f"data.overlong={self.data.overlong} {other}: prompts longer than max_prompt are left out; leave it out",
+        )
+        require(
+            all(source.weight == 1 for source in sources),
+            f"the weight of one of data.sources {other}: each prompt is given once per epoch; leave it out",
+        )
+        require(
+            self.eval.batches == Eval().batches,
+            f"eval.batches={self.eval.batches} {other}: exam.prompts says how many held-out prompts are answered",
+        )
+        require(not self.tokens, f"tokens={self.tokens:,} {other}: set steps, or epochs over the prompts")
 
     def _check_rows(self) -> None:
         """0 is filled in (`filled`)."""
@@ -269,12 +243,18 @@ class Rl(Tuning):
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether the policy is another distribution than the model's own, which the sampler reports."""
+        """Whether the policy is another distribution than the model's own (among the words that a grammar
+        allows), which the sampler reports."""
         return self.has_support or self.sampling.temperature != 1.0
 
     @property
     def has_support(self) -> bool:
         return self.sampling.top_k > 0
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the trainer must know the words that a grammar allowed: a teacher's divergence is of all words."""
+        return bool(self.sampling.tool_choice) and self.algo != "gkd"
 
     @property
     def most_documents(self) -> int:
@@ -283,7 +263,7 @@ class Rl(Tuning):
 
     @property
     def spare_devices(self) -> int:
-        return self.engine.devices
+        return self.engine.devices + self.reference.devices
 
     @property
     def sequences(self) -> int:
@@ -304,7 +284,7 @@ class Rl(Tuning):
         itemsize = compute_of(self.precision.compute).dtype.itemsize
         if self.has_critic:  # what the plan counts is one model: its masters, moments, gradients and copy once more
             others["critic"] = num_params(spec(cfg)) * (16 + itemsize) if not self.lora else 0
-        if self.has_reference and not self.lora:
+        if self.has_reference and not (self.lora or self.reference.devices):
             others["reference"] = num_params(spec(cfg)) * itemsize
         if not (self.engine.sleep or self.engine.devices):
             others["engine's weights"] = num_params(spec(cfg)) * itemsize

@@ -22,6 +22,7 @@ class Task:
     prompt: Any  # text, or messages
     tokens: tuple[int, ...]  # of the prompt, as the policy is given it
     columns: dict[str, Any]  # of its record: all but the prompt
+    tools: Sequence[dict[str, Any]] = ()  # that the prompt shows, in OpenAI's shape
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def open_tasks(
             if len(ids) > most:
                 long += 1
                 continue
-            found.append(Task(len(found), _asked(side), tuple(int(token) for token in ids), columns))
+            tools = side.tools or () if isinstance(side, Chat) else ()
+            found.append(Task(len(found), _asked(side), tuple(int(token) for token in ids), columns, tools))
     held = _held_out(settings, len(found))
     if len(found) - held < 1:
         raise ValueError(

@@ -1,13 +1,24 @@
-"""A small run of reinforcement learning that kills itself: python killed_run.py PLACE NAME [WHERE STEP]"""
+"""A small run of reinforcement learning that nothing disturbs, and one that is killed amid each of its parts and each
+time goes on: python killed_run.py PLACE. It prints the exit code of each.
+
+Each runs in a process of its own, forked from one that has imported everything and computed nothing: importing takes
+longer than such a run.
+"""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+STEPS = 5
+KILLS = (("rollout", 2), ("reward", 3), ("train", 4), ("sync", 5))
 
 
 def die_in(cls: type, method: str, when: Callable[..., bool]) -> None:
@@ -25,13 +36,15 @@ def die_in(cls: type, method: str, when: Callable[..., bool]) -> None:
 def prepare(where: str, step: int) -> None:
     """`step`: whose rollout, rewards, update or weights are never whole."""
     from dovetail.train.loop import Loop
+    from dovetail.tune.rl import drafts
     from dovetail.tune.rl.actor import Actor
     from dovetail.tune.rl.player import Player
     from dovetail.tune.rl.referee import Referee
 
     seen = []
     match where:
-        case "rollout":  # amid a group
+        case "rollout":  # amid a group, whose answers so far are journaled
+            drafts.SECONDS, drafts.SHARE = 0.0, float("inf")
             die_in(
                 Player,
                 "take",
@@ -45,11 +58,35 @@ def prepare(where: str, step: int) -> None:
             die_in(Actor, "publish", lambda self, params, version: version == step - 1)
 
 
+def play(place: Path, name: str, kill: tuple[str, int] | None) -> None:
+    from tune.rl.small_runs import run
+    from tune.small_models import model_folder
+
+    if kill:
+        prepare(*kill)
+    model_folder(place, num_hidden_layers=1)
+    ended = run(
+        place, name=name, steps=STEPS, checkpoint={"every": 2}, prompts=2, group_size=4, max_tokens=6,
+        engine={"max_num_seqs": 2},
+    )  # fmt: skip
+    sys.exit(ended.code)
+
+
+def exit_code(*given: Any) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=play, args=given)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tune.rl.small_runs import run
+    import tune.rl.small_runs  # noqa: F401
 
-    place, name, *kill = sys.argv[1:]
-    if kill:
-        prepare(kill[0], int(kill[1]))
-    sys.exit(run(Path(place), name=name, steps=7, checkpoint={"every": 3}).code)
+    from dovetail.ops.dispatch import import_kernels
+
+    import_kernels("cpu")  # as the engine does: numba is another two seconds
+    warnings.filterwarnings("ignore", "os.fork")  # nothing runs yet that a fork could break
+    place = Path(sys.argv[1])
+    runs = [("straight", None), *(("killed", kill) for kill in KILLS), ("killed", None)]
+    print(json.dumps([exit_code(place, *each) for each in runs]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tune.rl.plain_rewards import low_tokens
 from tune.small_models import model_folder
 
 from dovetail.tune.rl.rl import rl
@@ -12,13 +13,8 @@ from dovetail.tune.rl.rl import rl
 PROMPTS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(8)]
 RECIPE: dict[str, Any] = dict(
     prompts=4, group_size=8, max_prompt=16, max_tokens=8, steps=6, show=False, show_every=0, optimizer={"lr": 1e-2},
-    precision={"compute": "f32"}, schedule={"name": "constant"}, checkpoint={"every": 2},
+    precision={"compute": "f32"}, schedule={"name": "constant"}, checkpoint={"every": 0},
 )  # fmt: skip
-
-
-def low_tokens(prompts: list, completions: list, completion_ids: list, **columns: Any) -> list[float]:
-    """The share of tokens of the vocabulary's first half."""
-    return [sum(token < 160 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def run(place: Path, **changes: Any):

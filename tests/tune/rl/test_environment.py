@@ -3,6 +3,7 @@ follows from the seed and the episode's place; an environment that fails costs i
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -187,7 +188,8 @@ def test_an_environment_that_fails_costs_its_episode_alone(environment):
     write(episode, tokenizer, "go<|im_end|>")
     assert stage.reply(episode) is None
     assert episode.rewards == {"environment": None} and FAILING[environment] in episode.problems["environment"]
-    assert episode.finish == "error" and from_json(to_json(episode)).problems == episode.problems
+    assert episode.finish == "error"
+    assert from_json(json.loads(to_json([episode])))[0].problems == episode.problems
     assert not episode.mask(False).any()
 
 

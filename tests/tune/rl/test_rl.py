@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tune.rl.small_runs import PROMPTS, low_tokens, run
+from tune.rl.plain_rewards import failing, low_tokens
+from tune.rl.small_runs import PROMPTS, run
 from tune.small_models import metrics, model_folder
 
 pytestmark = pytest.mark.slow
@@ -128,24 +129,25 @@ def test_what_gives_way_changes_nothing(place):
     assert plain == away
 
 
-def failing(prompts, completions, answer, **columns):
-    return [None if a == "1" else 1 / (int(a) % 2) for a in answer]
+@pytest.fixture(scope="module")
+def examined(place):
+    """A run with a reward that fails for some, and an exam after each step."""
+    data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
+    (place / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    how = {"eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "rewards": [failing, low_tokens]}
+    assert run(place, name="examined", steps=2, data=data, **how).code == 0
+    return place / "examined"
 
 
-def test_a_reward_that_fails_costs_its_own_rows(place):
-    ended = run(place, name="failing", steps=2, rewards=[failing, low_tokens])
-    assert ended.code == 0
-    said = [json.loads(line) for line in (place / "failing" / "completions.jsonl").read_text().splitlines()]
+def test_a_reward_that_fails_costs_its_own_rows(examined):
+    said = [json.loads(line) for line in (examined / "completions.jsonl").read_text().splitlines()]
     failed = [line for line in said if line["problems"]]
     assert failed and all("division by zero" in line["problems"]["failing"] for line in failed)
     assert all(line["reward"] == line["rewards"]["low_tokens"] for line in failed)
 
 
-def test_exam_on_held_out_prompts(place):
-    data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
-    (place / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
-    run(place, name="exam", steps=2, data=data, eval={"every": 1}, exam={"samples": 4, "right": 0.6})
-    exams = [line for line in metrics(place / "exam") if line.get("kind") == "eval"]
+def test_exam_on_held_out_prompts(examined):
+    exams = [line for line in metrics(examined) if line.get("kind") == "eval"]
     assert [line["step"] for line in exams] == [1, 2]
     assert 0 <= exams[0]["held_out_pass@1"] <= exams[0]["held_out_pass@4"] <= 1 and "held_out_maj@4" in exams[0]
 
@@ -166,6 +168,17 @@ def test_exam_on_held_out_prompts(place):
         ({"critic": {"lam": 0.9}}, "read by algo=ppo alone"),
         ({"distillation": {"kind": "jsd"}}, "read by algo=gkd alone"),
         ({"samples": {"every": 5, "prompts": ["hi"]}}, "completions.jsonl"),
+        ({"data": {"path": "p.jsonl", "overlong": "skip"}}, "data.overlong=skip is for other trainings"),
+        ({"data": {"sources": [{"path": "p.jsonl", "weight": 2.0}]}}, "once per epoch"),
+        ({"eval": {"batches": 4}}, "eval.batches=4 is for other trainings"),
+        ({"steps": 0, "tokens": 1000}, "tokens=1,000 is for other trainings"),
+        ({"exam": {"samples": 2}}, "exam is held every eval.every steps"),
+        ({"loss": {"kl": "k2"}}, "is what loss.beta weighs"),
+        ({"loss": {"correction": "none", "cap": 3.0}}, "loss.correction=none has none"),
+        ({"algo": "reverse_kl", "teacher": "none", "loss": {"dynamic": True}}, "has a teacher"),
+        ({"sampling": {"tool_choice": "named"}}, "auto"),
+        ({"sampling": {"tool_choice": "auto"}}, "no prompt shows any"),
+        ({"sampling": {"parallel_tool_calls": False}}, "set tool_choice to auto or required"),
         ({"engine": {"devices": 8}}, "leaves none of the 8 devices"),
     ],
 )

@@ -12,19 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tune.rl import killed_run
+from tune.rl.killed_run import KILLS, STEPS
 from tune.small_models import metrics
 from xla_flags import flags
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parent / "killed_run.py"
-KILLS = (("rollout", 2), ("reward", 4), ("train", 5), ("sync", 7))
 
 
-def start(place: Path, name: str, *kill: object) -> int:
-    """The exit code."""
+def exit_codes(place: Path) -> list[int]:
+    """Of the run that nothing disturbs, of the other as it is killed, and when it is not."""
     environment = os.environ | {"XLA_FLAGS": flags(1), "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, str(SCRIPT), str(place), name, *map(str, kill)]
-    return subprocess.run(command, env=environment, timeout=240).returncode
+    command = [sys.executable, killed_run.__file__, str(place)]
+    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=600)
+    return json.loads(told.stdout.splitlines()[-1])
 
 
 def said(folder: Path) -> list[dict]:
@@ -37,14 +38,11 @@ def learnt(folder: Path) -> list[dict]:
 
 
 def test_killed_amid_each_part_it_ends_as_if_nothing_had_been(tmp_path):
-    assert start(tmp_path, "straight") == 0
-    for where, step in KILLS:
-        assert start(tmp_path, "killed", where, step) == -signal.SIGKILL, f"not killed in {where} of step {step}"
-    assert start(tmp_path, "killed") == 0
+    assert exit_codes(tmp_path) == [0, *(-signal.SIGKILL for _ in KILLS), 0]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert said(killed) == said(straight)
     for found, expected in zip(learnt(killed), learnt(straight), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), expected["step"]
-    for name, expected in load_file(straight / "export/step_7/model.safetensors").items():
-        found = load_file(killed / "export/step_7/model.safetensors")[name]
+    for name, expected in load_file(straight / f"export/step_{STEPS}/model.safetensors").items():
+        found = load_file(killed / f"export/step_{STEPS}/model.safetensors")[name]
         np.testing.assert_allclose(found, expected, atol=1e-5, err_msg=name)
