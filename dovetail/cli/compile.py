@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dovetail.cli.serve import engine_option
+from dovetail.cli.serve import ADAPTER, adapters_named, engine_option
 
 TOPOLOGY = typer.Option(..., help="A TPU slice: v5e:16x16, v4:2x2x1, v5p:4x4x4, v6e:8x8, 7x:2x2x1.")
 JSON = typer.Option(False, "--json", help="The same as JSON.")
@@ -49,9 +49,11 @@ def compile_recipe(
 
 @app.command("serve")
 def compile_serve(
-    model: str = typer.Argument(help="A shipped architecture, a config.json, or the folder that holds one."),
+    model: str = typer.Argument(
+        help="A folder, .gguf file, hub id (its config alone is fetched), shipped architecture or config.json."
+    ),
     topology: str = TOPOLOGY,
-    dtype: str = engine_option("dtype", help="bf16, f32 or f16; bf16 if not given."),
+    dtype: str = engine_option("dtype", help="bf16, f32 or f16; otherwise the weights' own, or bf16."),
     max_model_len: int = engine_option("max_model_len", min=0),
     max_num_seqs: int = engine_option("max_num_seqs", min=1),
     max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 8192, "Most tokens in one step.", min=1),
@@ -59,6 +61,9 @@ def compile_serve(
     tensor_parallel: int = engine_option(
         "tensor_parallel", 0, "Devices to split the model over; all that the topology has if not given.", min=0
     ),
+    adapter: list[str] = ADAPTER,
+    max_adapters: int = engine_option("max_adapters", min=0),
+    max_adapter_rank: int = engine_option("max_adapter_rank", min=1),
     as_json: bool = JSON,
 ) -> None:
     """The engine's steps for MODEL: decode with the fewest and the most rows, the largest step of prompts."""
@@ -72,5 +77,6 @@ def compile_serve(
     options = dict(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction, tensor_parallel=tensor_parallel,
+        adapters=adapters_named(adapter), max_adapters=max_adapters, max_adapter_rank=max_adapter_rank,
     )  # fmt: skip
     compile_serve(model, wanted, options, as_json)

@@ -10,11 +10,12 @@ def compile_serve(model: str, topology, options: dict[str, Any], as_json: bool) 
 
     from dovetail.engine.ahead import ahead
     from dovetail.engine.options import EngineOptions
-    from dovetail.models.registry import read_model
+    from dovetail.io.outline import outline
     from dovetail.plan.topology import tpu_devices
 
-    cfg, devices = read_model(model), tpu_devices(topology)
-    given = EngineOptions.of({**options, "tensor_parallel": options["tensor_parallel"] or len(devices)})
+    (cfg, dtype), devices = outline(model), tpu_devices(topology)
+    chosen = dict(dtype=options["dtype"] or dtype, tensor_parallel=options["tensor_parallel"] or len(devices))
+    given = EngineOptions.of({**options, **chosen})
     console, reports = Console(highlight=False, stderr=as_json), []
     with console.status(f"compiling {model}'s largest step for {topology}") as status:
         made, _ = compiled(lambda: ahead(cfg, given, devices))
@@ -44,8 +45,8 @@ def report(model: str, made, shape, program, seconds: float) -> Report:
     counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes)
     flops = made.flops(shape)
     predicted = predict(chip, flops, made.moved(shape), counted.traffic, devices) if chip else None
-    held = made.weight_bytes + made.pool_bytes
-    estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes, "arguments": held, "FLOPs": flops}
+    estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes}
+    estimated |= {"arguments": made.argument_bytes(shape), "FLOPs": flops}
     copies = counted.pool_copies
     notes = {
         "pool copied": f"{len(copies)} x: {copies[0]}" if copies else "no",

@@ -19,6 +19,11 @@ def engine_option(name: str, default: Any = _OWN, help: str = "", **bounds: floa
     return typer.Option(default, help=help or EngineOptions.help(name), rich_help_panel=_ENGINE, **bounds)  # type: ignore[arg-type]
 
 
+ADAPTER = typer.Option(
+    [], help="A LoRA adapter, name=DIR; requests name it as their model; may be repeated.", rich_help_panel=_ENGINE
+)
+
+
 def serve(
     model: str = typer.Argument("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
     host: str = typer.Option("127.0.0.1", help="Where to listen; 0.0.0.0 is every interface."),
@@ -57,8 +62,7 @@ def serve(
     tensor_parallel: int = engine_option("tensor_parallel", min=1),
     prefix_caching: bool = engine_option("prefix_caching"),
     policy: str = engine_option("policy"),
-    adapter: list[str] = typer.Option([], help="A LoRA adapter, name=DIR; requests name it as their model; may be "
-                                      "repeated.", rich_help_panel=_ENGINE),
+    adapter: list[str] = ADAPTER,
     max_adapters: int = engine_option("max_adapters", min=0),
     max_adapter_rank: int = engine_option("max_adapter_rank", min=1),
     seed: int = engine_option("seed", None,
@@ -100,7 +104,7 @@ def serve(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction,
         tensor_parallel=tensor_parallel, prefix_caching=prefix_caching, policy=policy, seed=seed,
-        adapters=_adapters(adapter, config.names), max_adapters=max_adapters, max_adapter_rank=max_adapter_rank,
+        adapters=adapters_named(adapter, config.names), max_adapters=max_adapters, max_adapter_rank=max_adapter_rank,
     ))  # fmt: skip
     with bar() as progress:
         path = resolve(model, progress)
@@ -109,7 +113,7 @@ def serve(
         run(serving(path, options, config, _show, progress))
 
 
-def _adapters(given: list[str], names: tuple[str, ...]) -> dict[str, str]:
+def adapters_named(given: list[str], names: tuple[str, ...] = ()) -> dict[str, str]:
     """name=DIR, each."""
     found: dict[str, str] = {}
     for each in given:
@@ -147,6 +151,8 @@ def _show(config, info) -> None:
     text = Text()
     text.append(f"{url}/v1", style="bold cyan").append(f"  {config.names[0]}\n", style="bold")
     text.append(f"started in {info.start_seconds:.1f} s; {info.description}", style="dim")
+    if info.prediction:
+        text.append(f"\n{info.prediction}", style="dim")
     if config.defaults:
         said = ", ".join(f"{name} {value}" for name, value in config.defaults.items())
         text.append(f"\nunless a request says otherwise: {said}", style="dim")

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
+from dovetail.core.mesh import param_sharding
+from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Params
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.sequence import Adapter
 from dovetail.io.peft import read_adapter
 from dovetail.models.config import ModelConfig
-from dovetail.models.serving_lora import SlotForm, empty_tables, greatest_rank, slot_values, write_slot
+from dovetail.models.lora import Lora
+from dovetail.models.serving_lora import SlotForm, empty_tables, greatest_rank, slot_values, tables_spec, write_slot
 from dovetail.models.widened import rewrite, widen, with_tables
 
 RANK = 16  # there is room for, unless told or given more
@@ -77,11 +82,31 @@ class Adapters:
 
 def adapters_for(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Adapters:
     """With those that the options name, and room for as many as they say."""
-    read = {name: read_adapter(path, cfg) for name, path in options.adapters.items()}
-    ranks = [greatest_rank(tree) for _, tree in read.values()]
-    slots = len(read) if options.max_adapters is None else options.max_adapters
-    form = SlotForm(cfg, slots, options.max_adapter_rank or max(ranks, default=RANK), placement)
+    form, read = _room(cfg, options, placement)
     adapters = Adapters(form, dtype)
     for name, (lora, tree) in read.items():
         adapters.put(name, slot_values(form, tree, lora, dtype))
     return adapters
+
+
+def with_adapters(params: Any, cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Any:
+    """The weights' forms as a step of such an engine takes them."""
+    form, read = _room(cfg, options, placement)
+    for lora, tree in read.values():
+        slot_values(form, tree, lora, dtype)  # refused as an engine would
+    if not form.slots:
+        return params
+
+    def one(leaf: ParamSpec) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=param_sharding(placement, leaf))
+
+    tables = tree_map(one, tables_spec(form))
+    return with_tables(widen(params, tables), tables, form.slots)
+
+
+def _room(cfg: ModelConfig, options: EngineOptions, placement: Any) -> tuple[SlotForm, dict[str, tuple[Lora, Params]]]:
+    """What there is room for, and what is read to be put there."""
+    read = {name: read_adapter(path, cfg) for name, path in options.adapters.items()}
+    ranks = [greatest_rank(tree) for _, tree in read.values()]
+    slots = len(read) if options.max_adapters is None else options.max_adapters
+    return SlotForm(cfg, slots, options.max_adapter_rank or max(ranks, default=RANK), placement), read

@@ -14,6 +14,7 @@ from dovetail.core.compute import compute_of
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import leaf_dtype, tree_map
 from dovetail.core.types import Paged
+from dovetail.engine.adapters import with_adapters
 from dovetail.engine.batch import Shape
 from dovetail.engine.build import pages_that_fit, placement_of, programs_for
 from dovetail.engine.memory import held_bytes
@@ -63,6 +64,10 @@ class Ahead:
 
     def compile(self, shape: Shape) -> Any:
         return self.programs.compile(shape, self.params, self.pages)
+
+    def argument_bytes(self, shape: Shape) -> int:
+        """Weights, pages, and what rows ask for and have sampled: for the last, numbers of the whole vocabulary."""
+        return held_bytes(self.programs.of(shape, self.params, self.programs.pages(self.pages)).forms)
 
     def flops(self, shape: Shape) -> float:
         """Of one device, without attention over what is in the pages. Only a row's last token is unembedded."""
@@ -121,7 +126,7 @@ def ahead(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> A
         raise ValueError(f"tensor_parallel={count} needs as many devices, and the topology has {len(devices)}")
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
     programs = programs_for(cfg, options, compute, placement, devices[0])
-    params = _forms(cfg, compute.dtype, placement)
+    params = with_adapters(_forms(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)
     limit = int(chip.device_hbm * USABLE) if chip else 0
     return Ahead(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
 

@@ -164,25 +164,38 @@ def _probe(hub_id: str) -> str | None:
         raise OSError(_first_line(error)) from error
 
 
+def fetch_config(hub_id: str) -> Path:
+    """The config.json of a model on the hub, without its weights."""
+    fetch, where = _hub().hf_hub_download, os.environ.get("HF_ENDPOINT")
+    return Path(_given(hub_id, lambda: fetch(hub_id, "config.json", endpoint=where, local_files_only=_offline())))
+
+
 def _from_hub(hub_id: str, revision: str | None = None) -> Path:
     hub = _hub()
-    try:
-        folder = hub.snapshot_download(
+    folder = _given(
+        hub_id,
+        lambda: hub.snapshot_download(
             hub_id,
             revision=revision,
             allow_patterns=HUB_FILES,
             ignore_patterns=["*/*"],  # other formats live in folders of their own, and may double the download
             endpoint=os.environ.get("HF_ENDPOINT"),
             local_files_only=_offline(),
-        )
+        ),
+    )
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
+    return Path(folder)
+
+
+def _given(hub_id: str, fetch: Callable[[], str]) -> str:
+    try:
+        return fetch()
     except Exception as error:  # httpx errors are of no standard kind
         raise OSError(
             f"no folder {hub_id!r} here, and the hub did not give it: {_first_line(error)} "
             "(HF_TOKEN opens gated models, HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 uses only what is cached)"
         ) from error
-    if not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
-    return Path(folder)
 
 
 def _hub():

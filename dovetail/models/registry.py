@@ -70,17 +70,25 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def shipped_models() -> tuple[str, ...]:
+    """Those with a recipe."""
     return tuple(sorted(path.stem for path in (SHIPPED / "models").glob("*.json")))
+
+
+def shipped_shapes() -> tuple[str, ...]:
+    """Those without one: large models to plan with (`dovetail plan`)."""
+    return tuple(sorted(path.stem for path in (SHIPPED / "shapes").glob("*.json")))
 
 
 def read_model(name_or_path: str) -> ModelConfig:
     """What a recipe names: a shipped architecture, a config.json, or the folder that holds one."""
-    if name_or_path in shipped_models():
-        return read_config(SHIPPED / "models" / f"{name_or_path}.json")
+    for folder, names in (("models", shipped_models()), ("shapes", shipped_shapes())):
+        if name_or_path in names:
+            return read_config(SHIPPED / folder / f"{name_or_path}.json")
     path = Path(name_or_path).expanduser()
     if not path.exists():
+        known = (*shipped_models(), *shipped_shapes())
         raise ValueError(
             f"model {name_or_path!r} is neither shipped nor a folder with a config.json."
-            f"{did_you_mean(name_or_path, shipped_models())} Shipped: {', '.join(shipped_models())}"
+            f"{did_you_mean(name_or_path, known)} Shipped: {', '.join(known)}"
         )
     return read_config(path)

@@ -23,12 +23,16 @@ PER_HEAD = ("k_up", "v_up")  # latent attention multiplies these from either sid
 
 
 def widen(params: Params, tables: Params) -> Params:
-    """Published weights with the tables below them; those given are deleted, one by one: there is room for one copy."""
+    """Published weights with the tables below them; those given are deleted, one by one: there is room for one copy.
+    Of forms the forms."""
 
-    def put(name: str, w: jax.Array, pair: dict[str, jax.Array]) -> jax.Array:
+    def put(name: str, w: Any, pair: dict[str, Any]) -> Any:
         if name in PER_HEAD:
             return w
         parts, place = _parts(w, pair["lora_b"].ndim - 1)
+        if isinstance(w, jax.ShapeDtypeStruct):
+            rows = jax.eval_shape(lambda w, down: _widen(w, down, parts, None), w, pair["lora_a"])
+            return jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=place)
         made = jax.block_until_ready(_widen(w, pair["lora_a"], parts, place))
         w.delete()
         return made

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dovetail.core.mesh import Placement
+from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.dispatch import sample_kernel
 
 BLOCK = 128  # tokens that are looked at as one
@@ -82,20 +82,19 @@ def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
 
 def apply_mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
     """-inf for tokens whose bit in [S, W] is not set; token v is bit v % 32 of word v // 32 (llguidance's layout)."""
-    return jnp.where(_unpack(bits, logits.shape[1]), logits, -jnp.inf)
+    return jnp.where(unpack(bits, logits.shape[1]), logits, -jnp.inf)
 
 
-def _unpack(bits: jax.Array, V: int) -> jax.Array:
-    """[S, W] uint32 -> [S, V] bool."""
-    spread = bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)  # [S, W, 32]
-    return (spread & 1).reshape(bits.shape[0], -1)[:, :V] == 1
+def unpack(bits: jax.Array, V: int) -> jax.Array:
+    """[..., W] uint32 -> [..., V] bool."""
+    spread = bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)  # [..., W, 32]
+    return (spread & 1).reshape(*bits.shape[:-1], -1)[..., :V] == 1
 
 
 def adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array) -> jax.Array:
     """Logits [S, V], in f32, with what the rows asked for: bias, penalties from the history table [N, V], mask.
 
-    These are the logits that `choose` and `score` both want: then the greedy token is always the most probable one.
-    """
+    `choose` and `score` both want these: then the greedy token is always the most probable one."""
     logits = logits.astype(jnp.float32)
     asks = (inputs.bias_ids[:, 0] >= 0) | (inputs.slot < history.shape[0]) | (inputs.position < inputs.mask_until)
     return lax.cond(jnp.any(asks), lambda logits: _adjust(logits, inputs, history), lambda logits: logits, logits)
@@ -112,8 +111,7 @@ def _adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array) -> jax.
 def count_tokens(history: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
     """The history table [N, V] with tokens [S] sampled for slots [S]; a slot of N is left out.
 
-    An entry is 2 * (times in the output) + (1 if in the prompt): one table, updated where it lies.
-    """
+    An entry is 2 * (times in the output) + (1 if in the prompt): one table, updated where it lies."""
     return history.at[slots, tokens].add(2, mode="drop")
 
 
@@ -140,10 +138,9 @@ def _keep_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
 
 
 def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    S, V = logits.shape
+    V, order = logits.shape[1], _ordered(logits)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
-    order = _ordered(logits)
-    least = _greatest(lambda t: jnp.sum(order >= t[:, None], axis=1, dtype=jnp.int32) >= k, S, bits=32)
+    least = _greatest(lambda t: jnp.sum(order >= t[:, None], axis=1, dtype=jnp.int32) >= k, len(order), bits=32)
     return jnp.where(order >= least[:, None], logits, -jnp.inf)
 
 
@@ -184,29 +181,31 @@ def _top(logits: jax.Array) -> jax.Array:
 # --- the draw ---------------------------------------------------------------------------------------------------------
 
 
-def argmax(logits: jax.Array) -> jax.Array:
+def argmax(logits: jax.Array, placement: Placement | None = None) -> jax.Array:
     """The greatest of each row [S, V], the lowest id among equals. Through blocks: on a CPU XLA's maximum takes a tenth
     of its argmax's time or less (64 x 49k: 0.6 ms against 20), and the argmax then has one block to look at."""
-    blocks = _blocks(logits)
+    blocks = _blocks(logits, placement)
     return _within(blocks, jnp.argmax(jnp.max(blocks, axis=2), axis=1), 0.0)
 
 
-def gumbel_argmax(logits: jax.Array, seed_hi: jax.Array, seed_lo: jax.Array, position: jax.Array) -> jax.Array:
+def gumbel_argmax(logits: jax.Array, inputs: SampleInputs, placement: Placement | None = None) -> jax.Array:
     """One token per row, drawn from softmax(logits [S, V]); the noise is a function of (seed, position) [S] alone.
 
     The maximum of a block's logits with Gumbel noise is itself Gumbel, about the block's logsumexp. So a block is drawn
     first, then a token of it: the same distribution for V / BLOCK + BLOCK random numbers in place of V.
     """
-    blocks = _blocks(logits)  # [S, V / BLOCK, BLOCK]
-    count = blocks.shape[1]
+    blocks = _blocks(logits, placement)
+    count = -(-logits.shape[1] // BLOCK)  # over several devices there are empty blocks behind these
 
     def draw(hi: jax.Array, lo: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(jnp.stack([hi, lo]), impl="threefry2x32")
         return jax.random.bits(jax.random.fold_in(key, position), (count + BLOCK,), jnp.uint32)
 
-    noise = _gumbel(jax.vmap(draw)(seed_hi, seed_lo, position))  # [S, V / BLOCK + BLOCK]
+    bits = jax.vmap(draw)(inputs.seed_hi, inputs.seed_lo, inputs.position)
+    noise = _gumbel(constrain(bits, placement, None, None))  # [S, V / BLOCK + BLOCK], all of it on each device
     mass = jnp.log(jnp.sum(jnp.exp(blocks - _top(logits)[:, :, None]), axis=2))
-    return _within(blocks, jnp.argmax(mass + noise[:, :count], axis=1), noise[:, count:])
+    of_blocks = jnp.pad(noise[:, :count], ((0, 0), (0, mass.shape[1] - count)))
+    return _within(blocks, jnp.argmax(mass + of_blocks, axis=1), noise[:, count:])
 
 
 def _gumbel(bits: jax.Array) -> jax.Array:
@@ -216,11 +215,13 @@ def _gumbel(bits: jax.Array) -> jax.Array:
     return -jnp.log(-jnp.log1p(-u))
 
 
-def _blocks(logits: jax.Array) -> jax.Array:
-    """[S, V] -> [S, V / BLOCK, BLOCK]; V rounded up with tokens that cannot be."""
+def _blocks(logits: jax.Array, placement: Placement | None) -> jax.Array:
+    """[S, V] -> [S, V / BLOCK, BLOCK]; V rounded up with tokens that cannot be, so that each device has whole blocks:
+    what moves is then the edges of the devices' shares, and not the logits."""
     S, V = logits.shape
-    padded = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf)
-    return padded.reshape(S, -1, BLOCK)
+    each = BLOCK * (placement.size("vocab") if placement else 1)
+    padded = jnp.pad(logits, ((0, 0), (0, -V % each)), constant_values=-jnp.inf)
+    return constrain(padded.reshape(S, -1, BLOCK), placement, None, "vocab", None)
 
 
 def _within(blocks: jax.Array, block: jax.Array, noise: jax.Array | float) -> jax.Array:
@@ -229,15 +230,15 @@ def _within(blocks: jax.Array, block: jax.Array, noise: jax.Array | float) -> ja
     return (block * BLOCK + jnp.argmax(chosen + noise, axis=1)).astype(jnp.int32)
 
 
-def choose(logits: jax.Array, inputs: SampleInputs) -> jax.Array:
+def choose(logits: jax.Array, inputs: SampleInputs, placement: Placement | None = None) -> jax.Array:
     """Tokens [S] from adjusted logits [S, V]: the most probable one at temperature 0, else one that is drawn."""
-    greedy = argmax(logits)
+    greedy = argmax(logits, placement)
 
     def draw(logits: jax.Array) -> jax.Array:
         # From the top down: however low the temperature, nothing overflows and the most probable stays at 0.
         scaled = (logits - _top(logits)) / jnp.maximum(inputs.temperature, COLDEST)[:, None]
         scaled = truncate(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
-        drawn = gumbel_argmax(scaled, inputs.seed_hi, inputs.seed_lo, inputs.position)
+        drawn = gumbel_argmax(scaled, inputs, placement)
         return jnp.where(inputs.temperature > 0, drawn, greedy)
 
     return lax.cond(jnp.any(inputs.temperature > 0), draw, lambda _: greedy, logits)
@@ -295,5 +296,5 @@ def sample(
     if kernel := sample_kernel(platform, placement):
         return kernel(logits, inputs, history, top)
     logits = adjust(logits, inputs, history)
-    tokens = choose(logits, inputs)
+    tokens = choose(logits, inputs, placement)
     return tokens, score(logits, tokens, inputs.top_logprobs, top)

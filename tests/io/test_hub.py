@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -319,7 +320,7 @@ class FakeHub(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in self.files]
             body = {"id": "org/tiny", "modelId": "org/tiny", "sha": SHA, "siblings": siblings}
             self.answer(json.dumps(body).encode(), Content_Type="application/json")
-        elif (name := self.path.partition(f"/resolve/{SHA}/")[2]) in self.files:
+        elif (name := re.sub(f"/org/tiny/resolve/({SHA}|main)/", "", self.path)) in self.files:
             body = self.files[name]
             self.answer(body, X_Repo_Commit=SHA, ETag=f'"{hashlib.sha1(body).hexdigest()}"')
         else:
@@ -376,6 +377,13 @@ def test_a_hub_id(tmp_path, serve):
     out = online(tmp_path, endpoint, "print(hub.resolve('org/tiny'))")
     assert (Path(out.stdout.strip()) / "model.safetensors").is_file(), out.stderr
     out = online(tmp_path, endpoint, "hub.resolve('org/absent')")
+    assert "OSError: no folder 'org/absent' here" in out.stderr
+
+
+def test_a_config_alone(tmp_path, serve):
+    out = online(tmp_path, serve(FakeHub), "print(hub.fetch_config('org/tiny'))\nhub.fetch_config('org/absent')")
+    (name,) = out.stdout.split()
+    assert [path.name for path in Path(name).parent.iterdir()] == ["config.json"]
     assert "OSError: no folder 'org/absent' here" in out.stderr
 
 

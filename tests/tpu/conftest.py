@@ -12,7 +12,8 @@ NO_LIBTPU = "libtpu is not installed: pip install -e '.[dev]' brings it on x86-6
 
 
 @pytest.fixture
-def libtpu():
+def libtpu(optimised):
+    """What is compiled is optimised: XLA's flags of the tests, meant for CPUs, would reach libtpu too."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip(NO_LIBTPU)
     without_hardware()  # libtpu reads it when it is loaded, with the first topology

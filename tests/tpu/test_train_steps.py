@@ -27,7 +27,7 @@ class Case(NamedTuple):
     within: float = 0.15  # of the estimate
 
 
-SMALL = 1.0  # what the compiler needs at the least, of a step of some MiB
+SMALL = 1.0  # of a step of some MiB: what it keeps stays in vector memory, and its program is as large as its state
 CORNERS = [
     Case("tiny", "v5e:2x2", 1, ("scan=true",), SMALL),
     Case("tiny", "v5e:2x2", 2, ("scan=true", "mesh.fsdp=4"), SMALL),

@@ -1,0 +1,42 @@
+"""A model's outline: of all that can be served, without a weight."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+from reference_models import reference
+
+from dovetail.io import outline as module
+from dovetail.io.outline import outline
+from dovetail.models.registry import read_config, read_model
+
+
+def test_a_folder_has_its_weights_type_and_a_config_the_one_it_names(tmp_path):
+    folder = reference("llama3.1")[1]
+    assert outline(str(folder)) == (read_config(folder), jnp.float32)
+    hf = json.loads((folder / "config.json").read_text()) | dict(dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    cfg, dtype = outline(str(tmp_path))
+    assert (cfg.layers, dtype) == (read_config(folder).layers, "bfloat16")
+
+
+def test_a_gguf_file(smollm2_gguf):
+    cfg, dtype = outline(str(smollm2_gguf))
+    assert cfg.layers == read_model("smollm2-135m").layers and dtype == jnp.float32, "dequantised, as it is served"
+
+
+def test_of_a_hub_id_the_config_is_fetched(monkeypatch):
+    folder = reference("llama3.1")[1]
+    monkeypatch.setattr(module, "fetch_config", lambda name: folder / "config.json" if name == "org/tiny" else None)
+    assert outline("org/tiny")[0] == read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("tinny", "neither shipped nor a folder.*Did you mean 'tiny'"), ("absent.gguf", "absent.gguf")],
+)
+def test_what_is_not_there(name, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        outline(name)
