@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.dovetail-installed
-# Two workers: each holds jax and torch, and more of them starve each other on a small machine.
-PYTEST_ARGS ?= -n 2 --dist loadscope
+# Three workers: each holds jax and torch. On two cores one more than cores fills the time that tests wait for processes.
+PYTEST_ARGS ?= -n 3 --dist loadscope
 
 .PHONY: test test-fast test-thorough test-tpu lint fmt install
 .DEFAULT_GOAL := test

@@ -58,7 +58,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3-moe": (
         "Qwen3MoeConfig",
         dict(
-            num_hidden_layers=4, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=True,
+            num_hidden_layers=4, head_dim=16, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20,
+            norm_topk_prob=True,
             decoder_sparse_step=2, mlp_only_layers=[3], attention_bias=True, use_sliding_window=True, sliding_window=9,
         ),
     ),

@@ -19,11 +19,12 @@ ARROWS = {
     "io": {"core", "ops", "models"},
     "data": GROUND,
     "train": GROUND | {"data", "plan"},
-    "engine": GROUND,
+    "engine": GROUND | {"plan"},
     "tune": GROUND | {"data", "plan", "train"},
     "tune/rl": GROUND | {"data", "plan", "train", "engine", "tune"},
     "serve": GROUND | {"engine"},
     "plan": {"core", "models"},
+    "doctor": {"core"},
     "jobs": {"core"},  # what of it needs no jax: tests/jobs/test_room.py loads every file
     "interop": GROUND,
     "web": set(),

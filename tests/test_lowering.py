@@ -38,7 +38,8 @@ MODELS = {
     ),
     "a part of a head turns": BASE | dict(model_type="glm4", head_dim=64),
     "latent": BASE | dict(
-        num_hidden_layers=2, model_type="deepseek_v3", q_lora_rank=48, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
+        num_hidden_layers=2,
+        model_type="deepseek_v3", q_lora_rank=48, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32,
         v_head_dim=32, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
         first_k_dense_replace=1, n_group=4, topk_group=2,
     ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.cli.bench_load import Generator, Load, Record
+from dovetail.cli.bench_predicted import busiest, describe, watch
 
 PERCENTILES = (50, 90, 99)
 SOME_VOCAB = 1000  # assumed where the server does not say: every model has as many
@@ -47,6 +48,7 @@ class Bench:
         self._url, self._load, self._options = url, load, client_options(url, api_key, timeout)
         self._model = ""
         self._seconds = self._cpu = 0.0
+        self._seen: list[dict[str, float]] = []
         self.records: list[Record] = []
 
     async def run(self, model: str, vocab: int, warm_up: int) -> None:
@@ -59,11 +61,12 @@ class Bench:
             with _bar(len(bodies)) as tick:
                 generator = Generator(client, self._load, tick)
                 self.records = generator.records
-                cpu = time.process_time()
+                cpu, watching = time.process_time(), asyncio.create_task(watch(client, self._seen))
                 try:
                     await generator.run(bodies)
                 finally:
                     self._seconds, self._cpu = generator.now(), time.process_time() - cpu
+                    watching.cancel()
 
     async def _ask(self, client, model: str, vocab: int) -> tuple[str, int]:
         """The model's name and the size of its vocabulary, as far as they were not given."""
@@ -113,6 +116,7 @@ class Bench:
             "tpot_ms": summary([(r.events[-1] - r.events[0]) / (r.tokens - 1) for r in later]),
             "e2e_ms": summary([record.e2e for record in ok]),
             "late_ms": summary([record.sent - record.due for record in self.records]),
+            "decode_step": busiest(self._seen),
             "generator_busy": self._cpu / self._seconds if self._seconds else 0.0,
         }
 
@@ -166,6 +170,8 @@ def _show(figures: dict[str, Any], records: list[Record]) -> None:
         f"[bold]{figures['requests_per_second']:,.2f}[/bold] requests/s",
         soft_wrap=True,
     )
+    if figures["decode_step"]:
+        console.print(describe(figures["decode_step"]), soft_wrap=True)
     for kind, count in figures["errors"].items():
         said = next(record.said for record in records if record.error == kind)
         console.print(f"{count} failed, {kind}: {said}", style="red", markup=False, soft_wrap=True)

@@ -28,19 +28,29 @@ def run(
     with bar() as progress:
         llm = LLM(model, progress=progress, **(size | options))
     console.print(f"started in {llm.start_seconds:.1f} s; {llm.describe()}")
+    expected = llm.engine.predicted
+    if expected.why:
+        console.print(expected.why, markup=False)
     theirs = _transformers(model) if peer == "transformers" else None
     measure = (lambda n: _arriving(llm, n, prompt, output, arrivals)) if arrivals else _at_once(llm, prompt, output)
-    columns = ["streams", "in + out", "output tok/s", "TTFT p50 ms", "TTFT p99 ms", "ms a token"]
+    columns = ["streams", "in + out", "output tok/s", "predicted", "TTFT p50 ms", "TTFT p99 ms", "ms a token"]
     table = Table(*columns, *(["transformers tok/s", "ratio"] if theirs else []))
     for n in streams:
         rate, first, each = measure(n)
-        row = [str(n), f"{prompt} + {output}", f"{rate:,.0f}", f"{_percentile(first, 50) * 1e3:,.0f}"]
-        row += [f"{_percentile(first, 99) * 1e3:,.0f}", f"{statistics.median(each) * 1e3:.2f}"]
+        row = [str(n), f"{prompt} + {output}", f"{rate:,.0f}", _predicted(expected, n, prompt, output)]
+        row += [f"{_percentile(first, q) * 1e3:,.0f}" for q in (50, 99)] + [f"{statistics.median(each) * 1e3:.2f}"]
         if theirs:
             other = _time_transformers(theirs, n, prompt, output, llm.config.vocab)
             row += [f"{other:,.0f}", f"{rate / other:.2f}x"]
         table.add_row(*row)
     console.print(table)
+
+
+def _predicted(expected, n: int, prompt: int, output: int) -> str:
+    """Output tok/s: bounds, or what earlier runs here make likely."""
+    from dovetail.engine.predict import rates
+
+    return rates(expected.replica.per_token(n, prompt, output), n) if expected.replica else "-"
 
 
 def _prompts(n: int, length: int, vocab: int, seed: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ def doctor(
     burn: float = typer.Option(0.0, min=0.0, help="Seconds in which every chip computes the same, bit for bit."),
     coordinator: str = typer.Option("", help="host:port at which the processes of a run meet."),
     compare: list[Path] = typer.Option([], help="What `dovetail doctor --json` printed on several hosts; repeat it."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Look for faults of this machine. Exit code 0: well; 1: a warning; 2: something is broken."""
     if compare:

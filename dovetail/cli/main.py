@@ -8,10 +8,12 @@ from dovetail.cli import (
     compile,
     convert,
     data,
+    doctor,
     errors,
     evaluate,
     info,
     job,
+    plan,
     pretrain,
     pull,
     recipes,
@@ -50,6 +52,7 @@ app.command("tour")(tour.tour)
 app.command("pull")(pull.pull)
 app.command("convert")(convert.convert)
 app.command("info")(info.info)
+app.command("doctor")(doctor.doctor)
 app.command("serve")(serve.serve)
 app.command("chat")(chat.chat)
 app.command("pretrain")(pretrain.pretrain)
@@ -62,6 +65,7 @@ app.command("merge")(tune.merge)
 app.command("recipes")(recipes.recipes)
 app.command("report")(report.report)
 app.command("eval")(evaluate.evaluate)
+app.add_typer(plan.app, name="plan")
 app.add_typer(compile.app, name="compile")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

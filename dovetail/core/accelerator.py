@@ -1,7 +1,8 @@
 """One name for what a job runs on: `v4-64`, `v5litepod-16`, `tpu7x-2x2x2`, `h200x8`, `2 x v5p-128`, `cpu`.
 
 `parse` answers how many chips, cores, jax devices and machines a name means, how the chips are laid out, and what the
-clouds call all that. A *slice* is what the chips' own links join: a TPU slice, or the GPUs of one machine.
+clouds call all that. A *slice* is what the chips' own links join: a TPU slice, the GPUs of one machine, or (GB200) of
+one rack.
 
 The suffix of a TPU's name counts cores on some generations and chips on others; `Accelerator.explain` says which.
 """
@@ -33,7 +34,7 @@ class Accelerator:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.chip.name] if self.chip else CPU
+        return FAMILIES.get(self.chip.name, CPU) if self.chip else CPU
 
     @property
     def is_tpu(self) -> bool:
@@ -50,7 +51,7 @@ class Accelerator:
     @property
     def chips_per_host(self) -> int:
         """One machine holds a small slice; the machines of a larger one hold four chips each."""
-        fits = self.chips in self.family.hosts or not self.is_tpu
+        fits = self.chips in self.family.hosts or (not self.is_tpu and self.chips <= max(self.family.hosts))
         return self.chips if fits else 4
 
     @property
@@ -158,7 +159,7 @@ def parse(text: str) -> Accelerator:
     text are machines without accelerators.
     """
     words = re.sub(r"\s+", "", str(text).lower())
-    many = re.match(r"(\d+)[x×*](?=[a-z]|7x)", words)
+    many = re.match(r"(\d+)[x×*](?=[a-z]|7x|8[ti])", words)
     slices, rest = (int(many[1]), words[many.end() :]) if many else (1, words)
     if slices < 1:
         raise ValueError(f"accelerator {text!r} has no slices: expected 1 or more, as in 2 x v5p-128")
@@ -167,6 +168,20 @@ def parse(text: str) -> Accelerator:
     chip, size = _split(rest, text)
     one = _gpus(chip, size, text) if FAMILIES[chip.name].sides == 0 else _tpu(chip, size, text)
     return replace(one, slices=one.slices * slices)
+
+
+def of_devices(chip: Chip, devices: int, slices: int = 1) -> Accelerator | None:
+    """So many jax devices of one kind, those of all `slices` together, as the clouds usually lay them out: for a run
+    that knows no more of itself. None where no such slice is to be had."""
+    family = FAMILIES.get(chip.name)
+    if family is None:
+        return None
+    if family.sides == 0:
+        near = devices if devices <= chip.domain else math.gcd(devices, chip.domain)
+        return Accelerator(chip, (near,), devices // near)
+    chips, left = divmod(devices, chip.devices * slices)
+    sides = usual_sides(chip, chips) if not left else None
+    return Accelerator(chip, sides, slices) if sides else None
 
 
 def _split(words: str, text: str) -> tuple[Chip, str]:
@@ -183,14 +198,21 @@ def _split(words: str, text: str) -> tuple[Chip, str]:
 def _gpus(chip: Chip, size: str, text: str) -> Accelerator:
     if "x" in size:
         raise ValueError(f"accelerator {text!r}: a GPU has a count and no topology; write {chip.name.lower()}x8")
-    count = int(size or 1)
-    hosts, left = divmod(count, GPUS_OF_A_HOST)
-    if count < 1 or (hosts and left):
+    count, host, domain = int(size or 1), max(FAMILIES[chip.name].hosts), chip.domain
+    whole, left = divmod(count, domain)
+    parts = count <= host or (count < domain and count % host == 0)
+    if count < 1 or not (parts or (whole and not left)):
+        racks = f", multiples of {host} up to {domain}" if domain > host else ""
         raise ValueError(
-            f"accelerator {text!r}: expected 1 to {GPUS_OF_A_HOST} GPUs, or whole machines of {GPUS_OF_A_HOST}; write "
-            f"{chip.name.lower()}x{max(hosts, 1) * GPUS_OF_A_HOST}, or 3 x {chip.name.lower()}x4 for parts of machines"
+            f"accelerator {text!r}: expected 1 to {host} GPUs{racks}, or whole {_domains(chip)} of {domain}; write "
+            f"{chip.name.lower()}x{max(whole, 1) * domain}, or 3 x {chip.name.lower()}x4 for parts of them"
         )
-    return Accelerator(chip, (GPUS_OF_A_HOST if hosts else count,), max(hosts, 1))
+    return Accelerator(chip, (count if parts else domain,), 1 if parts else whole)
+
+
+def _domains(chip: Chip) -> str:
+    """What NVLink joins."""
+    return "machines" if chip.domain <= GPUS_OF_A_HOST else "racks"
 
 
 def _tpu(chip: Chip, size: str, text: str) -> Accelerator:

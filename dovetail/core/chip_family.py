@@ -42,11 +42,14 @@ FAMILIES: dict[str, Family] = {
     "v5p": Family("v5p", (), "tpu-v5p-slice", "ct5p-hightpu-{}t", (4,), 3, 2, "cores", "v2-alpha-tpuv5"),
     "v6e": Family("v6e", (), "tpu-v6e-slice", "ct6e-standard-{}t", (1, 4, 8), 2, runtime="v2-alpha-tpuv6e"),
     "TPU7x": Family("tpu7x", ("7x", "v7x"), "tpu7x", "tpu7x-standard-{}t", (1, 4), 3, 2, "cores"),
+    "TPU8t": Family("tpu8t", ("8t", "v8t"), None, None, (1, 4), 3),
+    "TPU8i": Family("tpu8i", ("8i", "v8i"), None, None, (1, 4), 3, 2),
     "A100-40GB": Family("a100-40gb", (), "nvidia-tesla-a100", "a2-highgpu-{}g", (1, 2, 4, 8)),
     "A100": Family("a100", ("a100-80gb",), "nvidia-a100-80gb", "a2-ultragpu-{}g", (1, 2, 4, 8)),
     "H100": Family("h100", ("h100-80gb",), "nvidia-h100-80gb", "a3-highgpu-{}g", (1, 2, 4, 8)),
     "H200": Family("h200", ("h200-141gb",), "nvidia-h200-141gb", "a3-ultragpu-{}g", (8,)),
     "B200": Family("b200", (), "nvidia-b200", "a4-highgpu-{}g", (8,)),
+    "GB200": Family("gb200", (), "nvidia-gb200", "a4x-highgpu-{}g", (4,)),
 }  # fmt: skip
 CPU = Family("cpu", (), None, None, (1,))  # a machine without accelerators: counted as one chip, itself
 

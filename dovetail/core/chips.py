@@ -1,8 +1,9 @@
 """Accelerators: peak rates, memory, links and prices, each a chip's (a device is what jax calls one).
 
-Peaks are dense. Sources, as of August 2026: Google Cloud's pages of each TPU (docs.cloud.google.com/tpu/docs) for
-peaks, HBM in GiB, links and pod sizes; NVIDIA's data sheets of the SXM modules for theirs; Google Cloud's price
-lists (on demand and spot, per chip and hour) for dollars. Prices move: they rank machines, they are no offer.
+Peaks are dense; `Chip.source` says where each chip's figures are from and of when they are. Prices (Google Cloud's
+lists, on demand and spot, per chip and hour, August 2026) move: they rank machines, they are no offer; those of other
+regions are in core.prices. Between slices or hosts a TPU has its share of its host's network (the book "How to Scale
+Your Model", 2025) and a GPU the network card beside it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ class Chip:
     pod: int | None = None  # chips that those links join; None: what one host holds
     dollars: float | None = None  # per hour, on demand
     spot: float | None = None
-    dcn: float | None = None  # across slices or hosts, bytes/s
+    dcn: float | None = None  # across slices or hosts, bytes/s: a TPU's share of the datacentre network, a GPU's card
     devices: int = 1  # jax devices of one chip: two where its cores are not joined
+    domain: int = 1  # GPUs that NVLink joins
+    provisional: bool = False  # announced, and some figures derived from others: `source` says which
+    source: str = ""
 
     @property
     def device_hbm(self) -> int:
@@ -43,29 +47,37 @@ class Chip:
         return self.bf16 / self.devices
 
 
-def _tpu(name, kinds, bf16, int8, hbm, bandwidth, links, pod, dollars, spot, dcn=6.25, devices=1) -> Chip:
+def _tpu(name, kinds, bf16, int8, hbm, bandwidth, links, pod, dollars, spot, dcn=6.25, devices=1, **more) -> Chip:
     """`links` is (how many, GB/s of one in one direction)."""
-    network = links[0] * links[1] * GIGA if links else None
+    network = links[0] * links[1] * GIGA
+    options: dict[str, Any] = {"source": f"docs.cloud.google.com/tpu/docs/{name}, 2026-08"} | more
     return Chip(
         name, kinds, bf16 * TERA, int8 * TERA if int8 else None, hbm * GIB, bandwidth * TERA, network, pod,
-        dollars, spot, dcn * GIGA, devices,
+        dollars, spot, dcn * GIGA, devices, **options,
     )  # fmt: skip
 
 
-def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot) -> Chip:
-    """`nvlink` is NVIDIA's figure, which adds both directions. Memory sold as GB is, within 1%, GiB as CUDA counts it;
-    B200 is the exception (sold as 192, CUDA shows about 179 GiB) and stays within the share that plans leave free."""
+def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot, card, sheet, domain=8) -> Chip:
+    """`nvlink` is NVIDIA's figure, which adds both directions; `card` the Gb/s of the network card that each GPU has
+    beside it. Memory sold as GB is, within 1%, GiB as CUDA counts it; B200 is the exception (sold as 192, CUDA shows
+    about 179 GiB) and stays within the share that plans leave free."""
     return Chip(
         name, kinds, bf16 * TERA, fp8 * TERA, hbm * GIB, bandwidth * TERA, nvlink / 2 * GIGA, None, dollars, spot,
+        card / 8 * GIGA, domain=domain, source=f"NVIDIA, {sheet}",
     )  # fmt: skip
 
 
+_JOUPPI = "Jouppi et al., Communications of the ACM 63(7), 2020; HBM: docs.cloud.google.com/tpu/docs, 2026-08"
+_EIGHTH = (
+    "Google Cloud Next, 2026-04: HBM, its bandwidth, the pod, 19.2 Tb/s of links and FP4 peak ({} PF); "
+    "8-bit taken as a half of that and bf16 as a quarter, which is not published"
+)
 # TF/s bf16, int8 or fp8; GiB; TB/s; links; pod; $/h on demand and spot (August 2026)
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _tpu("v2", ("TPU v2",), 46, None, 16, 0.7, None, 256, 1.13, 0.34, devices=2),
-        _tpu("v3", ("TPU v3",), 123, None, 32, 0.9, (4, 50), 1024, 2.00, 0.51, devices=2),
+        _tpu("v2", ("TPU v2",), 46, None, 16, 0.7, (4, 62), 256, 1.13, 0.34, devices=2, source=_JOUPPI),
+        _tpu("v3", ("TPU v3",), 123, None, 32, 0.9, (4, 82), 1024, 2.00, 0.51, devices=2, source=_JOUPPI),
         _tpu("v4", ("TPU v4",), 275, 275, 32, 1.2, (6, 45), 4096, 3.22, 0.92),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 394, 16, 0.82, (4, 45), 256, 1.20, 0.34, dcn=3.1),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 918, 95, 2.77, (6, 90), 8960, 4.20, 0.81),
@@ -73,13 +85,28 @@ CHIPS: dict[str, Chip] = {
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 1836, 32, 1.64, (4, 90), 256, 2.70, 1.54, dcn=12.5),
         # 1,200 GB/s per chip, both directions together, over six links; priced by contract
         _tpu("TPU7x", ("TPU7x",), 2307, 4614, 192, 7.4, (6, 100), 9216, None, None, devices=2),
-        _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 624, 40, 1.6, 600, 3.93, 2.27),
-        _gpu("A100", ("NVIDIA A100-SXM4-80GB",), 312, 624, 80, 2.0, 600, 3.93, 2.27),
-        _gpu("H100", ("NVIDIA H100 80GB HBM3",), 989, 1979, 80, 3.35, 900, 9.80, 4.85),
-        _gpu("H200", ("NVIDIA H200",), 989, 1979, 141, 4.8, 900, 9.31, 5.38),
-        _gpu("B200", ("NVIDIA B200",), 2250, 4500, 192, 8.0, 1800, 11.28, 4.08),
+        _tpu("TPU8t", ("TPU8t",), 3150, 6300, 216, 6.5, (6, 200), 9600, None, None, provisional=True,
+             source=_EIGHTH.format(12.6)),
+        # its network is no torus: planned as one, with more hops than it has
+        _tpu("TPU8i", ("TPU8i",), 2525, 5050, 288, 8.6, (6, 200), 1024, None, None, devices=2, provisional=True,
+             source=_EIGHTH.format(10.1)),
+        _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 624, 40, 1.6, 600, 3.93, 2.27, 200,
+             "A100 data sheet, 2021-06; DGX A100's cards"),
+        _gpu("A100", ("NVIDIA A100-SXM4-80GB",), 312, 624, 80, 2.0, 600, 3.93, 2.27, 200,
+             "A100 data sheet, 2021-06; DGX A100's cards"),
+        _gpu("H100", ("NVIDIA H100 80GB HBM3",), 989, 1979, 80, 3.35, 900, 9.80, 4.85, 400,
+             "H100 data sheet, 2023-04; DGX H100's cards"),
+        _gpu("H200", ("NVIDIA H200",), 989, 1979, 141, 4.8, 900, 9.31, 5.38, 400,
+             "H200 data sheet, 2024-11; DGX H200's cards"),
+        _gpu("B200", ("NVIDIA B200",), 2250, 4500, 192, 8.0, 1800, 11.28, 4.08, 400,
+             "DGX B200 data sheet, 2024-11, halved where it is with sparsity"),
+        # sold by the rack of 72, by contract
+        _gpu("GB200", ("NVIDIA GB200",), 2500, 5000, 186, 8.0, 1800, None, None, 400,
+             "GB200 NVL72 page, 2025-03, halved where it is with sparsity", domain=72),
     )
-}
+}  # fmt: skip
+# A CPU's core, in f32 and from memory: measured on a 2-core aarch64 server (2026-11; 63 GFLOP/s and 16 GB/s together).
+CORE_FLOPS, CORE_BANDWIDTH = 31.5e9, 8e9
 _BY_KIND = {kind.lower(): chip for chip in CHIPS.values() for kind in chip.kinds}
 
 
@@ -96,6 +123,15 @@ def chip_named(name: str) -> Chip:
     if chip is None:
         raise ValueError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}")
     return chip
+
+
+def cpu_chip(cores: int, memory: int) -> Chip:
+    """A host without accelerators, as a chip to plan on: f32 is what it computes in. Two machines' CPUs differ by more
+    than two chips of a kind; what a calibration measured of this one comes before."""
+    source = f"{cores} cores of 31.5 GFLOP/s (f32) and 8 GB/s, as measured of one on 2026-11"
+    return Chip(
+        "CPU", (), cores * CORE_FLOPS, None, memory, cores * CORE_BANDWIDTH, None, dcn=1.25 * GIGA, source=source
+    )
 
 
 def usable_bytes(device: Any) -> int | None:

@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dovetail.core.spec import ParamSpec, tree_map
+from dovetail.core.torus import assign
 
 # From what talks least to what talks most: the last axes get the nearest devices, data alone crosses slices.
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -66,7 +67,7 @@ def lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
         return np.asarray(devices).reshape(sizes)
     slices = num_slices(devices)
     if slices == 1:
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return _along_links(sizes, devices)
     if sizes[0] % slices:
         raise ValueError(
             f"the data axis must be a multiple of the {slices} slices, for it alone crosses from one to another; "
@@ -74,6 +75,27 @@ def lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
         )
     within, across = [sizes[0] // slices, *sizes[1:]], [slices] + [1] * (len(sizes) - 1)
     return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+
+
+def _along_links(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    except TypeError:  # it loses factors of a side such as 28 = 2 x 2 x 7, one of a whole v5p pod, and finds no way
+        return _by_hand(sizes, devices)
+
+
+def _by_hand(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """As jax would: on each side of the torus the axis that talks most takes neighbours."""
+    places = {(*device.coords, getattr(device, "core_on_chip", 0)): device for device in devices}
+    first = [min(side) for side in zip(*places, strict=True)]
+    shape = tuple(max(side) - low + 1 for side, low in zip(zip(*places, strict=True), first, strict=True))
+    box = np.empty(shape, object)
+    for place, device in places.items():
+        box[tuple(at - low for at, low in zip(place, first, strict=True))] = device
+    taken = np.array(assign(shape, tuple(sizes)))  # [axis, side]
+    axes, sides = taken.shape
+    order = [side * axes + axis for axis in range(axes) for side in range(sides)]
+    return box.reshape(taken.T.reshape(-1)).transpose(order).reshape(sizes)
 
 
 def num_slices(devices: Sequence[Any]) -> int:

@@ -138,15 +138,16 @@ class Mesh:
     slices: int = 1  # groups of devices joined by the slower network; each holds an equal part of `data`
 
     def __post_init__(self) -> None:
-        not_negative(self, "data", "fsdp", "expert")
-        for name in ("tensor", "context", "slices"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be at least 1 (it is not derived); got {value}")
+        not_negative(self, "data", "fsdp", "expert", "tensor", "context")
+        require(self.slices >= 1, f"slices must be at least 1 (it is not derived); got {self.slices}")
         require(
             self.data % self.slices == 0,
             f"data must be a multiple of the {self.slices} slices, for it alone crosses from one to another; "
             f"got {self.data}",
         )
+
+
+DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,6 +206,11 @@ class LLM:
         many = f"{tokens / config.max_model_len:,.1f} sequences of {config.max_model_len:,}"
         return f"{config.num_pages:,} KV pages of {config.page_size} tokens, room for {many}"
 
+    def prediction(self) -> str:
+        """How fast it should decode, in a line, or why that is not known."""
+        config = self.engine.scheduler.config
+        return self.engine.predicted.says(config.max_num_seqs, min(1024, config.max_model_len))
+
     def stats(self) -> Stats:
         return self.engine.stats()
 

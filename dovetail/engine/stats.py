@@ -28,6 +28,11 @@ class Stats:
     padding_tokens: int = 0  # what they computed beside that, to fill the shapes they are compiled for
     weights_version: int = 0
     sleeping: int = 0  # the level; 0: awake
+    decode_seconds: float = 0.0  # of a decode step, lately; 0: none was taken
+    predicted_least: float = (
+        0.0  # seconds of one for what runs now, at best and at worst; 0: not known, or nothing runs
+    )
+    predicted_most: float = 0.0
 
     @property
     def pages_share(self) -> float:

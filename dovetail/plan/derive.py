@@ -1,15 +1,15 @@
 """What a recipe leaves open, from the model and the hardware: mesh, remat, rows per device, accumulation, scan.
 
-Of all plans that fit (plan.plans, plan.memory) the one with the least estimated time is taken. What the recipe gives
-is kept; what cannot fit or divide is refused with what would.
+Of all plans that fit (plan.plans, plan.memory) the fastest is taken (plan.search). What the recipe gives is kept; what
+cannot fit or divide is refused with what would.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from dovetail.core.accelerator import of_devices
 from dovetail.core.chips import GIB, Chip
 from dovetail.core.training import REMATS, Mesh, Training
 from dovetail.models.config import ModelConfig
@@ -18,16 +18,18 @@ from dovetail.plan.memory import Memory, memory
 from dovetail.plan.plans import (
     Plan,
     axes_of,
-    cost,
     least_memory,
     longest_run,
     meshes,
     most_unrolled,
     num_experts,
+    num_heads,
     plans,
     recomputed,
     row_shards,
+    row_splits,
 )
+from dovetail.plan.search import ranked
 
 PLANNED = 0.92  # the share of a device's memory that a plan may fill; fragments and the runtime take the rest
 # Of a host's memory less: a checkpoint being written holds the state twice over there. Measured with 135M weights:
@@ -79,7 +81,10 @@ def derive(
     than from the chip's table (core.chips.usable_bytes), for CPU devices (`on_host`) its share of the host's; with
     neither, memory is taken to suffice."""
     settings = replace(settings, mesh=_with_slices(settings.mesh, slices))
-    _check(cfg, settings)
+    if on_host:  # the devices of one machine share its memory: splitting layers or rows between them gains nothing
+        mesh = settings.mesh
+        settings = replace(settings, mesh=replace(mesh, tensor=mesh.tensor or 1, context=mesh.context or 1))
+    check(cfg, settings)
     hbm = hbm or (chip.device_hbm if chip else None)
     whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, settings.beside(cfg, hbm)
     limit = whole and max(1, whole - sum(others.values()))
@@ -89,7 +94,8 @@ def derive(
         found = [plan for plan in plans(cfg, settings, devices, None) if plan in found] or found
     if not found:
         raise ValueError(_refusal(cfg, settings, _name(chip, hbm, on_host), devices, limit, on_host))
-    best = min(found, key=lambda plan: cost(cfg, settings, plan, chip))
+    machine = of_devices(chip, devices, settings.mesh.slices) if chip else None
+    best = ranked(cfg, settings, found, chip, machine)[0].plan
     filled = replace(
         settings, mesh=best.mesh, scan=best.scan, remat=best.remat, per_device=best.rows, accumulate=best.microsteps
     )
@@ -219,33 +225,33 @@ def _gib(size: float) -> str:
 # --- refusing ---------------------------------------------------------------------------------------------------------
 
 
-def _check(cfg: ModelConfig, settings: Training) -> None:
+def check(cfg: ModelConfig, settings: Training) -> None:
     """What no number of devices would mend."""
-    mesh, experts = settings.mesh, num_experts(cfg)
-    heads = math.gcd(*(layer.attn.heads for layer in cfg.layers))
+    mesh, experts, heads = settings.mesh, num_experts(cfg), num_heads(cfg)
     if settings.length > cfg.max_len:
         raise ValueError(
             f"length is {settings.length} and the model has {cfg.max_len} positions: lower length, or raise "
             "max_position_embeddings in its config.json"
         )
-    if settings.length % mesh.context:
+    if mesh.context and settings.length % mesh.context:
         raise ValueError(f"mesh.context={mesh.context} must divide length, which is {settings.length}")
     if mesh.expert > 1 and (experts == 1 or experts % mesh.expert):
         has = f"{experts} experts" if experts > 1 else "no experts"
         raise ValueError(f"mesh.expert={mesh.expert} must divide the model's experts; it has {has}")
-    if heads % mesh.tensor:
+    if mesh.tensor and heads % mesh.tensor:
         raise ValueError(f"mesh.tensor={mesh.tensor} must divide the model's {heads} attention heads")
-    if mesh.fsdp > 1 and cfg.dim % (mesh.fsdp * mesh.context):
+    split = mesh.fsdp * max(mesh.context, 1)
+    if mesh.fsdp > 1 and cfg.dim % split:
         raise ValueError(
-            f"mesh.fsdp x mesh.context is {mesh.fsdp * mesh.context} and must divide the model dim, {cfg.dim}: "
+            f"mesh.fsdp x mesh.context is {split} and must divide the model dim, {cfg.dim}: "
             "otherwise every weight would be whole on every device"
         )
     settings.check_model(cfg)
 
 
-def _refusal(cfg: ModelConfig, settings: Training, name: str, devices: int, limit: int | None, on_host: bool) -> str:
-    """Why no plan is left, and what would do."""
-    possible = list(meshes(cfg, settings.mesh, devices, split_weights=limit is not None))
+def shape_refusal(cfg: ModelConfig, settings: Training, devices: int, split_weights: bool) -> str | None:
+    """Why the recipe cannot be laid over so many devices, whatever their memory; None where it can."""
+    possible = list(meshes(cfg, settings, devices, split_weights))
     if not possible:
         given = " x ".join(f"{name} {size}" for name, size in axes_of(settings.mesh).items() if size > 1)
         slices = f" in {settings.mesh.slices} slices" if settings.mesh.slices > 1 else ""
@@ -253,9 +259,17 @@ def _refusal(cfg: ModelConfig, settings: Training, name: str, devices: int, limi
             f"a mesh of {given or 'one device'} cannot be laid over {devices} devices{slices}: the sizes must multiply "
             "to that number, and data=0 and fsdp=0 are derived to fill it"
         )
-    least = least_memory(cfg, settings, devices)
-    if least is None or limit is None:
+    if not any(True for mesh in possible for _ in row_splits(settings, row_shards(mesh))):
         return _no_rows(settings, min(row_shards(mesh) for mesh in possible))
+    return None
+
+
+def _refusal(cfg: ModelConfig, settings: Training, name: str, devices: int, limit: int | None, on_host: bool) -> str:
+    """Why no plan is left, and what would do."""
+    shape = shape_refusal(cfg, settings, devices, split_weights=limit is not None)
+    least = least_memory(cfg, settings, devices)
+    if shape or least is None or limit is None:
+        return shape or "no plan is left"
     remat = settings.remat or REMATS[-1]
     would = list(_remedies(cfg, settings, devices, limit, more=not on_host))[:2]
     would = would or ["more memory" if on_host else "a device with more memory"]
@@ -282,14 +296,14 @@ def _no_rows(settings: Training, shards: int) -> str:
 def _remedies(cfg: ModelConfig, settings: Training, devices: int, limit: int, more: bool) -> Iterator[str]:
     """`more`: whether further devices bring memory of their own."""
     mesh = settings.mesh
-    heads = math.gcd(*(layer.attn.heads for layer in cfg.layers))
+    heads = num_heads(cfg)
     changes = {
         "remat left open": replace(settings, remat=""),
         "per_device and accumulate left open": replace(settings, per_device=0, accumulate=0),
         "mesh.data and mesh.fsdp left open": replace(settings, mesh=replace(mesh, data=0, fsdp=0)),
         "mesh.expert=0 (derived)": replace(settings, mesh=replace(mesh, expert=0)),
     }
-    wider = [n for n in (2, 4, 8) if n > mesh.tensor and heads % n == 0]
+    wider = [n for n in (2, 4, 8) if 0 < mesh.tensor < n and heads % n == 0]
     changes |= {f"mesh.tensor={n}": replace(settings, mesh=replace(mesh, tensor=n)) for n in wider}
     for what, changed in changes.items():
         if changed != settings and _fits(cfg, changed, devices, limit):

@@ -18,7 +18,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, cast
 
 from jax.sharding import AbstractMesh
@@ -58,24 +58,32 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
+        # not by fields(): a search asks for this many thousand times
+        return (
+            self.weights + self.frozen + self.optimizer + self.gradients
+            + self.gathered + self.activations + self.logits
+        )  # fmt: skip
 
 
-def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: int) -> Memory:
-    """With `rows` of the batch on each device in one microstep."""
-    mtp, tensor, itemsize = _mtp_layers(cfg, settings), axes.get("tensor", 1), BYTES[settings.precision.compute]
+def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: int, on_host: bool = False) -> Memory:
+    """With `rows` of the batch on each device in one microstep. `on_host`: as XLA's compiler for CPUs has it, which
+    holds bf16 as f32 and, outside of loops, keeps all that autodiff asks for, remat or not."""
+    mtp, tensor = mtp_layers(cfg, settings), axes.get("tensor", 1)
+    itemsize = 4 if on_host else BYTES[settings.precision.compute]
     splits = tuple((name, axes.get(name, 1)) for name in _SPLITS)
     elements, moments, gathered = _elements(cfg, mtp, settings.optimizer.name, splits, settings.adapter)
     frozen = sum(_frozen(model or cfg, held, settings.precision.compute, splits) for model, held in settings.frozen)
     state = functools.partial(
-        Memory, elements * bytes_per_weight(settings), frozen, 4 * moments, gathered=gathered * itemsize
+        Memory, elements * bytes_per_weight(settings, on_host), frozen, 4 * moments, gathered=gathered * itemsize
     )
     shards = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
     sums = 4 * elements if rows * shards < settings.batch else 0  # over microsteps
     stacked = elements * itemsize if settings.scan else 0  # a loop's gradients
     tokens = rows * settings.length // axes.get("context", 1)
-    saved, working = _activations(cfg, mtp, tensor, axes.get("expert", 1), remat)
-    saved = int(tokens * itemsize * saved * (LOOPED if remat == "none" and settings.scan else 1))
+    kept_all = on_host and not settings.scan
+    remat = "none" if kept_all else remat
+    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat)
+    saved = int(tokens * itemsize * saved * (LOOPED if remat == "none" and (settings.scan or kept_all) else 1))
     working *= tokens * itemsize
     in_loss = state(gradients=sums, activations=saved, logits=_logits(cfg, settings, tensor, tokens))
     in_backward = state(gradients=sums + stacked, activations=saved + working, logits=0)
@@ -101,26 +109,27 @@ def _elements(
     cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...], adapter: Lora | None
 ) -> tuple[int, int, int]:
     """What one device holds, in numbers: weights that are trained, moments, weights made whole."""
-    placement = _placement(dict(axes))
+    placement = placement_of(dict(axes))
     elements = moments = 0
-    for shape, count in _shapes(cfg, mtp, adapter).items():
-        local = _local(shape, placement)
+    for shape, count in shapes_of(cfg, mtp, adapter).items():
+        local = local_size(shape, placement)
         elements += local * count
-        moments += _moments(optimizer, shape, local) * count
+        moments += moments_of(optimizer, shape, local) * count
     return elements, moments, _gathered(cfg, dict(axes))
 
 
 def _frozen(cfg: ModelConfig, held: str, compute: str, axes: tuple[tuple[str, int], ...]) -> int:
-    return frozen_bytes(cfg, held, compute_of(held if held in BYTES else compute).dtype, _placement(dict(axes)))
+    return frozen_bytes(cfg, held, compute_of(held if held in BYTES else compute).dtype, placement_of(dict(axes)))
 
 
-def bytes_per_weight(settings: Training) -> int:
+def bytes_per_weight(settings: Training, on_host: bool = False) -> int:
     """The master, the copy to compute with where that has another dtype, the average where one is kept."""
     master, compute = BYTES[settings.precision.params], BYTES[settings.precision.compute]
-    return master + (compute if compute != master else 0) + (master if settings.ema else 0)
+    copy = 4 if on_host else compute
+    return master + (copy if compute != master else 0) + (master if settings.ema else 0)
 
 
-def _moments(optimizer: str, shape: Shape, local: int) -> int:
+def moments_of(optimizer: str, shape: Shape, local: int) -> int:
     """f32 numbers that the optimizer keeps for a weight of which a device holds `local` elements."""
     dims = sorted(shape[0])[-2:]
     is_matrix = len(shape[0]) >= 2
@@ -134,19 +143,19 @@ def _moments(optimizer: str, shape: Shape, local: int) -> int:
 def _gathered(cfg: ModelConfig, axes: Axes) -> int:
     """A layer's weights are whole (over fsdp and context) while they are used, the next layer's arrive meanwhile, and
     a layer's gradient is whole before it is scattered. The head is whole, and its gradient is summed so in f32."""
-    whole = _placement({**axes, "fsdp": 1, "context": 1})
-    embedding = _local(((cfg.vocab, cfg.dim), ("vocab", "embed")), whole)
+    whole = placement_of({**axes, "fsdp": 1, "context": 1})
+    embedding = local_size(((cfg.vocab, cfg.dim), ("vocab", "embed")), whole)
     split = axes.get("fsdp", 1) * axes.get("context", 1) > 1
-    largest = max(sum(_local(shape, whole) for shape in kind) for kind in _layer_kinds(cfg))
+    largest = max(sum(local_size(shape, whole) for shape in kind) for kind in _layer_kinds(cfg))
     return 3 * largest * split + 3 * embedding  # numbers of the compute dtype, of which f32 takes two
 
 
-def _placement(axes: Axes) -> Placement:
+def placement_of(axes: Axes) -> Placement:
     mesh = AbstractMesh(tuple(axes.get(name, 1) for name in MESH_AXES), MESH_AXES)
     return Placement(cast(Any, mesh), TRAIN)
 
 
-def _local(shape: Shape, placement: Placement) -> int:
+def local_size(shape: Shape, placement: Placement) -> int:
     """Elements of a weight on one device."""
     parts = placement.partition(shape[1], shape[0])
     names = [name for part in parts if part for name in ((part,) if isinstance(part, str) else part)]
@@ -154,7 +163,7 @@ def _local(shape: Shape, placement: Placement) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _shapes(cfg: ModelConfig, mtp: int, adapter: Lora | None) -> Counter[Shape]:
+def shapes_of(cfg: ModelConfig, mtp: int, adapter: Lora | None) -> Counter[Shape]:
     """How many trained weights of each shape."""
     specs = lora_spec(cfg, adapter) if adapter else with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
     return Counter((leaf.shape, leaf.axes) for _, leaf in leaves(specs))
@@ -168,7 +177,7 @@ def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
     return [[(leaf.shape, leaf.axes) for _, leaf in leaves(layers[i])] for i in one_each]
 
 
-def _mtp_layers(cfg: ModelConfig, settings: Training) -> int:
+def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
     return mtp_depth(cfg) if settings.trains_mtp else 0
 
 
@@ -176,7 +185,7 @@ def _mtp_layers(cfg: ModelConfig, settings: Training) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _activations(cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str) -> tuple[int, int]:
+def activations_of(cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str) -> tuple[int, int]:
     """Elements per token: saved from forward to backward over all layers, and one layer's working set."""
     layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
     saved = sum(_saved(cfg.dim, layer, tensor, expert, remat) * n for layer, n in layers.items())

@@ -1,28 +1,23 @@
-"""Every way to lay a recipe over so many devices, what each needs, and an estimate that ranks them.
-
-The estimate ranks, it does not predict: FLOPs, with what is recomputed, against the bytes that weights, gradients and
-experts' tokens send over the links.
-"""
+"""Every way to lay a recipe over so many devices, and the memory that each needs. How long each takes is another
+question: plan.steptime."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from dovetail.core.chips import Chip
-from dovetail.core.spec import matmul_flops
 from dovetail.core.training import REMATS, Mesh, Training
 from dovetail.models.config import ModelConfig
-from dovetail.models.spec import flops_per_token, spec
-from dovetail.plan.memory import BYTES, Memory, bytes_per_weight, memory
+from dovetail.models.spec import flops_per_token
+from dovetail.plan.memory import Memory, memory
 
-FLOPS_A_BYTE = 2500.0  # of a chip that is not in the table: its peak over its links, as on an H100 or a v5p
-FLOPS_A_BYTE_HELD = 250.0  # the same for the bytes of its own memory
-UTILISATION = 0.5  # of the peak, in the products
 # Layers up to which each is compiled by itself. A loop over them compiles faster and copies all that is kept for the
 # backward pass into stacked arrays and out of them: Qwen3-0.6B 16 x 4096 on an H200 ran at 37% with, at 48% without.
 UNROLLED = 48
+MOST_SPLIT = 64  # devices along tensor and context together that a search tries
 UNROLLED_ELSEWHERE = 16  # the same where that was not measured, or weights are split: a loop bounds how many are whole
 
 
@@ -37,21 +32,39 @@ class Plan:
 
 
 def plans(
-    cfg: ModelConfig, settings: Training, devices: int, limit: int | None, on_gpu: bool = False
+    cfg: ModelConfig, settings: Training, devices: int, limit: int | None, on_gpu: bool = False, on_host: bool = False
 ) -> Iterator[Plan]:
     """Of each mesh and policy that the recipe allows, the plan with the most rows that fits into `limit` bytes.
 
     Without a limit (a CPU) rows are split over the devices and nothing is recomputed.
     """
     remats = (settings.remat,) if settings.remat else REMATS if limit else ("none",)
-    for mesh in meshes(cfg, settings.mesh, devices, split_weights=limit is not None):
+    for mesh in meshes(cfg, settings, devices, split_weights=limit is not None):
         laid = replace(settings, scan=is_loop(cfg, settings, mesh, on_gpu))
-        for remat in remats:
-            for rows, microsteps in row_splits(settings, row_shards(mesh)):
-                counted = memory(cfg, laid, axes_of(mesh), remat, rows)
-                if limit is None or counted.total <= limit:
-                    yield Plan(mesh, bool(laid.scan), remat, rows, microsteps, counted)
-                    break
+        splits = list(row_splits(settings, row_shards(mesh)))
+        for remat in remats if splits else ():
+            count = functools.partial(memory, cfg, laid, axes_of(mesh), remat, on_host=on_host)
+            found = _most_rows(splits, limit, count)
+            if found:
+                yield Plan(mesh, bool(laid.scan), remat, *found)
+
+
+def _most_rows(
+    splits: list[tuple[int, int]], limit: int | None, count: Callable[[int], Memory]
+) -> tuple[int, int, Memory] | None:
+    """The split with the most rows that fits. All at once need no sum over microsteps; with that, fewer need less."""
+    whole = count(splits[0][0])
+    if limit is None or whole.total <= limit:
+        return *splits[0], whole
+    found, low, high = None, 1, len(splits)
+    while low < high:
+        middle = (low + high) // 2
+        counted = count(splits[middle][0])
+        if counted.total <= limit:
+            found, high = (*splits[middle], counted), middle
+        else:
+            low = middle + 1
+    return found
 
 
 def is_loop(cfg: ModelConfig, settings: Training, mesh: Mesh, on_gpu: bool) -> bool:
@@ -63,6 +76,7 @@ def most_unrolled(mesh: Mesh, on_gpu: bool) -> int:
     return UNROLLED if on_gpu and mesh.fsdp * mesh.context == 1 else UNROLLED_ELSEWHERE
 
 
+@functools.lru_cache(maxsize=64)
 def longest_run(cfg: ModelConfig) -> int:
     """Equal layers in a row: what a scan can fold."""
     longest = run = 1
@@ -77,7 +91,7 @@ def least_memory(cfg: ModelConfig, settings: Training, devices: int) -> int | No
     recipe cannot be laid over so many devices at all."""
     remat = settings.remat or REMATS[-1]
     needs = []
-    for mesh in meshes(cfg, settings.mesh, devices, split_weights=True):
+    for mesh in meshes(cfg, settings, devices, split_weights=True):
         splits = [rows for rows, _ in row_splits(settings, row_shards(mesh))]
         # all rows at once need no sum of gradients, so either end may be the least
         ends = {splits[0], splits[-1]} if splits else set()
@@ -85,17 +99,31 @@ def least_memory(cfg: ModelConfig, settings: Training, devices: int) -> int | No
     return min(needs, default=None)
 
 
-def meshes(cfg: ModelConfig, given: Mesh, devices: int, split_weights: bool) -> Iterator[Mesh]:
-    """All ways to fill the axes left open with exactly these devices."""
-    for expert in [given.expert] if given.expert else _divisors(math.gcd(num_experts(cfg), devices)):
-        left, rest = divmod(devices, expert * given.tensor * given.context)
-        if rest or left % given.slices:
+def meshes(cfg: ModelConfig, settings: Training, devices: int, split_weights: bool) -> Iterator[Mesh]:
+    """All ways to fill the axes left open with exactly these devices. Where weights need not be split (a CPU), tensor
+    and context are not either."""
+    given = settings.mesh
+    tensors = _open(given.tensor, num_heads(cfg), devices, split_weights)
+    contexts = _open(given.context, settings.length, devices, split_weights)
+    experts = [given.expert] if given.expert else _divisors(math.gcd(num_experts(cfg), devices))
+    for tensor, context, expert in itertools.product(tensors, contexts, experts):
+        left, rest = divmod(devices, expert * tensor * context)
+        too_fine = tensor * context > MOST_SPLIT and not (given.tensor and given.context)
+        if rest or left % given.slices or too_fine:
             continue
         for fsdp in _fsdp_sizes(given, left, split_weights):
             data = given.data or left // fsdp
             fits = data * fsdp == left and data % given.slices == 0
-            if fits and (fsdp == 1 or cfg.dim % (fsdp * given.context) == 0):
-                yield replace(given, data=data, fsdp=fsdp, expert=expert)
+            if fits and (fsdp == 1 or cfg.dim % (fsdp * context) == 0):
+                yield replace(given, data=data, fsdp=fsdp, expert=expert, tensor=tensor, context=context)
+
+
+def _open(given: int, whole: int, devices: int, split_weights: bool) -> list[int]:
+    """The sizes of an axis that must divide `whole`: powers of two, as the sides of slices and machines are."""
+    if given:
+        return [given]
+    most = math.gcd(whole, devices) if split_weights else 1
+    return [size for size in _divisors(most) if size & (size - 1) == 0 and size <= MOST_SPLIT]
 
 
 def _fsdp_sizes(given: Mesh, left: int, split_weights: bool) -> list[int]:
@@ -125,6 +153,12 @@ def row_shards(mesh: Mesh) -> int:
     return mesh.data * mesh.fsdp * mesh.expert
 
 
+@functools.lru_cache(maxsize=64)
+def num_heads(cfg: ModelConfig) -> int:
+    """What tensor must divide."""
+    return math.gcd(*(layer.attn.heads for layer in cfg.layers))
+
+
 def num_experts(cfg: ModelConfig) -> int:
     return next((layer.moe.router.experts for layer in cfg.layers if layer.moe), 1)
 
@@ -134,42 +168,21 @@ def _divisors(n: int) -> list[int]:
     return small + [n // i for i in reversed(small) if i * i != n]
 
 
-def cost(cfg: ModelConfig, settings: Training, plan: Plan, chip: Chip | None) -> float:
-    """Estimated time of a step, in FLOPs of one device. Products and links overlap; experts wait for their tokens, and
-    what is only copied waits for the memory."""
-    mesh, micro = plan.mesh, plan.microsteps
-    a_byte = UTILISATION * (chip.bf16 / chip.network if chip and chip.network else FLOPS_A_BYTE)
-    tokens = plan.rows * settings.length // mesh.context
-    products = tokens * micro * flops(cfg, settings.length, plan.remat) / mesh.tensor
-    held = plan.memory.weights / bytes_per_weight(settings)  # weights on one device
-    split = mesh.fsdp * mesh.context
-    # forward and backward gather each weight in the compute dtype; its gradient is scattered in f32 or summed once
-    gathers = micro * (2 * BYTES[settings.precision.compute] + 4) * held * (split - 1)
-    sums = 2 * 4 * held * (mesh.data > 1)
-    sparse = sum(layer.moe is not None for layer in cfg.layers)
-    exchanged = micro * 3 * 2 * BYTES[settings.precision.compute] * tokens * cfg.dim * (mesh.expert - 1) * sparse
-    links = (gathers + sums) * a_byte
-    return max(products, links) + 0.1 * links + exchanged * a_byte + _copied(plan, chip)
-
-
-def _copied(plan: Plan, chip: Chip | None) -> float:
-    """What a loop over layers does besides its products, in FLOPs: on a GPU it copies what it keeps into stacked arrays
-    and out of them, reading and writing it twice over. (On TPUs that was not measured.)"""
-    if not plan.scan or (chip and chip.pod):
-        return 0.0
-    a_byte = UTILISATION * (chip.bf16 / chip.bandwidth if chip else FLOPS_A_BYTE_HELD)
-    return plan.microsteps * 4 * plan.memory.activations * a_byte
+@functools.lru_cache(maxsize=256)
+def forward_flops(cfg: ModelConfig, context: int = 0) -> float:
+    """Of one token, kept: a search asks for it thousands of times."""
+    return flops_per_token(cfg, context)
 
 
 def flops(cfg: ModelConfig, length: int, remat: str) -> float:
     """Of one token's training, with what is recomputed."""
-    return flops_per_token(cfg, length // 2, train=True) + recomputed(cfg, length, remat)
+    return 3 * forward_flops(cfg, length // 2) + recomputed(cfg, length, remat)
 
 
 def recomputed(cfg: ModelConfig, length: int, remat: str) -> float:
     """FLOPs per token that the backward pass does again. What is no product (norms, rotation, SiLU x up) is put at 6%
     of what is: on an H200 its bytes take about so long."""
-    products = matmul_flops(spec(cfg))
-    attention = flops_per_token(cfg, length // 2) - products
+    products = forward_flops(cfg)
+    attention = forward_flops(cfg, length // 2) - products
     again = {"none": 0.0, "dots": 0.0, "attention": products, "full": products + attention}[remat]
     return again + (0.06 * products if remat != "none" else 0.0)

@@ -24,8 +24,9 @@ from dovetail.train.guard.stop import Stop
 from dovetail.train.guard.watchdog import Watchdog
 from dovetail.train.loop import Loop
 from dovetail.train.position import Position
+from dovetail.train.predict import predict
 from dovetail.train.prepare import Ready
-from dovetail.train.report import page
+from dovetail.train.report import page, predicted
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import Remarks, RunMetrics, Work
 from dovetail.train.rows import Batches, Rows, Samples, Source
@@ -64,10 +65,11 @@ def run(
         at = saves.open()
         if first:
             write_whole(folder / "recipe.yaml", to_yaml(settings))
+        expected = _expected(ready, folder, remarks) if first else None
         with (
             RunMetrics(
-                folder, steps=settings.total_steps, step=at.step, work=_work(ready), goodput=goodput, first=first,
-                show=show,
+                folder, steps=settings.total_steps, step=at.step, work=_work(ready), goodput=goodput,
+                predicted=expected, first=first, show=show,
             ) as metrics,
             Watchdog(settings.health.hang_seconds, folder, on_hang) as watchdog,
         ):  # fmt: skip
@@ -90,6 +92,17 @@ def run(
             page.write(folder)
         saves.refuse_lost(at.step)
     return Ran(code, at, saves.checkpoints, goodput, remarks.early)
+
+
+def _expected(ready: Ready, folder: Path, remarks: Remarks) -> predicted.Predicted | None:
+    """What a step should take, said before the first one and kept beside what is measured."""
+    found = predict(ready)
+    if isinstance(found, str):
+        remarks(found)
+        return None
+    remarks(found.says)
+    predicted.save(folder, found)
+    return predicted.Predicted(found)
 
 
 def _doctor(ready: Ready, folder: Path) -> Doctor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.core.choice import not_negative, require
 from dovetail.core.recipe import dump
-from dovetail.core.training import Training
+from dovetail.core.training import DERIVED, Mesh, Training
 from dovetail.data.settings import Data
 from dovetail.models.config import ModelConfig
 
@@ -29,6 +29,7 @@ class Loss:
 class Pretrain(Training):
     data: Data
     loss: Loss = Loss()
+    mesh: Mesh = DERIVED
 
     def __post_init__(self) -> None:
         super().__post_init__()

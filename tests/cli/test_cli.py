@@ -7,25 +7,27 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from dovetail.cli import errors
 from dovetail.cli.convert import parse_bytes
 from dovetail.cli.info import info
 from dovetail.cli.progress import bar
+from dovetail.cli.tour import _pretrain as train_on_the_way
 from dovetail.cli.tour import tour
 
 pytestmark = pytest.mark.slow
 
 COMMANDS = (
     "tour", "pull", "convert", "info", "bench", "serve", "chat", "pretrain", "recipes", "data", "report", "eval",
-    "compile", "sft", "dpo", "distill", "reward", "rl", "merge", "job",
+    "compile", "sft", "dpo", "distill", "reward", "rl", "merge", "job", "plan", "doctor",
 )  # fmt: skip
 
 
-def dovetail(*args: str, **env: str) -> subprocess.CompletedProcess:
+def dovetail(*args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k != "DOVETAIL_TRACEBACK"} | {"COLUMNS": "100", "NO_COLOR": "1"} | env
     return subprocess.run(
-        [sys.executable, "-m", "dovetail", *args], capture_output=True, text=True, env=env, timeout=120
+        [sys.executable, "-m", "dovetail", *args], capture_output=True, text=True, env=env, timeout=timeout
     )
 
 
@@ -154,15 +156,17 @@ def test_info_of_a_model(fake, capsys):
 
 
 @pytest.mark.slow
-def test_the_tour_trains_teaches_and_pays(fake, capsys):
-    tour("why?", max_tokens=4, steps=4)
-    said = capsys.readouterr().out
+def test_the_tour_trains_teaches_and_pays(capfd):
+    train_on_the_way(Console(), 4)
+    said = capfd.readouterr().out
     assert "dovetail serve" in said and "reward" in said and said.count("What is the owl like?") == 3
 
 
 @pytest.mark.thorough
 def test_the_tour(smollm2_gguf, optimised):
-    out = dovetail("tour", "--max-tokens", "8", "--prompt", "What is the capital of France?", "--steps", "4")
+    out = dovetail(
+        "tour", "--max-tokens", "8", "--prompt", "What is the capital of France?", "--steps", "4", timeout=400
+    )
     assert out.returncode == 0, out.stderr
     assert "Paris" in out.stdout and "tok/s" in out.stdout and "parameters" in out.stdout
 

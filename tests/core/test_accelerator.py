@@ -26,6 +26,8 @@ TABLE = {
     "v6e-256": (256, 256, 64, "16x16", "v2-alpha-tpuv6e", "tpu-v6e-slice", 4, "ct6e-standard-4t"),
     "tpu7x-2x2x2": (8, 16, 2, "2x2x2", None, "tpu7x", 4, "tpu7x-standard-4t"),
     "h200x8": (8, 8, 1, "8", None, "nvidia-h200-141gb", 8, "a3-ultragpu-8g"),
+    "gb200x4": (4, 4, 1, "4", None, "nvidia-gb200", 4, "a4x-highgpu-4g"),
+    "gb200x72": (72, 72, 18, "72", None, "nvidia-gb200", 4, "a4x-highgpu-4g"),
     "a100-40gbx4": (4, 4, 1, "4", None, "nvidia-tesla-a100", 4, "a2-highgpu-4g"),
 }
 
@@ -54,6 +56,10 @@ def test_what_a_name_means(name):
         "tpu7x-128": "tpu7x-4x4x4",  # cores
         "2xv5p-128": "2 x v5p-128",
         "2 x 7x-16": "2 x tpu7x-2x2x2",
+        "8t:4x4x4": "tpu8t-4x4x4",
+        "2 x 8t-4x4x4": "2 x tpu8t-4x4x4",
+        "gb200x144": "2 x gb200x72",
+        "2 x gb200x64": "2 x gb200x64",
         "h200": "h200x1",
         "H200 x 8": "h200x8",
         "h100:8": "h100x8",
@@ -124,6 +130,7 @@ def test_it_explains_itself():
         "v6e": ("no size", "v6e-16"),
         "h200x9": ("whole machines of 8",),
         "h200x2x4": ("no topology",),
+        "gb200x70": ("multiples of 4 up to 72", "racks of 72"),
         "0 x v5p-8": ("no slices",),
         "v5litepd-8": ("Did you mean 'v5litepod'?",),
         "tpu": ("such as v5litepod-16",),
@@ -139,7 +146,8 @@ def test_an_error_says_what_there_is(written, words):
 @st.composite
 def accelerators(draw):
     chip = CHIPS[draw(st.sampled_from(sorted(FAMILIES)))]
-    counts = [n for n in range(1, 520) if usual_sides(chip, n)] if FAMILIES[chip.name].sides else range(1, 9)
+    gpus = [*range(1, max(FAMILIES[chip.name].hosts) + 1), chip.domain]
+    counts = [n for n in range(1, 520) if usual_sides(chip, n)] if FAMILIES[chip.name].sides else gpus
     sides = usual_sides(chip, draw(st.sampled_from(list(counts))))
     return Accelerator(chip, sides, draw(st.integers(1, 9)))
 

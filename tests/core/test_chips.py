@@ -1,11 +1,13 @@
 """The chip table: found by jax's names, and honest where it does not know."""
 
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from dovetail.core.chips import CHIPS, GIB, chip_named, chip_of, usable_bytes
+from dovetail.core.chips import CHIPS, GIB, chip_named, chip_of, cpu_chip, usable_bytes
+from dovetail.core.prices import rate
 
 KINDS = {
     "TPU v2": "v2", "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p",
@@ -52,8 +54,11 @@ def test_two_devices_on_one_chip_halve_its_figures():
 
 def test_every_figure_is_plausible():
     for chip in CHIPS.values():
-        assert 40e12 < chip.bf16 < 3e15 and 15 * GIB < chip.hbm < 300 * GIB and 0.5e12 < chip.bandwidth < 10e12
+        assert 40e12 < chip.bf16 < 4e15 and 15 * GIB < chip.hbm < 300 * GIB and 0.5e12 < chip.bandwidth < 10e12
         assert chip.eight_bit is None or chip.bf16 <= chip.eight_bit <= 2.1 * chip.bf16
+        assert chip.source and re.search(r"20\d\d", chip.source), "each figure has a source and a date"
+        assert chip.network and chip.dcn and chip.dcn < chip.network
+        assert chip.provisional == (chip.name in ("TPU8t", "TPU8i"))
         assert chip.dollars is None or (chip.spot is not None and 0 < chip.spot < chip.dollars)
 
 
@@ -61,3 +66,20 @@ def test_by_name_as_people_type_it():
     assert chip_named("h200") is CHIPS["H200"] and chip_named("tpu7x") is CHIPS["TPU7x"]
     with pytest.raises(ValueError, match=r"no chip 'H20O'. Did you mean 'H200'\?"):
         chip_named("H20O")
+
+
+def test_a_cpu_is_a_chip_to_plan_on():
+    chip = cpu_chip(2, 8 * GIB)
+    assert chip.bf16 == pytest.approx(63e9) and chip.bandwidth == pytest.approx(16e9) and chip.hbm == 8 * GIB
+
+
+def test_prices_by_region_and_given():
+    v5e = CHIPS["v5e"]
+    assert rate(v5e).dollars == v5e.dollars and rate(v5e, spot=True).dollars == v5e.spot
+    assert rate(v5e, region="europe-west4").dollars == 1.56 and "europe-west4" in rate(v5e, region="europe-west4").says
+    assert rate(v5e, spot=True, region="europe-west4").dollars == pytest.approx(0.34 * 1.3)
+    assert rate(v5e, region="us-west4").dollars == v5e.dollars
+    assert rate(CHIPS["TPU7x"]).dollars is None and "--price" in rate(CHIPS["TPU7x"]).says
+    assert rate(None, given=2.5).dollars == rate(CHIPS["TPU7x"], given=2.5).dollars == 2.5
+    with pytest.raises(ValueError, match="0 or more dollars"):
+        rate(v5e, given=-1)

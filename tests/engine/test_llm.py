@@ -325,7 +325,7 @@ def test_numbers_that_cannot_be_are_refused(options, message):
 
 
 def test_dummy_weights_on_two_devices_answer_as_on_one():
-    alone, split = (make_llm("llama3.1", load_format="dummy", tensor_parallel=n, kv_bytes=2**20) for n in (1, 2))
+    alone, split = (make_llm("llama3.1", load_format="dummy", tensor_parallel=n, kv_bytes=2**18) for n in (1, 2))
     assert tokens_of(split.generate(PROMPTS, GREEDY)) == tokens_of(alone.generate(PROMPTS, GREEDY))
     # the same bytes of each device hold twice as many tokens
     assert split.engine.scheduler.config.num_pages == 2 * alone.engine.scheduler.config.num_pages

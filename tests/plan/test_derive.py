@@ -23,6 +23,8 @@ from dovetail.train.optim import make_optimizer
 from dovetail.train.prepare import least_share
 from dovetail.train.settings import Pretrain
 
+PLAIN = ("mesh.tensor=1", "mesh.context=1")
+
 
 def load(name: str, *overrides: str):
     settings = recipe.load(name, ["schedule.warmup=0", *overrides], Pretrain)
@@ -156,8 +158,14 @@ def test_an_unknown_device_is_planned_by_what_its_driver_allows():
         ("llama3-8b", [], "H100", 1, r"does not fit.*1 x H100 would need .* GiB at least.*4 devices"),
         ("llama3-8b", ["remat=none", "per_device=64"], "H200", 8, "remat left open|per_device and accumulate left"),
         ("llama3-8b", ["mesh.data=8", "mesh.fsdp=1"], "H200", 8, "mesh.data and mesh.fsdp left open"),
-        ("llama3-8b", ["batch=6"], "H200", 4, "batch=6 rows cannot be split evenly over 4 devices: batch=8 can"),
-        ("llama3-8b", ["batch=2"], "H200", 8, "mesh.context=4"),
+        (
+            "llama3-8b",
+            ["batch=6", *PLAIN],
+            "H200",
+            4,
+            "batch=6 rows cannot be split evenly over 4 devices: batch=8 can",
+        ),
+        ("llama3-8b", ["batch=2", *PLAIN], "H200", 8, "mesh.context=4"),
         ("llama3-8b", ["per_device=3"], "H200", 8, "per_device=3 do not make up the batch"),
         ("llama3-8b", ["mesh.tensor=3"], "H200", 8, "mesh.tensor=3 must divide the model's 32 attention heads"),
         ("llama3-8b", ["mesh.tensor=16"], "H200", 8, "a mesh of tensor 16 cannot be laid over 8 devices"),

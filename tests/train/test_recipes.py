@@ -100,7 +100,7 @@ BASE = ["steps=40", "schedule.warmup=0"]
         (["checkpoint.keep=0"], "checkpoint.keep must be at least 1"),
         (["checkpoint.durable_every=5"], "checkpoint.durable_every and durable belong together"),
         (["eval.command=x"], "eval.command_every and command belong together"),
-        (["mesh.tensor=0"], "mesh.tensor must be at least 1"),
+        (["mesh.slices=0"], "mesh.slices must be at least 1"),
         (["mesh.slices=2", "mesh.data=3"], "mesh.data must be a multiple of the 2 slices"),
         (["health.spike=1"], "health.spike must be a multiple above 1"),
         (["loss.z=-1"], "loss.z must be 0 or more"),

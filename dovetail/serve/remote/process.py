@@ -241,6 +241,7 @@ def _info(model: str, llm: LLM) -> EngineInfo:
         model, config.context, llm.config.vocab, config.num_pages, config.page_size, config.max_num_seqs,
         config.policy, engine.eos_ids, engine.tokenizer is not None, engine.runner.weights.version,
         llm.start_seconds, os.getpid(), llm.describe(), _adapters(llm), room.slots, room.rank,
+        llm.prediction(),
     )  # fmt: skip
 
 

@@ -87,6 +87,7 @@ class EngineInfo(Struct, frozen=True):
     adapters: dict[str, LoadedAdapter] = {}
     max_adapters: int = 0
     max_adapter_rank: int = 1
+    prediction: str = ""  # how fast it should decode
 
     def describe(self) -> str:
         """What the engine has room for, in one line."""

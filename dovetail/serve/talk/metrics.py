@@ -78,6 +78,11 @@ class ServerMetrics:
         yield "vllm:num_preemptions_total", "counter", "Sequences put back to wait.", stats.preemptions
         yield "vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", stats.prefix_query_tokens
         yield "vllm:prefix_cache_hits_total", "counter", "Of those, found.", stats.prefix_hit_tokens
+        yield "dovetail:decode_step_seconds", "gauge", "Of a decode step, lately.", stats.decode_seconds
+        if stats.predicted_most:
+            now = "Of one for what runs now, as predicted, at"
+            yield "dovetail:predicted_decode_step_seconds_least", "gauge", f"{now} best.", stats.predicted_least
+            yield "dovetail:predicted_decode_step_seconds_most", "gauge", f"{now} worst.", stats.predicted_most
 
     def _number(self, name: str, kind: str, help: str, value: float) -> Iterator[str]:
         yield from _head(name, help, kind)

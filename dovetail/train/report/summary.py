@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from dovetail.train.report import completions, goodput
+from dovetail.plan.prediction import Prediction, seconds_text
+from dovetail.train.report import completions, goodput, predicted
 from dovetail.train.report.live import clock_text, short
 from dovetail.train.report.metrics import AVERAGED, EVAL, FILE
-from dovetail.train.report.split import parts, split
+from dovetail.train.report.split import REST, parts, split
 
 HELD_OUT = "held_out_loss"
 SAMPLES = "samples.jsonl"
@@ -46,6 +47,7 @@ class RunRecord:
     completions: Path | None = None  # the file of what a policy wrote (train.report.completions)
     recipe: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    prediction: Prediction | None = None  # of a step's seconds
 
     def curve(self, name: str, of: Sequence[dict[str, Any]] | None = None) -> list[tuple[int, float]]:
         """(step, value) where there is one."""
@@ -91,6 +93,7 @@ def read(folder: str | Path) -> RunRecord:
         completions=folder / completions.FILE if (folder / completions.FILE).is_file() else None,
         recipe=_text(folder / "recipe.yaml"),
         environment=about.get("environment", {}),
+        prediction=predicted.read(folder),
     )
 
 
@@ -110,12 +113,34 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("held-out loss", f"{run.held_out[-1][1]:.4f}" + (f" ({'; '.join(notes)})" if notes else "")))
     if (rate := run.typical("tokens_per_second")) is not None:
         rows.append(("speed", f"{short(rate)} tok/s"))
+    rows += _predicted_rows(run)
     causal, full = run.typical("mfu_causal"), run.typical("mfu_full")
     if causal is not None and full is not None:
         rows.append(("MFU", f"{causal:.1%} causal, {full:.1%} full"))
     if (memory := run.last("memory")) is not None:
         rows.append(("device memory", f"{memory / 2**30:.1f} GiB"))
     return rows + _time_rows(run)
+
+
+def step_seconds(run: RunRecord) -> float | None:
+    """What a step's training takes: the median over the reports, without the first ones, which compile."""
+    took, before = [], 0
+    for line in run.steps:
+        many, before = line["step"] - before, line["step"]
+        if many > 0 and line.get("seconds"):
+            took.append(split(line).get(REST, line["seconds"]) / many)
+    warm = took[predicted.WARM :] or took
+    return median(warm) if warm else None
+
+
+def _predicted_rows(run: RunRecord) -> list[tuple[str, str]]:
+    measured = step_seconds(run)
+    if run.prediction is None or measured is None:
+        return []
+    found = run.prediction
+    bounds = f"{seconds_text(found.best)} to {seconds_text(found.worst)}"
+    likely = "" if found.likely is None else f"{seconds_text(found.likely)} ({found.calibrated}), bounds "
+    return [("step time", f"{seconds_text(measured)}, predicted {likely}{bounds}")]
 
 
 def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:

@@ -123,7 +123,7 @@ def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
     with Processes(place, f"killed{count}", count, before + 4) as run:
         assert run.codes(180) == [0] * count, run.log()
         assert "going on after step" in run.log() and run.steps() == list(range(1, before + 5))
-        assert [line["step"] for line in run.metrics() if "held_out_loss" in line][0] == 4
+        assert next(line["step"] for line in run.metrics() if "held_out_loss" in line) == 4
         assert (run.folder / f"export/step_{before + 4}/model.safetensors").exists()
 
 

@@ -1,0 +1,27 @@
+"""`--html` of `dovetail plan train` and `dovetail plan serve`: the pictures of a plan, as one page."""
+
+from typing import Any
+
+
+def write_training(path: str, plans: list[Any]) -> None:
+    """`plans`: plan.train_plan's, the best first."""
+    from dovetail.plan.page.training import training_page
+
+    _write(path, training_page(plans))
+
+
+def write_serving(path: str, model: str, plans: list[Any]) -> None:
+    """`plans`: plan.serve_plan's, the best first."""
+    from dovetail.plan.page.serving import serving_page
+
+    _write(path, serving_page(model, plans))
+
+
+def _write(path: str, page: Any) -> None:
+    import sys
+
+    from dovetail.cli.save import save
+    from dovetail.plan.page import html
+
+    # beside the plan itself, which may be JSON that a program reads
+    print(f"pictures: {save(path, html(page))}", file=sys.stderr)

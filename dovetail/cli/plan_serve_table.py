@@ -1,0 +1,248 @@
+"""A serving plan as `dovetail plan serve` shows it: tables and arithmetic for people, JSON for programs."""
+
+import json
+from typing import Any
+
+MOST_ROWS = 12  # of the frontier
+
+
+def show(model: str, plans: list[Any], requests: int, explain: bool, price: str) -> None:
+    """`plans`: plan.serve_plan's, the best first. `price`: whose the dollars are, in words."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in head(model, plans, price):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(ways(plans))
+    console.print(frontier_table(plans))
+    if requests:
+        for line in per_day(plans[0], requests):
+            console.print(line, markup=False, soft_wrap=True)
+    if explain:
+        console.print()
+        for line in arithmetic(plans[0]):
+            console.print(line, markup=False, soft_wrap=True)
+    console.print(command(model, plans[0]), markup=False, soft_wrap=True)
+
+
+def head(model: str, plans: list[Any], price: str) -> list[str]:
+    from dovetail.core.spec import num_params
+    from dovetail.models.spec import spec
+    from dovetail.plan.pool import PLANNED_ONLY
+
+    best, replica = plans[0], plans[0].replica
+    work, kv = best.workload, replica.kv or replica.dtype
+    many = num_params(spec(replica.cfg)) / 1e9
+    lines = [
+        replica.accelerator.explain(),
+        f"{model}: {many:.3g}B weights in {replica.dtype}, KV in {kv}; {work.prompt:,} in + {work.output:,} out, "
+        f"{work.concurrency} at a time",
+        "bounds: at the peaks, all overlapped - at half of them, nothing overlapped, every launch waited for",
+    ]
+    lines.append(price if best.dollars is None else f"${best.dollars:,.2f} per hour: {price}")
+    if replica.fractions:
+        lines.append(replica.fractions.describe())
+    if replica.dtype in PLANNED_ONLY or kv in PLANNED_ONLY:
+        lines.append("Dovetail's engine has neither such weights nor such pages: this is what another would have")
+    return lines
+
+
+def ways(plans: list[Any]):
+    """A row for each way to deal the devices out."""
+    out = new_table(f"replicas x devices of each, on {plans[0].replica.accelerator.name}")
+    priced = plans[0].dollars is not None
+    names = ("", "weights\nGiB", "KV\nGiB", "KV\ntokens", "at a\ntime", "first token\nms", "between\ntokens ms")
+    for name in (*names, "out\ntok/s", *(("$/M\nin", "$/M\nout") if priced else ())):
+        out.add_column(name, justify="right")
+    for plan in plans:
+        at_a_time = f"{plan.chosen.sequences:,}" + ("" if plan.holds_all else f" of {plan.workload.concurrency:,}")
+        cells = [
+            plan.name, _gib(plan.held.weights), _gib(plan.held.room), _count(plan.held.tokens), at_a_time,
+            span(plan.first_token, 1e3), span(plan.chosen.per_token, 1e3), span(plan.chosen.rate),
+        ]  # fmt: skip
+        out.add_row(*cells, *([span(plan.per_million_input), span(plan.per_million_output)] if priced else []))
+    out.caption, out.caption_justify = "weights and KV of each device; KV tokens of each replica", "left"
+    return out
+
+
+def frontier_table(plans: list[Any]):
+    from dovetail.plan.serve_plan import frontier
+
+    best = plans[0]
+    out = new_table("latency against throughput: what no other way beats in both")
+    priced = best.dollars is not None
+    for name in ("", "at a\ntime", "decode step\nms", "between\ntokens ms", "tok/s\nof each", "out\ntok/s"):
+        out.add_column(name, justify="right")
+    if priced:
+        out.add_column("$/M out,\nprompts and all", justify="right")
+    for plan, point in _thinned(frontier(plans)):
+        each = point.rate.times(1 / point.sequences)
+        cells = [
+            plan.name, f"{point.sequences:,}", span(point.decode, 1e3), span(point.per_token, 1e3),
+            span(each), span(point.rate),
+        ]  # fmt: skip
+        out.add_row(*cells, *([span(_whole_cost(plan, point))] if priced else []))
+    critical = f"{best.replica.critical_batch:,.0f}"
+    out.caption = f"critical batch: a replica's products catch up with reading its weights from {critical} on"
+    out.caption_justify = "left"
+    return out
+
+
+def _whole_cost(plan: Any, point: Any) -> Any:
+    """Dollars per million output tokens with their prompts."""
+    return point.per_token.times(plan.dollars / 3600 * 1e6 / point.sequences)
+
+
+def _thinned(points: list[Any]) -> list[Any]:
+    if len(points) <= MOST_ROWS:
+        return points
+    kept = {round(i * (len(points) - 1) / (MOST_ROWS - 1)) for i in range(MOST_ROWS)}
+    return [point for i, point in enumerate(points) if i in kept]
+
+
+def per_day(plan: Any, requests: int) -> list[str]:
+    """How many such accelerators a day's requests take, and what they cost."""
+    import math
+
+    need = plan.accelerators_for(requests)
+    low, high = math.ceil(need.best), math.ceil(need.worst)
+    many = f"{low:,} to {high:,}" if high > low else f"{low:,}"
+    lines = [
+        f"{requests:,} requests per day, evenly spread ({requests / 86400:,.1f} per second): {need.best:.2f} to "
+        f"{need.worst:.2f} x {plan.replica.accelerator.name} busy all day, so {many} of them; at a peak of 3x the mean "
+        f"{math.ceil(3 * need.best):,} to {math.ceil(3 * need.worst):,}"
+    ]
+    if plan.dollars is not None:
+        day = plan.dollars * 24
+        each = [
+            f"${count * day:,.0f} per day (${count * day / requests * 1000:,.2f} per 1,000 requests)"
+            for count in dict.fromkeys((low, high))
+        ]
+        lines.append(" to ".join(each))
+    return lines
+
+
+def command(model: str, plan: Any) -> str:
+    work, tensor = plan.workload, plan.tensor
+    split = f" --tensor-parallel {tensor}" if tensor > 1 else ""
+    many = f", {plan.replicas} of them" if plan.replicas > 1 else ""
+    return f"start it{many}: dovetail serve {model}{split} --max-num-seqs {plan.wanted} --max-model-len {work.length}"
+
+
+def arithmetic(plan: Any) -> list[str]:
+    """The best plan's numbers, filled into their formulas."""
+    from dovetail.plan.pool import FRACTION, SLACK, USABLE
+    from dovetail.plan.serve_time import HOST, KERNELS, LAUNCH, WORST
+
+    replica, room, work, batch = plan.replica, plan.held, plan.workload, plan.chosen.batch
+    chip, context = replica.chip, work.prompt + work.output / 2
+    read, keys = replica.weight_bytes(batch), replica.kv_bytes(context)
+    flops, attended = replica.decode_flops, replica.attention_flops(context)
+    usable = USABLE[replica.platform]
+    lines = [
+        f"each device, {plan.name}:",
+        f"  KV room = {chip.device_hbm / 2**30:.0f} GiB x {usable:g} (jax's) x {FRACTION:g} (the engine's) - "
+        f"{room.weights / 2**30:.2f} weights - {room.step / 2**30:.2f} step (estimated) - {SLACK / 2**30:.1f} "
+        f"= {_gib(room.room)} GiB",
+        f"  KV of a token = {room.per_token:,} bytes in pages of {room.page}, so {_count(room.tokens)} tokens, "
+        f"{room.sequences(work.length):,} sequences of {work.length:,}",
+        f"a decode step of {batch} sequences at {context:,.0f} tokens:",
+        f"  products: {batch} x {flops / 1e9:.3g} GFLOP / {replica.peak / 1e12:.0f} TFLOP/s "
+        f"= {_ms(batch * flops / replica.peak)}",
+        f"  weights read: {read / 1e9:.3g} GB / {replica.bandwidth / 1e12:.3g} TB/s = {_ms(read / replica.bandwidth)}",
+        f"  keys and values: {batch} x {keys / 1e6:.4g} MB / {replica.bandwidth / 1e12:.3g} TB/s "
+        f"= {_ms(batch * keys / replica.bandwidth)}; attention: {batch} x {attended / 1e9:.3g} GFLOP "
+        f"= {_ms(batch * attended / replica.peak)}",
+    ]
+    if replica.span:
+        sent = replica.sent(batch, batch)
+        lines.append(
+            f"  sums over {replica.tensor} devices: {_ms(sent)} over {replica.span.over} at "
+            f"{replica.span.bandwidth / 1e9:.0f} GB/s"
+        )
+    small = HOST + len(replica.cfg.layers) * KERNELS * LAUNCH[replica.platform]
+    lines += [
+        "  at best max(products, weights) + max(attention, keys and values), or the sums: "
+        f"{_ms(plan.chosen.decode.best)}",
+        f"  at worst all of it one after another / {WORST:g} + {_ms(small)} of launches and host: "
+        f"{_ms(plan.chosen.decode.worst)}",
+        f"a prompt of {work.prompt:,} among many: {span(replica.prompt_among_many(work.prompt), 1e3)} ms, {batch} of "
+        f"them while each sequence gets its {work.output:,} tokens: {span(plan.chosen.per_token, 1e3)} ms between two",
+        f"where all come at once, the last one's first token after {span(plan.last_of_all, 1e3)} ms",
+        f"critical batch = weights / bandwidth / (FLOPs of a token / peak) = {replica.critical_batch:,.0f}",
+    ]
+    return lines
+
+
+def as_json(model: str, plans: list[Any], requests: int) -> str:
+    from dataclasses import asdict
+
+    from dovetail.plan.serve_plan import frontier
+
+    best = plans[0]
+    found: dict[str, Any] = {
+        "model": model, "accelerator": best.replica.accelerator.name, "workload": asdict(best.workload),
+        "dtype": best.replica.dtype, "kv": best.replica.kv or best.replica.dtype, "dollars_per_hour": best.dollars,
+        "calibration": best.replica.fractions.describe() if best.replica.fractions else None,
+        "plans": [_plain(plan) for plan in plans],
+        "frontier": [{"replicas": p.replicas, "tensor": p.tensor, **_point(q)} for p, q in frontier(plans)],
+    }  # fmt: skip
+    if requests:
+        found["accelerators_for"] = {"requests_per_day": requests, **asdict(best.accelerators_for(requests))}
+    return json.dumps(found, indent=2)
+
+
+def _plain(plan: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    costs = {"per_million_input": plan.per_million_input, "per_million_output": plan.per_million_output}
+    return {
+        "replicas": plan.replicas, "tensor": plan.tensor, "critical_batch": plan.replica.critical_batch,
+        "memory": asdict(plan.held), "kv_tokens": plan.held.tokens,
+        "kv_sequences": plan.held.sequences(plan.workload.length), "holds_all": plan.holds_all,
+        "first_token_seconds": asdict(plan.first_token), "last_of_all_seconds": asdict(plan.last_of_all),
+        "at": _point(plan.chosen), "points": [_point(point) for point in plan.points],
+        "dollars": {name: value and asdict(value) for name, value in costs.items()},
+    }  # fmt: skip
+
+
+def _point(point: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "batch": point.batch, "sequences": point.sequences, "decode_seconds": asdict(point.decode),
+        "per_token_seconds": asdict(point.per_token), "output_tokens_per_second": asdict(point.rate),
+    }  # fmt: skip
+
+
+def new_table(title: str):
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+
+
+def span(bounds: Any, factor: float = 1.0) -> str:
+    """`3.1 - 9.9`; as calibrated where that is known: `3.1 - 9.9 (4.2)`."""
+    low, high = sorted((bounds.best * factor, bounds.worst * factor))
+    likely = "" if bounds.likely is None else f" ({_short(bounds.likely * factor)})"
+    return f"{_short(low)} - {_short(high)}{likely}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1 else f"{value:.2g}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{_short(seconds * 1e3)} ms"
+
+
+def _gib(size: int | None) -> str:
+    return "?" if size is None else f"{size / 2**30:.1f}"
+
+
+def _count(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"

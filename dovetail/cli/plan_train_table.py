@@ -1,0 +1,197 @@
+"""Training plans as `dovetail plan train` shows them: tables and a recipe for people, JSON for programs."""
+
+import json
+from typing import Any
+
+WIDE = 140  # columns from which one table holds all
+
+
+def show(what: str, plans: list[Any], top: int, spot: bool, is_run: bool, explain: bool) -> None:
+    """`plans`: plan.train_plan's, the best first. `is_run`: whether the tokens of the whole run are known."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in head(what, plans[0], spot):
+        console.print(line, markup=False)
+    columns = _columns(spot, is_run)
+    parts = [columns] if console.width >= WIDE else [columns[:7], columns[7:]]
+    titles = (f"{len(plans):,} plans fit; the fastest", "the same plans: rate and cost")
+    for part, title in zip(parts, titles, strict=False):
+        console.print(_table(plans[:top], part, title))
+    console.print(_memory(plans[0]), markup=False)
+    if plans[0].time.exchanges:
+        console.print(_exchanges(plans[0]))
+    _show_losers(console, plans)
+    if explain:
+        from dovetail.cli.plan_train_arithmetic import arithmetic
+
+        console.print("\nthe arithmetic of the first", style="bold")
+        for line in arithmetic(plans[0]):
+            console.print(line, markup=False, soft_wrap=True)
+    console.print("\nto paste into the recipe", style="bold")
+    console.print(recipe_lines(plans[0]), markup=False, end="")
+
+
+def head(what: str, best: Any, spot: bool) -> list[str]:
+    from dovetail.core.spec import num_params
+    from dovetail.models.spec import spec
+
+    settings, chip = best.settings, best.chip
+    many = _short(num_params(spec(best.cfg)))
+    price = best.prices.spot if spot else best.prices.on_demand
+    lines = [
+        best.accelerator.explain(),
+        f"{what}: {many} weights, {settings.batch:,} rows of {settings.length:,} tokens per step "
+        f"({_short(settings.tokens_per_step)}), {settings.optimizer.name}, computed in {settings.precision.compute}",
+        "bounds, lower - upper: at the peaks and all at once - at what machines usually reach, one after another",
+        price.says,
+    ]
+    if best.known:
+        lines.append(best.known.describe())
+    if chip.provisional:
+        lines.append(f"the figures of {chip.name} are provisional: {chip.source}")
+    return lines
+
+
+def _columns(spot: bool, is_run: bool) -> list[tuple[str, Any]]:
+    """(title, cell) each; the first seven stand alone on a narrow screen."""
+    found: list[tuple[str, Any]] = [
+        ("mesh", lambda one: mesh_text(one.plan.mesh)),
+        ("remat", lambda one: one.plan.remat),
+        ("rows x\nparts", lambda one: f"{one.plan.rows} x {one.plan.microsteps}"),
+        ("GiB of\na device", lambda one: f"{one.plan.memory.total / 2**30:.1f}"),
+        ("products\ns", lambda one: _figure(one.time.products)),
+        ("links\ns", lambda one: _figure(one.time.links)),
+        ("step\ns", lambda one: span((one.time.lower, one.time.upper))),
+        ("bound by", lambda one: one.time.bound_by),
+        ("MFU\n%", lambda one: "{:.0f} - {:.0f}".format(*(100 * share for share in one.mfu))),
+        ("tok/s", lambda one: span(one.tokens_per_second)),
+    ]
+    if is_run:
+        found.append(("days", lambda one: span(one.days)))
+        found.append(("$ spot" if spot else "$", lambda one: _dollars(one, spot)))
+    return found
+
+
+def _table(plans: list[Any], columns: list[tuple[str, Any]], title: str):
+    from dovetail.cli.plan_serve_table import new_table
+
+    out = new_table(title)
+    out.add_column("")
+    for name, _ in columns:
+        is_text = name in ("mesh", "remat", "bound by")
+        out.add_column(name, justify="left" if is_text else "right", no_wrap=name != "mesh")
+    for i, one in enumerate(plans, 1):
+        out.add_row(str(i), *(cell(one) for _, cell in columns))
+    return out
+
+
+def _memory(one: Any) -> str:
+    from dataclasses import asdict
+
+    kinds = {name: size for name, size in asdict(one.plan.memory).items() if size}
+    parts = ", ".join(f"{name} {_figure(size / 2**30)}" for name, size in kinds.items())
+    total, limit = one.plan.memory.total / 2**30, one.limit / 2**30
+    return f"memory of a device in the first, GiB, estimated: {parts}; {total:.1f} of {limit:.1f} to plan with"
+
+
+def _exchanges(one: Any):
+    from dovetail.cli.plan_serve_table import new_table
+
+    out = new_table("what a device sends in a step of the first, at the links' peak")
+    for name in ("", "collective", "over"):
+        out.add_column(name)
+    for name in ("GB", "s", "may\nhide"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for each in one.time.exchanges:
+        where, hides = f"{each.axis}, {each.over}", "yes" if each.overlaps else "no"
+        out.add_row(
+            each.what, f"{each.count:,} {each.kind}", where, f"{each.bytes / 1e9:.3g}", _figure(each.seconds), hides
+        )
+    return out
+
+
+def _show_losers(console: Any, plans: list[Any]) -> None:
+    from dovetail.plan.train_plan import losers, misfits
+
+    found = [*losers(plans)[:6], *misfits(plans[0])[:2]]
+    if found:
+        console.print("why others lose", style="bold")
+    for one in found:
+        console.print(f"  {one.what}: {one.why}", markup=False)
+
+
+def recipe_lines(one: Any) -> str:
+    """What pins the plan down, for a recipe or as overrides."""
+    mesh, settings = one.plan.mesh, one.settings
+    axes = {name: getattr(mesh, name) for name in ("data", "fsdp", "expert", "context", "tensor")}
+    whole = ", ".join(f"{name}: {size}" for name, size in axes.items())
+    return (
+        f"batch: {settings.batch}\nlength: {settings.length}\nmesh: {{{whole}}}\nremat: {one.plan.remat}\n"
+        f"per_device: {one.plan.rows}\naccumulate: {one.plan.microsteps}\n"
+    )
+
+
+def show_stages(one: Any, stages: int) -> None:
+    from rich.console import Console
+
+    from dovetail.plan.stages import staged
+
+    found = staged(one, stages)
+    Console(highlight=False).print(f"\n{found.says}", markup=False)
+
+
+def as_json(what: str, plans: list[Any]) -> str:
+    from dataclasses import asdict
+
+    def plain(one: Any) -> dict[str, Any]:
+        low, high = one.costs
+        return {
+            "mesh": asdict(one.plan.mesh), "remat": one.plan.remat, "per_device": one.plan.rows,
+            "accumulate": one.plan.microsteps, "scan": one.plan.scan, "memory_bytes": asdict(one.plan.memory),
+            "limit_bytes": one.limit, "products_s": one.time.products, "memory_s": one.time.memory,
+            "exchanges": [asdict(each) for each in one.time.exchanges], "step_s": [one.time.lower, one.time.upper],
+            "bound_by": one.time.bound_by, "mfu_causal": one.mfu, "mfu_full": one.mfu_of(causal=False),
+            "tokens_per_second": one.tokens_per_second, "run": [asdict(low), asdict(high)],
+        }  # fmt: skip
+
+    best = plans[0]
+    return json.dumps(
+        {
+            "model": what, "accelerator": best.accelerator.name, "chip_source": best.chip.source,
+            "batch": best.settings.batch, "length": best.settings.length, "price": best.prices.on_demand.says,
+            "plans": [plain(one) for one in plans],
+        },
+        indent=2,
+    )  # fmt: skip
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def mesh_text(mesh: Any) -> str:
+    """`fsdp 64, tensor 4`."""
+    axes = {name: getattr(mesh, name) for name in ("data", "fsdp", "expert", "context", "tensor")}
+    return ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+
+
+def span(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    return f"{_short(low)} - {_short(high)}"
+
+
+def _dollars(one: Any, spot: bool) -> str:
+    low, high = (each.spot if spot else each.dollars for each in one.costs)
+    return "-" if low is None or high is None else span((low, high))
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}" if value >= 0.0005 else "0" if value == 0 else f"{value:.1e}"
+
+
+def _short(value: float) -> str:
+    """1234567 -> 1.23M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size * (10 if unit == "k" else 1):
+            return f"{value / size:.3g}{unit}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else _figure(value)

@@ -1,0 +1,83 @@
+"""What a run is predicted to take before its first step, and what that is beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dovetail.core.accelerator import Accelerator, of_devices
+from dovetail.core.chips import Chip
+from dovetail.models.config import ModelConfig
+from dovetail.plan.calibration import Fractions, Observation
+from dovetail.plan.derive import Derived
+from dovetail.plan.plans import Plan
+from dovetail.plan.search import spans_of
+from dovetail.plan.steptime import StepTime, step_time
+
+FILE = "prediction.json"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step of training, all devices at work."""
+
+    chip: str
+    devices: int
+    products: float  # at the peak, as memory and links are
+    memory: float
+    links: float
+    best: float
+    worst: float
+    likely: float | None = None  # at what runs on such chips reached
+    calibrated: str = ""  # by which
+
+    @property
+    def says(self) -> str:
+        """For the start of a run."""
+        bounds = f"{seconds_text(self.best)} to {seconds_text(self.worst)}"
+        if self.likely is None:
+            return f"a step is predicted to take {bounds} (bounds, from the peaks of {self.chip})"
+        return f"a step is predicted to take {seconds_text(self.likely)} ({self.calibrated}; bounds {bounds})"
+
+    def beside(self, measured: float) -> str:
+        """The same once steps were measured."""
+        guess = f"{seconds_text(self.best)} to {seconds_text(self.worst)}"
+        guess = guess if self.likely is None else f"{seconds_text(self.likely)}, within {guess}"
+        verdict = ""
+        if measured > self.worst:
+            verdict = ": slower than the upper bound, so something else holds it up (other work on the machine, data)"
+        elif measured < self.best:
+            verdict = ": faster than the lower bound, so steps had fewer tokens, or what is known of the chip is wrong"
+        return f"a step takes {seconds_text(measured)} (median), predicted {guess}{verdict}"
+
+    def observed(self, run: str, measured: float, date: str = "") -> Observation:
+        return Observation(run, self.chip, self.devices, self.products, self.memory, self.links, measured, date)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def predict_training(
+    cfg: ModelConfig, derived: Derived, chip: Chip, known: Fractions | None = None, slices: int = 1
+) -> Prediction:
+    """Of a step of a recipe in which nothing is left open."""
+    settings = derived.settings
+    # the devices of a CPU share its memory
+    machine = of_devices(chip, derived.devices, slices) if chip.kinds else Accelerator(None, (derived.devices,))
+    plan = Plan(
+        settings.mesh, bool(settings.scan), settings.remat, settings.per_device, settings.accumulate, derived.memory
+    )
+
+    def timed(reached: Fractions | None) -> StepTime:
+        return step_time(cfg, settings, plan, chip, spans_of(plan, chip, machine), reached)
+
+    peak, likely = timed(None), timed(known) if known else None
+    return Prediction(
+        chip.name, derived.devices, peak.products, peak.memory, peak.links, peak.lower, peak.upper,
+        likely.lower if likely else None, known.describe() if known else "",
+    )  # fmt: skip
+
+
+def seconds_text(seconds: float) -> str:
+    """`3.1 ms`, `2.4 s`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

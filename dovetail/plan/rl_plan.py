@@ -1,0 +1,170 @@
+"""A step of reinforcement learning: what lies on a device, and how long sampling, scoring, training and handing the
+weights over take.
+
+What the recipe says is given as numbers (`Rollout`) and as what any training says of itself (core.training): the bytes
+beside the trainer and the devices it leaves to others. The plan of the trainer is plan.derive's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from dovetail.core.accelerator import Accelerator, of_devices
+from dovetail.core.chips import GIB, Chip
+from dovetail.core.training import Training
+from dovetail.models.config import ModelConfig
+from dovetail.models.spec import flops_per_token
+from dovetail.plan.calibration import Fractions
+from dovetail.plan.derive import Derived, derive
+from dovetail.plan.pool import HELD, Held, held, local_weights
+from dovetail.plan.prediction import predict_training
+from dovetail.plan.serve_time import WORST, Bounds, Replica
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the engine does in a step, and how the trainer scores it."""
+
+    prompts: int
+    group: int  # answers to each; they share their prompt's pages
+    prompt: int  # tokens
+    answer: int  # tokens, at most
+    mean: float  # tokens that an answer has on average
+    at_once: int  # sequences that the engine takes at a time
+    devices: int = 0  # of the engine's own; 0: it shares the trainer's first
+    kv_bytes: int | None = None  # of its pages; None: what is free
+    passes: int = 0  # forward passes over all answers before the update: old policy, reference, teacher
+    critic: bool = False  # trained beside the policy
+    updates: int = 1
+    overlaps: bool = False  # a step's answers are sampled while the one before is trained
+
+    @property
+    def answers(self) -> int:
+        return self.prompts * self.group
+
+
+@dataclass(frozen=True)
+class RlPlan:
+    """One way to share the devices."""
+
+    trainer: Derived
+    rollout: Rollout
+    engine: Held
+    memory: Mapping[str, int]  # bytes on a device of the trainer's, by what they are
+    sampling: Bounds
+    scoring: Bounds
+    training: Bounds
+    sync: Bounds
+
+    @property
+    def name(self) -> str:
+        own = self.rollout.devices
+        return f"split: {self.trainer.devices} train, {own} sample" if own else f"colocated on {self.trainer.devices}"
+
+    @property
+    def step(self) -> Bounds:
+        learning = self.scoring + self.training
+        if not self.rollout.overlaps:
+            return self.sampling + learning + self.sync
+        both = _longer(self.sampling, learning)
+        return both + self.sync
+
+    @property
+    def tokens_per_second(self) -> Bounds:
+        """Of answers."""
+        count = self.rollout.answers * self.rollout.mean
+        return Bounds(count / self.step.best, count / self.step.worst)
+
+
+def plan_rl(
+    cfg: ModelConfig,
+    settings: Training,
+    accelerator: Accelerator,
+    rollout: Rollout,
+    fractions: Fractions | None = None,
+) -> RlPlan:
+    """ValueError where the trainer, the engine or both do not fit, with what would do."""
+    chip = accelerator.chip
+    if chip is None:
+        raise ValueError("no prediction: what a CPU can do is not in the table of chips; name an accelerator")
+    devices = accelerator.total_devices - settings.spare_devices
+    if devices < 1:
+        raise ValueError(
+            f"{settings.spare_devices} devices are the engine's own, and {accelerator.name} has "
+            f"{accelerator.total_devices}: leave one to the trainer"
+        )
+    trainer = _trainer(cfg, settings, chip, devices)
+    parts = {f.name: getattr(trainer.memory, f.name) for f in fields(trainer.memory)} | dict(trainer.beside)
+    tensor = max(1, rollout.devices)
+    machine = of_devices(chip, tensor) or Accelerator(chip, (tensor,))
+    replica = Replica(cfg, machine, tensor, settings.precision.compute, fractions=fractions)
+    room = _engine(cfg, chip, replica, rollout)
+    train = predict_training(cfg, trainer, chip, fractions)
+    learning = Bounds(train.best, train.worst, train.likely).times(rollout.updates * (2 if rollout.critic else 1))
+    return RlPlan(
+        trainer, rollout, room, {name: size for name, size in parts.items() if size},
+        sampling=_sampling(replica, rollout, room), scoring=_scoring(cfg, trainer, chip, rollout), training=learning,
+        sync=_sync(replica, chip, rollout),
+    )  # fmt: skip
+
+
+def _trainer(cfg: ModelConfig, settings: Training, chip: Chip, devices: int) -> Derived:
+    """plan.derive's; where it refuses, what else lies on its devices may be why."""
+    try:
+        return derive(cfg, settings, chip, devices)
+    except ValueError as error:
+        others = settings.beside(cfg, chip.device_hbm)
+        told = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in others.items() if size)
+        raise ValueError(f"{error} (beside the trainer on each: {told})" if told else str(error)) from error
+
+
+def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: Rollout) -> Held:
+    room = held(cfg, chip, replica.tensor, dtype=replica.dtype, rows=rollout.at_once)
+    if rollout.kv_bytes is not None:
+        room = Held(room.tensor, room.weights, room.per_token, room.page, room.step, rollout.kv_bytes)
+    if (room.sequences(rollout.prompt + rollout.answer) or 0) < 1:
+        raise ValueError(
+            f"the engine has no room for one answer of {rollout.prompt + rollout.answer:,} tokens on {replica.tensor} "
+            f"x {chip.name}: give it more devices of its own (engine.devices), or a larger engine.kv_gib"
+        )
+    return room
+
+
+def _sampling(replica: Replica, rollout: Rollout, room: Held) -> Bounds:
+    """As many sequences at a time as fit. At best the next begins when one ends; at worst each wave waits for the
+    longest answer that there may be."""
+    fits = room.sequences(rollout.prompt + rollout.answer) or 1
+    at_once = max(1, min(rollout.at_once, fits, rollout.answers))
+    each = replica.decode(at_once, rollout.prompt + rollout.mean / 2)
+    prompts = replica.prompt_among_many(rollout.prompt).times(rollout.prompts)
+    short, long = rollout.answers / at_once * rollout.mean, -(-rollout.answers // at_once) * rollout.answer
+    likely = None if each.likely is None else each.likely * short
+    return prompts + Bounds(each.best * short, each.worst * long, likely)
+
+
+def _scoring(cfg: ModelConfig, trainer: Derived, chip: Chip, rollout: Rollout) -> Bounds:
+    """Forward passes over all rows of a step."""
+    settings = trainer.settings
+    tokens = settings.tokens_per_step * rollout.updates / trainer.devices
+    each = tokens * flops_per_token(cfg, settings.length // 2) / chip.device_bf16
+    return Bounds(each, each / WORST, None).times(rollout.passes)
+
+
+def _sync(replica: Replica, chip: Chip, rollout: Rollout) -> Bounds:
+    """The trainer's masters are read and written in the engine's type: on the device, or sent to another's."""
+    size = sum(size for _, size in local_weights(replica.cfg, chip, replica.tensor, replica.dtype))
+    masters = size * 4 / HELD[replica.dtype]
+    if not rollout.devices:
+        return _both((size + masters) / replica.bandwidth, replica.fractions and replica.fractions.memory)
+    links = (chip.network or chip.dcn or chip.bandwidth) / chip.devices
+    return _both(size / links, replica.fractions and replica.fractions.links)
+
+
+def _both(seconds: float, share: float | None) -> Bounds:
+    return Bounds(seconds, seconds / WORST, seconds / share if share else None)
+
+
+def _longer(a: Bounds, b: Bounds) -> Bounds:
+    likely = None if a.likely is None or b.likely is None else max(a.likely, b.likely)
+    return Bounds(max(a.best, b.best), max(a.worst, b.worst), likely)

@@ -1,0 +1,243 @@
+"""How long an engine's steps take on one replica: bounds, from the chips' peaks and what a step reads, makes and sends.
+
+*At best* attention and the products follow each other, each bound by the slower of arithmetic and memory at the chip's
+peak, and nothing is sent that something does not hide: a decode step is KV / bandwidth + max(FLOPs / peak, weights /
+bandwidth). *At worst* nothing overlaps, kernels reach half of the peaks, each small kernel waits for its launch, and
+the host takes a millisecond per step. Between the two lie well-made engines; one outside has a fault, or is in luck.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from dovetail.core.accelerator import Accelerator
+from dovetail.core.chips import Chip
+from dovetail.models.config import Attention, Layer, ModelConfig
+from dovetail.plan.calibration import Fractions
+from dovetail.plan.links import MEMORY_OF_A_HOST, Span, layout
+from dovetail.plan.pool import (
+    HELD,
+    STEP_TOKENS,
+    compute_dtype,
+    local_rows,
+    local_size,
+    local_weights,
+    page_parts,
+    platform_of,
+)
+from dovetail.plan.pool import placement as placement_on
+
+WORST = 0.5  # of a peak: below, a kernel is at fault
+KERNELS = 16  # of a layer, where nothing is fused: products, norms, rotation, page write, attention, activation, sums
+# What each of them waits for at worst: a launch from the host on a GPU; on TPUs and CPUs they are one program.
+LAUNCH = {"cuda": 5e-6, "tpu": 1e-6, "cpu": 1e-6}
+HOST = 1e-3  # per step at worst: scheduling, packing, fetching tokens
+# Of the bf16 peak. f32 on NVIDIA GPUs has no tensor cores (H100: 67 of 989 TFLOP/s, A100: 19.5 of 312; data sheets) and
+# is six products of bf16 on a TPU (jax's "highest"); TF32 is half on the former.
+PEAK_SHARE = {"cuda": {"tf32": 0.5, "f32": 1 / 15}, "tpu": {"tf32": 1 / 6, "f32": 1 / 6}, "cpu": {}}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds at best and at worst, and as calibrated where that is known."""
+
+    best: float
+    worst: float
+    likely: float | None = None
+
+    def __add__(self, other: Bounds) -> Bounds:
+        likely = None if self.likely is None or other.likely is None else self.likely + other.likely
+        return Bounds(self.best + other.best, self.worst + other.worst, likely)
+
+    def times(self, factor: float) -> Bounds:
+        return Bounds(self.best * factor, self.worst * factor, None if self.likely is None else self.likely * factor)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """An engine on `tensor` devices of an accelerator."""
+
+    cfg: ModelConfig
+    accelerator: Accelerator
+    tensor: int = 1
+    dtype: str = "bf16"
+    kv: str = ""
+    fractions: Fractions | None = None
+
+    # --- a decode step ------------------------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: float) -> Bounds:
+        """One token for each of `batch` sequences of `context` tokens."""
+        products = batch * self.decode_flops / self.peak
+        read = self.weight_bytes(batch) / self.bandwidth
+        attended = batch * self.attention_flops(context) / self.peak
+        keys = batch * self.kv_bytes(context) / self.bandwidth
+        return self._bounds(products, read, attended, keys, self.sent(batch, batch))
+
+    def weight_bytes(self, tokens: int) -> float:
+        """That a step reads on a device: an embedding that is only looked up is not read, nor experts that no token
+        chose (they choose evenly)."""
+        total = 0.0
+        for one, size in self._weights:
+            if one.active == 0.0 and one.axes[0] == "vocab":
+                continue
+            is_expert = "experts" in one.axes and 0 < one.active < 1
+            total += size * (1 - (1 - one.active) ** tokens if is_expert else 1)
+        return total
+
+    def kv_bytes(self, context: float) -> float:
+        """That one sequence's attention reads on a device: of a window, only that."""
+        rows, total = local_rows(self.cfg, self.chip, self.tensor, self.kv or self.dtype), 0.0
+        for layer, row in zip(self.cfg.layers, rows, strict=True):
+            own = rows[layer.attn.kv_from] if row is None and layer.attn.kv_from is not None else row
+            total += (own or 0) * layer.attn.keys_seen(context)
+        return total
+
+    @property
+    def critical_batch(self) -> float:
+        """Sequences from which on a decode step's products take longer than reading the weights does."""
+        each = self.decode_flops / self.peak
+        return self.weight_bytes(1 << 30) / self.bandwidth / each
+
+    @property
+    def decode_flops(self) -> float:
+        """Of one token's products on a device."""
+        return self._flops + self._head_flops
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def prompt(self, tokens: int) -> Bounds:
+        """One prompt alone, to its first token."""
+        steps = -(-tokens // self.step_tokens)
+        return self._prompts(tokens, steps, min(tokens, self.step_tokens))
+
+    def prompt_among_many(self, tokens: int) -> Bounds:
+        """The share of one prompt in steps that many prompts fill."""
+        return self._prompts(tokens, tokens / self.step_tokens, self.step_tokens)
+
+    def _prompts(self, tokens: int, steps: float, together: int) -> Bounds:
+        products = (tokens * self._flops + self._head_flops) / self.peak
+        attended = tokens * self.attention_flops(tokens / 2) / self.peak
+        read = steps * self.weight_bytes(together) / self.bandwidth
+        keys = self.kv_bytes(tokens) / self.bandwidth  # read once at least
+        return self._bounds(products, read, attended, keys, self.sent(tokens, 1), steps)
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def per_token(self, batch: int, prompt: int, output: int) -> Bounds:
+        """From a token of a sequence to its next, while `batch` sequences come and go: their decode steps, and between
+        them the prompts of those that follow."""
+        return self.decode(batch, prompt + output / 2) + self.prompt_among_many(prompt).times(batch / output)
+
+    def _bounds(
+        self, products: float, read: float, attended: float, keys: float, sent: float, steps: float = 1.0
+    ) -> Bounds:
+        best = max(max(products, read) + max(attended, keys), sent)
+        small = steps * (HOST + len(self.cfg.layers) * KERNELS * LAUNCH[self.platform])
+        worst = (products + read + attended + keys + sent) / WORST + small
+        return Bounds(best, worst, self._likely(products, read, attended, keys, sent))
+
+    def _likely(self, products: float, read: float, attended: float, keys: float, sent: float) -> float | None:
+        """At the fractions that runs on such chips reached; None where those that count are not known."""
+        known = self.fractions
+        if known is None:
+            return None
+        total = sent / (known.links or 1.0)
+        for arithmetic, memory in ((products, read), (attended, keys)):
+            share = known.products if arithmetic >= memory else known.memory
+            if share is None:
+                return None
+            total += max(arithmetic, memory) / share
+        return total
+
+    # --- of the chip --------------------------------------------------------------------------------------------------
+
+    @property
+    def chip(self) -> Chip:
+        if self.accelerator.chip is None:
+            raise ValueError("no prediction: what this machine can do is not in the table of chips")
+        return self.accelerator.chip
+
+    @property
+    def platform(self) -> str:
+        return platform_of(self.chip)
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of one device in the type that is computed in."""
+        return self.chip.device_bf16 * PEAK_SHARE[self.platform].get(compute_dtype(self.dtype), 1.0)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of one device's memory."""
+        return self.chip.bandwidth / self.chip.devices
+
+    @property
+    def step_tokens(self) -> int:
+        return STEP_TOKENS[self.platform]
+
+    @functools.cached_property
+    def span(self) -> Span | None:
+        """The links between the devices of this replica."""
+        if self.tensor == 1:
+            return None
+        if not self.chip.kinds:  # the cores of one machine
+            return Span("tensor", self.tensor, (), "memory", MEMORY_OF_A_HOST)
+        axes = {"data": self.accelerator.total_devices // self.tensor, "tensor": self.tensor}
+        return next(one for one in layout(self.accelerator, axes) if one.axis == "tensor")
+
+    # --- of the model -------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _weights(self):
+        return local_weights(self.cfg, self.chip, self.tensor, self.dtype)
+
+    @functools.cached_property
+    def _flops(self) -> float:
+        """Of one token's products on a device, without the head."""
+        place = placement_on(self.chip, self.tensor)
+        whole = sum(2.0 * local_size(one, place) * one.active for one, _ in self._weights)
+        return whole - self._head_flops
+
+    @functools.cached_property
+    def _head_flops(self) -> float:
+        place = placement_on(self.chip, self.tensor)
+        heads = [one for one, _ in self._weights if one.axes[0] == "vocab" and one.active]
+        return sum(2.0 * local_size(one, place) * one.active for one in heads)
+
+    def attention_flops(self, context: float) -> float:
+        """Of one token's attention on a device. Heads are split where their pages are; a latent is attended to as it
+        is, its up-projections folded into the queries."""
+        place, total = placement_on(self.chip, self.tensor), 0.0
+        for layer in self.cfg.layers:
+            total += _flops_per_key(layer) * layer.attn.keys_seen(context) / _head_parts(layer, self.tensor, place)
+        return total
+
+    def sent(self, tokens: int, rows: int) -> float:
+        """Seconds of a step's collectives: after attention and after the feed-forward the devices' sums are added, the
+        looked-up embeddings too, and of each sampled row the logits are brought together."""
+        if self.span is None:
+            return 0.0
+        sums, gathered, split = 0, 0.0, self.tensor
+        for layer in self.cfg.layers:
+            sums += layer.attn.heads % split == 0
+            sums += any(part.width % split == 0 for part in (layer.mlp, layer.moe) if part)
+        if self.cfg.vocab % split == 0:
+            sums, gathered = sums + 1, rows * self.cfg.vocab * 4.0 * (split - 1) / split
+        each = tokens * self.cfg.dim * HELD[compute_dtype(self.dtype)]
+        sent = sums * 2 * each * (split - 1) / split + gathered
+        return sent / self.span.bandwidth + (2 * sums + 1) * self.span.hops
+
+
+def _flops_per_key(layer: Layer) -> float:
+    attn = layer.attn
+    if isinstance(attn, Attention):
+        return attn.flops_per_key
+    return 2.0 * attn.heads * (2 * attn.kv_rank + attn.rope_dim)
+
+
+def _head_parts(layer: Layer, tensor: int, place) -> int:
+    if isinstance(layer.attn, Attention):
+        return page_parts(layer, place)
+    return tensor if layer.attn.heads % tensor == 0 else 1

@@ -1,0 +1,135 @@
+"""`dovetail plan serve`, `rl`, `storage`, `--calibrate`: what a person sees, what a program reads, what it refuses."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.bench_predicted import _read, busiest, describe
+from dovetail.cli.plan import app
+from dovetail.plan.prediction import Prediction
+from dovetail.train.report import predicted
+
+GEMMA = ("serve", "gemma3-27b", "--on", "v6e-8", "--in", "2048", "--out", "512", "--concurrency", "64")
+
+
+def run(*args: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_serving_as_a_table_with_its_arithmetic(home):
+    said = run(*GEMMA, "--explain", "--per-day", "1M")
+    assert "v6e-8: 1 slice of 8 chips" in said and "27B weights in bf16" in said
+    assert "$21.60 per hour: $2.70 per chip and hour on demand, list of Google Cloud" in said
+    for words in ("1 x 8", "2 x 4", "4 x 2", "20 of 64", "critical batch", "1,000,000 requests per day", "per day ($"):
+        assert words in said, words
+    assert "weights read: 6.75 GB / 1.64 TB/s = 4.12 ms" in said
+    assert "dovetail serve gemma3-27b --tensor-parallel 8 --max-num-seqs 64 --max-model-len 2560" in said
+
+
+def test_serving_as_json_and_as_a_picture(home, tmp_path):
+    plot = tmp_path / "frontier.svg"
+    found = json.loads(run(*GEMMA, "--json", "--plot", str(plot), "--price", "1"))
+    assert found["dollars_per_hour"] == 8 and [plan["tensor"] for plan in found["plans"]] == [8, 4, 2]
+    best = found["plans"][0]
+    assert best["holds_all"] and best["at"]["batch"] == 64 and best["critical_batch"] == pytest.approx(560, rel=0.01)
+    rates = [point["output_tokens_per_second"]["best"] for point in found["frontier"]]
+    assert rates == sorted(rates) and plot.read_text().count("<polyline") == 3
+    with pytest.raises(ValueError, match=r"--plot draws SVG.*frontier\.svg"):
+        run(*GEMMA, "--plot", "frontier.png")
+    with pytest.raises(ValueError, match="--price is the price itself"):
+        run(*GEMMA, "--price", "1", "--spot")
+
+
+def test_weights_that_the_engine_has_not_are_told(home):
+    said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8")
+    assert "Dovetail's engine has neither such weights nor such pages" in said and "KV in bf16" in said
+    with pytest.raises(ValueError, match="dtype is one of bf16"):
+        run("serve", "llama3-8b", "--on", "h200x1", "--dtype", "int3")
+
+
+def test_the_cpu_here_is_planned_in_f32(home):
+    said = run("serve", "smollm2-135m", "--on", "cpu", "--in", "128", "--out", "64", "--concurrency", "8")
+    assert "weights in f32" in said and "no public price of CPU" in said
+
+
+def test_rl_shares_the_devices(home):
+    said = run("rl", "smollm2-135m", "--on", "h200x8", "group_size=16", "loss.beta=0.01")
+    for words in ("colocated on 8", "split: 4 train, 4 sample, overlapped", "reference", "handing", "engine.devices="):
+        assert words in said, words
+    found = json.loads(run("rl", "smollm2-135m", "--on", "h200x1", "--json"))
+    assert found[0]["seconds"]["step"]["best"] > 0 and "engine's pages" in found[0]["memory"]
+
+
+def test_storage_warns_of_another_region(home):
+    said = run("storage", "llama3-1b", "--on", "v4-64", "--bucket", "us-east5", "--zone", "us-central2-b")
+    assert "14.8 GB: masters, moments" in said and "8 hosts at 1 GB/s each" in said
+    assert "warning: the bucket is in us-east5 and the machines are in us-central2" in said
+    found = json.loads(run("storage", "llama3-405b", "--tokens", "15T", "--json"))
+    assert found["data"] == pytest.approx(60e12, rel=0.001) and found["state"] == pytest.approx(4.87e12, rel=0.01)
+
+
+def fake_run(folder, steps: int = 8) -> None:
+    folder.mkdir()
+    lines = [{"step": i + 1, "seconds": 9.0 if i == 0 else 0.8, "tokens": 100, "time": 1.8e9} for i in range(steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_calibrates_later_plans(home, tmp_path):
+    folder = tmp_path / "first"
+    fake_run(folder)
+    with pytest.raises(ValueError, match=r"no prediction\.json"):
+        run("--calibrate", str(folder))
+    predicted.save(folder, Prediction("H200", 1, products=0.44, memory=0.1, links=0.0, best=0.44, worst=1.2))
+    said = run("--calibrate", str(folder))
+    assert "a step takes 800 ms on 1 x H200, bound by products" in said and "55% of peak in products" in said
+    assert (home / "calibration.json").is_file() and "/first" in said
+    reads = Prediction("H200", 1, products=0.1, memory=0.6, links=0.0, best=0.6, worst=1.2)
+    fake_run(tmp_path / "second")
+    predicted.save(tmp_path / "second", reads)
+    run("--calibrate", str(tmp_path / "second"))
+    said = run("serve", "llama3-8b", "--on", "h200x1")
+    assert "and 1 more: 55% of peak in products, 75% of peak in memory" in said
+    found = json.loads(run("serve", "llama3-8b", "--on", "h200x1", "--json"))
+    step = found["plans"][0]["at"]["decode_seconds"]
+    assert step["best"] < step["likely"] < step["worst"]
+
+
+def test_too_short_a_run_teaches_nothing(home, tmp_path):
+    fake_run(tmp_path / "short", steps=2)
+    predicted.save(tmp_path / "short", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
+    with pytest.raises(ValueError, match="give a run of 4 or more"):
+        run("--calibrate", str(tmp_path / "short"))
+
+
+def test_a_run_that_learns_from_its_answers_teaches_nothing(home, tmp_path):
+    fake_run(tmp_path / "rl")
+    file = tmp_path / "rl" / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"tokens"', '"rollout_seconds": 0.2, "tokens"'))
+    predicted.save(tmp_path / "rl", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
+    with pytest.raises(ValueError, match="give a training's"):
+        run("--calibrate", str(tmp_path / "rl"))
+
+
+def test_a_benchs_look_at_a_server():
+    text = (
+        'vllm:num_requests_running{engine="0"} 8\ndovetail:decode_step_seconds{engine="0"} 0.004\n'
+        'dovetail:predicted_decode_step_seconds_least{engine="0"} 0.003\n'
+        'dovetail:predicted_decode_step_seconds_most{engine="0"} 0.01\n'
+    )
+    seen = _read(text)
+    assert seen and seen == {"running": 8, "measured": 0.004, "least": 0.003, "most": 0.01}
+    assert _read("vllm:num_requests_running 1\n") is None and busiest([]) == {}
+    assert describe(busiest([seen, {**seen, "running": 2}])) == (
+        "the server's decode step with 8 running: 4 ms, predicted 3 to 10"
+    )

@@ -1,0 +1,49 @@
+"""A prediction beside what is measured: in the metrics, in a remark, in the report's table."""
+
+import json
+
+from dovetail.plan.prediction import Prediction
+from dovetail.train.report import predicted, summary
+from dovetail.train.report.metrics import RunMetrics
+from dovetail.train.report.predicted import ENOUGH, WARM, Predicted
+
+PREDICTION = Prediction("H200", 1, 0.4, 0.1, 0.0, best=0.4, worst=1.0)
+
+
+def run_of(folder, steps: int, more: dict | None = None, every: int = 1) -> list[dict]:
+    folder.mkdir(exist_ok=True)
+    predicted.save(folder, PREDICTION)
+    with RunMetrics(folder, steps=100, predicted=Predicted(PREDICTION), tensorboard=False) as run:
+        for i in range(1, steps + 1):
+            seconds = (9.0 if i <= WARM else 0.5) * every
+            run.record(i * every, {"loss": 1.0, **(more or {})}, seconds, 10)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_is_told_once_when_the_run_is_warm(tmp_path, capsys):
+    lines = run_of(tmp_path, WARM + ENOUGH + 3)
+    said = capsys.readouterr().err
+    assert said.count("a step takes 500 ms (median), predicted 400 ms to 1 s") == 1
+    assert lines[0]["predicted_least"] == 0.4 and lines[0]["predicted_most"] == 1.0 and "predicted" not in lines[0]
+
+
+def test_a_short_run_has_it_at_its_end_and_a_shorter_one_not(tmp_path, capsys):
+    run_of(tmp_path / "a", WARM + 1)
+    assert "a step takes 500 ms" in capsys.readouterr().err
+    run_of(tmp_path / "b", WARM)
+    assert "a step takes" not in capsys.readouterr().err
+
+
+def test_lines_of_several_steps_and_steps_that_do_more_than_train(tmp_path):
+    lines = run_of(tmp_path, 4, {"rollout_seconds": 1.0}, every=2)  # all of it was the rollout
+    assert lines[-1]["predicted_least"] == 0.8
+    assert summary.step_seconds(summary.read(tmp_path)) == 0.0
+    again = run_of(tmp_path / "alone", 5, every=2)
+    assert again[-1]["seconds"] == 1.0 and summary.step_seconds(summary.read(tmp_path / "alone")) == 0.5
+
+
+def test_the_reports_table_has_both(tmp_path):
+    run_of(tmp_path, 8)
+    assert ("step time", "500 ms, predicted 400 ms to 1 s") in summary.summary(summary.read(tmp_path))
+    (tmp_path / predicted.FILE).write_text("{}")  # of another version
+    assert "step time" not in dict(summary.summary(summary.read(tmp_path)))
