@@ -14,6 +14,10 @@ def doctor(
     ),
     burn: float = typer.Option(0.0, min=0.0, help="Seconds in which every chip computes the same, bit for bit."),
     coordinator: str = typer.Option("", help="host:port at which the processes of a run meet."),
+    bucket: str = typer.Option(
+        "", help="gs://NAME that runs here read or write: whether it lies in this zone's region."
+    ),
+    zone: str = typer.Option("", help="Of this machine, such as us-central1-a; for --bucket."),
     compare: list[Path] = typer.Option([], help="What `dovetail doctor --json` printed on several hosts; repeat it."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
@@ -23,7 +27,11 @@ def doctor(
         return
     from dovetail.doctor.finding import exit_code
 
+    if bool(bucket) != bool(zone):
+        raise ValueError("--bucket and --zone belong together: a bucket, and the zone of the machines that read it")
     findings = list(_examine(speed, numerics, burn, coordinator, quiet=as_json))
+    if bucket:
+        findings += _part("where its data lies", lambda: [_near(bucket, zone)], as_json)
     if as_json:
         import json
 
@@ -54,6 +62,25 @@ def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: 
         parts.append((f"a burn-in of {burn:g} s", lambda: burning.burn(burn)))
     for title, look in parts:
         yield from _part(title, look, quiet)
+
+
+def _near(bucket: str, zone: str):
+    """Reading a bucket of another region is slow, and billed by the gigabyte."""
+    from dovetail.core.transfer import per_gb, region
+    from dovetail.doctor.finding import Finding
+    from dovetail.jobs.bucket import location
+
+    found = location(bucket)
+    if not found:
+        how = "log in (gcloud auth application-default login), or look at it in the console"
+        return Finding("note", "bucket", f"nobody here knows in which region {bucket} lies", how)
+    dollars = per_gb(found, zone)
+    if not dollars:
+        return Finding("good", "bucket", f"{bucket} lies in {found}, and {zone} reads it for nothing")
+    return Finding(
+        "warning", "bucket", f"{bucket} lies in {found} and the machine in {zone}: ${dollars:.2f} per GB",
+        f"use a bucket in {region(zone)}, or machines in {found}", {"dollars_per_gb": dollars},
+    )  # fmt: skip
 
 
 def _part(title: str, look, quiet: bool):

@@ -83,12 +83,22 @@ def _devices() -> list[tuple[str, str]]:
 
     import jax
 
+    from dovetail.core.chips import chip_of
+
     kinds: dict[str, int] = {}
     for device in jax.devices():
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
     devices = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     hosts = f"{jax.process_index() + 1} of {jax.process_count()}"
-    return [("backend", jax.default_backend()), ("devices", devices), ("host", hosts), ("CPUs", str(os.cpu_count()))]
+    chip = chip_of(jax.devices()[0])
+    peak = [("peak of each chip", _peak(chip))] if chip else []
+    found = [("backend", jax.default_backend()), ("devices", devices), ("host", hosts), ("CPUs", str(os.cpu_count()))]
+    return found + peak
+
+
+def _peak(chip) -> str:
+    memory = f"{chip.hbm / 2**30:.0f} GiB at {chip.bandwidth / 1e12:.3g} TB/s"
+    return f"{chip.bf16 / 1e12:,.0f} TFLOP/s bf16, {memory} ({chip.source})"
 
 
 def _usages():

@@ -1,9 +1,10 @@
-"""A bar for whatever reports (what, done, total), in bytes; a remark for total = 0."""
+"""A bar for whatever reports (what, done, total), in bytes or in pieces; a remark for total = 0."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WIDTH = 32  # of the words before the bar
+PIECES = 10_000  # a total below is of pieces, such as programs to compile: nobody waits for so few bytes
 
 
 @contextmanager
@@ -16,10 +17,21 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.text import Text
+
+    class Amount(DownloadColumn):
+        def render(self, task) -> Text:
+            return (
+                super().render(task) if (task.total or 0) >= PIECES else Text(f"{task.completed:.0f}/{task.total:.0f}")
+            )
+
+    class Speed(TransferSpeedColumn):
+        def render(self, task) -> Text:
+            return super().render(task) if (task.total or 0) >= PIECES else Text()
 
     console = Console(stderr=True, highlight=False)
     words = TextColumn("  {task.description}", markup=False)
-    display = Progress(words, BarColumn(24), DownloadColumn(), TransferSpeedColumn(), console=console)
+    display = Progress(words, BarColumn(24), Amount(), Speed(), console=console)
     tasks = {}
 
     def report(what: str, done: int, total: int) -> None:

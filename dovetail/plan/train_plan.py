@@ -17,7 +17,7 @@ from dovetail.plan.cost import Cost, cost
 from dovetail.plan.derive import PLANNED, PLANNED_HOST, check
 from dovetail.plan.flops import train_flops_per_token
 from dovetail.plan.links import Span
-from dovetail.plan.plans import Plan, least_memory, plans
+from dovetail.plan.plans import MOST_SPLIT, Plan, least_memory, plans
 from dovetail.plan.possible import refusal
 from dovetail.plan.search import ranked
 from dovetail.plan.steptime import USUAL_LINKS, USUAL_MEMORY, StepTime, peak, usual_products
@@ -140,13 +140,13 @@ def limit_of(cfg: ModelConfig, settings: Training, accelerator: Accelerator) -> 
 
 
 def rows_of(batch: int, length: int, accelerator: Accelerator) -> int:
-    """Rows of a batch of about so many tokens. What no axis but data can take of the devices (the slices, and factors
-    of their number other than two) must divide it, and the higher the power of two in it, the more meshes are possible:
-    the highest that keeps it within a tenth."""
+    """Rows of a batch of about so many tokens. What tensor and context cannot take of the devices (the slices, factors
+    of their number other than two, and what is left of a slice by MOST_SPLIT) must divide it, and the higher the power
+    of two in it, the more meshes are possible: the highest that keeps it within a tenth."""
     slices = accelerator.slices if accelerator.is_tpu else 1
     inside = accelerator.total_devices // slices
     twos = inside & -inside
-    wanted, unit = batch / length, slices * (inside // twos)
+    wanted, unit = batch / length, slices * (inside // twos) * max(1, twos // MOST_SPLIT)
     while unit < wanted and (nearest := round(wanted / (2 * unit)) * 2 * unit) and abs(nearest / wanted - 1) <= 0.1:
         unit *= 2
     return max(1, round(wanted / unit)) * unit

@@ -105,3 +105,14 @@ def test_the_command_tells_by_its_exit_code_and_hosts_are_compared(tmp_path, mon
         path.write_text(json.dumps(one))
     told = CliRunner().invoke(app, ["doctor", "--compare", str(paths[0]), "--compare", str(paths[1])])
     assert told.exit_code == 1 and "other" in told.stdout and "jax 0.1" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "words"),
+    [("us-central1", 0, "for nothing"), ("europe-west4", 1, "per GB"), ("", 0, "nobody here knows")],
+)
+def test_a_bucket_in_another_region_is_a_warning(monkeypatch, place, code, words):
+    monkeypatch.setattr("dovetail.jobs.bucket.location", lambda source: place)
+    monkeypatch.setattr("dovetail.doctor.system.system", lambda **how: [])
+    told = CliRunner().invoke(app, ["doctor", "--no-speed", "--bucket", "gs://b", "--zone", "us-central1-a"])
+    assert told.exit_code == code and words in " ".join(told.stdout.split())
