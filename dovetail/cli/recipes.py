@@ -11,6 +11,7 @@ def recipes(
     chip: str = typer.Option("H200", help="What it would run on: v5e, v5p, v6e, TPU7x, H100, H200, ... or cpu."),
     devices: int = typer.Option(8, min=1, help="How many of them."),
     slices: int = typer.Option(1, min=1, help="In how many slices."),
+    training: str = typer.Option("pretrain", help="Which training the recipe is of: pretrain, sft, dpo, rl, ..."),
 ) -> None:
     """List the recipes with size, tokens and the hardware they fit; with NAME, show one."""
     from rich.console import Console
@@ -21,7 +22,7 @@ def recipes(
         console.print(f"{', '.join(FITS_ON)}: the fewest chips (a power of two) that hold it, as estimated.")
         console.print("One recipe and what it becomes: dovetail recipes NAME --chip H200 --devices 8")
         return
-    show(console, name, overrides or [], chip, devices, slices)
+    show(console, name, overrides or [], chip, devices, slices, training)
 
 
 def table():
@@ -61,24 +62,32 @@ def _row(name: str) -> tuple:
     return size, name, human(size) + active, human(tokens), f"{settings.batch} x {settings.length}", *fits
 
 
-def show(console, name: str, overrides: list[str], chip: str, devices: int, slices: int) -> None:
+def show(console, name: str, overrides: list[str], chip: str, devices: int, slices: int, training: str) -> None:
     """The file as it is written, then the derivation."""
     from rich.syntax import Syntax
 
+    from dovetail.cli.tune import settings_class
     from dovetail.core import recipe
     from dovetail.core.chips import chip_named
-    from dovetail.models.registry import read_model
     from dovetail.plan.derive import derive
-    from dovetail.train.settings import Pretrain
 
-    settings = recipe.load(name, overrides, Pretrain)
+    settings = recipe.load(name, overrides, settings_class(training))
     kind = None if chip.lower() == "cpu" else chip_named(chip)
     console.print(Syntax(recipe.find(name).read_text().rstrip(), "yaml", background_color="default", word_wrap=True))
     if overrides:
         console.print("with " + " ".join(overrides), markup=False)
     console.print()
-    for line in derive(read_model(settings.model), settings, kind, devices, slices).explain():
+    cfg, settings = _model_of(settings), settings.filled(devices) if training == "rl" else settings
+    for line in derive(cfg, settings, kind, devices - settings.spare_devices, slices).explain():
         console.print(line, markup=False)
+
+
+def _model_of(settings):
+    from dovetail.models.registry import read_model
+    from dovetail.models.score import scored
+
+    cfg = read_model(settings.model)
+    return scored(cfg) if settings.scores else cfg
 
 
 def human(count: float) -> str:

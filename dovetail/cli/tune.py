@@ -57,6 +57,15 @@ def merge(
     typer.echo(f"merged into {to}: serve it with `dovetail serve {to}`")
 
 
+def settings_class(training: str) -> Any:
+    """Of pretraining too."""
+    from dovetail.core.choice import one_of
+    from dovetail.train.settings import Pretrain
+
+    one_of("--training", training, ("pretrain", *_OBJECTIVES, "rl"))
+    return Pretrain if training == "pretrain" else _kind(training)[0]
+
+
 def _kind(name: str) -> tuple[Any, Any]:
     """(the class of its settings, what runs them)."""
     if name == "rl":

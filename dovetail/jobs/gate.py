@@ -1,5 +1,5 @@
-"""Whether a recipe fits the accelerator, asked before anything is paid for, by command: the planner everywhere, and the
-TPU's own compiler where it is installed, which needs no TPU."""
+"""Whether a recipe fits the accelerator, asked before anything is paid for, by command: the planner everywhere, and for
+pretraining the TPU's own compiler where it is installed, which needs no TPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ TIMEOUT_S = 1800.0
 
 
 def applies(spec: Spec) -> bool:
-    """A pretraining on a chip that is not this machine's own."""
-    known = bool(spec.recipe) and spec.training == "pretrain" and spec.device.chip is not None
-    return known and spec.backend != "local"
+    """A training on a chip that is not this machine's own."""
+    return bool(spec.recipe) and spec.device.chip is not None and spec.backend != "local"
 
 
 def check(spec: Spec) -> str:
@@ -27,7 +26,7 @@ def check(spec: Spec) -> str:
         return "not planned beforehand: jax is not installed here"
     for name in (spec.accelerator, *spec.others):
         _ask(spec, parse(name), _plan(spec, parse(name)))
-    if not spec.device.is_tpu:
+    if not spec.device.is_tpu or spec.training != "pretrain":
         return ""
     if importlib.util.find_spec("libtpu") is None:
         return "planned, and not compiled: libtpu is not installed here (pip install 'dovetail[tpu]' on x86-64 Linux)"
@@ -39,6 +38,7 @@ def _plan(spec: Spec, device: Accelerator) -> list[str]:
     assert device.chip is not None
     many = device.total_chips * device.chip.devices * spec.slices
     words = ["recipes", spec.recipe, *spec.overrides, "--chip", device.chip.name, "--devices", str(many)]
+    words += ["--training", spec.training] if spec.training != "pretrain" else []
     return [*words, "--slices", str(spec.slices * device.slices)]
 
 
