@@ -7,6 +7,7 @@ postgres.py rewrites what differs. Here is what else the store asks of either.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class Sqlite:
 
     def connect(self) -> Connection:
         made = sqlite3.connect(self._root / FILE, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
-        made.execute(f"PRAGMA journal_mode = {'DELETE' if is_shared(self._root) else 'WAL'}")
+        _set_journal(made, "DELETE" if is_shared(self._root) else "WAL")
         made.execute("PRAGMA synchronous = FULL")  # an intent must outlive a loss of power too
         return made
 
@@ -88,3 +89,15 @@ class Sqlite:
 
     def is_usable(self, connection: Connection) -> bool:
         return True
+
+
+def _set_journal(connection: Connection, wanted: str) -> None:
+    """By whoever comes first: while SQLite changes it, it does not wait for others as it does for writers."""
+    until = time.monotonic() + WAIT_S
+    while connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != wanted:
+        try:
+            connection.execute(f"PRAGMA journal_mode = {wanted}")
+        except sqlite3.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from dovetail.core.chips import CHIPS
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
+from dovetail.ops.kernels.tpu.limits import room_of
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
     why_not_flat,
@@ -319,7 +320,7 @@ def describe_tpu() -> list[tuple[str, str, str, str, str]]:
     """(what, generation, packed kernel, paged kernel, why not a better one), for engine steps of 256 sequences."""
     rows = []
     for name, chip in CHIPS.items():
-        if not chip.kinds[0].startswith("TPU"):
+        if room_of(chip.kinds[0]) is None:  # a GPU, or a TPU of which too little is known
             continue
         device = AbstractDevice(chip.kinds[0], num_cores=1, platform="tpu")
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

@@ -219,16 +219,18 @@ def test_stop_token_ids(llm, expected, steps):
         assert (done[i].completions[0].finish_reason, done[i].completions[0].stop_reason) == ("length", None)
 
 
-def test_the_end_token_and_min_tokens(llm, model, expected):
-    at = next(i for i, tokens in enumerate(expected) if EOS in tokens[:-2])
-    where = expected[at].index(EOS)
-    engine = variant(llm, steps=4)
-    (done,) = engine.generate(PROMPTS[at], replace(GREEDY, ignore_eos=False))
-    assert list(done.completions[0].token_ids) == expected[at][: where + 1]
+def test_the_end_token_and_min_tokens(llm, model):
+    engine, words = variant(llm, steps=4), [[i] for i in range(3, 160)]
+    answers = tokens_of(engine.generate(words, GREEDY, progress=False))
+    prompt = next(word for word, tokens in zip(words, answers, strict=True) if EOS in tokens[:-2])
+    expected = theirs(model, prompt)
+    where = expected.index(EOS)
+    (done,) = engine.generate(prompt, replace(GREEDY, ignore_eos=False))
+    assert list(done.completions[0].token_ids) == expected[: where + 1]
     assert (done.completions[0].finish_reason, done.completions[0].stop_reason) == ("stop", None)
     least = where + 2
-    (later,) = engine.generate(PROMPTS[at], replace(GREEDY, ignore_eos=False, min_tokens=least))
-    assert list(later.completions[0].token_ids) == theirs(model, PROMPTS[at], min_new_tokens=least)
+    (later,) = engine.generate(prompt, replace(GREEDY, ignore_eos=False, min_tokens=least))
+    assert list(later.completions[0].token_ids) == theirs(model, prompt, min_new_tokens=least)
     assert EOS not in later.completions[0].token_ids[:least]
 
 

@@ -28,13 +28,17 @@ class OnDevice:
         return self.array
 
 
+Unknown = SimpleNamespace(platform="none", device_kind="of a test")
+
+
 class Device:
     """A runner: step after step it samples the numbers that follow, but EOS where the test says (launch, step, row)."""
 
     def __init__(self, rows: int, ends=()):
         self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False)
         self.buckets, self.weights = SimpleNamespace(max_rows=rows, steps=(1, 4)), SimpleNamespace(version=0)
-        self.programs, self.adapters = SimpleNamespace(everywhere=None), None
+        self.programs, self.adapters = SimpleNamespace(everywhere=None, devices=[Unknown]), None
+        self.compute = None
         self.ends, self.rows = set(ends), rows
         self.launches, self.next = [], 10
 

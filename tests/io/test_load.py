@@ -155,7 +155,7 @@ def test_bad_input(kind, tmp_path, cli):
 
 def test_every_wrong_tensor_is_in_one_error(tmp_path):
     def change(t):
-        del t["model.norm.weight"], t["model.layers.2.mlp.up_proj.weight"]
+        del t["model.norm.weight"], t["model.layers.0.mlp.up_proj.weight"]
         t["model.layers.1.self_attn.q_proj.weight"] = np.zeros((48, 47), np.float32)
         return t | {"lm_head.weight": np.zeros((161, 48), np.float32), "model.layers.9.extra": np.zeros(3, np.float32)}
 
@@ -164,8 +164,8 @@ def test_every_wrong_tensor_is_in_one_error(tmp_path):
     with pytest.raises(ValueError) as caught:
         load(source)
     report = str(caught.value)
-    assert "missing: model.norm.weight" in report.replace("model.layers.2.mlp.up_proj.weight, ", "")
-    assert "model.layers.2.mlp.up_proj.weight" in report
+    assert "missing: model.norm.weight" in report.replace("model.layers.0.mlp.up_proj.weight, ", "")
+    assert "model.layers.0.mlp.up_proj.weight" in report
     assert "not of this model: model.layers.9.extra" in report
     assert "model.layers.1.self_attn.q_proj.weight [48, 47], expected [48, 48]" in report
     assert "lm_head.weight [161, 48], expected [160, 48]" in report

@@ -246,17 +246,17 @@ def test_every_family_can_have_it(name):
 
 
 def test_names_are_those_of_published_checkpoints():
-    """DeepSeek-V3 has 61 layers and one after them; here there are 4."""
+    """DeepSeek-V3 has 61 layers and one after them; here there are 2."""
     cfg = config("deepseek-v3")
     names = {name for _, leaf in leaves(mtp_spec(cfg)) for name in leaf.stored.names} | set(mtp_copies(cfg))
     own = ["enorm.weight", "hnorm.weight", "eh_proj.weight", "embed_tokens.weight", "shared_head.norm.weight",
            "shared_head.head.weight"]  # fmt: skip
-    trunk = {name.removeprefix("model.layers.3.") for name in hf.name_table(cfg) if name.startswith("model.layers.3.")}
+    trunk = {name.removeprefix("model.layers.1.") for name in hf.name_table(cfg) if name.startswith("model.layers.1.")}
     assert "mlp.experts.7.down_proj.weight" in trunk
-    assert names == {f"model.layers.4.{name}" for name in [*own, *trunk]}
+    assert names == {f"model.layers.2.{name}" for name in [*own, *trunk]}
     assert mtp_copies(cfg) == {
-        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
     }
 
 

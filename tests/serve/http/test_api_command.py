@@ -86,7 +86,7 @@ def test_what_is_printed_at_the_start_can_be_run(tokenizer, monkeypatch, capsys,
     monkeypatch.delenv("DOVETAIL_API_KEY", raising=False)
     with running(engine, tokenizer, api_keys=keys) as server:
         config = replace(server.app.state.service.config, port=int(server.url.rpartition(":")[2]))
-        _show(config, SimpleNamespace(start_seconds=1.0, description="room"))
+        _show(config, SimpleNamespace(start_seconds=1.0, description="room", prediction=""))
         printed = capsys.readouterr().out
         assert "s3cret" not in printed and ("export it" in printed) == bool(key)
         if key:

@@ -91,7 +91,7 @@ def test_what_it_cannot_do(what, tmp_path, monkeypatch):
 
 def test_the_environment_and_open_files_stay_out(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "s3cret")
-    program = "for fd in range(3, 64):\n    try: print(fd, os.fstat(fd))\n    except OSError: pass"
+    program = "for fd in range(3, 4096):\n    try: print(fd, os.fstat(fd))\n    except OSError: pass"
     program = f"import os\nprint(dict(os.environ))\n{program}"
     ran = run_python(program, limits=QUICK)
     assert ran.ok and "s3cret" not in ran.stdout
