@@ -16,6 +16,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import gc
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +41,10 @@ LONGEST_FIRST = """
 
 def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist's own order: the modules of most tests first
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        # Once for all workers, while they collect: numba keeps what it compiled beside the sources.
+        kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, paged"
+        config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
 def pytest_sessionfinish(session):
@@ -58,13 +64,22 @@ def _forget_compiled():
     """Each compiled program maps memory, and a process may have 65,530 maps: thousands of tests' worth are too many."""
     gc.freeze()
     yield
-    import sys
-
     maps = Path("/proc/self/maps")
     if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        import time
+
+        t, m = [time.process_time()], [maps.read_bytes().count(b"\n")]
         sys.modules["jax"].clear_caches()
-        gc.unfreeze()
-        gc.collect()
+        t.append(time.process_time())
+        gc.collect()  # of what this module left
+        t.append(time.process_time())
+        m.append(maps.read_bytes().count(b"\n"))
+        if m[-1] > 40_000:
+            gc.unfreeze()
+            gc.collect()
+        t.append(time.process_time())
+        m.append(maps.read_bytes().count(b"\n"))
+        print(t, m, file=open("/tmp/forget.log", "a"))
 
 
 @pytest.fixture(scope="module")

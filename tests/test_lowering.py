@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from corners import corners
 from engine_steps import asked, trace_step
 
 from dovetail.core.compute import COMPUTES
@@ -124,7 +125,7 @@ KERNELS = {"wide heads": "ragged_paged_attention"} | dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize("kind", corners(["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"], ["TPU v5 lite"]))
 @pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_paged_for_a_kind_of_tpu(name, tokens, kind):
@@ -155,7 +156,7 @@ def test_paged_on_a_mesh_of_tpus(name):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("tokens", [greedy.CHUNK, 1], ids=["prompt", "token"])
+@pytest.mark.parametrize("tokens", corners([greedy.CHUNK, 1], [1]), ids=["prompt", "token"])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_step(name, tokens, platform):
     cfg, params, cache = model(name)
@@ -163,7 +164,7 @@ def test_greedy_step(name, tokens, platform):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", corners(MODELS, ["dense", "latent"]))
 def test_logits(name, platform):
     cfg, params, _ = model(name)
     assert lower(_logits, platform, params, cfg, ints(1, 32), ints(), COMPUTES["bf16"])

@@ -37,7 +37,7 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 PLATFORMS = ("tpu", "cuda")
 # who asks for TF32 where there is none gets f32
 EXACT = [("f32", "tpu", True), ("f32", "cuda", True), ("tf32", "cuda", False), ("tf32", "tpu", True)]
-FAST = ("experts", "windowed, soft cap", "latent")
+FAST = ("latent",)
 NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.thorough) for name in MODELS]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from corners import corners
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from dovetail.io.load import convert
@@ -39,7 +40,7 @@ def theirs(exported):
     ).eval()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("code", marks=pytest.mark.thorough), "other languages", "long"])
+@pytest.mark.parametrize("kind", corners(["code", "other languages", "long"], ["long"]))
 def test_logits(kind, smollm2, theirs):
     ids = smollm2.tokenizer.encode(PROMPTS[kind])
     assert len(ids) > 150 or kind != "long"

@@ -91,7 +91,7 @@ def plan_rl(
     devices = accelerator.total_devices - settings.spare_devices
     if devices < 1:
         raise ValueError(
-            f"{settings.spare_devices} devices are the engine's own, and {accelerator.name} has "
+            f"{settings.spare_devices} devices are kept for the engine and the reference; {accelerator.name} has "
             f"{accelerator.total_devices}: leave one to the trainer"
         )
     trainer = _trainer(cfg, settings, chip, devices)

@@ -116,7 +116,7 @@ def test_a_recipes_step_is_shown(capsys):
     assert {"kind", "axes", "crosses", "count", "bytes"} == set(sent[0])
 
 
-@pytest.mark.parametrize("flags", [(), ("--json", "--max-adapters", "2")])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--json", "--max-adapters", "2"), marks=pytest.mark.thorough)])
 def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
     v5e = chips.CHIPS["v5e"]
     monkeypatch.setattr(topology, "tpu_devices", lambda topology: jax.devices()[:2])

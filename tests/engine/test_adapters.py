@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import peft
 import pytest
 import torch
 from engine.engines import GREEDY, make_llm, mixed_prompts, theirs, tokens_of
+from later import later
 from reference_models import reference
 
 from dovetail.engine.llm import LLM
 from dovetail.io.load import load
+
+peft = later("peft")
 
 NAMES = [None, "a", "b", "a", "b", None, "b", "a"]
 PROMPTS = mixed_prompts(len(NAMES), 8, 60)
@@ -93,6 +95,7 @@ def test_other_families(model, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_on_two_devices(folders):
     llm = make_llm("llama3.1", adapters=folders, tensor_parallel=2)
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed("llama3.1", folders)

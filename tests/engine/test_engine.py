@@ -58,7 +58,10 @@ def test_64_prompts_together(llm, expected, caching, steps):
     check_clean(engine)
 
 
-@pytest.mark.parametrize(("caching", "steps"), [(True, 1), (False, 4), (True, 4)])
+@pytest.mark.parametrize(
+    ("caching", "steps"),
+    [(True, 4), pytest.param(True, 1, marks=pytest.mark.thorough), pytest.param(False, 4, marks=pytest.mark.thorough)],
+)
 def test_64_prompts_in_so_few_pages_that_some_are_preempted(llm, expected, caching, steps):
     engine = variant(llm, pages=48, caching=caching, steps=steps)
     assert tokens_of(engine.generate(PROMPTS, GREEDY, progress=False)) == expected

@@ -114,6 +114,7 @@ def test_steps_may_be_compiled_while_the_engine_sleeps(llm, answers):
         steps.update(compiled)
 
 
+@pytest.mark.thorough
 def test_sleep_on_several_devices(answers):
     llm = make_llm("llama3.1", tensor_parallel=2)
     runner = llm.runner

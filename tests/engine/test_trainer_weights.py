@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corners import corners
 from train_cases import CONFIGS, alone, recipe, some_batch
 
 from dovetail.core.training import Optimizer
@@ -86,9 +87,7 @@ def check(llm: LLM, params) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["dense", "latent", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("local", "moe"))]
-)
+@pytest.mark.parametrize("name", corners(["dense", "latent", "local", "moe"], ["dense"]))
 def test_an_engine_on_a_trainers_weights(name, tmp_path):
     cfg, state, step = trainer(name)
     assert ("mtp" in state.params) == (name == "latent")

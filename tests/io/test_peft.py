@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import peft
 import pytest
 from adapter_cases import logits, random_adapters, shake, theirs
+from later import later
 from reference_models import reference
 
 from dovetail.io.load import load
 from dovetail.io.peft import read_adapter, save_adapter
 from dovetail.models.lora import Lora, attach, lora_spec, merge
+
+peft = later("peft")
 
 
 @pytest.mark.parametrize(

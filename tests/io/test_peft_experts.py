@@ -7,15 +7,17 @@ import json
 
 import jax
 import numpy as np
-import peft
 import pytest
 from adapter_cases import logits, random_adapters, shake, theirs
+from later import later
 from reference_models import reference
 from safetensors.numpy import load_file, save_file
 
 from dovetail.io.load import load
 from dovetail.io.peft import read_adapter, save_adapter
 from dovetail.models.lora import Lora, attach, merge
+
+peft = later("peft")
 
 # PEFT looks for the names of patterns among modules alone, and then takes them for parameters all the same
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
@@ -38,12 +40,12 @@ def same(ours, others) -> None:
     [
         ("qwen3-moe", Lora(3, 6.0)),
         ("qwen3-moe", Lora(3, 6.0, ("gate_proj",), dropout=0.1)),  # up is beside it in one parameter
-        ("mixtral", Lora(2, 4.0)),
+        pytest.param("mixtral", Lora(2, 4.0), marks=pytest.mark.thorough),
         ("mixtral", Lora(2, 4.0, (r".*\.0\..*w1", r".*\.1\..*w2"))),  # each layer another
-        ("deepseek-v2", Lora(2, 4.0, ("down_proj",))),
+        pytest.param("deepseek-v2", Lora(2, 4.0, ("down_proj",)), marks=pytest.mark.thorough),
         ("deepseek-v3", Lora(2, 4.0, rslora=True)),
         ("gpt-oss", Lora(2, 4.0)),
-        ("gemma4-moe", Lora(2, 4.0)),
+        pytest.param("gemma4-moe", Lora(2, 4.0), marks=pytest.mark.thorough),
     ],
     ids=["qwen3", "gate", "mixtral", "layers", "down", "deepseek", "gpt-oss", "gemma4"],
 )
@@ -73,8 +75,11 @@ def test_saved_by_us_loaded_by_peft(name, lora, tmp_path):
                  rank_pattern={"experts.down_proj": 2, "q_proj.weight": 5}, alpha_pattern={"gate_up_proj": 5}),
         ),
         ("deepseek-v3", dict(target_modules=["q_a_proj"], target_parameters=["experts.down_proj"])),
-        ("gpt-oss", dict(target_modules=["v_proj"], target_parameters=BOTH)),
-        ("gemma4-moe", dict(target_modules=[], target_parameters=["gate_up_proj", "experts.down_proj"])),
+        pytest.param("gpt-oss", dict(target_modules=["v_proj"], target_parameters=BOTH), marks=pytest.mark.thorough),
+        pytest.param(
+            "gemma4-moe", dict(target_modules=[], target_parameters=["gate_up_proj", "experts.down_proj"]),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["qwen3", "all-linear", "joined-alone", "patterns", "down-alone", "gpt-oss", "gemma4"],
 )  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from corners import corners
 from reference_models import BASE, FAMILIES, reference
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
@@ -192,6 +193,7 @@ def test_the_loss_is_that_of_the_logits():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_loss_is_positive_and_falls():
     """From chance, on a text whose next tokens but one can be learnt: never zero, and lower at the end."""
     cfg = parse_config(
@@ -264,7 +266,7 @@ def test_a_tied_head_is_copied_from_the_embedding():
     assert set(mtp_copies(config("smollm2")).values()) == {"model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "deepseek-v3"])
+@pytest.mark.parametrize("name", corners(["llama3.1", "deepseek-v3"], ["llama3.1"]))
 def test_written_and_read_again(name, tmp_path):
     """In the folder that a run exports; it is one more layer, and the embedding and the head once more."""
     _, cfg, params = model(name)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corners import corners
 from reference_models import reference
 
 from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
@@ -69,7 +70,7 @@ def test_projections_of_one_input_are_one_product():
     assert not {"q", "k", "v", "q_bias"} & set(layer["attn"])
 
 
-@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tensor", corners([2, 4], [2]))
 @pytest.mark.parametrize("name", ["llama3.1", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_on_a_mesh_each_device_has_its_part_of_all_that_is_joined(name, tensor):
     """From one device, from a trainer's mesh of the same devices, and from another set of devices."""

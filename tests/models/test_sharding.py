@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corners import corners
 from jax.sharding import PartitionSpec
 from reference_models import reference
 
@@ -41,7 +42,7 @@ USUAL = {("dense", "tensor", "serve"), ("dense", "fsdp", "train"), ("gpt-oss", "
 
 
 def _marks(case: tuple[str, str, str]):
-    usual = case in USUAL or case[1] == "three axes"
+    usual = case in USUAL or case[1:] == ("three axes", "train")
     return () if case in FAST else pytest.mark.slow if usual else pytest.mark.thorough
 
 
@@ -164,7 +165,7 @@ def test_packed(model, mesh, rules):
     np.testing.assert_allclose(ours, expected(model, 8, 24), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("model", ["gpt-oss", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", corners(["gpt-oss", "deepseek-v3"], ["gpt-oss"]))
 def test_packed_rows_that_the_mesh_does_not_divide(model):
     ours = packed(on_eight(model, "three axes", "train"), 3, 7, placed("three axes", "train"))
     np.testing.assert_allclose(ours, expected(model, 3, 7), atol=1e-5, rtol=0)
@@ -205,7 +206,7 @@ def paged(model, placement: Placement | None = None) -> np.ndarray:
 @pytest.mark.parametrize("mesh", ["three axes", pytest.param("tensor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "model",
-    ["dense", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m not in ("dense", "gpt-oss, 5 experts"))],
+    corners(MODELS, ["dense", "deepseek-v3", "gpt-oss"]),
 )
 def test_paged(model, mesh):
     ours = paged(on_eight(model, mesh, "serve"), placed(mesh, "serve"))
@@ -218,7 +219,7 @@ def _paged_on_one(model: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dense", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("model", corners(["dense", "gpt-oss", "deepseek-v3"], ["gpt-oss"]))
 def test_gradients(model):
     """The backward pass too, through the experts' exchange."""
 

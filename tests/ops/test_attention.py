@@ -63,7 +63,7 @@ def rows_of(lengths: list[int], T: int):
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("T", [50, pytest.param(1100, marks=pytest.mark.slow)], ids=["short", "several chunks"])
+@pytest.mark.parametrize("T", [50, pytest.param(1100, marks=pytest.mark.thorough)], ids=["short", "several chunks"])
 def test_packed(kind, T):
     options = with_sinks(OPTIONS[kind])
     segments, starts, end = rows_of([T // 2 + 3, 5, T // 3], T)
@@ -86,7 +86,14 @@ def test_packed_gradient_does_not_depend_on_chunks():
         np.testing.assert_allclose(grad[:, :n], grad[:, n:], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind, value_dim", [("causal", H), ("window", H), ("soft cap", H), ("causal", H + 8)])
+@pytest.mark.parametrize(
+    "kind, value_dim",
+    [
+        ("window", H),
+        ("causal", H + 8),
+        *(pytest.param(kind, H, marks=pytest.mark.thorough) for kind in ("causal", "soft cap")),
+    ],
+)
 def test_splash_is_the_reference(kind, value_dim):
     """The TPU kernel, interpreted: its outputs and gradients on two packed rows."""
     T, options = 256, OPTIONS[kind] | dict(scale=SCALE)
@@ -108,7 +115,11 @@ def test_splash_is_the_reference(kind, value_dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [dict(fsdp=2, tensor=2, expert=2), dict(tensor=4, data=2)], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [dict(fsdp=2, tensor=2, expert=2), pytest.param(dict(tensor=4, data=2), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_splash_on_a_mesh(axes):
     """Each device runs the kernel on its rows and heads, also where it has fewer key heads than devices."""
     T, rows = 128, 4 if axes["tensor"] == 2 else 3  # 3 rows: nothing to split there

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corners import corners
 from scipy.stats import chisquare
 
 from dovetail.ops import sample as ops
@@ -125,7 +126,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", corners(CASES, ["plain", "min-p", "top-k, then top-p of what is left", "penalties", "everything"])
+)
 def test_distribution(name: str, sample):
     N, params = 20_000, dict(CASES[name])
     rng = np.random.default_rng(1)

@@ -128,6 +128,7 @@ def test_rows_of_every_kind():
     compare(12_003)  # 94 blocks: more than are looked at first
 
 
+@pytest.mark.thorough
 def test_a_small_vocabulary():
     compare(1000, seed=1)
 
@@ -151,7 +152,9 @@ def test_adjusted_logits_are_the_same_to_the_last_bit():
 
 
 @pytest.mark.parametrize(
-    "change", [dict(FEW=4, ROOM=512), dict(FEW=4, ROOM=512, GATHER=False)], ids=["little room", "passes alone"]
+    "change",
+    [pytest.param(dict(FEW=4, ROOM=512), marks=pytest.mark.thorough), dict(FEW=4, ROOM=512, GATHER=False)],
+    ids=["little room", "passes alone"],
 )
 def test_what_stays_is_what_the_reference_keeps(change, monkeypatch):
     """The thresholds themselves, over rows that need the search of the whole row."""

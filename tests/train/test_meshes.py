@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from corners import corners
 from train_cases import recipe, some_batch, write_model
 
 from dovetail.core.training import Mesh, Optimizer
@@ -40,8 +41,8 @@ MESHES = {
     "fsdp, expert, context": (8, dict(fsdp=2, expert=2, context=2)),
     "slices": (8, dict(data=4, fsdp=2, slices=2)),
 }
-FAST = {("dense", "data, fsdp, tensor"), ("mtp", "fsdp, expert, context")}
-USUAL = {("dense", name) for name in ("data", "fsdp", "tensor", "context")} | {("moe", "expert")}  # each axis alone
+FAST = {("dense", "data, fsdp, tensor"), ("moe", "fsdp, expert, context")}
+USUAL = {("dense", name) for name in ("fsdp", "context")}
 
 
 def _marks(case: tuple[str, str]):
@@ -99,7 +100,7 @@ def test_the_curve_of_one_device(model, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mtp", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("dense", "moe"))])
+@pytest.mark.parametrize("model", corners(["mtp", "dense", "moe"], ["moe"]))
 def test_in_parts_recomputed_and_folded(model):
     """What else a large run does, on a mesh."""
     axes = dict(data=1, fsdp=2, tensor=2) if model == "dense" else dict(data=1, fsdp=2, expert=2)
@@ -116,7 +117,10 @@ READ = [  # and by which mesh a checkpoint is read, too
 ]
 
 
-@pytest.mark.parametrize(("model", "mesh", "onto"), READ)
+@pytest.mark.parametrize(
+    ("model", "mesh", "onto"),
+    [pytest.param(*one, marks=() if i % 3 == 0 else pytest.mark.thorough) for i, one in enumerate(READ)],
+)
 def test_a_checkpoint_of_any_mesh_is_read_by_it_and_by_another(tmp_path, model, mesh, onto):
     def on(name: str) -> Ready:
         devices, axes = MESHES[name]

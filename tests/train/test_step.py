@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from corners import corners
 from reference_models import reference
 from train_cases import CONFIGS, alone, packed, recipe, some_batch
 
@@ -86,10 +87,9 @@ def near(ours, theirs) -> None:
 # ---------------------------------------------------------------------------------------------------- against PyTorch
 
 DOCUMENTS = [np.random.default_rng(i).integers(3, 160, n).tolist() for i, n in enumerate((19, 12))]
-REFERENCES = [
-    "llama3.1", "gemma3", "mixtral", "granite3",
-    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3-moe", "phi4-mini", "glm4")),
-]  # fmt: skip
+REFERENCES = corners(
+    ["llama3.1", "gemma3", "mixtral", "granite3", "qwen3-moe", "phi4-mini", "glm4"], ["llama3.1", "gemma3"]
+)
 
 
 def torch_loss(model) -> torch.Tensor:
@@ -175,7 +175,7 @@ def test_logits_are_held_in_what_the_recipe_says():
     np.testing.assert_allclose(half, whole, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["dense", "moe", pytest.param("latent", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", corners(["dense", "moe", "latent"], ["moe"]))
 def test_a_batch_in_parts_is_the_batch(name):
     """Loss, metrics and gradients, though the parts have different numbers of targets."""
     cfg = config(name)
@@ -208,7 +208,7 @@ def test_equal_layers_are_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["local", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("deep", "latent"))])
+@pytest.mark.parametrize("name", corners(FOLDED, ["deep"]))
 def test_remat_and_scan_change_nothing(name):
     cfg = config(name)
     assert repeats(cfg) == FOLDED[name]
@@ -270,6 +270,7 @@ def test_bf16_weights_learn_by_stochastic_rounding():
     np.testing.assert_allclose(metrics[-1]["loss"], exact[-1]["loss"], atol=0.1)
 
 
+@pytest.mark.thorough
 def test_the_compute_dtype_does_not_reach_the_masters():
     state, metrics = curve("dense", precision=Precision(compute="bf16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
@@ -317,6 +318,7 @@ def test_the_bias_moves_towards_balance():
     assert np.mean(busiest[-5:]) < 0.9 * busiest[0]
 
 
+@pytest.mark.thorough
 def test_without_a_rate_the_bias_stays():
     cfg, settings = config("latent"), recipe()
     params = jax.tree.map(lambda x: x + 0.25, fresh(cfg, settings))

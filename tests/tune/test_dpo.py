@@ -36,6 +36,7 @@ def test_its_relatives(loss, tmp_path):
     assert told(ended, "loss")[-1] < told(ended, "loss")[0]
 
 
+@pytest.mark.thorough
 def test_unpaired_ones(tmp_path):
     rows = [
         {"prompt": f"say {i}", "completion": f" <{i}>" if i % 2 else f" no {i}", "label": bool(i % 2)}

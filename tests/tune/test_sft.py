@@ -8,10 +8,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
+from later import later
 from tune.small_models import LORA, RUN, chats, metrics, model_folder
 
 import dovetail as dt
@@ -21,6 +21,8 @@ from dovetail.ops.loss import cross_entropy
 from dovetail.train.prepare import prepare
 from dovetail.tune.settings import Sft
 from dovetail.tune.sft import sft_objective
+
+peft = later("peft")
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +36,7 @@ def losses(ended) -> list[float]:
     [
         {},
         pytest.param({"lora": LORA}, marks=pytest.mark.thorough),
-        {"lora": LORA, "base": "nf4"},
+        pytest.param({"lora": LORA, "base": "nf4"}, marks=pytest.mark.thorough),
         pytest.param({"lora": LORA | {"dropout": 0.1, "dora": True}, "scan": True}, marks=pytest.mark.thorough),
     ],
     ids=["all weights", "adapters", "on nf4", "dropout, dora, scanned"],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
-import anthropic
 import httpx
 import openai
 import pytest
+from later import later
 from serve.api.test_api_tools import CALL, WEATHER
 from serve.servers import MODEL
+
+anthropic = later("anthropic")
 
 pytestmark = pytest.mark.slow
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import anthropic
 import httpx
 import openai
 import pytest
+from later import later
 from serve.servers import MODEL, Script, running
+
+anthropic = later("anthropic")
 
 pytestmark = pytest.mark.slow
 

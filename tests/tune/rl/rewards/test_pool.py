@@ -179,7 +179,7 @@ def test_the_end_of_a_pool_ends_what_runs_and_what_that_started(tmp_path, monkey
         running = rewards.submit(["p"], ["c"], {"where": [str(tmp_path / "pid")]})
         waiting = rewards.submit(["p"], ["c"], {"where": [str(tmp_path / "other")]})
         grandchild = int(wait_for(lambda: read(tmp_path / "pid")))
-    assert waiting.cancelled() and (running.cancelled() or running.result(0)[0].total is None)
+    assert all(one.cancelled() or one.result(0)[0].total is None for one in (running, waiting))
     wait_for(lambda: is_gone(grandchild))
     assert list((tmp_path / "temporary").iterdir()) == []
     wait_for(lambda: children() <= before)
