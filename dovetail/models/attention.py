@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
@@ -83,8 +82,7 @@ class Attention:
         else:
             q, entry = self.project_and_store(p, x, table, ctx, entry, eps, offset)
         of_pages = dict(sinks=p.get("sinks"), kv_heads=self.kv_heads)
-        out = attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, **of_pages)
-        return checkpoint_name(out, "attention"), entry
+        return attend(ctx, q, entry, scale=self.scale, window=self.window, softcap=self.softcap, **of_pages), entry
 
     def project_and_store(
         self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float

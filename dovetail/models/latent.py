@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
@@ -79,10 +78,7 @@ class Latent:
         latent = rms_norm(latent, p["kv_a_norm"], self.norm_eps)
         q_rope = rotate(q_rope, self.rope, table)
         k_rope = rotate(k_rope[..., None, :], self.rope, table)[..., 0, :]
-        out, entry = latent_attention(
-            ctx, entry, q_nope, q_rope, latent, k_rope, p["k_up"], p["v_up"], scale=self.scale
-        )
-        return checkpoint_name(out, "attention"), entry
+        return latent_attention(ctx, entry, q_nope, q_rope, latent, k_rope, p["k_up"], p["v_up"], scale=self.scale)
 
     def _queries(self, p: Params, x: jax.Array) -> jax.Array:
         if self.q_rank is None:

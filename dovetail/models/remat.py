@@ -25,8 +25,12 @@ def remember(run: Callable, remat: str, in_scan: bool = False) -> Callable:
         return run
     keep = jax.checkpoint_policies
     attention = keep.save_from_both_policies(_is_attention, keep.save_only_these_names("attention"))
+    products = keep.save_from_both_policies(
+        keep.dots_with_no_batch_dims_saveable,
+        keep.save_only_these_names("product"),  # experts' have kernels of their own
+    )
     policy = {
-        "dots": keep.save_from_both_policies(keep.dots_with_no_batch_dims_saveable, attention),
+        "dots": keep.save_from_both_policies(products, attention),
         "attention": attention,
         "full": keep.nothing_saveable,
     }[remat]

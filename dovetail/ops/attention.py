@@ -2,7 +2,8 @@
 
 `store` takes a layer's new keys and values, `attend` looks at what was stored. In a Packed context the store is the
 keys and values themselves; in a Paged one it is the layer's pages with the new tokens written. Which implementation
-runs is chosen in ops.dispatch.
+runs is chosen in ops.dispatch. What it gives is named `attention`, for models.remat to keep, unless the kernel's own
+residuals are: it would be kept twice.
 
 T queries, N query heads, K key heads, H head dim.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dovetail.core.mesh import Placement
@@ -66,11 +68,13 @@ def attend(
         return _attend_pages(ctx, q, stored, kv_heads, **options)
     k, v = stored
     if is_cut(ctx.placement, q.shape[1]):
-        return context_attention(q, k, v, ctx, **options)
+        return checkpoint_name(context_attention(q, k, v, ctx, **options), "attention")
     name = choose_packed(ctx.platform, q, v, softcap, sinks)
     run = packed_kernel(name)
-    # XLA splits the others itself
-    return on_mesh(run, q, k, v, ctx, **options) if name in ("splash", "tokamax") else run(q, k, v, ctx, **options)
+    if name in ("splash", "tokamax"):  # XLA splits the others itself
+        return on_mesh(run, q, k, v, ctx, **options)
+    out = run(q, k, v, ctx, **options)
+    return out if name == "cudnn" else checkpoint_name(out, "attention")
 
 
 def _attend_pages(ctx: Paged, q: jax.Array, stored: jax.Array, kv_heads: int, *, sinks, **options: Any) -> jax.Array:

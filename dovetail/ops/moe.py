@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from dovetail.core.mesh import Placement
@@ -139,7 +140,7 @@ def _grouped(
     sorted_group = jnp.minimum(group[order], num_experts - 1)
 
     def apply(inputs: jax.Array, name: str, share: float | jax.Array = 1.0) -> jax.Array:
-        y = grouped(inputs, params[name], sizes, platform)
+        y = checkpoint_name(grouped(inputs, params[name], sizes, platform), "product")
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + (bias[sorted_group] * share).astype(y.dtype)
 

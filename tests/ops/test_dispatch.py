@@ -116,7 +116,7 @@ def test_a_table_that_upstreams_kernel_has_no_room_for():
 @pytest.mark.parametrize(
     "kv_heads, dim, sinks, row",
     [(8, 128, False, (16, 128)), (8, 64, False, (1024,)), (1, 80, False, (256,)), (3, 128, False, (768,)),
-     (8, 128, True, (2048,))],
+     (8, 128, True, (2048,)), (1, 256, False, (2, 256)), (4, 256, False, (2048,))],  # Mosaic refuses several of 256
 )  # fmt: skip
 def test_pages_of_a_tpu_are_laid_out_for_the_kernel_that_reads_them(kv_heads, dim, sinks, row):
     assert page_row("tpu", kv_heads, dim, jnp.bfloat16, sinks) == row

@@ -56,6 +56,10 @@ def why_not_heads(
     rows, odd = divmod(2 * here, 4 // jnp.dtype(dtype).itemsize)  # of keys and values, in words of 32 bits
     reasons = {
         f"it takes heads of multiples of 128 dims, and these have {head_dim}": head_dim % 128 != 0,
+        # Mosaic loads every second row and the like of 128 lanes alone
+        f"it takes one key head of {head_dim} dims on a device, in bf16, and here are {here}": (
+            head_dim > 128 and (rows, odd) != (1, 0)
+        ),
         "it knows no sinks": has_sinks,
         f"it takes bf16 and f32, and this is {jnp.dtype(dtype)}": dtype not in DTYPES,
         f"it cannot tile {here} key heads on a device: in bf16 1, 2, 4 or a multiple of 8": (
