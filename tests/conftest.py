@@ -47,6 +47,23 @@ def pytest_configure(config):
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
+# One worker runs all that ask the server of the real model, which takes a minute to make (tests/serve/conftest.py).
+REAL_SERVER = ("test_api_chat.py", "test_api_tools.py", "test_api_clients.py", "test_tools_grammar.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scopes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "the real server" if nodeid.split("::")[0].endswith(REAL_SERVER) else super()._split_scope(nodeid)
+
+    return Scopes(config, log)
+
+
 def pytest_sessionfinish(session):
     if written := private_home.leave():
         print(f"\nthe tests, or somebody meanwhile, wrote into {private_home.REAL}: {', '.join(written)}")
@@ -65,21 +82,9 @@ def _forget_compiled():
     gc.freeze()
     yield
     maps = Path("/proc/self/maps")
-    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
-        import time
-
-        t, m = [time.process_time()], [maps.read_bytes().count(b"\n")]
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         sys.modules["jax"].clear_caches()
-        t.append(time.process_time())
-        gc.collect()  # of what this module left
-        t.append(time.process_time())
-        m.append(maps.read_bytes().count(b"\n"))
-        if m[-1] > 40_000:
-            gc.unfreeze()
-            gc.collect()
-        t.append(time.process_time())
-        m.append(maps.read_bytes().count(b"\n"))
-        print(t, m, file=open("/tmp/forget.log", "a"))
+        gc.collect()  # of what this module left: the rest is frozen
 
 
 @pytest.fixture(scope="module")

@@ -9,4 +9,9 @@ import pytest
 
 
 def corners(every: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    return [one if one in kept else pytest.param(one, marks=pytest.mark.thorough) for one in every]
+    """For pytest.mark.parametrize; a tuple has a value for each of several names."""
+    return [one if one in kept else _param(one) for one in every]
+
+
+def _param(one: Any) -> Any:
+    return pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.thorough)

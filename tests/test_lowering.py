@@ -86,7 +86,7 @@ def scores(cfg, params, tokens, ctx):
     [None, pytest.param(dict(fsdp=2, tensor=2, expert=2), marks=pytest.mark.thorough)],
     ids=["one device", "mesh"],
 )
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("gradient", corners([False, True], [True]), ids=["forward", "gradient"])
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", NAMES)
 def test_packed(name, platform, gradient, axes):

@@ -270,6 +270,7 @@ def test_through_a_pipe():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_with_a_real_engine(smollm2_gguf, optimised):
     out = pipe(str(smollm2_gguf), "--temperature", "0", "--max-tokens", "12", lines="What is the capital of France?\n")
     assert out.returncode == 0 and "Paris" in out.stdout, out.stderr

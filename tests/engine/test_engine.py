@@ -73,7 +73,7 @@ def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
     page_bytes = kv_bytes_per_token(dt.load(reference("llama3.1")[1]).config, 4) * PAGE
     small = make_llm("llama3.1", kv_bytes=48 * page_bytes + 1)
     assert small.engine.scheduler.config.num_pages == 48 and "48 KV pages of 4 tokens" in small.describe()
-    assert tokens_of(small.generate(PROMPTS, GREEDY, progress=True)) == expected
+    assert tokens_of(small.generate(PROMPTS[:8], GREEDY, progress=True)) == expected[:8]
     assert small.engine.scheduler.stats().preemptions > 0
     with pytest.raises(ValueError, match="no room for the KV cache"):
         make_llm("llama3.1", kv_bytes=page_bytes)
@@ -122,6 +122,7 @@ def test_other_kinds_of_attention(name):
     check_clean(engine)
 
 
+@pytest.mark.thorough
 def test_longrope_within_the_original_context():
     """There transformers takes the short factors, and so does an engine that is told of no longer sequence."""
     model, folder = reference("phi4-mini", original_max_position_embeddings=200)

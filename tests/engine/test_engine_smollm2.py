@@ -32,7 +32,7 @@ QUESTION = [{"role": "user", "content": "List ten animals and say one thing abou
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf) -> LLM:
-    return LLM(smollm2_gguf, **OPTIONS)
+    return LLM(smollm2_gguf, **OPTIONS | dict(max_num_seqs=4, max_num_batched_tokens=32))  # few steps to compile
 
 
 @pytest.fixture(scope="module")

@@ -325,6 +325,7 @@ def test_numbers_that_cannot_be_are_refused(options, message):
         make_llm("llama3.1", **options)
 
 
+@pytest.mark.thorough
 def test_dummy_weights_on_two_devices_answer_as_on_one():
     alone, split = (make_llm("llama3.1", load_format="dummy", tensor_parallel=n, kv_bytes=2**18) for n in (1, 2))
     assert tokens_of(split.generate(PROMPTS, GREEDY)) == tokens_of(alone.generate(PROMPTS, GREEDY))

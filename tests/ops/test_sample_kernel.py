@@ -133,6 +133,7 @@ def test_a_small_vocabulary():
     compare(1000, seed=1)
 
 
+@pytest.mark.thorough
 def test_a_usual_vocabulary():
     compare(49_152, ("greedy, one", "temperature", "usual", "nucleus, flat", "top 1000, flat", "everything"))
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corners import corners
 from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.types import Paged
@@ -44,6 +45,8 @@ CASES = [
     ("nobody", 4, 2, 64, {}, "float32"),
 ]
 
+LATENTS = ("mixed", "bfloat16")
+
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
@@ -66,10 +69,7 @@ def written(ctx: Paged, write, width: int, *shape: int, dtype, rng) -> jax.Array
     return write(whole, pages, lambda: jnp.asarray(rng.standard_normal((int(ctx.kv_lens.sum()) + 1, *shape)), dtype))
 
 
-@pytest.mark.parametrize(
-    "name, N, K, H, extras, dtype",
-    [*CASES[1:4], *(pytest.param(*case, marks=pytest.mark.thorough) for case in (CASES[0], *CASES[4:]))],
-)
+@pytest.mark.parametrize("name, N, K, H, extras, dtype", corners(CASES, [CASES[1], CASES[3]]))
 def test_equals_the_reference(name, N, K, H, extras, dtype):
     rng = np.random.default_rng(0)
     ctx, tokens = context(name, rng)
@@ -86,7 +86,7 @@ def test_equals_the_reference(name, N, K, H, extras, dtype):
     check(got, expected, ctx, dtype)
 
 
-@pytest.mark.parametrize("name, dtype", [("decode", "float32"), ("mixed", "bfloat16")])
+@pytest.mark.parametrize("name, dtype", corners([("decode", "float32"), LATENTS], [LATENTS]))
 def test_latents(name, dtype):
     rng = np.random.default_rng(0)
     N, rank, rope = 4, 96, 32

@@ -43,7 +43,7 @@ def _compile(name: str, overrides: tuple[str, ...]) -> SimpleNamespace:
 
 
 RUNS = [
-    pytest.param("tiny", (), marks=pytest.mark.slow),
+    pytest.param("tiny", (), marks=pytest.mark.thorough),
     pytest.param("tiny", ("mesh.fsdp=8", "scan=true"), marks=pytest.mark.slow),
     pytest.param("smollm2-135m", ("batch=8", "length=256"), marks=pytest.mark.thorough),
 ]

@@ -20,7 +20,7 @@ def real(smollm2_gguf, tokenizer):
     from dovetail.serve.remote.client import EngineClient
 
     async def engine():
-        size = dict(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256)
+        size = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32)
         options = EngineOptions(**size, policy="priority", seed=None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XLA_FLAGS", flags(1, quick=False))  # as `optimised`

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corners import corners
 from safetensors.numpy import load_file
 from train.runs import metrics, model_folder
 from xla_flags import flags
@@ -62,9 +63,10 @@ def steps_said(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_killed_twice_it_ends_as_the_straight_run_bit_for_bit(place, straight):
-    folder, dice = place / "killed", random.Random(5)
-    for turn in range(2):
+@pytest.mark.parametrize("times", corners([1, 2], [1]))
+def test_killed_it_ends_as_the_straight_run_bit_for_bit(place, straight, times):
+    folder, dice = place / f"killed {times}", random.Random(5)
+    for turn in range(times):
         process = start(place, folder)
         until = dice.randint(15 * turn + 3, 15 * turn + 12)
         while steps_said(folder) < until and process.poll() is None:

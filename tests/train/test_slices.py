@@ -30,9 +30,9 @@ def step_on(slices: int, *words: str) -> tuple[Ready, list[Traffic]]:
 @pytest.mark.parametrize(
     ("slices", "words"),
     [
-        (2, ("mesh.data=2", "mesh.fsdp=4")),
+        pytest.param(2, ("mesh.data=2", "mesh.fsdp=4"), marks=pytest.mark.thorough),
         (2, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")),
-        (4, ("mesh.data=4", "mesh.fsdp=2")),
+        pytest.param(4, ("mesh.data=4", "mesh.fsdp=2"), marks=pytest.mark.thorough),
         pytest.param(2, ("mesh.data=4", "mesh.tensor=2"), marks=pytest.mark.thorough),
         pytest.param(4, ("mesh.data=4", "mesh.tensor=2"), marks=pytest.mark.thorough),
     ],

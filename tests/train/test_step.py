@@ -277,6 +277,7 @@ def test_the_compute_dtype_does_not_reach_the_masters():
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
 
 
+@pytest.mark.thorough
 def test_an_average_of_the_weights():
     cfg, settings = config("dense"), recipe(ema=0.9, optimizer=Optimizer(lr=1e-2))
     state, step = trainer(cfg, settings)
@@ -289,6 +290,7 @@ def test_an_average_of_the_weights():
     assert curve("dense", steps=1)[0].ema is None
 
 
+@pytest.mark.thorough
 def test_z_loss_draws_the_normaliser_to_one():
     """The reported loss is the cross entropy alone."""
     plain, held = curve("dense", steps=30)[1], curve("dense", steps=30, loss=Loss(z=0.1))[1]
@@ -327,6 +329,7 @@ def test_without_a_rate_the_bias_stays():
     np.testing.assert_array_equal(state.params["layers"][1]["moe"]["choice_bias"], 0.25)
 
 
+@pytest.mark.thorough
 def test_router_aux_balances():
     free = curve("moe", steps=25, loss=Loss(router_aux=1e-9))[1]
     held = curve("moe", steps=25, loss=Loss(router_aux=1.0))[1]

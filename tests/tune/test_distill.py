@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from corners import corners
 from reference_models import reference
 from train_cases import CONFIGS, alone, packed, recipe, some_batch
 
@@ -199,7 +200,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", corners(CASES, ["forward", "likeliest words", "features"]))
 def test_the_loss_and_its_gradient_are_the_formula_over_whole_logits(name):
     grads, told = measured(CASES[name])
     want_grads, want = plain(CASES[name])

@@ -49,6 +49,7 @@ def test_unpaired_ones(tmp_path):
     assert told(ended, "loss")[-1] < told(ended, "loss")[0]
 
 
+@pytest.mark.thorough
 def test_a_reference_on_disk_is_the_live_one(tmp_path):
     live, disk = (
         dt.dpo(

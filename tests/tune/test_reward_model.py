@@ -54,6 +54,7 @@ def test_all_weights(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_adapters(tmp_path):
     """In PEFT's format with their score; merged, a reward model."""
     import peft

@@ -63,6 +63,7 @@ def test_the_exported_adapter_is_what_was_trained_for_peft_too(tmp_path):
     assert np.abs(ours - load(folder, dtype="f32").logits(ids)).max() > 1e-2
 
 
+@pytest.mark.thorough
 def test_it_goes_on_with_an_adapter(tmp_path):
     folder = model_folder(tmp_path)
     first = dt.sft(model=folder, data=chats(), lora=LORA, steps=6, run_dir=tmp_path / "first", **RUN)

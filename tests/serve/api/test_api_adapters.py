@@ -118,6 +118,7 @@ def test_a_long_request_may_name_one_that_came_later(server, client, folders):
         tokens(client, "late", prompt=long)
 
 
+@pytest.mark.thorough
 def test_they_outlive_the_engine(server, client, folders):
     """Except one whose files are gone."""
     before, red = listed(client), tokens(client, "red")

@@ -206,6 +206,7 @@ def test_a_step_that_hangs_is_a_death(server, folder):
     assert tokens(server) == expected and server.engine.restarts == restarts + 1
 
 
+@pytest.mark.thorough
 def test_a_process_that_does_not_answer_hangs_too(server):
     """Not even its other threads run."""
     restarts = server.engine.restarts
@@ -215,6 +216,7 @@ def test_a_process_that_does_not_answer_hangs_too(server):
     assert server.engine.restarts == restarts + 1
 
 
+@pytest.mark.thorough
 def test_older_weights_are_not_served_where_the_last_are_lost(server, other):
     tokens(server)
     shutil.rmtree(other)

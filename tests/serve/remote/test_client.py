@@ -296,6 +296,7 @@ def test_a_profile(harness, engine, tmp_path):
 # --- its death (last: it is started again) ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_killed_during_streams_it_is_restarted(harness, engine, llm):
     async def main():
         tasks = [asyncio.create_task(collect(engine, f"r{i}", PROMPTS[i], LONG)) for i in range(8)]

@@ -96,6 +96,7 @@ def test_the_child_ends_with_its_parent(model):
         time.sleep(0.02)
 
 
+@pytest.mark.thorough
 def test_after_too_many_deaths_it_stays_dead(model):
     async def main():
         engine = await EngineClient.start(model, OPTIONS, limits=RestartLimits(deaths=2, seconds=100, backoff=0.01))

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from corners import corners
 from safetensors.numpy import load_file
 from tune.rl.plain_rewards import failing, low_tokens
 from tune.rl.small_runs import PROMPTS, run
@@ -102,7 +103,7 @@ def test_engine_on_devices_of_its_own_and_one_update_behind(place):
     assert rewards_of(place / "behind")[0] == together[0]
 
 
-@pytest.mark.parametrize("algo", ["gkd", pytest.param("reverse_kl", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("algo", corners(["gkd", "reverse_kl"], []))
 def test_a_teacher_in_place_of_rewards(place, algo):
     """On-policy distillation: what the student writes grows likelier to the teacher."""
     teacher = model_folder(place, seed=1)
