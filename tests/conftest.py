@@ -42,7 +42,7 @@ LONGEST_FIRST = """
 def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist's own order: the modules of most tests first
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        # Once for all workers, while they collect: numba keeps what it compiled beside the sources.
+        # Once for all workers, while they collect: numba keeps what it compiled beside the sources
         kernels = "from dovetail.ops.kernels.cpu import few_rows, many_rows, paged"
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 

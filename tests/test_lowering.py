@@ -157,7 +157,7 @@ def test_paged_on_a_mesh_of_tpus(name):
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("tokens", corners([greedy.CHUNK, 1], [1]), ids=["prompt", "token"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", corners(MODELS, ["dense", "latent"]))
 def test_greedy_step(name, tokens, platform):
     cfg, params, cache = model(name)
     assert lower(greedy.step, platform, params, cfg, ints(tokens), ints(), ints(), cache, COMPUTES["bf16"])

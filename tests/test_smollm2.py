@@ -61,7 +61,7 @@ def test_the_exported_tokenizer(smollm2, exported):
     )
 
 
-@pytest.mark.parametrize("question", [CHATS[0], *(pytest.param(c, marks=pytest.mark.thorough) for c in CHATS[1:])])
+@pytest.mark.parametrize("question", corners(CHATS, []))
 def test_greedy_tokens(question, smollm2, theirs):
     chat = [{"role": "user", "content": question}]
     ids = smollm2.tokenizer.encode_chat(chat, add_generation_prompt=True)

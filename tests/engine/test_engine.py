@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from corners import corners
 from engine.engines import GREEDY, NEW, OPTIONS, PAGE, log_softmax, make_llm, mixed_prompts, theirs, tokens_of, variant
 from reference_models import reference
 
@@ -73,7 +74,7 @@ def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
     page_bytes = kv_bytes_per_token(dt.load(reference("llama3.1")[1]).config, 4) * PAGE
     small = make_llm("llama3.1", kv_bytes=48 * page_bytes + 1)
     assert small.engine.scheduler.config.num_pages == 48 and "48 KV pages of 4 tokens" in small.describe()
-    assert tokens_of(small.generate(PROMPTS[:8], GREEDY, progress=True)) == expected[:8]
+    assert tokens_of(small.generate(PROMPTS[:32], GREEDY, progress=True)) == expected[:32]
     assert small.engine.scheduler.stats().preemptions > 0
     with pytest.raises(ValueError, match="no room for the KV cache"):
         make_llm("llama3.1", kv_bytes=page_bytes)
@@ -107,7 +108,7 @@ OTHER_KINDS = ("deepseek-v3", "gpt-oss", "gemma4-per-layer", "phi4-mini", "grani
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", *(pytest.param(n, marks=pytest.mark.thorough) for n in OTHER_KINDS)],
+    corners(["gemma3", *OTHER_KINDS], []),
 )
 def test_other_kinds_of_attention(name):
     """A sliding window, latent attention, sinks, layers that share keys and values, heads of which a part turns, scaled

@@ -18,10 +18,10 @@ from dovetail.ops.paged import token_rows
 
 FAST = {"llama3.1", "gemma3", "glm4"}
 NAMES = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES]
-# differ from others in ropes, names or a few options alone
-ALIKE = {"llama2", "llama3.2", "llama-linear", "smollm2", "deepseek-v2", "deepseek-v2-lite", "gemma4-dense", "mixtral"}
-PAGED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES if n not in ALIKE]
-PAGED += [pytest.param(n, marks=pytest.mark.thorough) for n in sorted(ALIKE)]
+# those whose attention differs in more than ropes, names and biases
+KINDS = {"gemma2", "gemma4-moe", "gemma4-per-layer", "deepseek-v3", "gpt-oss", "qwen3", "phi4-mini", "smollm3", "olmo3"}
+PAGED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FAMILIES if n in FAST | KINDS]
+PAGED += [pytest.param(n, marks=pytest.mark.thorough) for n in FAMILIES if n not in FAST | KINDS]
 LENGTHS = (13, 25, 8, 21, 3)
 PAGE = 4
 

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corners import corners
+from later import later
 
 from dovetail.core.types import Paged
 from dovetail.ops.dispatch import choose_paged
-from dovetail.ops.kernels.cpu import paged
-from dovetail.ops.kernels.cpu.paged import paged_attention as kernel
 from dovetail.ops.paged import paged_attention as reference
+
+paged = later("dovetail.ops.kernels.cpu.paged")
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +51,12 @@ def batch(name: str, heads: int, kv_heads: int, dim: int) -> tuple[Paged, jax.Ar
     [{}, {"window": 20}, {"softcap": 2.0}, {"sinks": jnp.linspace(-1, 4, 6)}, {"window": 3, "sinks": jnp.zeros(6)}],
     ids=["plain", "window", "soft cap", "sinks", "window and sinks"],
 )
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", corners(BATCHES, ["mixed", "nothing"]))
 def test_equals_the_reference(name, more):
     ctx, q, pages = batch(name, heads=6, kv_heads=2, dim=24)
-    got, want = (jax.jit(lambda *a, f=f: f(*a, scale=0.3, **more))(ctx, q, pages) for f in (kernel, reference))
+    got, want = (
+        jax.jit(lambda *a, f=f: f(*a, scale=0.3, **more))(ctx, q, pages) for f in (paged.paged_attention, reference)
+    )
     real = int(ctx.cu_q_lens[ctx.num_seqs[0]])  # what the padding holds is nobody's business, so long as it is finite
     np.testing.assert_allclose(got[:real], want[:real], atol=2e-6)
     assert np.isfinite(got).all()
@@ -60,7 +64,7 @@ def test_equals_the_reference(name, more):
 
 def test_large_scores_do_not_overflow():
     ctx, q, pages = batch("mixed", heads=4, kv_heads=4, dim=16)
-    got, want = (jax.jit(lambda *a, f=f: f(*a, scale=30.0))(ctx, q, pages) for f in (kernel, reference))
+    got, want = (jax.jit(lambda *a, f=f: f(*a, scale=30.0))(ctx, q, pages) for f in (paged.paged_attention, reference))
     np.testing.assert_allclose(got[:63], want[:63], atol=2e-3)  # of scores in the hundreds
 
 
@@ -89,5 +93,5 @@ def test_a_long_batch_has_more_parts_than_xla_keeps_to_one_thread(monkeypatch):
 def test_a_sequence_that_went_wrong_harms_no_other():
     ctx, q, pages = batch("mixed", heads=4, kv_heads=2, dim=16)
     first = int(ctx.block_tables[0, 0])
-    got = jax.jit(lambda *a: kernel(*a, scale=0.3))(ctx, q, pages.at[first].set(jnp.nan))
+    got = jax.jit(lambda *a: paged.paged_attention(*a, scale=0.3))(ctx, q, pages.at[first].set(jnp.nan))
     assert np.isnan(got[0]).any() and np.isfinite(got[1:63]).all()

@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from later import later
 
 from dovetail.ops import dispatch, linear
-from dovetail.ops.kernels.cpu.many_rows import BLOCK, SLICE, many_rows_matmul
+
+kernels = later("dovetail.ops.kernels.cpu.many_rows")
+BLOCK, SLICE = 64, 640  # of the kernel
 
 KEPT = """
 import jax, jax.numpy as jnp
@@ -28,6 +31,14 @@ was_kept = program is not None
 program = program or compile_program("key", lambda: jax.jit(many_rows_matmul).lower(*forms).compile())
 print(was_kept, float(program(jnp.ones((70, 12)), jnp.ones((40, 12))).sum()))
 """
+
+
+def many_rows_matmul(x, w):
+    return kernels.many_rows_matmul(x, w)
+
+
+def test_the_numbers_that_are_written_twice():
+    assert (kernels.BLOCK, kernels.SLICE) == (BLOCK, SLICE)
 
 
 def random(*shape: int) -> np.ndarray:

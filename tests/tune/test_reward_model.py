@@ -88,6 +88,7 @@ def test_adapters_go_on(how, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_margins_of_records(tmp_path):
     """A margin is led by more: the same scores have a greater loss."""
     at = model_folder(tmp_path)

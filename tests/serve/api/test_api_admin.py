@@ -171,6 +171,7 @@ def test_a_profile_is_written(server, folder):
     assert list((folder / "trace").rglob("*.xplane.pb"))
 
 
+@pytest.mark.thorough
 def test_new_weights_outlive_the_engine(server, first, other):
     assert post(server, "/update_weights", {"path": str(other)}) == {"weights_version": 2}
     second = tokens(server)
