@@ -271,7 +271,7 @@ def supervise(
         presence.ensure(store.root)
         _print_json({"supervisor": presence.holder(store.root)}) if as_json else _say("a supervisor runs")
         return
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     if not daemon.supervise(store.root, None if forever else daemon.IDLE_S):
         raise ValueError(f"another supervisor runs already: {presence.holder(store.root)}")
 

@@ -1,5 +1,7 @@
 """`dovetail`: the app, and the list of its commands."""
 
+import logging
+
 import typer
 
 from dovetail.cli import (
@@ -73,4 +75,5 @@ app.add_typer(job.app, name="job")
 
 
 def main() -> None:
+    logging.basicConfig(format="%(message)s")  # before a library sets its own, with names of modules
     errors.run(app)

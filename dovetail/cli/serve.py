@@ -80,7 +80,7 @@ def serve(
     from dovetail.serve.http.server import serve as serving
     from dovetail.serve.talk.defaults import read_defaults
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
     keys = _keys(api_key, api_key_file, "--api-key-file")
     admin_keys = _keys(admin_key, admin_key_file, "--admin-key-file")
     if admin and len(admin_keys) != 1:

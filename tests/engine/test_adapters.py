@@ -101,6 +101,7 @@ def test_on_two_devices(folders):
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed("llama3.1", folders)
 
 
+@pytest.mark.thorough
 def test_streams_chunks_and_embeddings_take_one(llm, folders):
     long = mixed_prompts(1, 150, 200, seed=3)[0]  # in several steps: it is longer than one may be
     (expected,) = peft_tokens("llama3.1", folders["b"], [long])

@@ -70,6 +70,7 @@ def test_64_prompts_in_so_few_pages_that_some_are_preempted(llm, expected, cachi
     check_clean(engine)
 
 
+@pytest.mark.thorough
 def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
     page_bytes = kv_bytes_per_token(dt.load(reference("llama3.1")[1]).config, 4) * PAGE
     small = make_llm("llama3.1", kv_bytes=48 * page_bytes + 1)

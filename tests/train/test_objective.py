@@ -129,6 +129,7 @@ def weights(folder: Path, settings: Training) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]
 
 
+@pytest.mark.thorough
 def test_it_trains_stops_goes_on_and_reports(tmp_path):
     """On all devices, in parts; stopped by a signal and started again it ends as the run that was not."""
     settings = training(tmp_path, batch=16, accumulate=2, optimizer={"lr": 3e-3})

@@ -18,7 +18,7 @@ PATHS = (
     "/v1/embeddings", "/v1/score", "/tokenize", "/detokenize", "/sleep", "/update_weights",
 )  # fmt: skip
 BOUNDED = settings(
-    max_examples=4, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    max_examples=3, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 

@@ -118,6 +118,7 @@ def test_after_too_many_deaths_it_stays_dead(model):
     run(main())
 
 
+@pytest.mark.thorough
 def test_close_drains_and_then_aborts(model):
     async def read(engine, id, params=LONG):
         return [delta async for delta in engine.generate(id, [3, 4], params)][-1].finish_reason
