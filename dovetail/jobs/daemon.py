@@ -40,5 +40,5 @@ def supervise(root: Path, idle: float | None = IDLE_S) -> bool:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     supervise(Path(sys.argv[1]))

@@ -87,7 +87,6 @@ def test_another_vocabulary_is_refused(tmp_path):
         )
 
 
-@pytest.mark.thorough
 def test_a_teacher_on_disk_is_the_live_one(tmp_path):
     teacher = model_folder(tmp_path, 1, hidden_size=96, num_attention_heads=6)
     live, disk = (

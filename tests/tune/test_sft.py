@@ -34,9 +34,9 @@ def losses(ended) -> list[float]:
 @pytest.mark.parametrize(
     "how",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.thorough),
         pytest.param({"lora": LORA}, marks=pytest.mark.thorough),
-        pytest.param({"lora": LORA, "base": "nf4"}, marks=pytest.mark.thorough),
+        {"lora": LORA, "base": "nf4"},
         pytest.param({"lora": LORA | {"dropout": 0.1, "dora": True}, "scan": True}, marks=pytest.mark.thorough),
     ],
     ids=["all weights", "adapters", "on nf4", "dropout, dora, scanned"],

@@ -57,7 +57,7 @@ def why_not_heads(
     reasons = {
         f"it takes heads of multiples of 128 dims, and these have {head_dim}": head_dim % 128 != 0,
         # Mosaic loads every second row and the like of 128 lanes alone
-        f"it takes one key head of {head_dim} dims on a device, in bf16, and here are {here}": (
+        f"it takes one key head of {head_dim} dims on a device, in bf16, and here are {here} in {jnp.dtype(dtype)}": (
             head_dim > 128 and (rows, odd) != (1, 0)
         ),
         "it knows no sinks": has_sinks,
