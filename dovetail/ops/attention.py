@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.context import context_attention, is_cut
-from dovetail.ops.dispatch import choose_packed, choose_paged, packed_kernel, paged_kernel, store_kernel
+from dovetail.ops.dispatch import NAMES_ITSELF, choose_packed, choose_paged, packed_kernel, paged_kernel, store_kernel
 from dovetail.ops.packed import on_mesh
 
 
@@ -68,10 +68,10 @@ def attend(
         return _attend_pages(ctx, q, stored, kv_heads, **options)
     k, v = stored
     if is_cut(ctx.placement, q.shape[1]):
-        return checkpoint_name(context_attention(q, k, v, ctx, **options), "attention")
+        return context_attention(q, k, v, ctx, **options)
     name = choose_packed(ctx.platform, q, v, softcap, sinks)
     run = packed_kernel(name)
-    if name in ("splash", "tokamax"):  # XLA splits the others itself
+    if name in NAMES_ITSELF:  # XLA splits the others itself
         return on_mesh(run, q, k, v, ctx, **options)
     out = run(q, k, v, ctx, **options)
     return out if name == "cudnn" else checkpoint_name(out, "attention")

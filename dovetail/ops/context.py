@@ -22,10 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed
-from dovetail.ops.dispatch import choose_packed, log_once, packed_kernel
+from dovetail.ops.dispatch import NAMES_ITSELF, choose_packed, log_once, packed_kernel
 from dovetail.ops.packed import keys_of_heads
 from dovetail.ops.ring import Ring, ring_attention
 
@@ -76,7 +77,7 @@ def context_attention(
     if choose_way(placement, k, v, window) == "ring":
         log_once("packed attention", "ring over context")
         ring = Ring(slices.axis, slices.count, slices.reach, **options)
-        run = functools.partial(ring_attention, ring)
+        run = lambda *given: checkpoint_name(ring_attention(ring, *given), "attention")  # noqa: E731
     else:
         run = lambda q, k, v, *more: gather_and_run(slices, ctx.platform, options, q, (k, v), *more)  # noqa: E731
     arrays, axes = (q, k, v, ctx.segment_ids), (HEADS, KEYS, KEYS, HEADS[:2])
@@ -114,6 +115,7 @@ def gather_and_run(
     expand: Callable[..., tuple[jax.Array, jax.Array]] = lambda k, v: (k, v),
 ) -> jax.Array:
     """On one device: bring together what its queries may see of `stored`, `expand` it to k and v, and attend."""
+    name = choose_packed(platform, q, jax.eval_shape(expand, *stored)[1], options["softcap"], sinks)
 
     # The backward pass gathers again: kept, a layer's gathered keys would take the memory that the cut has saved.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention"))
@@ -122,10 +124,11 @@ def gather_and_run(
         first = lax.axis_index(slices.axis) - slices.reach
         is_there = first + jnp.arange(k.shape[1]) // slices.length >= 0
         key_segments = jnp.where(is_there, seen(slices, segments), NOWHERE)
-        kernel = packed_kernel(choose_packed(platform, q, v, options["softcap"], sinks), gathered=True)
+        kernel = packed_kernel(name, gathered=True)
         return kernel(q, k, v, Packed(segments), **options, sinks=sinks, key_segments=key_segments)
 
-    return run(q, stored, segments, sinks)
+    out = run(q, stored, segments, sinks)
+    return out if name in NAMES_ITSELF else checkpoint_name(out, "attention")
 
 
 def seen(slices: Slices, x: jax.Array) -> jax.Array:

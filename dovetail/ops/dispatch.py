@@ -37,6 +37,7 @@ from dovetail.ops.rope import Rope
 log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
+NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
 FEW_ROWS = 7  # of a product on an Arm CPU: up to here reading the weight is what takes the time
 
 # --- attention --------------------------------------------------------------------------------------------------------

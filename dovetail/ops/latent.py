@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dovetail.core.mesh import Placement
@@ -48,8 +47,7 @@ def latent_attention(
     if placement is not None and is_cut(placement, q.shape[1]):
         heads = jax.eval_shape(_expand, latent, k_rope, k_up, v_up)
         if choose_way(placement, *heads) == "gather":
-            out = _over_context(ctx, placement, q, latent, k_rope, k_up, v_up, scale)
-            return checkpoint_name(out, "attention"), (latent, k_rope)
+            return _over_context(ctx, placement, q, latent, k_rope, k_up, v_up, scale), (latent, k_rope)
     stored = store(ctx, entry, *_expand(latent, k_rope, k_up, v_up))
     return attend(ctx, q, stored, scale=scale), stored
 

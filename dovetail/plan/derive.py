@@ -13,13 +13,14 @@ from dovetail.core.accelerator import of_devices
 from dovetail.core.chips import GIB, Chip
 from dovetail.core.training import REMATS, Mesh, Training
 from dovetail.models.config import ModelConfig
+from dovetail.models.repeats import repeats
 from dovetail.models.spec import flops_per_token
 from dovetail.plan.memory import Memory, memory
 from dovetail.plan.plans import (
     Plan,
     axes_of,
+    layers_folded,
     least_memory,
-    longest_run,
     meshes,
     most_unrolled,
     num_experts,
@@ -146,8 +147,10 @@ def _why_scan(cfg: ModelConfig, settings: Training, plan: Plan, on_gpu: bool) ->
     if settings.scan is not None:
         return "given"
     if plan.scan:
-        return f"{longest_run(cfg)} equal layers in a row compile as one"
-    return f"no more than {most_unrolled(plan.mesh, on_gpu)} equal layers in a row"
+        group = max(repeats(cfg), key=lambda one: one.period * one.times)
+        one = "one" if group.period == 1 else f"a group of {group.period}"
+        return f"{layers_folded(cfg)} layers in a row compile as {one}"
+    return f"no more than {most_unrolled(plan.mesh, on_gpu)} layers in a row are alike"
 
 
 def _why_mesh(cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None) -> str:

@@ -16,7 +16,7 @@ from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
 from dovetail.plan.derive import derive, smallest
 from dovetail.plan.memory import memory
-from dovetail.plan.plans import longest_run
+from dovetail.plan.plans import layers_folded
 from dovetail.train import prepare
 from dovetail.train.next_token import next_token
 from dovetail.train.optim import make_optimizer
@@ -242,12 +242,14 @@ def test_remat_policies_are_in_order():
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.5 * sizes[-1]
 
 
-def test_scan_folds_deep_runs_of_equal_layers():
-    assert longest_run(read_model("llama3-8b")) == 32
-    assert longest_run(read_model("gemma3-4b")) == 5
-    assert longest_run(read_model("deepseek-v3")) == 58
+def test_scan_folds_deep_runs_of_layers_and_of_groups():
+    assert layers_folded(read_model("llama3-8b")) == 32
+    assert layers_folded(read_model("gemma3-4b")) == 30, "five times five local layers and a global one"
+    assert layers_folded(read_model("deepseek-v3")) == 58
     assert derive(*load("llama3-8b"), CHIPS["H200"], 8).settings.scan is True, "its weights are split"
-    assert derive(*load("gemma3-4b"), CHIPS["H200"], 8).settings.scan is False
+    found = derive(*load("gemma3-4b"), CHIPS["v5p"], 16)
+    assert found.settings.scan is True
+    assert ("scan", "true", "30 layers in a row compile as a group of 6") in found.why
 
 
 @pytest.mark.parametrize(("chip", "devices", "looped"), [("H200", 1, False), ("H200", 8, False), ("v5e", 16, True)])
