@@ -90,7 +90,7 @@ def derive(
     whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, settings.beside(cfg, hbm)
     limit = whole and max(1, whole - sum(others.values()))
     on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
-    found = list(plans(cfg, settings, devices, limit, on_gpu))
+    found = list(plans(cfg, settings, devices, limit, on_gpu, on_tpu=chip is not None and chip.pod is not None))
     if on_host:  # links and recomputation cost a CPU what the estimate does not know: without them where that fits
         found = [plan for plan in plans(cfg, settings, devices, None) if plan in found] or found
     if not found:

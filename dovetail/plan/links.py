@@ -172,12 +172,15 @@ def _torus_span(
 
 def joined(spans: tuple[Span, ...]) -> Span | None:
     """Some axes as one group of devices, as a weight that is split over fsdp and context has it; None: no axis. The
-    sides of a torus work side by side, a GPU has one way into its switch."""
+    sides of a torus work side by side, a GPU has one way into its switch. The devices of one chip, which else share
+    its links, then bring in together what each of them wants."""
     if len(spans) < 2:
         return spans[0] if spans else None
     is_torus = any(span.sides or span.over == "DCN" for span in spans)
     near = [span for span in spans if span.near > 1] or list(spans)
-    bandwidth = sum(span.bandwidth for span in near) if is_torus else max(span.bandwidth for span in near)
+    linked = [span for span in near if span.over != "memory"] or near
+    on_chip = math.prod(span.near for span in near if span not in linked)
+    bandwidth = on_chip * sum(span.bandwidth for span in linked) if is_torus else max(one.bandwidth for one in near)
     far = max(spans, key=lambda span: span.far)
     return Span(
         "+".join(span.axis for span in spans),

@@ -38,6 +38,7 @@ BYTES = {name: compute_of(name).dtype.itemsize for name in ("bf16", "f32", "tf32
 # Times as much is kept by a loop over layers without remat: all that autodiff asks for, much of it in f32. Outside of
 # loops XLA makes again what is cheap. Counted: 2.0 of Llama's layers, 2.2 of Qwen3's with their norms of heads.
 LOOPED = 2.1
+LANES = 128  # of a TPU, which heads are padded to
 DOCUMENTS = 16  # of a row, for whose softmax sums cuDNN keeps room each (15 and the padding: train.prepare)
 _SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that cut weights
 Axes = Mapping[str, int]  # mesh axis -> devices along it
@@ -65,9 +66,18 @@ class Memory:
         )  # fmt: skip
 
 
-def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: int, on_host: bool = False) -> Memory:
+def memory(
+    cfg: ModelConfig,
+    settings: Training,
+    axes: Axes,
+    remat: str,
+    rows: int,
+    on_host: bool = False,
+    on_tpu: bool = False,
+) -> Memory:
     """With `rows` of the batch on each device in one microstep. `on_host`: as XLA's compiler for CPUs has it, which
-    holds bf16 as f32 and, outside of loops, keeps all that autodiff asks for, remat or not."""
+    holds bf16 as f32 and, outside of loops, keeps all that autodiff asks for, remat or not. `on_tpu`: what attention's
+    kernel gives is kept with heads of whole lanes."""
     mtp, tensor = mtp_layers(cfg, settings), axes.get("tensor", 1)
     itemsize = 4 if on_host else BYTES[settings.precision.compute]
     splits = tuple((name, axes.get(name, 1)) for name in _SPLITS)
@@ -82,7 +92,7 @@ def memory(cfg: ModelConfig, settings: Training, axes: Axes, remat: str, rows: i
     tokens = rows * settings.length // axes.get("context", 1)
     kept_all = on_host and not settings.scan
     remat = "none" if kept_all else remat
-    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat)
+    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, LANES if on_tpu else 1)
     saved = int(tokens * itemsize * saved * (LOOPED if remat == "none" and (settings.scan or kept_all) else 1))
     working *= tokens * itemsize
     in_loss = state(gradients=sums, activations=saved, logits=_logits(cfg, settings, tensor, tokens))
@@ -185,28 +195,36 @@ def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def activations_of(cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str) -> tuple[int, int]:
+def activations_of(
+    cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, lanes: int = 1
+) -> tuple[int, int]:
     """Elements per token: saved from forward to backward over all layers, and one layer's working set."""
     layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
-    saved = sum(_saved(cfg.dim, layer, tensor, expert, remat) * n for layer, n in layers.items())
+    saved = sum(_saved(cfg.dim, layer, tensor, expert, remat, lanes) * n for layer, n in layers.items())
     return 2 * cfg.dim + saved, max(_working(cfg.dim, layer, tensor, expert, remat) for layer in layers)
 
 
-def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str) -> int:
+def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, lanes: int = 1) -> int:
     """Elements per token that one layer keeps under a policy."""
     turned, products, out = layer.attn.activations(tensor)
+    kept = _padded(out, layer.attn.heads // tensor or 1, lanes)
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
     sums = 2 * DOCUMENTS * layer.attn.heads // tensor  # f32
     if remat == "full":
         return D
     if remat == "attention":
-        return D + out + sums
+        return D + kept + sums
     if remat == "dots":  # what the products give; where it is normed, the last one's too
-        return (2 + layer.post_norm) * D + products + out + sums + 2 * hidden + ends
+        return (2 + layer.post_norm) * D + products + kept + sums + 2 * hidden + ends
     # What products and kernels read. A rotation needs nothing for its gradient, a norm of q and k what it was given.
     norms = 2 * (layer.pre_norm + layer.post_norm)
     plain = isinstance(layer.attn, Attention) and not layer.attn.qk_norm
     return (2 + norms) * D + products + (0 if plain else turned) + out + sums + 3 * hidden + 2 * ends
+
+
+def _padded(out: int, heads: int, lanes: int) -> int:
+    """Attention's output with each head filled up to whole lanes."""
+    return heads * math.ceil(out / heads / lanes) * lanes
 
 
 def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str) -> int:

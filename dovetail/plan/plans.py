@@ -35,7 +35,13 @@ class Plan:
 
 
 def plans(
-    cfg: ModelConfig, settings: Training, devices: int, limit: int | None, on_gpu: bool = False, on_host: bool = False
+    cfg: ModelConfig,
+    settings: Training,
+    devices: int,
+    limit: int | None,
+    on_gpu: bool = False,
+    on_host: bool = False,
+    on_tpu: bool = False,
 ) -> Iterator[Plan]:
     """Of each mesh and policy that the recipe allows, the plan with the most rows that fits into `limit` bytes.
 
@@ -46,7 +52,7 @@ def plans(
         laid = replace(settings, scan=is_loop(cfg, settings, mesh, on_gpu))
         splits = list(row_splits(settings, row_shards(mesh)))
         for remat in remats if splits else ():
-            count = functools.partial(memory, cfg, laid, axes_of(mesh), remat, on_host=on_host)
+            count = functools.partial(memory, cfg, laid, axes_of(mesh), remat, on_host=on_host, on_tpu=on_tpu)
             found = _most_rows(splits, limit, count)
             if found:
                 yield Plan(mesh, bool(laid.scan), remat, *found)

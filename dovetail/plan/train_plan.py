@@ -99,7 +99,7 @@ def plan_training(
     check(cfg, settings)
     chip, limit = chip_to_plan(accelerator), limit_of(cfg, settings, accelerator)
     on_gpu, on_host = bool(accelerator.chip) and not accelerator.is_tpu, accelerator.chip is None
-    found = list(plans(cfg, settings, accelerator.total_devices, limit, on_gpu, on_host))
+    found = list(plans(cfg, settings, accelerator.total_devices, limit, on_gpu, on_host, accelerator.is_tpu))
     if not found:
         raise ValueError(refusal(cfg, settings, accelerator, limit))
     return [

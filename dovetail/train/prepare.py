@@ -22,8 +22,8 @@ from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import read_model
 from dovetail.models.score import scored
-from dovetail.ops.dispatch import compile_options
 from dovetail.plan.derive import Derived, derive
+from dovetail.train.compiler import compiled, options_of
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.optim import Rate, make_optimizer
 from dovetail.train.rows import check_columns
@@ -75,8 +75,8 @@ class Ready:
         return jitted.trace(self.form, batch, *self._frozen_form).lower(lowering_platforms=(self.platform,))
 
     def compile(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> Step:
-        options = compile_options(self.platform, self.settings.tokens_per_step)
-        return self._given_frozen(self.lower(documents, rows, entries).compile(compiler_options=options))
+        options = options_of(self.placement, self.platform, self.settings.tokens_per_step)
+        return self._given_frozen(compiled(self.lower(documents, rows, entries), options))
 
     def _settings_for(self, rows: int | None) -> Training:
         """With as many rows, and no other number of them in a microstep."""

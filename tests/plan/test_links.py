@@ -104,6 +104,9 @@ def test_two_devices_of_a_chip_share_its_links():
     )  # both in the group: all links serve it
     split = spans("tpu7x-4x4x4", fsdp=64, tensor=2)
     assert (split["tensor"].over, split["fsdp"].bandwidth) == ("memory", 300e9)
+    again = spans("tpu7x-4x4x4", fsdp=64, context=2)
+    both = joined((again["fsdp"], again["context"]))
+    assert both is not None and both.bandwidth == one.bandwidth, "what is on the chip does not bring in more"
 
 
 def test_axes_together():
