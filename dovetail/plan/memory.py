@@ -195,9 +195,7 @@ def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def activations_of(
-    cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, lanes: int = 1
-) -> tuple[int, int]:
+def activations_of(cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, lanes: int = 1) -> tuple[int, int]:
     """Elements per token: saved from forward to backward over all layers, and one layer's working set."""
     layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
     saved = sum(_saved(cfg.dim, layer, tensor, expert, remat, lanes) * n for layer, n in layers.items())

@@ -19,8 +19,8 @@ from dovetail.plan.memory import Memory, memory
 # backward pass into stacked arrays and out of them: Qwen3-0.6B 16 x 4096 on an H200 ran at 37% with, at 48% without.
 UNROLLED = 48
 MOST_SPLIT = 64  # devices along tensor and context together that a search tries
-# The same where that was not measured, or weights are split: a loop bounds how many are whole. Unrolled, 16 layers of
-# Llama 3.2 1B over 16 v6e took half as much memory again as was estimated, and Gemma's 34 a quarter of an hour to compile.
+# The same where that was not measured, or weights are split: a loop bounds how many are whole. Unrolled over 16 v6e, 16
+# layers of Llama 3.2 1B took half as much memory again as was estimated; Gemma's 34 did not compile in 15 minutes.
 UNROLLED_ELSEWHERE = 8
 
 

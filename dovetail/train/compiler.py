@@ -15,11 +15,14 @@ from dovetail.ops.dispatch import compile_options
 # The sparse cores of these send while the others compute. Without them libtpu (0.0.42, 0.0.48) makes of each gather of
 # weights over a torus of three sides an all-reduce, twice the bytes, for which everything waits.
 SPARSE_CORES = ("v5p", "TPU7x")
-_GATHER = "xla_tpu_enable_sparse_core_collective_offload"
+_BY_THEM = "xla_tpu_enable_sparse_core_collective_offload"
 BY_SPARSE_CORES: Mapping[str, Any] = {
-    f"{_GATHER}_all_gather": True,
-    f"{_GATHER}_2d_all_gather": True,
-    f"{_GATHER}_3d_all_gather": True,
+    f"{_BY_THEM}_all_gather": True,
+    f"{_BY_THEM}_2d_all_gather": True,
+    f"{_BY_THEM}_3d_all_gather": True,
+    f"{_BY_THEM}_all_reduce": True,
+    f"{_BY_THEM}_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
