@@ -8,6 +8,7 @@ Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D mode
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,10 +83,9 @@ def _run(
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers}
     tables: dict[Rope | None, Table] = {rope: rope.tables(positions) if rope else () for rope in ropes}
-    run: Callable = remember(block, remat, in_scan=scan)
     entries: dict[int, Any] = dict(enumerate(cache or ()))
 
-    def one(p: Params, stream: Residual, i: int) -> tuple[Residual, RouterStats | None]:
+    def one(run: Callable, p: Params, stream: Residual, i: int) -> tuple[Residual, RouterStats | None]:
         layer = cfg.layers[i]
         entry = entries.get(i if layer.attn.kv_from is None else layer.attn.kv_from)
         own = extra[..., i, :] if extra is not None else None
@@ -95,7 +95,8 @@ def _run(
 
     stream, stats = Residual(x), {}
     for repeat in repeats(cfg, scan):
-        stream, dealt = fold(one, params["layers"], stream, repeat)
+        run = remember(block, remat, in_loop=repeat.times > 1 and repeat.period == 1)
+        stream, dealt = fold(functools.partial(one, run), params["layers"], stream, repeat)
         stats |= dealt
     return stream.add_and_norm(None, params["norm"], cfg, ctx)[1], entries, stats
 

@@ -19,8 +19,10 @@ import jax
 ATTENTION_KERNEL = "dot_product_attention_fwd"
 
 
-def remember(run: Callable, remat: str, in_scan: bool = False) -> Callable:
-    """`run` with what its backward pass keeps. What is static is given to it by keyword."""
+def remember(run: Callable, remat: str, in_loop: bool = False) -> Callable:
+    """`run` with what its backward pass keeps. What is static is given to it by keyword. `in_loop`: it is all of a
+    loop's body. Elsewhere XLA must be kept from sharing with the forward pass what is computed again, and from
+    computing it again for all layers of a group at once (Gemma 3's six: 11 GiB of products)."""
     if remat == "none":
         return run
     keep = jax.checkpoint_policies
@@ -36,7 +38,7 @@ def remember(run: Callable, remat: str, in_scan: bool = False) -> Callable:
     }[remat]
 
     def again(*args: Any, **static: Any) -> Any:
-        return jax.checkpoint(functools.partial(run, **static), policy=policy, prevent_cse=not in_scan)(*args)
+        return jax.checkpoint(functools.partial(run, **static), policy=policy, prevent_cse=not in_loop)(*args)
 
     return again
 

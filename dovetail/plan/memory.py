@@ -1,10 +1,11 @@
 """What one device holds in a training step, counted from the declared weights before anything is allocated.
 
 Weights, moments and gradients follow the sharding rules leaf by leaf. Activations are what the backward pass needs:
-each layer's saved values by remat policy, and one layer's working set. A step has three moments that may be the worst:
-the loss, with all that was saved and a chunk of logits; the first layer of the backward pass, with its working set in
-place of the logits; and the update, with all gradients and nothing saved. As activations go, gradients come, so the two
-are never there whole together, unless a loop over layers holds them as stacked arrays from its first turn to its last.
+each layer's saved values by remat policy, and one layer's working set. A step has four moments that may be the worst:
+the end of the forward pass, where a loop over groups of layers has what the last group keeps twice; the loss, with all
+that was saved and a chunk of logits; the first layer of the backward pass, with its working set in place of the logits;
+and the update, with all gradients and nothing saved. As activations go, gradients come, so the two are never there
+whole together, unless a loop over layers holds them as stacked arrays from its first turn to its last.
 
 On an H200 what is counted here is within 4% of what was measured for Llama-3.2-1B 8 x 4096 and 1 x 32768, Qwen3-0.6B
 16 x 4096 and four of Mixtral's layers, all unrolled and without remat (docs/performance.md).
@@ -32,6 +33,7 @@ from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.frozen import frozen_bytes
 from dovetail.models.lora import Lora, lora_spec
 from dovetail.models.mtp import mtp_depth, mtp_layer, with_mtp
+from dovetail.models.repeats import repeats
 from dovetail.models.spec import spec
 
 BYTES = {name: compute_of(name).dtype.itemsize for name in ("bf16", "f32", "tf32")}
@@ -95,10 +97,20 @@ def memory(
     saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, LANES if on_tpu else 1)
     saved = int(tokens * itemsize * saved * (LOOPED if remat == "none" and (settings.scan or kept_all) else 1))
     working *= tokens * itemsize
+    group = int(saved * _group(cfg)) if settings.scan else 0
+    in_forward = state(gradients=sums, activations=saved + group, logits=0)
     in_loss = state(gradients=sums, activations=saved, logits=_logits(cfg, settings, tensor, tokens))
     in_backward = state(gradients=sums + stacked, activations=saved + working, logits=0)
     in_update = state(gradients=sums + elements * BYTES[settings.precision.params], activations=working, logits=0)
-    return max(in_loss, in_backward, in_update, key=lambda moment: moment.total)
+    return max(in_forward, in_loss, in_backward, in_update, key=lambda moment: moment.total)
+
+
+@functools.lru_cache(maxsize=64)
+def _group(cfg: ModelConfig) -> float:
+    """The share of the layers that follow each other in a loop's body: what they keep is stacked when the last of them
+    is done."""
+    periods = [one.period for one in repeats(cfg) if one.times > 1]
+    return max([period for period in periods if period > 1], default=0) / len(cfg.layers)
 
 
 def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> int:
