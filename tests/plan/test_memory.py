@@ -1,5 +1,6 @@
 """The bytes that a plan counts: beside those measured on an H200, and beside what autodiff says it keeps."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dovetail.core import recipe
-from dovetail.core.chips import GIB
+from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed
 from dovetail.models.decoder import trunk
@@ -15,6 +16,7 @@ from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
 from dovetail.ops import dispatch
 from dovetail.plan import memory as plan
+from dovetail.plan.derive import derive
 from dovetail.plan.memory import LOOPED, memory
 from dovetail.plan.plans import recomputed
 from dovetail.train.settings import Pretrain
@@ -108,6 +110,24 @@ def test_attention_runs_again_only_where_the_plan_says_so(cudnn, name, remat, ti
     assert (long > short) == (times > 1)
 
 
+@pytest.mark.parametrize(("name", "layers", "apart"), [("gemma3-4b", 12, True), (LLAMA, 2, False)])
+def test_layers_of_a_group_are_computed_again_one_by_one(name, layers, apart):
+    """A loop's body keeps XLA from doing so itself where it is a single layer."""
+    _, run, shapes = traced(name, layers, "dots", scan=True)
+    assert list(barriers(jax.make_jaxpr(run)(*shapes).jaxpr)) == [apart] * (6 if apart else 1)
+
+
+def barriers(jaxpr) -> Iterator[bool]:
+    """Of every layer that is computed again, whether XLA is kept from sharing it."""
+    for eqn in jaxpr.eqns:
+        if "prevent_cse" in eqn.params:
+            yield eqn.params["prevent_cse"]
+            continue
+        for part in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner := getattr(part, "jaxpr", part), "eqns"):
+                yield from barriers(inner)
+
+
 def kept(name: str, layers: int, remat: str, scan: bool) -> float:
     """bf16 numbers per token, beyond the weights."""
     _, run, (params, tokens) = traced(name, layers, remat, scan)
@@ -124,3 +144,27 @@ def test_what_is_kept_is_what_autodiff_keeps(cudnn, name, remat, scan):
     found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2
     expected = plan._saved(D, layer, 1, 1, remat) * (LOOPED if scan else 1)
     assert found == pytest.approx(expected, rel=0.06 if scan else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "devices", "slices", "compiled"),
+    [
+        ("smollm2-135m", "v5e", 4, 1, 13.44), ("qwen3-0.6b", "v5e", 16, 1, 10.29), ("llama3-1b", "v6e", 16, 1, 21.35),
+        ("gemma3-4b", "v5p", 16, 1, 57.50), ("mistral-7b", "v5p", 64, 1, 75.25), ("llama3-8b", "v5p", 64, 1, 60.73),
+        ("llama3-8b", "v5p", 128, 2, 59.20), ("llama3-8b", "v6e", 256, 1, 19.46),
+        ("mixtral-8x7b", "v5p", 128, 1, 81.77), ("qwen3-30b-a3b", "v5p", 128, 1, 85.52),
+        ("qwen3-30b-a3b", "TPU7x", 128, 1, 40.78),
+    ],
+)  # fmt: skip
+def test_what_is_counted_is_near_what_libtpu_compiled(name, chip, devices, slices, compiled):
+    """docs/tpu.md. Where a plan is another one now, its step is to be compiled again."""
+    settings = recipe.load(name, [f"mesh.slices={slices}"], Pretrain)
+    found = derive(read_model(name), settings, CHIPS[chip], devices, slices)
+    assert compiled == pytest.approx(found.memory.total / GIB, rel=0.15)
+
+
+def test_a_tpu_keeps_heads_of_64_as_wide_as_128():
+    for name, more in ((LLAMA, 16 * 32 * 64), ("llama3-8b", 0)):
+        cfg, settings = read_model(name), replace(settings_of(name, 1, 4096), scan=True)
+        on, off = (memory(cfg, settings, {}, "dots", 1, on_tpu=tpu).activations for tpu in (True, False))
+        assert on - off == more * 4096 * 2
