@@ -12,10 +12,10 @@ def compile_recipe(recipe: str, words: list[str], topology: str, wanted, as_json
     for line in ready.derived.explain():
         console.print(line, markup=False)
     with console.status(f"compiling {recipe} for {ready.derived.devices} devices"):
-        program, seconds = compiled(lambda: ready.compile(ready.bucket(1)))
+        found = compiled(lambda told: ready.compile(ready.bucket(1), told=told))
     title = f"{recipe} on {f'{slices} x ' if slices > 1 else ''}{topology}"
     head = dict(recipe=recipe, topology=topology, slices=slices, devices=ready.derived.devices, mesh=ready.derived.axes)
-    show(head, [report(title, ready, program, seconds)], as_json)
+    show(head, [report(title, ready, *found)], as_json)
 
 
 def _ready(recipe: str, words: list[str], wanted):
@@ -33,7 +33,7 @@ def _ready(recipe: str, words: list[str], wanted):
     return prepare(settings, next_token(settings), devices, platform)
 
 
-def report(title: str, ready, program, seconds: float) -> Report:
+def report(title: str, ready, program, assigned: int | None, seconds: float) -> Report:
     from dovetail.core.chips import chip_of
     from dovetail.plan.counted import count
     from dovetail.plan.derive import PLANNED
@@ -42,7 +42,7 @@ def report(title: str, ready, program, seconds: float) -> Report:
 
     mesh, settings, limit = ready.placement.mesh, ready.settings, ready.derived.limit
     devices, chip = list(mesh.devices.flat), chip_of(mesh.devices.flat[0])
-    counted = count(program, dict(mesh.shape), devices)
+    counted = count(program, dict(mesh.shape), devices, assigned=assigned)
     each = flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / len(devices)
     # the state is read and written, and what is kept in between too
     held = 2 * (counted.memory.get("arguments", 0) + counted.memory.get("temporary", 0))

@@ -18,11 +18,11 @@ def compile_serve(model: str, topology, options: dict[str, Any], as_json: bool) 
     given = EngineOptions.of({**options, **chosen})
     console, reports = Console(highlight=False, stderr=as_json), []
     with console.status(f"compiling {model}'s largest step for {topology}") as status:
-        made, _ = compiled(lambda: ahead(cfg, given, devices))
+        made, *_ = compiled(lambda _: ahead(cfg, given, devices))
         for shape in made.corners():
             status.update(f"compiling a step of {shape.tokens} tokens in {shape.rows} rows")
-            program, seconds = compiled(lambda shape=shape: made.compile(shape))
-            reports.append(report(model, made, shape, program, seconds))
+            found = compiled(lambda told, shape=shape: made.compile(shape, told))
+            reports.append(report(model, made, shape, *found))
     tokens = made.pages * made.programs.page_size
     console.print(
         f"{model} on {given.tensor_parallel} of {topology}: {gib(made.weight_bytes)} of weights and "
@@ -35,14 +35,14 @@ def compile_serve(model: str, topology, options: dict[str, Any], as_json: bool) 
     show(head, reports, as_json)
 
 
-def report(model: str, made, shape, program, seconds: float) -> Report:
+def report(model: str, made, shape, program, assigned: int | None, seconds: float) -> Report:
     from dovetail.core.chips import chip_of
     from dovetail.plan.counted import count
     from dovetail.plan.roofline import predict
 
     devices = made.programs.devices
     chip = chip_of(devices[0])
-    counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes)
+    counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes, assigned)
     flops = made.flops(shape)
     predicted = predict(chip, flops, made.moved(shape), counted.traffic, devices) if chip else None
     estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes}

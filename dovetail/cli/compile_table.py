@@ -17,15 +17,20 @@ class Report:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def compiled(make) -> tuple[Any, float]:
-    """(what `make` compiles, the seconds it took); that it does not fit is told in one sentence."""
+def compiled(make) -> tuple[Any, int | None, float]:
+    """(what `make` compiles with the options it is given, the bytes of its buffers, the seconds it took); that it does
+    not fit is told in one sentence."""
+    import tempfile
     import time
 
     from jax.errors import JaxRuntimeError
 
+    from dovetail.plan.assignment import assigned, written_to
+
     start = time.perf_counter()
     try:
-        return make(), time.perf_counter() - start
+        with tempfile.TemporaryDirectory() as folder:
+            return make(written_to(folder)), assigned(folder), time.perf_counter() - start
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

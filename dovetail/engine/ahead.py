@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,8 @@ class Ahead:
         rows = sorted(decode, key=lambda shape: shape.rows)
         return list(dict.fromkeys([rows[0], rows[-1], buckets.largest()]))
 
-    def compile(self, shape: Shape) -> Any:
-        return self.programs.compile(shape, self.params, self.pages)
+    def compile(self, shape: Shape, told: Mapping[str, Any] | None = None) -> Any:
+        return self.programs.compile(shape, self.params, self.pages, told)
 
     def argument_bytes(self, shape: Shape) -> int:
         """Weights, pages, and what rows ask for and have sampled: for the last, numbers of the whole vocabulary."""

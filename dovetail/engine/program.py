@@ -6,6 +6,7 @@ No array is needed, so a step can be compiled before there are pages, and for de
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,8 +39,9 @@ class Program(NamedTuple):
     static: dict[str, Any]
     options: Any  # XLA's
 
-    def compile(self) -> Any:
-        return self.function.lower(*self.forms, **self.static).compile(compiler_options=self.options)
+    def compile(self, told: Mapping[str, Any] | None = None) -> Any:
+        options = {**(self.options or {}), **(told or {})}
+        return self.function.lower(*self.forms, **self.static).compile(compiler_options=options or None)
 
     @property
     def key(self) -> str:
@@ -107,13 +109,14 @@ class Programs:
             return Program(shape, run_decode, (params, state, flat, self._asked(shape)), static, options)
         return Program(shape, run_prompts, (params, cache, tables, last, flat), static, options)
 
-    def compile(self, shape: Shape, params: Any, pages: int) -> Any:
-        """The step with so many pages, from disk where it was kept; for devices that are not here nothing is."""
+    def compile(self, shape: Shape, params: Any, pages: int, told: Mapping[str, Any] | None = None) -> Any:
+        """The step with so many pages, from disk where it was kept; for devices that are not here nothing is, and their
+        compiler may be told more."""
         program = self.of(shape, params, self.pages(pages))
         if not self.absent:
             return program.kept(self.devices, ahead=True)
         with self.for_its_kind():
-            return program.compile()
+            return program.compile(told)
 
     def step_memory(self, params: Any, pages: int) -> int:
         """Bytes the largest step needs beside weights and so many pages, as the compiler says, and the sampler's own

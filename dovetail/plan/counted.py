@@ -30,13 +30,18 @@ class Counted:
 
 
 def count(
-    compiled: Any, axes: Mapping[str, int], devices: Sequence[Any], pools: Iterable[tuple[int, ...]] = ()
+    compiled: Any,
+    axes: Mapping[str, int],
+    devices: Sequence[Any],
+    pools: Iterable[tuple[int, ...]] = (),
+    assigned: int | None = None,
 ) -> Counted:
-    """`axes` and `devices` of the mesh, in its order; `pools`: the shapes of the layers' pages on one device."""
+    """`axes` and `devices` of the mesh, in its order; `pools`: the shapes of the layers' pages on one device;
+    `assigned`: bytes of all buffers, where that is known."""
     module, work = read(compiled.as_text() or ""), compiled.cost_analysis() or {}
     slices = [getattr(device, "slice_index", 0) for device in devices]
     return Counted(
-        memory=_memory(compiled.memory_analysis()),
+        memory=_memory(compiled.memory_analysis(), assigned),
         flops=_known(work.get("flops")),
         bytes=_known(work.get("bytes accessed")),
         traffic=tuple(traffic(collectives(module, len(devices)), axes, slices)),
@@ -45,13 +50,14 @@ def count(
     )
 
 
-def _memory(found: Any) -> dict[str, int]:
+def _memory(found: Any, assigned: int | None) -> dict[str, int]:
     if found is None:
         return {}
+    arguments, outputs = found.argument_size_in_bytes, found.output_size_in_bytes - found.alias_size_in_bytes
     return {
-        "arguments": found.argument_size_in_bytes,
-        "temporary": found.temp_size_in_bytes,
-        "outputs not in their place": found.output_size_in_bytes - found.alias_size_in_bytes,
+        "arguments": arguments,
+        "temporary": found.temp_size_in_bytes if assigned is None else assigned - arguments - outputs,
+        "outputs not in their place": outputs,
         "generated code": found.generated_code_size_in_bytes,
     }
 

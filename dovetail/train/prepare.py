@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform as machine
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -74,8 +74,15 @@ class Ready:
         batch = batch_form(settings, self.objective.columns, self.placement, entries)
         return jitted.trace(self.form, batch, *self._frozen_form).lower(lowering_platforms=(self.platform,))
 
-    def compile(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> Step:
-        options = options_of(self.placement, self.platform, self.settings.tokens_per_step)
+    def compile(
+        self,
+        documents: int | None = None,
+        rows: int | None = None,
+        entries: int = 1,
+        told: Mapping[str, Any] | None = None,
+    ) -> Step:
+        """`told`: options for the compiler besides those of every step."""
+        options = options_of(self.placement, self.platform, self.settings.tokens_per_step) | dict(told or {})
         return self._given_frozen(compiled(self.lower(documents, rows, entries), options))
 
     def _settings_for(self, rows: int | None) -> Training:

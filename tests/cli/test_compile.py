@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.compile import app
 from dovetail.cli.compile_recipe import report
-from dovetail.cli.compile_table import plain, show
+from dovetail.cli.compile_table import compiled, plain, show
 from dovetail.core import chips
 from dovetail.core.recipe import load
 from dovetail.engine import ahead
@@ -97,7 +97,8 @@ def test_a_recipes_step_is_shown(capsys):
     """On the CPU's devices, in place of a TPU's."""
     settings = load("tiny", ["batch=8", "length=128", "mesh.fsdp=4"], Pretrain)
     ready = prepare(settings, next_token(settings))
-    found = report("tiny on eight", ready, ready.compile(), 1.5)
+    program, assigned, _ = compiled(lambda told: ready.compile(told=told))
+    found = report("tiny on eight", ready, program, assigned, 1.5)
     show({}, [found], as_json=False)
     shown = capsys.readouterr().out
     for words in (
