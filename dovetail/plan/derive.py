@@ -90,7 +90,8 @@ def derive(
     whole, others = int(hbm * (PLANNED_HOST if on_host else PLANNED)) if hbm else None, settings.beside(cfg, hbm)
     limit = whole and max(1, whole - sum(others.values()))
     on_gpu = chip.pod is None if chip else bool(hbm) and not on_host  # a chip not in the table is a GPU
-    found = list(plans(cfg, settings, devices, limit, on_gpu, on_tpu=chip is not None and chip.pod is not None))
+    on_tpu = chip is not None and chip.pod is not None
+    found = list(plans(cfg, settings, devices, limit, on_gpu=on_gpu, on_tpu=on_tpu))
     if on_host:  # links and recomputation cost a CPU what the estimate does not know: without them where that fits
         found = [plan for plan in plans(cfg, settings, devices, None) if plan in found] or found
     if not found:
@@ -101,7 +102,7 @@ def derive(
         settings, mesh=best.mesh, scan=best.scan, remat=best.remat, per_device=best.rows, accumulate=best.microsteps
     )
     hardware = _hardware(_name(chip, hbm, on_host), devices, settings.mesh.slices, hbm)
-    why = _reasons(cfg, settings, best, limit, on_gpu)
+    why = _reasons(cfg, settings, best, limit, on_gpu, on_tpu)
     return Derived(filled, devices, hardware, whole, best.memory, why, others)
 
 
@@ -131,12 +132,12 @@ def _with_slices(mesh: Mesh, slices: int) -> Mesh:
 
 
 def _reasons(
-    cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None, on_gpu: bool
+    cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None, on_gpu: bool, on_tpu: bool
 ) -> tuple[tuple[str, str, str], ...]:
     shown = [f"{name} {size}" for name, size in axes_of(plan.mesh).items() if size > 1]
     return (
         ("mesh", " x ".join(shown) or "1 device", _why_mesh(cfg, settings, plan, limit)),
-        ("remat", plan.remat, _why_remat(cfg, settings, plan, limit)),
+        ("remat", plan.remat, _why_remat(cfg, settings, plan, limit, on_tpu)),
         ("per_device", str(plan.rows), _why_rows(settings, plan)),
         ("accumulate", str(plan.microsteps), _why_accumulate(settings, plan)),
         ("scan", str(plan.scan).lower(), _why_scan(cfg, settings, plan, on_gpu)),
@@ -177,7 +178,7 @@ def _given_axes(mesh: Mesh) -> str:
     return f"{', '.join(names)} given; " if names else ""
 
 
-def _why_remat(cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None) -> str:
+def _why_remat(cfg: ModelConfig, settings: Training, plan: Plan, limit: int | None, on_tpu: bool) -> str:
     extra = recomputed(cfg, settings.length, plan.remat) / flops_per_token(cfg, settings.length // 2, train=True)
     if settings.remat:
         return f"given; {extra:.0%} more FLOPs"
@@ -185,7 +186,7 @@ def _why_remat(cfg: ModelConfig, settings: Training, plan: Plan, limit: int | No
         return "nothing is recomputed: all activations fit" if limit else "nothing is recomputed"
     before = REMATS[REMATS.index(plan.remat) - 1]
     laid = replace(settings, scan=plan.scan)
-    needed = memory(cfg, laid, axes_of(plan.mesh), before, plan.rows).total
+    needed = memory(cfg, laid, axes_of(plan.mesh), before, plan.rows, on_tpu=on_tpu).total
     if limit and needed <= limit:
         return f"{extra:.0%} more FLOPs; the loop over layers would copy all that {before} keeps"
     return f"{extra:.0%} more FLOPs; {before} with as many rows would need {_gib(needed)}"

@@ -79,7 +79,7 @@ def memory(
 ) -> Memory:
     """With `rows` of the batch on each device in one microstep. `on_host`: as XLA's compiler for CPUs has it, which
     holds bf16 as f32 and, outside of loops, keeps all that autodiff asks for, remat or not. `on_tpu`: what attention's
-    kernel gives is kept with heads of whole lanes."""
+    kernel gives is kept with heads of whole lanes, and sums of its softmax once."""
     mtp, tensor = mtp_layers(cfg, settings), axes.get("tensor", 1)
     itemsize = 4 if on_host else BYTES[settings.precision.compute]
     splits = tuple((name, axes.get(name, 1)) for name in _SPLITS)
@@ -94,7 +94,7 @@ def memory(
     tokens = rows * settings.length // axes.get("context", 1)
     kept_all = on_host and not settings.scan
     remat = "none" if kept_all else remat
-    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, LANES if on_tpu else 1)
+    saved, working = activations_of(cfg, mtp, tensor, axes.get("expert", 1), remat, on_tpu)
     saved = int(tokens * itemsize * saved * (LOOPED if remat == "none" and (settings.scan or kept_all) else 1))
     working *= tokens * itemsize
     group = int(saved * _group(cfg)) if settings.scan else 0
@@ -207,19 +207,21 @@ def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def activations_of(cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, lanes: int = 1) -> tuple[int, int]:
+def activations_of(
+    cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, on_tpu: bool = False
+) -> tuple[int, int]:
     """Elements per token: saved from forward to backward over all layers, and one layer's working set."""
     layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
-    saved = sum(_saved(cfg.dim, layer, tensor, expert, remat, lanes) * n for layer, n in layers.items())
-    return 2 * cfg.dim + saved, max(_working(cfg.dim, layer, tensor, expert, remat) for layer in layers)
+    saved = sum(_saved(cfg.dim, layer, tensor, expert, remat, on_tpu) * n for layer, n in layers.items())
+    return 2 * cfg.dim + saved, max(_working(cfg.dim, layer, tensor, expert, remat, on_tpu) for layer in layers)
 
 
-def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, lanes: int = 1) -> int:
+def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool = False) -> int:
     """Elements per token that one layer keeps under a policy."""
     turned, products, out = layer.attn.activations(tensor)
-    kept = _padded(out, layer.attn.heads // tensor or 1, lanes)
+    kept = _padded(out, layer.attn.heads // tensor or 1, LANES if on_tpu else 1)
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
-    sums = 2 * DOCUMENTS * layer.attn.heads // tensor  # f32
+    sums = 2 * (1 if on_tpu else DOCUMENTS) * layer.attn.heads // tensor  # of softmax, f32
     if remat == "full":
         return D
     if remat == "attention":
@@ -237,10 +239,11 @@ def _padded(out: int, heads: int, lanes: int) -> int:
     return heads * math.ceil(out / heads / lanes) * lanes
 
 
-def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str) -> int:
+def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool) -> int:
     """Elements per token while one layer's gradients are taken: those of its largest values, and what is made again."""
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
-    again = _saved(D, layer, tensor, expert, "none") if remat != "none" else 0
+    saved = functools.partial(_saved, D, layer, tensor, expert, on_tpu=on_tpu)
+    again = max(0, saved(remat="none") - saved(remat=remat))
     return again + 3 * D + 3 * hidden + ends
 
 

@@ -39,6 +39,7 @@ def plans(
     settings: Training,
     devices: int,
     limit: int | None,
+    *,
     on_gpu: bool = False,
     on_host: bool = False,
     on_tpu: bool = False,

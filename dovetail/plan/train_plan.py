@@ -98,8 +98,8 @@ def plan_training(
     settings = over_slices(settings, accelerator)
     check(cfg, settings)
     chip, limit = chip_to_plan(accelerator), limit_of(cfg, settings, accelerator)
-    on_gpu, on_host = bool(accelerator.chip) and not accelerator.is_tpu, accelerator.chip is None
-    found = list(plans(cfg, settings, accelerator.total_devices, limit, on_gpu, on_host, accelerator.is_tpu))
+    kind = dict(on_gpu=bool(accelerator.chip) and not accelerator.is_tpu, on_tpu=accelerator.is_tpu)
+    found = list(plans(cfg, settings, accelerator.total_devices, limit, **kind, on_host=accelerator.chip is None))
     if not found:
         raise ValueError(refusal(cfg, settings, accelerator, limit))
     return [

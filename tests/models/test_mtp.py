@@ -181,6 +181,16 @@ def test_the_gradient_reaches_trunk_embedding_and_head():
     assert is_read.tolist() == [True] * 8 + [False] + [True] * 6 + [False], "a document's last token is a target only"
 
 
+def test_layers_below_wait_for_a_depths_gradients():
+    """And its weights for their output: else XLA holds both through the loop over the layers."""
+    _, cfg, params = model("llama3.1")
+    batch = batch_of([some_tokens(0, 7)], 7)
+    traced = jax.make_jaxpr(jax.grad(lambda p: mtp_loss(p, cfg, batch, Packed(batch.segment_ids))))(params)
+    barriers = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    weights = len(jax.tree.leaves(params["mtp"][0]))
+    assert [len(eqn.outvars) for eqn in barriers] == [weights + 1] * 2 * DEPTHS["llama3.1"]
+
+
 def test_the_loss_is_that_of_the_logits():
     _, cfg, params = model("llama3.1")
     cfg, params = with_depth(cfg, 1), params | dict(mtp=params["mtp"][:1])

@@ -50,8 +50,8 @@ def test_kept_is_what_was_estimated(name, remat, rows, context):
     traced = jax.jit(step).trace(ready.form, batch_form(ready.settings, objective.columns, ready.placement))
     kept = max(_stacked(traced.jaxpr.jaxpr, repeats(cfg)[-1].times))
     tokens = rows * settings.length // context
-    saved = activations_of(cfg, 0, 1, 1, remat)[0] * tokens * 2 * (LOOPED if remat == "none" else 1)
-    assert kept / 4 == pytest.approx(saved, rel=0.15 if remat == "attention" else 0.1)
+    saved = activations_of(cfg, 0, 1, 1, remat, on_tpu=True)[0] * tokens * 2 * (LOOPED if remat == "none" else 1)
+    assert kept / 4 == pytest.approx(saved, rel=0.07)
 
 
 def _stacked(jaxpr: Any, layers: int) -> Iterator[int]:
