@@ -25,11 +25,12 @@ def compiled(make) -> tuple[Any, int | None, float]:
 
     from jax.errors import JaxRuntimeError
 
+    from dovetail.io.compiled import compiled_anew
     from dovetail.plan.assignment import assigned, written_to
 
     start = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, compiled_anew():
             return make(written_to(folder)), assigned(folder), time.perf_counter() - start
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

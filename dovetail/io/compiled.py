@@ -14,8 +14,8 @@ import pickle
 import platform
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,21 @@ def keep_compiled() -> None:
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """XLA's own cache is left alone: what a compiler writes of a program, it writes when it compiles it."""
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    was = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # whether there is one is else asked once per process
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was)
+        reset_cache()
 
 
 def program_key(*parts: Any) -> str:

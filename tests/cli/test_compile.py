@@ -99,6 +99,7 @@ def test_a_recipes_step_is_shown(capsys):
     ready = prepare(settings, next_token(settings))
     program, assigned, _ = compiled(lambda told: ready.compile(told=told))
     found = report("tiny on eight", ready, program, assigned, 1.5)
+    assert found.counted.total - found.counted.memory["generated code"] == assigned
     show({}, [found], as_json=False)
     shown = capsys.readouterr().out
     for words in (
