@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from corners import corners
+from described import a_device
 from engine_steps import asked, trace_step
 
 from dovetail.core.compute import COMPUTES
@@ -22,6 +22,7 @@ from dovetail.models import greedy
 from dovetail.models.decoder import cache_form, forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
+from dovetail.ops.dispatch import has_tokamax
 
 pytestmark = pytest.mark.slow
 
@@ -69,14 +70,6 @@ def lower(function, platform: str, *args) -> str:
         return jitted.trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-def a_device(platform: str):
-    """jax 0.12 lowers kernels for a kind of GPU, which a machine without one must be told of."""
-    if platform != "cuda":
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=1, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
 def scores(cfg, params, tokens, ctx):
     return unembed(params, cfg, forward(params, cfg, tokens, tokens, ctx)[0])
 
@@ -96,7 +89,7 @@ def test_packed(name, platform, gradient, axes):
     if gradient:
         run = jax.grad(lambda params, tokens, ctx: jnp.mean(scores(cfg, params, tokens, ctx)))
     text = lower(run, platform, params, ints(B, T), Packed(ints(B, T), platform, placement))
-    takes_splash = platform == "tpu" and name != "experts, sinks"
+    takes_splash = platform == "tpu" and (name != "experts, sinks" or has_tokamax())
     assert ("tpu_custom_call" in text) == takes_splash
 
 

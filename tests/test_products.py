@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from described import a_device
 from engine_steps import trace_step
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from test_lowering import MODELS, PAGE, PAGES, B, S, T, ints
@@ -77,12 +78,13 @@ def engine_step(name: str, compute: Compute, platform: str, tokens: int) -> jax.
 @pytest.mark.parametrize("tokens", [S, pytest.param(64, marks=pytest.mark.thorough)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_steps(name, tokens, dtype, platform, exact):
-    traced = engine_step(name, compute_of(dtype), platform, tokens)
+    with a_device(platform):
+        traced = engine_step(name, compute_of(dtype), platform, tokens)
+        assert traced.lower(lowering_platforms=(platform,)).as_text()
     found = products(traced.jaxpr.jaxpr)
     assert len(found) > 10
     assert [precision == HIGHEST for precision in found] == [exact] * len(found)
     assert kernels(traced.jaxpr.jaxpr) > 0 or platform == "tpu"
-    assert traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_the_paged_kernel_of_a_tpu():
@@ -112,12 +114,13 @@ def test_train_steps(name, dtype, platform, exact):
         return gradients(params, cfg, objective, batch, ctx, settings.accumulate)[0]
 
     for run in (step, make_eval(cfg, objective, ctx)):
-        traced = jax.jit(run).trace(params, batch())
+        with a_device(platform):
+            traced = jax.jit(run).trace(params, batch())
+            assert traced.lower(lowering_platforms=(platform,)).as_text()
         found = products(traced.jaxpr.jaxpr)
         assert len(found) > 10
         assert [precision == HIGHEST for precision in found] == [exact] * len(found)
         assert kernels(traced.jaxpr.jaxpr) > 0 or (name == "latent" and platform == "tpu")
-        assert traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("dtype, exact", [("f32", True), ("tf32", False)])

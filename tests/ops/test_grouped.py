@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from described import a_device, a_mesh
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -158,7 +159,8 @@ def test_a_device_computes_its_own_tokens(monkeypatch, axes, tokens_a_device):
 
 
 def lower(function, platform: str, *args) -> str:
-    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    with a_device(platform):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
@@ -183,8 +185,9 @@ def test_lowers_for_cuda(monkeypatch, capsys, shape, dtype):
 
 @pytest.mark.parametrize("axes", [None, dict(expert=2, context=2, tensor=2)], ids=["one device", "mesh"])
 def test_the_platform_chooses(axes):
-    placement = Placement(make_mesh(axes), TRAIN) if axes else None
     for platform in ("cuda", "tpu"):
+        mesh = a_mesh if platform == "cuda" else make_mesh
+        placement = Placement(mesh(axes), TRAIN) if axes else None
         run = functools.partial(moe.experts, glu=Glu(), placement=placement, platform=platform)
         text = lower(lambda x, w, c, p, run=run: run(x, w, c, p), platform, *tokens(), some_experts())
         assert ("grouped_matmul_forward" in text) == (platform == "cuda")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from described import a_device
 from jax.experimental import pallas as pl
 
 from dovetail.ops import sample as ops
@@ -217,7 +218,8 @@ def test_it_lowers_for_cuda(S, V):
     inputs = ops.replace(inputs, mask=jax.ShapeDtypeStruct((S, -(-V // 32)), jnp.uint32))
     given = jax.ShapeDtypeStruct((S, V), jnp.float32), inputs, jax.ShapeDtypeStruct((2, V), jnp.int32)
     run = jax.jit(functools.partial(ops.sample, top=TOP, platform="cuda"))
-    text = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    with a_device("cuda"):
+        text = run.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert "adjust_logits" in text and "draw_tokens" in text
     assert "stablehlo.case" not in text and "stablehlo.sort" not in text, "a branch waits for the host"
 

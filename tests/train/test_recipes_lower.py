@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
@@ -47,7 +47,9 @@ def nowhere(name: str, platform: str, layers: int | None = None) -> Ready:
     cfg, plan = derived(name, platform)
     device = AbstractDevice(CHIPS[HARDWARE[platform]].kinds[0], num_cores=1, platform=platform)
     sizes = tuple(plan.axes.get(axis, 1) for axis in MESH_AXES)
-    placement = Placement(AbstractMesh(sizes, MESH_AXES, abstract_device=device), TRAIN)  # type: ignore[arg-type]
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    mesh = AbstractMesh(sizes, MESH_AXES, axis_types=kinds, abstract_device=device)
+    placement = Placement(mesh, TRAIN)  # type: ignore[arg-type]
     objective = next_token(plan.settings)
     return make_ready(shallow(cfg, layers) if layers else cfg, plan, objective, placement, platform)
 
