@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.dovetail-installed
+# The tracked folders with code, by name: a virtual environment may lie beside them under any name.
+CODE := dovetail tests benchmarks examples
 # Three workers: each holds jax and torch. On two cores one more than cores fills the time that tests wait for processes.
 PYTEST_ARGS ?= -n 3 --dist loadscope
 
@@ -19,23 +21,23 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 lint: $(STAMP)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m pyright
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m pyright --pythonpath $(PY)
 
 fmt: $(STAMP)
-	$(PY) -m ruff check --fix .
-	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
 
 test: lint
-	$(PY) -m pytest -q -m "not thorough" $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m "not thorough and not tpu" --durations=25 $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	$(PY) -m pytest -q -m "not slow and not thorough" $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m "not slow and not thorough and not tpu" $(PYTEST_ARGS)
 
-# Everything, the whole of each matrix too.
+# The whole of each matrix too, but for what libtpu compiles.
 test-thorough: lint
-	$(PY) -m pytest -q $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m "not tpu" --durations=25 $(PYTEST_ARGS)
 
 # Every recipe's step and every family's engine compiled for TPUs: takes libtpu (x86-64 Linux), and no TPU. Cases go to
 # the workers one by one, each on its own.

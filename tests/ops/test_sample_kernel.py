@@ -146,11 +146,13 @@ def test_no_list_of_tokens():
         assert tokens.shape == (4,) and [x.shape for x in scores] == [(4,), (4,), (4, 0), (4, 0)]
 
 
-def test_adjusted_logits_are_the_same_to_the_last_bit():
+def test_adjusted_logits_agree_within_rounding():
+    """Compare two compilations of the same sums: where one is contracted to a fused multiply-add, the last bit differs."""
     logits, inputs, history, _ = batch(5003, KINDS)
     want = jax.jit(ops.adjust)(logits, inputs, history)
     got = jax.jit(functools.partial(gpu.adjust, interpret=True))(logits, inputs, history)
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

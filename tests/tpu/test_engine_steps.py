@@ -1,7 +1,7 @@
 """The engine's decode and prompt steps with default options, compiled for TPUs: no copy of the pool, and the kernel
 that the table of `dovetail info --kernels tpu` names.
 
-`make test-tpu` runs every family alone (v5e) and over eight devices (v6e, v5p, 7x); the suite the corners.
+Only `make test-tpu` runs them: every family alone (v5e) and over eight devices (v6e, v5p, 7x).
 """
 
 from __future__ import annotations
@@ -17,16 +17,9 @@ from dovetail.plan.counted import count
 from dovetail.plan.topology import parse, tpu_devices
 
 EIGHT = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "7x": "7x:2x2x1"}
-CORNERS = [
-    ("llama3.1-8b", "v5e", 1),
-    ("llama3.1-8b", "v6e", 8),
-    ("gpt-oss-20b", "v5p", 8),
-    ("deepseek-v3", "7x", 8),
-]
 LARGE = ("deepseek-v3",)  # four of its layers are 36 GiB, and a v5e has 16
 MATRIX = [(name, "v5p" if name in LARGE else "v5e", 1) for name in FAMILIES]
 MATRIX += [(name, chip, 8) for name in FAMILIES for chip in ("v6e", "v5p", "7x")]
-ALL = [*CORNERS, *(pytest.param(*case, marks=pytest.mark.thorough) for case in MATRIX if case not in CORNERS)]
 
 
 def made(name: str, chip: str, tensor: int) -> Ahead:
@@ -40,8 +33,8 @@ def test_every_family_is_there():
     assert families == {family.architecture for family in REGISTERED.values()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "chip", "tensor"), ALL)
+@pytest.mark.tpu
+@pytest.mark.parametrize(("name", "chip", "tensor"), MATRIX)
 def test_compiled(libtpu, name, chip, tensor):
     engine = made(name, chip, tensor)
     for shape in engine.corners():

@@ -200,7 +200,7 @@ def test_a_step_that_hangs_is_a_death(server, folder):
         start = time.monotonic()
         rest = list(lines)
     took = time.monotonic() - start
-    assert "the engine has stopped" in rest[-2] and STEP_SECONDS / 2 < took < STEP_SECONDS * 5, (took, rest[-2:])
+    assert "the engine has stopped" in rest[-2] and STEP_SECONDS / 2 < took < STEP_SECONDS * 60, (took, rest[-2:])
     assert health(server).status_code == 503
     (folder / "hang").unlink()
     until(lambda: health(server).status_code == 200)
@@ -212,7 +212,7 @@ def test_a_process_that_does_not_answer_hangs_too(server):
     """Not even its other threads run."""
     restarts = server.engine.restarts
     os.kill(server.engine.info.pid, signal.SIGSTOP)
-    until(lambda: server.engine.trouble is not None, STEP_SECONDS * 5)
+    until(lambda: server.engine.trouble is not None, STEP_SECONDS * 60)
     until(lambda: health(server).status_code == 200)
     assert server.engine.restarts == restarts + 1
 

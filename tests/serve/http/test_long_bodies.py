@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 WORDS = "the quick brown fox jumps over a lazy dog "
-PATIENCE = 2.0  # seconds: what a loaded machine may take; one such body once took four times as long, and ten forty
+PATIENCE = 15.0  # seconds: what a loaded machine may take; read on the event loop, ten such bodies took 80
 
 
 @pytest.fixture(scope="module")
@@ -203,17 +203,17 @@ def test_the_gate_comes_first(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    others = readers()
+    others = set(readers())  # of the module's server; it may end meanwhile, after 30 idle seconds
     with running(engine, tokenizer, api_keys=("key",), limits=Limits(body_bytes=2 * LONG)) as server:
         body = padded(VALID[COMPLETIONS])
         assert post(server, COMPLETIONS, body).status_code == 401
         key = {"authorization": "Bearer key"}
         assert post(server, COMPLETIONS, body + b" " * LONG, headers=key).status_code == 413
         chunks = httpx.post(server.url + COMPLETIONS, content=iter([body, body]), headers=key, timeout=60)
-        assert chunks.status_code == 413 and readers() == others
+        assert chunks.status_code == 413 and not set(readers()) - others
         assert post(server, COMPLETIONS, body, headers=key).status_code == 200
-        assert len(readers()) == len(others) + 1
-    assert readers() == others  # it ends with the server
+        assert len(set(readers()) - others) == 1
+    assert not set(readers()) - others  # it ends with the server
 
 
 # --- when it goes wrong -----------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_the_environment_and_open_files_stay_out(monkeypatch):
 def test_what_does_not_end_is_ended(program):
     begun = time.monotonic()
     ran = run_python(program, limits=Limits(seconds=0.5))
-    assert not ran.ok and ran.error and ran.code in (None, -24) and time.monotonic() - begun < 8
+    assert not ran.ok and ran.error and ran.code in (None, -24) and time.monotonic() - begun < 40
 
 
 def test_endless_printing_is_bounded():
