@@ -8,6 +8,9 @@ CODE := dovetail tests benchmarks examples
 # Three workers: each holds jax and torch. On two cores one more than cores fills the time that tests wait for processes.
 PYTEST_ARGS ?= -n 3 --dist loadscope
 
+# Tests start hundreds of processes that import the package: each would compile its sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: test test-fast test-thorough test-tpu lint fmt install
 .DEFAULT_GOAL := test
 

@@ -13,4 +13,6 @@ class later:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest looks for wrapped fixtures in everything that it collects
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

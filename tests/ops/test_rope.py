@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from later import later
 
 from dovetail.models.family import read_rope, rope_dict
 from dovetail.models.fields import Fields
 from dovetail.ops.rope import Rope, rotate
+
+transformers = later("transformers")
+rope_utils = later("transformers.modeling_rope_utils")
+llama = later("transformers.models.llama.modeling_llama")
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 YARN = dict(factor=40.0, original_max_position_embeddings=4096)
@@ -42,12 +44,12 @@ KINDS = {
 def both(params: dict, head_dim: int = 64, length: int | None = 131_072):
     """(our Rope, transformers' inverse frequencies, its factor on cos and sin), for sequences of that length."""
     params = {key: value[: head_dim // 2] if isinstance(value, list) else value for key, value in params.items()}
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=131_072,
         rope_parameters=dict(params),
     )  # fmt: skip
     kind = params["rope_type"]
-    compute = ROPE_INIT_FUNCTIONS.get(kind, LlamaRotaryEmbedding.compute_default_rope_parameters)
+    compute = rope_utils.ROPE_INIT_FUNCTIONS.get(kind, llama.LlamaRotaryEmbedding.compute_default_rope_parameters)
     theirs, factor = compute(config, device="cpu", seq_len=length)
     f = Fields(config.to_dict(), "config.json")
     return read_rope(f, head_dim, rope_dict(f, 1.0)), theirs.numpy(), factor
@@ -70,7 +72,7 @@ def test_turned_heads(kind):
     x = np.random.default_rng(0).normal(size=(5, 3, 64)).astype(np.float32)
     angles = torch.tensor(positions)[:, None].float() * torch.tensor(theirs)
     cos, sin = (torch.cat([t, t], dim=-1)[None] * factor for t in (angles.cos(), angles.sin()))
-    expected, _ = apply_rotary_pos_emb(
+    expected, _ = llama.apply_rotary_pos_emb(
         torch.tensor(x).transpose(0, 1)[None], torch.tensor(x).transpose(0, 1)[None], cos, sin
     )
     ours = rotate(jnp.asarray(x), rope, rope.tables(jnp.asarray(positions)))
