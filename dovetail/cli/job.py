@@ -47,11 +47,17 @@ def create(
     price.refuse_blind_ceiling(wanted)
     if dry_run:
         show_only(wanted, cost.says, as_json)
+        actions.check(wanted, base)
         return
-    confirm(wanted, cost, yes)
-    remark = gate.check(wanted) if check else ""
+    remarks = []
+
+    def agree() -> None:
+        confirm(wanted, cost, yes)
+        remarks.append(gate.check(wanted, base / wanted.code.path) if check else "")
+
     store = open_store()
-    job = actions.create(store, wanted, base)
+    job = actions.create(store, wanted, base, confirm=agree)
+    remark = remarks[0]
     _wake(store)
     if as_json:
         _print_json(_job_dict(job))
@@ -106,14 +112,14 @@ def show(job: str = JOB, as_json: bool = JSON) -> None:
     import dataclasses
 
     from dovetail.cli import job_table
-    from dovetail.jobs.spec import to_text
+    from dovetail.jobs.sensitive import shown
 
     store = open_store()
     found = store.find(job)
     if as_json:
         history = [dataclasses.asdict(event) for event in store.events(found.id)]
         attempts = [dataclasses.asdict(row) for row in store.attempts(found.id)]
-        more = {"spec": to_text(store.spec(found.id)), "attempts_made": attempts, "events": history}
+        more = {"spec": shown(store.spec(found.id)), "attempts_made": attempts, "events": history}
         _print_json(_job_dict(found) | more | {"folder": store.where(found)})
         return
     job_table.show_one(store, found)
@@ -258,6 +264,8 @@ def cost(
 def supervise(
     foreground: bool = typer.Option(True, help="Here, or as a process in the background."),
     forever: bool = typer.Option(False, help="Also when there is nothing to do."),
+    stop: bool = typer.Option(False, "--stop", help="End the supervisor that runs; jobs go on."),
+    restart: bool = typer.Option(False, "--restart", help="Replace it by one with this code, in the background."),
     as_json: bool = JSON,
 ) -> None:
     """Watch over jobs; `create` starts this in the background by itself."""
@@ -265,11 +273,18 @@ def supervise(
 
     from dovetail.jobs import daemon, presence
 
+    if stop and restart:
+        raise ValueError("give --stop or --restart, not both")
     store = open_store()
     store.close()
-    if not foreground:
-        presence.ensure(store.root)
-        _print_json({"supervisor": presence.holder(store.root)}) if as_json else _say("a supervisor runs")
+    ended = presence.stop(store.root) if stop or restart else ""
+    if stop:
+        said = f"the supervisor, {ended}, has ended; jobs go on" if ended else "no supervisor runs"
+        _print_json({"stopped": ended}) if as_json else _say(said)
+        return
+    if restart or not foreground:
+        found = presence.started(store.root)
+        _print_json({"supervisor": found, "stopped": ended}) if as_json else _say(f"the supervisor is {found}")
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     if not daemon.supervise(store.root, None if forever else daemon.IDLE_S):

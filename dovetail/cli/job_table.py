@@ -99,13 +99,13 @@ def watch(store: Store, statuses: Sequence[str], limit: int) -> None:
 def show_one(store: Store, job: Job) -> None:
     from rich.console import Console
 
-    from dovetail.jobs.spec import to_text
+    from dovetail.jobs.sensitive import shown
 
     console = Console(highlight=False)
     console.print(table([job]))
     if job.detail:
         console.print(job.detail, markup=False, soft_wrap=True)
-    console.print(to_text(store.spec(job.id)).rstrip(), style="dim", markup=False, soft_wrap=True)
+    console.print(shown(store.spec(job.id)).rstrip(), style="dim", markup=False, soft_wrap=True)
     console.print(_attempts(store, job))
     for event in store.events(job.id):
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(event.at))

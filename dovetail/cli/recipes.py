@@ -12,6 +12,7 @@ def recipes(
     devices: int = typer.Option(8, min=1, help="How many of them."),
     slices: int = typer.Option(1, min=1, help="In how many slices."),
     training: str = typer.Option("pretrain", help="Which training the recipe is of: pretrain, sft, dpo, rl, ..."),
+    check: bool = typer.Option(False, "--check", help="Only read it with its overrides, and say what is wrong."),
 ) -> None:
     """List the recipes with size, tokens and the hardware they fit; with NAME, show one."""
     from rich.console import Console
@@ -21,6 +22,11 @@ def recipes(
         console.print(table())
         console.print(f"{', '.join(FITS_ON)}: the fewest chips (a power of two) that hold it, as estimated.")
         console.print("One recipe and what it becomes: dovetail recipes NAME --chip H200 --devices 8")
+        return
+    if check:
+        from dovetail.cli.tune import read_settings, settings_class
+
+        read_settings(settings_class(training), name, overrides or [])
         return
     show(console, name, overrides or [], chip, devices, slices, training)
 

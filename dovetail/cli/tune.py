@@ -66,6 +66,13 @@ def settings_class(training: str) -> Any:
     return Pretrain if training == "pretrain" else _kind(training)[0]
 
 
+def read_settings(cls: Any, recipe: str, overrides: list[str]) -> Any:
+    """Read a recipe with its overrides; `-` is no recipe, and the overrides alone."""
+    from dovetail.core import recipe as recipes
+
+    return recipes.create(cls, overrides) if recipe == "-" else recipes.load(recipe, overrides, cls)
+
+
 def _kind(name: str) -> tuple[Any, Any]:
     """(the class of its settings, what runs them)."""
     if name == "rl":
@@ -94,7 +101,6 @@ def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, qui
     from dovetail.cli.errors import last_words
     from dovetail.cli.pretrain import say_end
     from dovetail.cli.progress import bar
-    from dovetail.core import recipe as recipes
     from dovetail.core.host import process_age
     from dovetail.train.guard.stop import Stop
 
@@ -102,8 +108,7 @@ def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, qui
     console = Console(stderr=True, highlight=False)
     with Stop(ends_process=True) as stop:
         cls, run = _kind(name)
-        given = overrides or []
-        settings = recipes.create(cls, given) if recipe == "-" else recipes.load(recipe, given, cls)
+        settings = read_settings(cls, recipe, overrides or [])
         stem = Path(settings.model if recipe == "-" else recipe).stem
         ended = run(
             settings, Path(run_dir) if run_dir else Path("runs") / f"{stem}-{name}", stop=stop, since=since,

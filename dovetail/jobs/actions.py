@@ -8,28 +8,45 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dovetail.jobs import price, snapshot
+from dovetail.jobs import preflight, secrets, sensitive, snapshot
 from dovetail.jobs.job import OVER, Job
 from dovetail.jobs.spec import Spec, changed
 from dovetail.jobs.store import Store, new_id
 
 
 def create(
-    store: Store, spec: Spec, base: Path | None = None, before: Callable[[Path], object] = lambda home: None
+    store: Store,
+    spec: Spec,
+    base: Path | None = None,
+    before: Callable[[Path], object] = lambda home: None,
+    confirm: Callable[[], object] = lambda: None,
 ) -> Job:
     """A job with the code as it is now. `base`: what code.path is relative to. `before` is given the job's folder, to
-    put there what the job needs, before any supervisor hears of it."""
-    price.refuse_blind_ceiling(spec)
+    put there what the job needs, before any supervisor hears of it. `confirm` is called once the job is known to be
+    able to start, and before anything is made; it raises to stop."""
+    check(spec, base)
     for other in spec.after:
         store.job(other)
+    confirm()
+    values = secrets.take(spec)
     digest = snapshot.take(spec.code, store.root / "snapshots", base) if spec.code.path else ""
     id = new_id()
     home = store.home(id)
     home.mkdir(parents=True)
-    if digest:
-        _link(store.root / "snapshots" / f"{digest}.tar.gz", home / "code.tar.gz")
-    before(home)
-    return store.add(spec, digest, id)
+    try:
+        if digest:
+            _link(store.root / "snapshots" / f"{digest}.tar.gz", home / "code.tar.gz")
+        secrets.keep(home, values)
+        before(home)
+        return store.add(spec, digest, id)
+    except BaseException:  # no job knows of the folder, which may hold secrets
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+
+
+def check(spec: Spec, base: Path | None = None) -> None:
+    """Raise ValueError or ImportError where `create` would refuse the job, and make nothing."""
+    preflight.check(spec, snapshot.source(spec.code, base) if spec.code.path else None)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -56,15 +73,25 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
     if job.status == "succeeded":
         raise ValueError(f"job {job.id} has succeeded: create another to run it again")
     spec = changed(store.spec(job.id), words)
-    price.refuse_blind_ceiling(spec)
+    if job.site == store.site:  # elsewhere, only that site's machines can say whether it starts
+        code = store.home(job.id) / "code"
+        preflight.check(spec, code if code.is_dir() else None)
+        secrets.keep(store.home(job.id), secrets.take(spec))
+    elif secrets.names(spec):
+        store.refuse_elsewhere(job, "its secrets are not kept in the database, so resume it")
     with store.transaction():
         store.change_spec(job.id, spec)
         store.change(
             job.id, wanted="run", status="queued", detail="", ended=None, not_before=0.0, preemptions=0, faults=0,
             failures=0, in_a_row=0, resumed=job.attempts,
         )  # fmt: skip
-        store.note(job.id, job.attempts, " ".join(["resumed", *words]))
+        store.note(job.id, job.attempts, " ".join(["resumed", *map(_without_values, words)]))
     return store.job(job.id)
+
+
+def _without_values(word: str) -> str:
+    """Return a changed key as history shows it: variables by their names alone."""
+    return f"env={sensitive.MASK}" if word.startswith("env=") else word
 
 
 def delete(store: Store, job: Job) -> None:

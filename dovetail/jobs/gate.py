@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.jobs.spec import Spec
@@ -18,19 +19,19 @@ def applies(spec: Spec) -> bool:
     return bool(spec.recipe) and spec.device.chip is not None and spec.backend != "local"
 
 
-def check(spec: Spec) -> str:
-    """A remark, or ""; ValueError with the reason where it will not run."""
+def check(spec: Spec, code: Path | None = None) -> str:
+    """A remark, or ""; ValueError with the reason where it will not run. `code`: where a recipe's file is."""
     if not applies(spec):
         return ""
     if importlib.util.find_spec("jax") is None:
         return "not planned beforehand: jax is not installed here"
     for name in (spec.accelerator, *spec.others):
-        _ask(spec, parse(name), _plan(spec, parse(name)))
+        _ask(spec, parse(name), _plan(spec, parse(name)), code)
     if not spec.device.is_tpu or spec.training != "pretrain":
         return ""
     if importlib.util.find_spec("libtpu") is None:
         return "planned, and not compiled: libtpu is not installed here (pip install 'dovetail[tpu]' on x86-64 Linux)"
-    return _ask(spec, spec.device, _compile(spec))
+    return _ask(spec, spec.device, _compile(spec), code)
 
 
 def _plan(spec: Spec, device: Accelerator) -> list[str]:
@@ -51,10 +52,10 @@ def _compile(spec: Spec) -> list[str]:
     return words + (["--slices", str(many)] if many > 1 else [])
 
 
-def _ask(spec: Spec, device: Accelerator, words: list[str]) -> str:
+def _ask(spec: Spec, device: Accelerator, words: list[str], code: Path | None) -> str:
     command = [sys.executable, "-m", "dovetail", *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=code)
     except subprocess.TimeoutExpired:
         return f"not compiled beforehand: it took more than {TIMEOUT_S / 60:.0f} minutes"
     if done.returncode:

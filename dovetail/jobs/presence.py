@@ -9,12 +9,15 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+PATIENCE_S = 60.0  # for a supervisor to finish the calls that it is at
 LOCK = "supervisor.lock"
 LOG = "supervisor.log"
 
@@ -51,6 +54,57 @@ def only_one(root: Path) -> Iterator[bool]:
         file.write(f"pid {os.getpid()} on {platform.node()}")
         file.flush()
         yield True
+
+
+def stop(root: Path) -> str:
+    """End the supervisor, and wait until it is gone; who it was, "" where none ran. Jobs go on.
+
+    One that does not end when it is told to is killed, which is safe: the next one goes on from the store.
+    """
+    found = _settled(root)
+    until = time.monotonic() + PATIENCE_S
+    told = None
+    while found and holder(root) == found:
+        number = signal.SIGTERM if time.monotonic() < until else signal.SIGKILL
+        if told != number:
+            _signal(found, number)
+            told = number
+        time.sleep(0.05)
+    return found
+
+
+def _settled(root: Path) -> str:
+    """Return the holder once two looks agree: one that has just taken the lock has not yet written who it is."""
+    found = holder(root)
+    for _ in range(40):
+        time.sleep(0.05)
+        before, found = found, holder(root)
+        if found == before and (not found or found.startswith("pid ")):
+            break
+    return found
+
+
+def started(root: Path) -> str:
+    """Start one, unless there is one, and wait until it is there; who it is."""
+    ensure(root)
+    until = time.monotonic() + PATIENCE_S
+    while not (found := holder(root)):
+        if time.monotonic() > until:
+            raise ValueError(f"no supervisor started within {PATIENCE_S:g} s: {root / LOG} says why")
+        time.sleep(0.05)
+    return _settled(root) or found
+
+
+def _signal(found: str, number: int) -> None:
+    match = re.fullmatch(r"pid (\d+) on (.*)", found)
+    if match is None or match[2] != platform.node():
+        raise ValueError(f"the supervisor is {found}, and this is {platform.node()}: stop it there")
+    try:
+        os.kill(int(match[1]), number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise ValueError(f"the supervisor, {found}, is another user's: only that user can stop it") from None
 
 
 def ensure(root: Path) -> None:

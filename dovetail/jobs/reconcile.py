@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from dovetail.jobs import budget, price, snapshot
+from dovetail.jobs import budget, price, secrets, snapshot
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.backend import OVER, Backend, Observed, Refused, Unavailable
 from dovetail.jobs.job import Job, Try
@@ -266,5 +266,7 @@ class Reconciler:
         with self.store.transaction():
             self.store.change(job.id, **follows.changes)
             self.store.note(job.id, number, follows.says)
-            if "ended" in follows.changes and spec.notify:
-                self.store.intend(job.id, 0, "notify")
+            if "ended" in follows.changes:
+                secrets.forget(self.store.home(job.id))
+                if spec.notify:
+                    self.store.intend(job.id, 0, "notify")

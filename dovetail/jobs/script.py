@@ -6,7 +6,6 @@ of the job see) and, with several processes, who this one is (train/distributed.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -55,24 +54,6 @@ def _path(text: str) -> str:
     if text.startswith("~/"):
         return '"$HOME"/' + shlex.quote(text[2:])
     return shlex.quote(text)
-
-
-def secrets(spec: Spec) -> dict[str, str]:
-    """The values that the spec refers to, as they are on this machine now; for the environment of what is started, and
-    for no file. `gcp:` is left to the backend whose machines may read it."""
-    found = {}
-    for pair in spec.secrets:
-        name, _, reference = pair.partition("=")
-        kind, _, where = reference.partition(":")
-        if kind == "env":
-            if where not in os.environ:
-                raise ValueError(f"secret {name} is to come from ${where}, which is not set here: set it")
-            found[name] = os.environ[where]
-        elif kind == "file":
-            found[name] = Path(where).expanduser().read_text().strip()
-        else:
-            raise ValueError(f"secret {name} is in Google's Secret Manager, which backend {spec.backend} does not read")
-    return found
 
 
 def interpreter(spec: Spec) -> str:

@@ -16,27 +16,28 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from dovetail.jobs import ignore
+from dovetail.jobs.sensitive import holds_token
 from dovetail.jobs.spec import Code
 
 SECRET_FILES = re.compile(
     r"(^|/)(\.env(\.(?!example|sample|template)[\w.-]+)?|\.netrc|\.pypirc|\.npmrc|id_(rsa|dsa|ecdsa|ed25519)|"
     r"credentials(\.json)?|application_default_credentials\.json|kubeconfig|[^/]*\.(pem|p12|pfx|key|keystore))$"
 )
-# Key material as its makers write it: a prefix that nothing else has, and enough characters after it.
-SECRET_TEXT = re.compile(
-    rb"-----BEGIN (?:RSA |EC |OPENSSH |DSA )?PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}\b|"
-    rb"\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bsk-(?:ant-|proj-)?[A-Za-z0-9_-]{32,}\b|\bAIza[0-9A-Za-z_-]{35}\b|"
-    rb'"private_key_id"\s*:\s*"[0-9a-f]{20,}"'
-)
 LOOKED_AT = 1 << 20  # bytes of a file that are searched
 SHOWN = 5
 
 
-def take(code: Code, folder: Path, base: Path | None = None) -> str:
-    """Write the archive into `folder`, unless it is there; its digest."""
+def source(code: Code, base: Path | None = None) -> Path:
+    """Return the folder that the code is taken from. `base`: what `code.path` is relative to."""
     root = (base or Path()) / Path(code.path).expanduser()
     if not root.is_dir():
         raise ValueError(f"code.path must be a folder; there is no {root}")
+    return root
+
+
+def take(code: Code, folder: Path, base: Path | None = None) -> str:
+    """Write the archive into `folder`, unless it is there; its digest."""
+    root = source(code, base)
     paths = ignore.files(root, code.exclude)
     _check_sizes(root, paths, code)
     _check_secrets(root, paths)
@@ -75,7 +76,7 @@ def _check_secrets(root: Path, paths: Sequence[PurePosixPath]) -> None:
 
 def _holds_secret(path: Path) -> bool:
     with path.open("rb") as file:
-        return SECRET_TEXT.search(file.read(LOOKED_AT)) is not None
+        return holds_token(file.read(LOOKED_AT))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from dovetail.jobs.backends.backend import Backend
-from dovetail.jobs.spec import to_text
+from dovetail.jobs.sensitive import shown
 from dovetail.jobs.store import Store
 
 PAGE = Path(__file__).parent / "page.html"
@@ -47,7 +47,7 @@ class Pages:
         return {
             "now": time.time(),
             "job": job._asdict(),
-            "spec": to_text(self.store.spec(id)),
+            "spec": shown(self.store.spec(id)),
             "processes": self.store.spec(id).processes,
             "attempts": [dataclasses.asdict(row) for row in self.store.attempts(id)],
             "events": [dataclasses.asdict(event) for event in self.store.events(id)],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.spec import Spec
 
 
 class Scripted:
@@ -29,6 +30,9 @@ class Scripted:
         beside = self.path.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps(held))
         beside.replace(self.path)
+
+    def check(self, spec: Spec) -> None:
+        pass
 
     def create(self, attempt: Attempt) -> str:
         self.point()

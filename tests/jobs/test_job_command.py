@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -76,7 +75,8 @@ def test_a_file_and_keys_on_top(job, tmp_path):
     assert len(job("list", "--json")) == 1
 
 
-def test_what_costs_money_is_asked_for_first(job):
+def test_what_costs_money_is_asked_for_first(job, monkeypatch):
+    monkeypatch.setattr("dovetail.jobs.preflight.check", lambda spec, code: None)  # there is no cloud here
     words = ["create", "name=tpu", "command=true", "backend=gcp-tpu", "accelerator=v6e-8", "zones=[us-east5-b]"]
     shown = job(*words, "ceiling.dollars=50", code=1, input="n\n")
     assert "8 x v6e, on-demand: $21.60 per hour" in shown and "it stops at $50" in shown
@@ -129,16 +129,17 @@ def test_the_supervisor_is_started_by_itself_and_survives_the_terminal(tmp_path)
     terminal = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, start_new_session=True)
     id = json.loads(terminal.stdout)["id"]
     show = [sys.executable, "-m", "dovetail", "job", "show", id, "--json"]
+    supervise = [sys.executable, "-m", "dovetail", "job", "supervise", "--json"]
     try:
+        again = subprocess.run([*supervise, "--restart"], env=environ, capture_output=True, check=True).stdout
+        second = json.loads(again)["supervisor"]
+        assert second.startswith("pid ") and second != json.loads(again)["stopped"]
         until, status = time.monotonic() + 60, ""
         while status != "succeeded" and time.monotonic() < until:
             time.sleep(0.3)
             status = json.loads(subprocess.run(show, env=environ, capture_output=True, check=True).stdout)["status"]
         assert status == "succeeded" and holder(home).startswith("pid ")
     finally:
-        if found := holder(home):
-            os.kill(int(found.split()[1]), signal.SIGTERM)
-    until = time.monotonic() + 20
-    while holder(home) and time.monotonic() < until:
-        time.sleep(0.1)
+        ended = subprocess.run([*supervise, "--stop"], env=environ, capture_output=True, check=True).stdout
+    assert json.loads(ended) == {"stopped": second}
     assert holder(home) == "" and "Traceback" not in (home / "supervisor.log").read_text()

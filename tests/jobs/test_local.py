@@ -14,6 +14,7 @@ from dovetail.jobs import actions
 from dovetail.jobs.backends.local import Local, _leftovers
 from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.logs import Follower
+from dovetail.jobs.sensitive import inherited
 from dovetail.jobs.spec import make
 
 
@@ -137,21 +138,65 @@ def test_the_first_failing_rank_is_named_and_the_logs_tell_which(store):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_secrets_reach_the_process_and_no_file(store, monkeypatch):
+def test_secrets_are_taken_at_creation_and_forgotten_at_the_end(store, monkeypatch):
+    """The supervisor's environment has other values: it may be older than the shell that creates the job."""
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
-    id = create(store, 'echo "${#TOKEN}"', secrets=["TOKEN=env:MY_SECRET"])
+    id = create(store, 'echo "${#TOKEN}"; while [ ! -e go ]; do sleep 0.05; done', secrets=["TOKEN=env:MY_SECRET"])
+    monkeypatch.delenv("MY_SECRET")
+    until(lambda: log(store, id) == "14\n")
+    kept = store.home(id) / "secrets.json"
+    assert holding(store, b"hunter2hunter2") == [kept] and kept.stat().st_mode & 0o777 == 0o600
+    (store.home(id) / "go").touch()
     until(lambda: store.job(id).is_over)
-    assert log(store, id) == "14\n"
-    files = [path for path in store.root.rglob("*") if path.is_file()]
-    assert files and not [path for path in files if b"hunter2hunter2" in path.read_bytes()]
+    assert store.job(id).status == "succeeded" and holding(store, b"hunter2hunter2") == []
+
+
+def holding(store, text: bytes) -> list[Path]:
+    return [path for path in store.root.rglob("*") if path.is_file() and text in path.read_bytes()]
 
 
 @pytest.mark.usefixtures("supervised")
-def test_what_this_machine_cannot_give_is_refused(store):
-    given = ({"environment": {"image": "i"}}, {"mounts": [{"source": "gs://b", "path": "/b"}]})
-    ids = [create(store, "true", **one) for one in given]
-    until(lambda: all(store.job(id).is_over for id in ids))
-    assert [store.job(id).detail.partition(" ")[0] for id in ids] == ["environment.image", "mounts"]
+def test_a_resumed_job_takes_its_secrets_again(store, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "one")
+    id = create(store, 'echo "$TOKEN"; exit $DOVETAIL_ATTEMPT', secrets=["TOKEN=env:MY_SECRET"])
+    until(lambda: store.job(id).is_over)
+    monkeypatch.delenv("MY_SECRET")
+    with pytest.raises(ValueError, match=r"\$MY_SECRET, which is not set here"):
+        actions.resume(store, store.job(id))
+    monkeypatch.setenv("MY_SECRET", "two")
+    actions.resume(store, store.job(id), ["env=[DB_PASSWORD=hunter2]"])
+    until(lambda: store.job(id).is_over)
+    assert (log(store, id), log(store, id, attempt=2)) == ("one\n", "two\n")
+    assert not any("hunter2" in event.what for event in store.events(id))
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_job_does_not_see_the_supervisors_secrets(store, monkeypatch):
+    """The database's password and what is named like a secret; the rest of the environment is there."""
+    told = {
+        "PGPASSWORD": "s3cret", "HF_TOKEN": "hf", "WANDB_API_KEY": "w", "XLA_FLAGS": "--x", "MAX_TOKENS": "9",
+        "JAX_IN_KEY": "1", "ODD": "hf_" + "a" * 34,
+    }  # fmt: skip
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    command = "; ".join(f"echo {name}=${name}" for name in (*told, "GIVEN"))
+    id = create(store, command, secrets=["GIVEN=env:HF_TOKEN"])
+    until(lambda: store.job(id).is_over)
+    seen = dict(line.split("=", 1) for line in log(store, id).splitlines())
+    assert {name for name, value in seen.items() if value} == {"XLA_FLAGS", "MAX_TOKENS", "JAX_IN_KEY", "GIVEN"}
+
+
+@pytest.mark.parametrize(
+    ("url", "bare"),
+    [
+        ("postgresql://jobs:pass%40word@db:5/jobs?x=1", "postgresql://jobs@db:5/jobs?x=1"),
+        ("postgresql://db/jobs?password=p&user=u", "postgresql://db/jobs?user=u"),
+        ("postgresql://jobs@db/jobs?user=u&password=p", "postgresql://jobs@db/jobs?user=u"),
+        ("/shared/lab:a@b/jobs", "/shared/lab:a@b/jobs"),
+    ],
+)
+def test_a_job_has_the_stores_address_without_its_password(url, bare):
+    assert inherited({"DOVETAIL_JOBS": url}) == {"DOVETAIL_JOBS": bare}
 
 
 @pytest.mark.usefixtures("supervised")

@@ -45,6 +45,7 @@ from jobs.test_supervisor import (  # noqa: F401
 
 import dovetail as dt
 from dovetail.jobs import actions, schema
+from dovetail.jobs.spec import make
 from dovetail.jobs.store import Store
 from dovetail.jobs.tasks import Tasks
 from dovetail.jobs.worker import Worker
@@ -107,6 +108,22 @@ def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path)
     here.quarantine("gke", "bad", job, "two results")
     assert there.quarantined("gke") == ["bad"]
     here.close(), there.close()
+
+
+def test_a_job_has_the_databases_password_only_as_a_secret(home, store, supervised):
+    """The worker of docs/jobs.md asks for it. Other jobs have the address alone: they fail, and use no other store."""
+    Tasks(store, "q").add("one", "true")
+    given = {"name": "x", "code": {"path": ""}}
+    plain = actions.create(store, make(given | {"command": 'echo "$DOVETAIL_JOBS"'})).id
+    work = {"command": "dovetail job queue work q", "secrets": ["DOVETAIL_JOBS=env:DOVETAIL_JOBS"]}
+    worker = actions.create(store, make(given | work)).id
+    until(lambda: store.job(plain).is_over and store.job(worker).is_over, 60)
+    said = (store.home(plain) / "attempts" / "1" / "rank0.log").read_text()
+    assert said.startswith("postgresql://jobs@127.0.0.1:") and PASSWORD not in said
+    assert store.job(worker).status == "succeeded" and Tasks(store, "q").named("one").status == "succeeded"
+    files = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
+    rows = store.read("SELECT text FROM specs") + store.read("SELECT what FROM events")
+    assert not [one for one in files if PASSWORD.encode() in one] and PASSWORD not in str(rows)
 
 
 def test_a_task_dies_with_its_worker_and_another_site_runs_it(home, tmp_path):

@@ -32,12 +32,13 @@ def log(store, id: str, rank: int = 0, attempt: int = 1) -> str:
 
 
 @pytest.mark.usefixtures("supervised")
-def test_every_process_knows_its_place(store):
-    id = job(store, name="who", command='echo "$DOVETAIL_RANK $SLURMD_NODENAME $DOVETAIL_PROCESS_ID $GIVEN"; exit 0',
-             env=["GIVEN=a b"])  # fmt: skip
+def test_every_process_knows_its_place_and_no_secret_but_its_own(store, monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", "s3cret")
+    told = "$DOVETAIL_RANK $SLURMD_NODENAME $DOVETAIL_PROCESS_ID $GIVEN $TOKEN [$PGPASSWORD]"
+    id = job(store, name="who", command=f'echo "{told}"; exit 0', env=["GIVEN=a b"], secrets=["TOKEN=env:PGPASSWORD"])
     until(lambda: store.job(id).is_over)
     assert store.job(id).status == "succeeded", store.job(id).detail
-    assert [log(store, id, rank) for rank in (0, 1)] == ["0 dta 0 a b\n", "1 dtb 1 a b\n"]
+    assert [log(store, id, rank) for rank in (0, 1)] == ["0 dta 0 a b s3cret []\n", "1 dtb 1 a b s3cret []\n"]
     assert store.attempts(id)[0].hosts == "dta,dtb" and store.job(id).host == "dta"
 
 

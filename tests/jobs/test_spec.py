@@ -7,7 +7,9 @@ from jobs.cloud.loopback import Loopback, Troubles
 
 from dovetail.core.prices import rate
 from dovetail.jobs import bucket, gate, price
-from dovetail.jobs.script import script, secrets
+from dovetail.jobs.script import script
+from dovetail.jobs.secrets import take
+from dovetail.jobs.sensitive import shown
 from dovetail.jobs.spec import from_text, load, make, to_text
 
 FULL = """
@@ -77,10 +79,19 @@ def test_a_secret_never_shows_its_value(monkeypatch):
     assert "hunter2" not in str(caught.value)
     spec = make({"name": "x", "command": "ls", "secrets": ["A=env:MY_SECRET"]})
     with pytest.raises(ValueError, match="MY_SECRET, which is not set"):
-        secrets(spec)
+        take(spec)
     monkeypatch.setenv("MY_SECRET", "hunter2")
-    assert secrets(spec) == {"A": "hunter2"}
+    assert take(spec) == {"A": "hunter2"}
     assert "hunter2" not in script(spec) + to_text(spec)
+
+
+def test_values_that_look_secret_are_masked_where_a_spec_is_shown():
+    """Jobs of before tokens were refused are in the store too."""
+    token = "hf_" + "a" * 34
+    spec = make({"name": "x", "command": f"echo {token}", "env": ["DB_PASSWORD=hunter2", "MAX_TOKENS=9", f"X={token}"]})
+    lines = shown(spec).splitlines()
+    assert token not in shown(spec) and "command: echo ***" in lines
+    assert [line for line in lines if line.startswith("- ")] == ["- DB_PASSWORD=***", "- MAX_TOKENS=9", "- X=***"]
 
 
 def test_prices_and_traffic():

@@ -52,7 +52,8 @@ class World:
 
 
 @pytest.fixture
-def world(store) -> World:
+def world(store, monkeypatch) -> World:
+    monkeypatch.setattr("dovetail.jobs.preflight.check", lambda spec, code: None)  # it would ask the real backends
     return World(store)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dovetail.jobs.attempt import Attempt, Resource
+from dovetail.jobs.spec import Spec
 
 State = Literal[
     "absent",  # the backend says, for certain, that there is nothing of this name
@@ -73,6 +74,11 @@ class LogPart:
 class Backend(Protocol):
     """Calls are quick (seconds): what takes longer is asked for here and seen in `observe`. They come from several
     threads, one job in one of them at a time."""
+
+    def check(self, spec: Spec) -> None:
+        """Raise ValueError or ImportError for a spec that can never start here. Asks for nothing, and makes nothing:
+        `dovetail job create` calls it before a job exists, and `create` at every start."""
+        ...
 
     def create(self, attempt: Attempt) -> str:
         """Ask for it under attempt.name; the handle. Unavailable: try again (it may all the same have been made)."""

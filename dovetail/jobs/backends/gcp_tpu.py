@@ -7,9 +7,11 @@ Hosts of a slice cannot be chosen, so `attempt.exclude` is not asked of the serv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dovetail.jobs import secrets
 from dovetail.jobs.attempt import PREFIX, Attempt, Resource
 from dovetail.jobs.backends import tpu_request, tpu_ssh, tpu_worker
 from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable, unasked
@@ -18,6 +20,7 @@ from dovetail.jobs.backends.places import Places
 from dovetail.jobs.backends.queued_resources import QueuedResources
 from dovetail.jobs.backends.tpu_program import Program
 from dovetail.jobs.backends.tpu_ssh import Run, Ssh, Worker
+from dovetail.jobs.spec import Spec
 
 WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
 NO_ROOM = ("capacity", "stockout", "exhausted", "deadline", "expired", "valid until", "quota")  # words of a FAILED
@@ -44,12 +47,21 @@ class GcpTpu:
 
     # --- asking and giving back ---------------------------------------------------------------------------------------
 
+    def check(self, spec: Spec) -> None:
+        tpu_worker.check(spec)
+        for name in (spec.accelerator, *spec.others):
+            for zone in spec.zones or ("",):
+                tpu_request.check(Attempt("job", 1, replace(spec, accelerator=name), Path(), self._owner, zone))
+        if self._ssh is None:
+            tpu_ssh.check("ssh" if spec.gcp.ssh_user and spec.tier != "flex-start" else "gcloud")
+        self._service.connect()
+
     def create(self, attempt: Attempt) -> str:
         """The handle is the operation that makes it; or its own name, where it was there already."""
         with unasked():
-            tpu_worker.check(attempt.spec)
+            self.check(attempt.spec)
+            secrets.read(attempt.home, attempt.spec)  # they are needed once the slice is there, and paid for
             body, parent = tpu_request.resource(attempt), tpu_request.parent(attempt)
-            self._service.connect()
         self._places.add(tpu_request.project_of(attempt.spec), attempt.zone)
         if attempt.spec.tier == "flex-start":
             return self._create_by_gcloud(attempt)

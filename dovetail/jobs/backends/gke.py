@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.jobs import script
+from dovetail.jobs import secrets
 from dovetail.jobs.attempt import CALL, Attempt, Resource
 from dovetail.jobs.backends import jobset, log_copy, tpu_ssh
 from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable, unasked
@@ -43,13 +44,17 @@ class Gke:
 
     # --- making and removing ------------------------------------------------------------------------------------------
 
+    def check(self, spec: Spec) -> None:
+        for name in (spec.accelerator, *spec.others):
+            jobset.check(replace(spec, accelerator=name))
+        self._at(spec.gke.context or self._current(), spec.gke.namespace).connect()
+
     def create(self, attempt: Attempt) -> str:
         """The handle is its namespace and cluster: kubeconfig may have chosen another cluster the next time."""
         with unasked():
-            jobset.check(attempt.spec)
-            bodies = manifests(attempt)
+            self.check(attempt.spec)
+            bodies = manifests(attempt, secrets.read(attempt.home, attempt.spec))
             context, name = self._place(attempt)
-            self._at(context, name).connect()
         self._places.add(context, name)
         if attempt.snapshot and not jobset.is_small(attempt):
             self._upload(attempt, [attempt.home / "code.tar.gz"], "")
@@ -189,11 +194,8 @@ def _bucket(attempt: Attempt) -> str:
     return f"{attempt.spec.gke.bucket.rstrip('/')}/jobs/{attempt.job}"
 
 
-def manifests(attempt: Attempt, show_secrets: bool = True) -> list[dict[str, Any]]:
-    """In the order in which they are made: the JobSet, which starts the pods, last."""
-    values = script.secrets(attempt.spec)
-    if not show_secrets:
-        values = dict.fromkeys(values, "...")
+def manifests(attempt: Attempt, values: dict[str, str]) -> list[dict[str, Any]]:
+    """In the order in which they are made: the JobSet, which starts the pods, last. `values`: of its secrets."""
     secret = [jobset.secret(attempt, values)] if values else []
     return [jobset.config_map(attempt), *secret, jobset.jobset(attempt)]
 
@@ -203,7 +205,7 @@ def render(attempt: Attempt) -> str:
     import yaml
 
     jobset.check(attempt.spec)
-    return yaml.safe_dump_all(manifests(attempt, show_secrets=False), sort_keys=False)
+    return yaml.safe_dump_all(manifests(attempt, dict.fromkeys(secrets.names(attempt.spec), "...")), sort_keys=False)
 
 
 def preview(spec: Spec) -> str:

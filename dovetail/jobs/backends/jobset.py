@@ -35,7 +35,8 @@ def check(spec: Spec) -> None:
     for field, source in [*buckets, *(("mounts", one.source) for one in spec.mounts)]:
         if not source.startswith("gs://"):
             raise ValueError(f"{field}: a pod can mount buckets alone, as gs://bucket/folder; got {source!r}")
-    script.secrets(spec)
+    for pair in spec.gke.labels:
+        _label(pair)
 
 
 def slices(spec: Spec) -> int:

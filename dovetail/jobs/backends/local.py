@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dovetail.jobs import script
+from dovetail.jobs import script, secrets
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends.backend import LogPart, Observed
 from dovetail.jobs.backends.local_launcher import CLAIM, END, LAUNCH, LOCK, STOP, write
 from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.outcome import deciding
+from dovetail.jobs.sensitive import inherited
+from dovetail.jobs.spec import Spec
 
 BACKGROUND = '"$0" "$@" &'  # a child of nobody: there is none here to wait for it
 MARK = "DOVETAIL_LOCAL_ATTEMPT"  # in the environment of all that an attempt starts: its folder
@@ -31,6 +34,14 @@ class Local:
     def __init__(self, root: Path, owner: str = "") -> None:
         self.root, self.owner = Path(root), owner
 
+    def check(self, spec: Spec) -> None:
+        if spec.mounts:
+            raise ValueError("mounts are for machines in the cloud: here, name the folder itself in the command")
+        if spec.environment.image:
+            raise ValueError("environment.image is for gke and slurm; here give environment.lock, venv or conda")
+        if spec.environment.conda and shutil.which("conda") is None:
+            raise ValueError("environment.conda needs the program conda, which is not in PATH here")
+
     def create(self, attempt: Attempt) -> str:
         folder = attempt.folder
         if platform.node() in attempt.exclude:
@@ -38,10 +49,7 @@ class Local:
                 f"{platform.node()} is in quarantine, for its hardware computed wrong: run it elsewhere, or release it "
                 f"with `dovetail job clean --release {platform.node()}`"
             )
-        if attempt.spec.mounts:
-            raise ValueError("mounts are for machines in the cloud: here, name the folder itself in the command")
-        if attempt.spec.environment.image:
-            raise ValueError("environment.image is for gke and slurm; here give environment.lock, venv or conda")
+        self.check(attempt.spec)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / LOCK).open("a") as lock:
             if _take(lock.fileno(), folder):
@@ -56,12 +64,12 @@ class Local:
             told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
         write(folder / LAUNCH, {"processes": spec.processes, "env": told, "host": platform.node()})
         command = [sys.executable, "-m", "dovetail.jobs.backends.local_launcher", str(folder), str(lock)]
+        environ = inherited(os.environ) | secrets.read(attempt.home, spec) | {"PYTHONPATH": _import_path()}
         # In a session of its own, it outlives the terminal and the supervisor; secrets reach it by its environment.
         with (folder / "launcher.log").open("ab") as log:
             subprocess.run(
                 ["sh", "-c", BACKGROUND, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
-                env=os.environ | script.secrets(spec) | {"PYTHONPATH": _import_path()}, cwd=folder, pass_fds=(lock,),
-                start_new_session=True,
+                env=environ, cwd=folder, pass_fds=(lock,), start_new_session=True,
             )  # fmt: skip
 
     def observe(self, attempt: Attempt) -> Observed:

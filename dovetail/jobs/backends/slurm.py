@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.jobs import script
+from dovetail.jobs import script, secrets
 from dovetail.jobs.attempt import PREFIX, Attempt, Resource
 from dovetail.jobs.backends import slurm_script
-from dovetail.jobs.backends.backend import LogPart, Observed, Refused, Unavailable
+from dovetail.jobs.backends.backend import LogPart, Observed, Refused, Unavailable, unasked
 from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.backends.slurm_states import WAITING, Seen, expand, observed, parse
 from dovetail.jobs.outcome import deciding
+from dovetail.jobs.sensitive import inherited
+from dovetail.jobs.spec import Spec
 
 TIMEOUT_S = 60.0
 # What a controller that is away or busy says; anything else is about the request.
@@ -38,9 +41,18 @@ class Slurm:
     def __init__(self, root: Path, owner: str = "") -> None:
         self.root, self.owner = Path(root), owner
 
+    def check(self, spec: Spec) -> None:
+        if spec.mounts:
+            raise ValueError("mounts are for machines in the cloud: name a folder that the nodes share in the command")
+        if shutil.which("sbatch") is None:
+            raise ValueError("there is no sbatch here: run dovetail on a machine that submits to Slurm")
+        for name in (spec.accelerator, *spec.others):
+            slurm_script.gpus(replace(spec, accelerator=name))
+
     def create(self, attempt: Attempt) -> str:
-        if attempt.spec.mounts:
-            raise Refused("mounts are for machines in the cloud: name a folder that the nodes share in the command")
+        with unasked():
+            self.check(attempt.spec)
+            values = secrets.read(attempt.home, attempt.spec)
         if there := self._find(attempt.name):
             return there
         folder = attempt.folder
@@ -49,7 +61,9 @@ class Slurm:
         (folder / "rank.sh").write_text(slurm_script.rank_script(attempt))
         (folder / "batch.sh").write_text(slurm_script.batch_script(attempt))
         options = slurm_script.options(attempt, f"dovetail:{self.owner}")
-        made = _call(["sbatch", "--parsable", *options, str(folder / "batch.sh")], script.secrets(attempt.spec))
+        # --export=ALL gives the nodes the environment that sbatch itself has
+        environ = inherited(os.environ) | values
+        made = _call(["sbatch", "--parsable", *options, str(folder / "batch.sh")], environ)
         return made.strip().partition(";")[0]
 
     def observe(self, attempt: Attempt) -> Observed:
@@ -148,12 +162,12 @@ def _from_files(codes: Sequence[int | None], processes: int) -> Observed:
     return Observed("succeeded", "", (), 0) if code == 0 else Observed("failed", "", (), code, rank)
 
 
-def _call(command: list[str], extra: dict[str, str] | None = None) -> str:
+def _call(command: list[str], environ: dict[str, str] | None = None) -> str:
     """Its output. Unavailable where the controller does not answer, ValueError where it refuses."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL,
-            env=os.environ | (extra or {}),
+            env=environ,
         )  # fmt: skip
     except FileNotFoundError:
         raise Refused(f"there is no {command[0]} here: run dovetail on a machine that submits to Slurm") from None

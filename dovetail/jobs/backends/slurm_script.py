@@ -6,6 +6,7 @@ import shlex
 
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.outcome import PREEMPTED
+from dovetail.jobs.spec import Spec
 
 RESTARTS = "restarts"  # a file: how often Slurm had put the job back when it last began
 
@@ -18,7 +19,7 @@ def options(attempt: Attempt, comment: str) -> list[str]:
         "job-name": attempt.name, "comment": comment, "output": str(folder / "batch.log"), "chdir": str(attempt.home),
         "nodes": nodes, "ntasks": spec.processes, "ntasks-per-node": slurm.tasks_per_node, "export": "ALL",
         "partition": attempt.zone or slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time,
-        "cpus-per-task": slurm.cpus_per_task, "mem": slurm.mem, "gpus-per-node": _gpus(attempt),
+        "cpus-per-task": slurm.cpus_per_task, "mem": slurm.mem, "gpus-per-node": gpus(spec),
         "exclude": ",".join(filter(None, (slurm.exclude, *attempt.exclude))), "constraint": slurm.constraint,
         "reservation": spec.reservation,
     }  # fmt: skip
@@ -26,10 +27,11 @@ def options(attempt: Attempt, comment: str) -> list[str]:
     return [*words, "--requeue", "--open-mode=append", *slurm.extra]
 
 
-def _gpus(attempt: Attempt) -> str:
-    device = attempt.spec.device
-    if attempt.spec.slurm.gpus_per_node or device.chip is None:
-        return attempt.spec.slurm.gpus_per_node
+def gpus(spec: Spec) -> str:
+    """Return sbatch's `--gpus-per-node`; "" for none."""
+    device = spec.device
+    if spec.slurm.gpus_per_node or device.chip is None:
+        return spec.slurm.gpus_per_node
     if device.is_tpu:
         raise ValueError(f"accelerator {device} is a TPU, and Slurm has none: use backend gcp-tpu or gke")
     return str(device.chips_per_host)

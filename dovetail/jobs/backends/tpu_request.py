@@ -78,6 +78,13 @@ def resource(attempt: Attempt) -> dict[str, Any]:
     return body
 
 
+def check(attempt: Attempt) -> None:
+    """Raise ValueError for an attempt that cannot be asked for."""
+    resource(attempt)
+    if attempt.spec.tier == "flex-start":
+        flex_start(attempt)
+
+
 def _reservation(attempt: Attempt) -> str:
     given = attempt.spec.reservation
     return given if "/" in given else f"{parent(attempt)}/reservations/{given}"

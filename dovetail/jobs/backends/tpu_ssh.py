@@ -6,6 +6,7 @@ kept apart (`gcloud ... --worker=all` mixes their output, and has one exit code 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,13 @@ def plain(user: str = "", program: str = "ssh", options: Sequence[str] = OPTIONS
         return [program, *options, whom] if line is None else [program, *options, whom, line]
 
     return command
+
+
+def check(program: str) -> None:
+    """Raise ValueError where there is no way to reach a slice: it would be paid for, and do nothing."""
+    if shutil.which(program) is None:
+        other = "install it, or set gcp.ssh_user to use ssh" if program == "gcloud" else "install it"
+        raise ValueError(f"TPU VMs are reached by {program}, which is not in PATH here: {other}")
 
 
 def run(words: Sequence[str], given: bytes, timeout: float) -> Done:

@@ -12,13 +12,14 @@ import io
 import re
 import shlex
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from dovetail.jobs import secrets
 from dovetail.jobs.attempt import CALL, Attempt
 from dovetail.jobs.backends import log_copy
 from dovetail.jobs.outcome import SIGTERM
-from dovetail.jobs.script import script, secrets
+from dovetail.jobs.script import script
 from dovetail.jobs.spec import Spec
 
 MARK = b"dovetail-worker "
@@ -109,7 +110,7 @@ def _job_folder(attempt: Attempt) -> str:
 def start(attempt: Attempt, rank: int) -> str:
     """The input of `sh -s` that starts the program, if that was not done. Secrets are in it, and go into the program's
     environment and no file."""
-    here, fetched = _secrets(attempt.spec)
+    here, fetched = secrets.read(attempt.home, attempt.spec), _fetched(attempt.spec)
     told = {**attempt.variables, "DOVETAIL_RANK": str(rank), **here}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in told.items()]
     exports += [f'{name}="$({line})" && export {name} || exit 91' for name, line in fetched.items()]
@@ -143,8 +144,7 @@ def _kill(signal: str, process: str) -> str:
 
 
 def check(spec: Spec) -> None:
-    """Refuse what a TPU VM cannot be given, and secrets that are not here."""
-    _secrets(spec)
+    """Refuse what a TPU VM cannot be given."""
     if spec.environment.image:
         raise ValueError("environment.image is for gke and slurm; on gcp-tpu give environment.lock, venv or conda")
     for mount in spec.mounts:
@@ -184,13 +184,12 @@ def _quoted(path: str) -> str:
     return '"$HOME"/' + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
 
 
-def _secrets(spec: Spec) -> tuple[dict[str, str], dict[str, str]]:
-    """(values that are known here, lines of sh that fetch the others there)."""
+def _fetched(spec: Spec) -> dict[str, str]:
+    """Return, for each secret in Google's Secret Manager, the line of sh that reads it on the VM."""
     pairs = [pair.partition("=") for pair in spec.secrets]
     there = {name: where.partition(":")[2] for name, _, where in pairs if where.startswith("gcp:")}
-    here = tuple(pair for pair in spec.secrets if pair.partition("=")[0] not in there)
     fetch = "gcloud secrets versions access latest --secret="
-    return secrets(replace(spec, secrets=here)), {name: fetch + shlex.quote(one) for name, one in there.items()}
+    return {name: fetch + shlex.quote(one) for name, one in there.items()}
 
 
 def _empty() -> bytes:

@@ -123,7 +123,7 @@ def test_a_topology_without_a_name_and_everything_that_gcp_may_say(cloud, tmp_pa
         ({"environment": {"image": "x"}}, "environment.image"),
         ({"mounts": [{"source": "/data", "path": "/data"}]}, "gs://"),
         ({"gcp": {"project": PROJECT, "labels": ["Team=x"]}}, "gcp.labels"),
-        ({"secrets": ["KEY=env:NOT_SET_ANYWHERE"]}, "NOT_SET_ANYWHERE"),
+        ({"secrets": ["KEY=env:NOT_SET_ANYWHERE"]}, "secret KEY is not kept here"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_asked(cloud, tmp_path, given, words):

@@ -10,6 +10,7 @@ from jobs.cloud.loopback import FAULTS
 from jobs.cloud.slices import OWNER
 from jobs.cloud.test_jobset import attempt
 
+from dovetail.jobs import secrets
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends.backend import Unavailable
 from dovetail.jobs.backends.gke import Gke, preview, render
@@ -190,6 +191,9 @@ def test_without_a_handle_it_is_looked_for_where_ever_one_was_made(cluster, tmp_
 def test_secrets_are_in_a_secret_and_are_not_shown(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN_HERE", "s3cret")
     one = attempt(tmp_path / "home", secrets=["TOKEN=env:TOKEN_HERE"])
+    one.home.mkdir()
+    secrets.keep(one.home, secrets.take(one.spec))
+    monkeypatch.delenv("TOKEN_HERE")  # a supervisor has its own environment
     backend(cluster, tmp_path).create(one)
     assert cluster.world.held["default", "Secret", NAME]["stringData"] == {"TOKEN": "s3cret"}
     assert "s3cret" not in str(cluster.jobset(NAME)) + render(one)

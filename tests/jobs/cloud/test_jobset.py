@@ -149,7 +149,7 @@ def test_a_single_host_is_alone(tmp_path):
         ({"accelerator": "v2-8"}, "GKE has"),
         ({"mounts": [{"source": "/data", "path": "/d"}]}, "gs://"),
         ({"gke": {"bucket": "b"}}, "gke.bucket"),
-        ({"secrets": ["KEY=gcp:x"]}, "Secret Manager"),
+        ({"gke": {"labels": ["Team"]}}, "gke.labels"),
     ],
 )
 def test_what_a_jobset_cannot_be(tmp_path, given, words):

@@ -8,7 +8,7 @@ import time
 import pytest
 from jobs.cloud.slices import attempt, vms
 
-from dovetail.jobs import parcel
+from dovetail.jobs import parcel, secrets
 from dovetail.jobs.backends import log_copy, tpu_ssh, tpu_worker
 from dovetail.jobs.backends.backend import Unavailable
 from dovetail.jobs.backends.tpu_program import Program
@@ -105,6 +105,7 @@ def test_the_code_and_the_secrets_are_there_and_the_secrets_in_no_file(tmp_path,
         entry.size = 5
         tar.addfile(entry, io.BytesIO(b"hello"))
     held, one = program(tmp_path, 'cat hello.txt; printf "%s" "$TOKEN" | wc -c', 1, secrets=["TOKEN=env:TOKEN_HERE"])
+    secrets.keep(home, secrets.take(one.spec))
     held._attempt = type(one)(**{**vars(one), "snapshot": "digest"})
     assert until_over(held).state == "succeeded"
     assert one.log(0).read_text().split() == ["hello15"]

@@ -1,0 +1,90 @@
+"""The values of a job's secrets: read when the job is created, kept in a file that only its owner can read until the
+job is over, and given to its processes in their environment. They are never in the database, nor shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dovetail.jobs.spec import Spec
+
+FILE = "secrets.json"  # in the job's folder
+
+
+def names(spec: Spec) -> list[str]:
+    """Return the variables whose values are kept here; `gcp:` secrets are read by the TPU VMs themselves."""
+    return [name for name, kind, _ in _parts(spec) if kind != "gcp"]
+
+
+def take(spec: Spec) -> dict[str, str]:
+    """Read the values from this process's environment and files."""
+    found = {}
+    for name, kind, where in _parts(spec):
+        if kind == "env":
+            if where not in os.environ:
+                raise ValueError(f"secret {name} is to come from ${where}, which is not set here: set it")
+            found[name] = os.environ[where]
+        elif kind == "file":
+            found[name] = _from_file(name, where)
+        elif spec.backend != "gcp-tpu":
+            raise ValueError(f"secret {name} is in Google's Secret Manager, which backend {spec.backend} does not read")
+    return found
+
+
+def _parts(spec: Spec) -> list[tuple[str, str, str]]:
+    """Return (name, env or file or gcp, where) of each secret."""
+    pairs = [pair.partition("=") for pair in spec.secrets]
+    return [(name, *_split(reference)) for name, _, reference in pairs]
+
+
+def _split(reference: str) -> tuple[str, str]:
+    kind, _, where = reference.partition(":")
+    return kind, where
+
+
+def _from_file(name: str, where: str) -> str:
+    try:
+        return Path(where).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ValueError(f"secret {name} is to come from the file {where}, which cannot be read: {why}") from None
+
+
+def keep(home: Path, values: dict[str, str]) -> None:
+    """Write the values into the job's folder; where there are none, remove those of before."""
+    if not values:
+        forget(home)
+        return
+    beside = home / f"{FILE}.{os.getpid()}.part"
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(file, "w") as out:
+        os.fchmod(file, 0o600)
+        json.dump(values, out)
+        out.flush()
+        os.fsync(file)
+    beside.replace(home / FILE)
+
+
+def read(home: Path, spec: Spec) -> dict[str, str]:
+    """Return what `keep` wrote, for a process that starts now."""
+    wanted = names(spec)
+    if not wanted:
+        return {}
+    path = home / FILE
+    try:
+        held = json.loads(path.read_text())
+    except FileNotFoundError:
+        held = {}
+    except PermissionError:
+        raise ValueError(
+            f"{path} can be read only by the user who created the job: `dovetail job supervise --restart` as that user"
+        ) from None
+    if missing := [name for name in wanted if name not in held]:
+        raise ValueError(f"the value of secret {', '.join(missing)} is not kept here: create the job again")
+    return {name: held[name] for name in wanted}
+
+
+def forget(home: Path) -> None:
+    """Delete the values, once the job is over."""
+    (home / FILE).unlink(missing_ok=True)

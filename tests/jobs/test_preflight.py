@@ -1,0 +1,134 @@
+"""A job that can never start is refused when it is created, with the sentence that the supervisor would have said."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from jobs.cloud.fake_kube import FakeKube
+from jobs.cloud.fake_tpu import FakeTpu
+from typer.testing import CliRunner
+
+import dovetail as dt
+from dovetail.cli.job import app
+from dovetail.jobs import actions, preflight
+from dovetail.jobs.spec import make
+
+TPU = ("backend=gcp-tpu", "accelerator=v6e-8", "command=true", "gcp.ssh_user=me")
+ZONE, PROJECT = "zones=[us-east5-b]", "gcp.project=p"
+TOKEN = "hf_" + "a" * 34
+REFUSED = {
+    "recipe": (["recipe=tinyy"], "no recipe 'tinyy'.* Did you mean 'tiny'"),
+    "recipe's file": (["recipe=mine.yaml"], "no recipe 'mine.yaml': no such file"),
+    "override": (["recipe=tiny", "overrides=[stepz=3]"], "recipe tiny: stepz is not a key. Did you mean steps"),
+    "lock": (["command=true", "environment.lock=req.lock"], "environment.lock: there is no file req.lock"),
+    "lock left out": (["command=true", "environment.lock=left.lock"], "left.lock is not taken along"),
+    "lock without code": (["command=true", "environment.lock=x", "code.path="], "`code.path` is empty"),
+    "absolute lock": (["command=true", "environment.lock=/none/x"], "there is no file /none/x"),
+    "venv": (["command=true", "environment.venv=/none"], "environment.venv: there is no file /none/bin/activate"),
+    "secret": (["command=true", "secrets=[T=env:NOT_SET]"], r"secret T .* \$NOT_SET, which is not set here"),
+    "secret's file": (["command=true", "secrets=[T=file:/none/t]"], "file /none/t, which cannot be read: No such file"),
+    "secret in Google": (["command=true", "secrets=[T=gcp:t]"], "which backend local does not read"),
+    "mount": (["command=true", "mounts=[{source: 'gs://b', path: /b}]"], "mounts are for machines in the cloud"),
+    "image": (["command=true", "environment.image=i"], "environment.image is for gke and slurm"),
+    "token": (["command=true", f"env=[HF_TOKEN={TOKEN}]"], r"HF_TOKEN in env .*`secrets: \[HF_TOKEN=env:HF_TOKEN\]`"),
+    "token in the command": ([f"command=login {TOKEN}"], "command looks like a token"),
+    "Slurm": (["command=true", "backend=slurm"], "there is no sbatch here"),
+    "zone": ([*TPU, PROJECT], "needs zones"),
+    "project": ([*TPU, ZONE], "needs a project"),
+    "gcloud": ([*TPU[:3], ZONE, PROJECT], "reached by gcloud, which is not in PATH"),
+    "client": ([*TPU, ZONE, PROJECT], r"pip install 'dovetail\[gcp\]'"),
+    "credentials": ([*TPU, ZONE, PROJECT], "no Google credentials are here"),
+    "cluster": (["backend=gke", "accelerator=v6e-8", "command=true", "environment.image=i"], "no cluster is known"),
+    "no image": (["backend=gke", "accelerator=v6e-8", "command=true"], "needs environment.image"),
+}
+
+
+@pytest.fixture
+def place(home, tmp_path, monkeypatch):
+    """A folder of code, and a machine with no clouds, no Slurm and no gcloud."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / ".gitignore").write_text("left.lock\n")
+    (tmp_path / "code" / "left.lock").touch()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").touch(0o755)
+    monkeypatch.chdir(tmp_path / "code")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in ("GOOGLE_CLOUD_PROJECT", "GOOGLE_APPLICATION_CREDENTIALS", "NOT_SET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # google-auth would look for a metadata server
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "none"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    return tmp_path
+
+
+# an override is read by another process, which takes seconds: once is enough
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [(case, []) for case in REFUSED] + [(case, ["--dry-run"]) for case in REFUSED if case != "override"],
+)
+def test_what_cannot_start_is_refused_and_nothing_is_created(place, store, monkeypatch, case, more):
+    words, message = REFUSED[case]
+    if case == "client":
+        monkeypatch.setitem(sys.modules, "google.cloud", None)
+    elif case == "credentials":
+        pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
+    elif case == "cluster":
+        pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
+    done = CliRunner().invoke(app, ["create", "name=x", *words, "--yes", *more])
+    assert isinstance(done.exception, ValueError | ImportError), (done.output, done.exception)
+    with pytest.raises(type(done.exception), match=message):
+        raise done.exception
+    assert store.jobs() == [] and not (store.root / "jobs").exists()
+
+
+def test_the_command_exits_with_2_and_one_line(home):
+    words = [sys.executable, "-m", "dovetail", "job", "create", "name=x", "command=true", "secrets=[T=env:NOT_SET]"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: secret T is to come from $NOT_SET, which is not set here: set it\n"
+
+
+def test_a_person_is_not_asked_about_what_cannot_start(place):
+    done = CliRunner().invoke(app, ["create", "name=x", *TPU, ZONE], input="y\n")
+    assert "Create it?" not in done.output and "needs a project" in str(done.exception)
+
+
+@pytest.mark.usefixtures("place")
+def test_the_same_from_python(store):
+    with pytest.raises(ValueError, match="mounts are for machines"):
+        dt.remote(mounts=[{"source": "gs://b", "path": "/b"}])(len).submit([])
+    with pytest.raises(ValueError, match="there is no sbatch here"):
+        actions.create(store, make({"name": "x", "command": "true", "backend": "slurm"}))
+    job = store.add(make({"name": "x", "command": "true"}))
+    store.change(job.id, status="failed")
+    with pytest.raises(ValueError, match="in env looks like a token"):
+        actions.resume(store, store.job(job.id), [f"env=[X={TOKEN}]"])
+    assert store.job(job.id).status == "failed"
+
+
+@pytest.mark.slow
+def test_what_can_start_passes(place, monkeypatch):
+    pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
+    pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
+    (place / "code" / "req.lock").touch()
+    (place / "code" / "mine.yaml").write_text("base: tiny\nsteps: 300\n")
+    code = place / "code"
+    preflight.check(make({"name": "x", "command": "true", "environment": {"lock": "./req.lock"}}), code)
+    preflight.check(make({"name": "x", "recipe": "mine.yaml", "overrides": ["batch=4"]}), code)
+    with FakeTpu() as tpus, FakeKube() as cluster:
+        monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", tpus.address)
+        monkeypatch.setenv("DOVETAIL_KUBE_ENDPOINT", cluster.address)
+        preflight.check(make(["name=x", *TPU, ZONE, PROJECT, "secrets=[T=gcp:t]"]), code)
+        image = "environment.image=i"
+        preflight.check(make(["name=x", "backend=gke", "accelerator=v6e-8", "command=true", image]), code)
+        assert not tpus.world.requests and not cluster.world.made
+
+
+def test_a_failed_creation_leaves_no_secret_behind(store, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    monkeypatch.setattr(store, "add", lambda *given: (_ for _ in ()).throw(OSError("the disk is full")))
+    spec = make({"name": "x", "command": "true", "secrets": ["T=env:MY_SECRET"], "code": {"path": ""}})
+    with pytest.raises(OSError, match="the disk is full"):
+        actions.create(store, spec)
+    assert list((store.root / "jobs").iterdir()) == []
