@@ -10,10 +10,12 @@ from dovetail.jobs.spec import Spec
 
 FOLDER = Path(__file__).parent / "templates"
 LONGEST_H = 7 * 24  # of flex-start
+OWN_ACCOUNT = ".iam.gserviceaccount.com"  # of accounts that people make, after the project's name
 
 
 def terraform(spec: Spec) -> str:
-    """One .tf file: a bucket, a service account, and the TPU VMs (gcp-tpu) or the cluster and its node pools (gke)."""
+    """One .tf file with what the job of this spec uses and does not make itself: access to its buckets, the bucket of
+    its own if it names one, and for gke a cluster whose TPU nodes are there only while a job wants them."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     if spec.backend not in ("gcp-tpu", "gke"):
@@ -32,24 +34,42 @@ def hcl(value: Any) -> str:
 
 def _words(spec: Spec) -> dict[str, Any]:
     device, slices = spec.device, spec.slices * spec.device.slices
-    gcp = spec.backend == "gcp-tpu"
-    if gcp and (device.accelerator_type is None or spec.tier == "flex-start"):
-        what = "tier flex-start" if spec.tier == "flex-start" else f"{device} as TPU VMs"
-        raise ValueError(
-            f"Terraform's google provider has no {what}: use backend gke, or let `dovetail job create` ask"
-        )
-    if not gcp and device.machine_type is None:
+    gke = spec.backend == "gke"
+    if not gke and device.runtime_version is None:
+        raise ValueError(f"{device} is not to be had as TPU VMs: use backend gke")
+    if gke and device.machine_type is None:
         raise ValueError(f"GKE has no nodes with {device}: name a TPU that it has, such as v6e-16")
+    account, _, domain = spec.gcp.service_account.partition("@")
+    is_own = domain.endswith(OWN_ACCOUNT)  # and none that Google makes
+    made = "google_container_cluster.jobs" if gke else "google_service_account.jobs"
     return {
+        "gke": gke, "bucket": _bucket(spec.gke.bucket if gke else spec.gcp.bucket), "buckets": _buckets(spec),
+        "made": [made] if gke or is_own else [], "service_account": spec.gcp.service_account,
+        "account_id": account if is_own else "", "account_project": domain.removesuffix(OWN_ACCOUNT),
+        "secrets": [pair.partition("=gcp:")[2] for pair in spec.secrets if "=gcp:" in pair], "queue": spec.gke.queue,
         "accelerator": device.name, "explained": device.explain(), "slice": device.slice_name, "slices": slices,
         "name": _name(spec.name), "project": spec.gcp.project, "zone": spec.zones[0] if spec.zones else "",
         "tier": spec.tier, "reservation": spec.reservation, "hosts": device.hosts, "topology": device.topology,
-        "machine_type": device.machine_type, "accelerator_type": device.accelerator_type,
-        "runtime": spec.gcp.runtime or device.runtime_version, "external_ips": spec.gcp.external_ips,
-        "network": spec.gcp.network, "subnetwork": spec.gcp.subnetwork, "namespace": spec.gke.namespace,
+        "machine_type": device.machine_type, "namespace": spec.gke.namespace,
         "kube_account": spec.gke.service_account or "default",
         "max_run_seconds": round(min(spec.ceiling.hours or LONGEST_H, LONGEST_H) * 3600),
     }  # fmt: skip
+
+
+def _bucket(source: str) -> str:
+    """Return the name of the bucket in gs://name/folder."""
+    return source.removeprefix("gs://").partition("/")[0]
+
+
+def _buckets(spec: Spec) -> list[dict[str, str]]:
+    """Return each bucket that the job's programs use, with the role that this takes."""
+    own = spec.gke.bucket if spec.backend == "gke" else spec.gcp.bucket
+    writes = {_bucket(own): True} if own else {}
+    for mount in spec.mounts:
+        name = _bucket(mount.source)
+        writes[name] = writes.get(name, False) or not mount.read_only
+    role = {True: "roles/storage.objectUser", False: "roles/storage.objectViewer"}
+    return [{"name": name, "role": role[writing]} for name, writing in writes.items()]
 
 
 def _name(text: str) -> str:

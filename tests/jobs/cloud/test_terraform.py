@@ -34,21 +34,54 @@ def first(block):
     return values(block[0] if isinstance(block, list) else block)
 
 
-def test_tpu_vms_as_a_queued_resource():
-    made = parsed(terraform(spec(accelerator="2 x v4-64")))
-    node = first(first(first(made["google_tpu_v2_queued_resource.slice"]["tpu"])["node_spec"])["node"])
-    assert (node["accelerator_type"], node["runtime_version"]) == ("v4-64", "tpu-ubuntu2204-base")
-    assert "default     = 2" in terraform(spec(accelerator="2 x v4-64"))
-    assert {"google_storage_bucket.jobs", "google_service_account.jobs"} <= made.keys()
+DATA = {"source": "gs://corpus/text", "path": "/data", "read_only": True}
+OUT = {"source": "gs://out", "path": "/out"}
 
 
-@pytest.mark.parametrize(
-    ("given", "key"), [({"tier": "spot"}, "spot"), ({"tier": "reservation", "reservation": "r"}, "reserved")]
-)
-def test_tpu_vms_of_another_tier(given, key):
-    made = parsed(terraform(spec(**given)))
-    assert "google_tpu_v2_queued_resource.slice" not in made
-    assert first(made["google_tpu_v2_vm.slice"]["scheduling_config"])[key] is True
+def grants(made: dict[str, dict]) -> dict[str, str]:
+    """Bucket -> role, of all that the job's programs are granted."""
+    found = [values(body) for name, body in made.items() if name.startswith("google_storage_bucket_iam_member.")]
+    assert all(body["member"] == "${local.member}" for body in found)
+    return {body["bucket"]: body["role"].removeprefix("roles/storage.") for body in found}
+
+
+def test_for_tpu_vms_only_what_the_job_uses_and_does_not_make_itself():
+    """It asks for its queued resources by itself: nothing is billed from `terraform apply` on."""
+    account = "trainer@lab.iam.gserviceaccount.com"
+    gcp = {"project": "lab", "bucket": "gs://lab-jobs/a", "service_account": account}
+    text = terraform(spec(gcp=gcp, mounts=[DATA, OUT], secrets=["T=gcp:hf", "U=env:U"], tier="spot"))
+    made = parsed(text)
+    assert {name.partition(".")[0] for name in made} == {
+        "google_project_service", "google_storage_bucket", "google_storage_bucket_iam_member", "google_service_account",
+        "google_secret_manager_secret_iam_member",
+    }  # fmt: skip
+    assert _bare(made["google_storage_bucket.jobs"]["name"]) == "lab-jobs"
+    assert grants(made) == {"lab-jobs": "objectUser", "corpus": "objectViewer", "out": "objectUser"}
+    assert values(made["google_service_account.jobs"])["account_id"] == "trainer"
+    assert f'member = "serviceAccount:{account}"' in text
+    assert _bare(made["google_secret_manager_secret_iam_member.secret_0"]["secret_id"]) == "hf"
+
+
+@pytest.mark.parametrize("given", [{"tier": "flex-start"}, {"accelerator": "v4:4x4x16"}, {"accelerator": "2 x v4-64"}])
+def test_a_job_without_buckets_needs_the_service_alone(given):
+    assert set(parsed(terraform(spec(**given)))) == {"google_project_service.tpu"}
+
+
+def test_a_job_that_names_no_account_acts_as_the_projects_own():
+    text = terraform(spec(mounts=[DATA]))
+    assert "google_compute_default_service_account" in text and "google_service_account" not in str(parsed(text))
+
+
+def test_pods_are_granted_the_buckets_that_they_mount():
+    """The driver acts as the pod's Kubernetes account, which no service account of Google stands for."""
+    given = {"bucket": "gs://lab-jobs", "namespace": "lab", "service_account": "sa"}
+    text = terraform(gke(gke=given, mounts=[DATA, {"source": "gs://lab-jobs/x", "path": "/x", "read_only": True}]))
+    made = parsed(text)
+    assert grants(made) == {"lab-jobs": "objectUser", "corpus": "objectViewer"}
+    assert "principal://iam.googleapis.com/${local.pool}/subject/ns/${local.namespace}/sa/${local.account}" in text
+    assert 'namespace = "lab"' in text and 'account   = "sa"' in text
+    assert not any(name.startswith("google_service_account") for name in made)
+    assert "google_storage_bucket.jobs" not in parsed(terraform(gke()))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +97,7 @@ def test_tpu_vms_of_another_tier(given, key):
 def test_a_cluster_with_a_node_pool_for_each_slice(accelerator, machine, nodes, topology):
     made = parsed(terraform(gke(accelerator=accelerator, tier="spot")))
     pool = made["google_container_node_pool.slice"]
-    assert pool["node_count"] == nodes
+    assert "node_count" not in pool and scaling(pool) == (0, 0, nodes)
     placed = first(pool["placement_policy"])
     assert (placed["type"], placed["tpu_topology"]) == ("COMPACT", topology)
     config = first(pool["node_config"])
@@ -74,7 +107,13 @@ def test_a_cluster_with_a_node_pool_for_each_slice(accelerator, machine, nodes, 
 def test_single_hosts_share_a_pool():
     made = parsed(terraform(gke(accelerator="v6e-8", slices=3)))
     pool = made["google_container_node_pool.slice"]
-    assert "placement_policy" not in pool and "var.slices" in str(pool["node_count"])
+    assert "placement_policy" not in pool and scaling(pool) == (0, 0, "${var.slices}")
+
+
+def scaling(pool) -> tuple:
+    """(nodes at first, the fewest, the most): none is billed before a job wants it."""
+    found = first(pool["autoscaling"])
+    return pool["initial_node_count"], found["total_min_node_count"], found["total_max_node_count"]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +121,10 @@ def test_single_hosts_share_a_pool():
     [
         (
             {"tier": "flex-start", "ceiling": {"hours": 2}},
-            ["flex_start       = true", '"7200s"', "total_min_node_count"],
+            ["flex_start       = true", '"7200s"'],
         ),
         ({"tier": "reservation", "reservation": "mine"}, ["SPECIFIC_RESERVATION", '["mine"]']),
-        ({"gke": {"namespace": "lab", "service_account": "sa"}}, ["svc.id.goog[lab/sa]"]),
+        ({"gke": {"queue": "tpus"}}, ["charts/kueue"]),
     ],
 )
 def test_what_else_a_spec_says(given, words):
@@ -99,7 +138,6 @@ def test_what_else_a_spec_says(given, words):
     ("given", "words"),
     [
         ({"backend": "local", "accelerator": ""}, "backend gcp-tpu and gke"),
-        ({"tier": "flex-start"}, "flex-start"),
         ({"accelerator": "tpu7x-2x2x2"}, "backend gke"),
     ],
 )
