@@ -164,7 +164,7 @@ class Spec:
     code: Code = field(default_factory=Code)
     mounts: tuple[Mount, ...] = ()
     env: tuple[str, ...] = ()  # NAME=value
-    secrets: tuple[str, ...] = ()  # NAME=env:OTHER, NAME=file:PATH or NAME=gcp:SECRET; the value is never stored
+    secrets: tuple[str, ...] = ()  # NAME=env:OTHER, NAME=file:PATH or NAME=gcp:SECRET: where each value is
     retries: Retries = field(default_factory=Retries)
     ceiling: Ceiling = field(default_factory=Ceiling)
     after: tuple[str, ...] = ()  # ids of jobs that must have succeeded

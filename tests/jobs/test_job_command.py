@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.job import app
-from dovetail.jobs.presence import holder
+from dovetail.jobs.presence import holder, only_one
 from dovetail.jobs.store import Store
 
 
@@ -109,6 +109,14 @@ def test_a_queue_by_command(job, home):
     assert job("queue", "list", "--json") == [["q", "succeeded", 2]]
     assert [task["status"] for task in job("queue", "list", "q", "--json")] == ["succeeded"] * 2
     assert job("queue", "retry", "q", "--json") == {"ready": 0}
+
+
+def test_a_supervisor_of_another_machine_is_stopped_there(job, home, monkeypatch):
+    assert job("supervise", "--stop", "--json") == {"stopped": ""}
+    with only_one(home):
+        monkeypatch.setattr("dovetail.jobs.presence.platform.node", lambda: "elsewhere")
+        done = CliRunner().invoke(app, ["supervise", "--stop"])
+    assert isinstance(done.exception, ValueError) and "and this is elsewhere: stop it there" in str(done.exception)
 
 
 def test_the_supervisor_is_started_by_itself_and_survives_the_terminal(tmp_path):
