@@ -125,6 +125,18 @@ def test_what_can_start_passes(place, monkeypatch):
         assert not tpus.world.requests and not cluster.world.made
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_job_of_another_user_is_not_given_secrets(store, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    spec = make({"name": "x", "command": "true", "secrets": ["T=env:MY_SECRET"], "code": {"path": ""}})
+    job = actions.create(store, spec)
+    store.change(job.id, status="failed")
+    os.chown(store.home(job.id), 12345, -1)
+    with pytest.raises(ValueError, match="only that user can give it the secrets"):
+        actions.resume(store, store.job(job.id))
+    assert store.job(job.id).status == "failed"
+
+
 def test_a_failed_creation_leaves_no_secret_behind(store, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2")
     monkeypatch.setattr(store, "add", lambda *given: (_ for _ in ()).throw(OSError("the disk is full")))
