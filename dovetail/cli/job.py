@@ -40,7 +40,7 @@ def create(
 ) -> None:
     """Create a job: dovetail job create name=hello command='echo hello'."""
     from dovetail.cli.job_create import confirm, read_spec, show_only
-    from dovetail.jobs import actions, gate, price
+    from dovetail.jobs import actions, gate, price, snapshot
 
     wanted, base = read_spec(spec or [])
     cost = price.price(wanted)
@@ -53,7 +53,8 @@ def create(
 
     def agree() -> None:
         confirm(wanted, cost, yes)
-        remarks.append(gate.check(wanted, base / wanted.code.path) if check else "")
+        code = snapshot.source(wanted.code, base) if wanted.code.path else None
+        remarks.append(gate.check(wanted, code) if check else "")
 
     store = open_store()
     job = actions.create(store, wanted, base, confirm=agree)

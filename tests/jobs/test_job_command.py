@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.job import app
+from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.presence import holder, only_one
 from dovetail.jobs.store import Store
+from dovetail.jobs.web import Pages
 
 
 @pytest.fixture
@@ -109,6 +111,13 @@ def test_a_queue_by_command(job, home):
     assert job("queue", "list", "--json") == [["q", "succeeded", 2]]
     assert [task["status"] for task in job("queue", "list", "q", "--json")] == ["succeeded"] * 2
     assert job("queue", "retry", "q", "--json") == {"ready": 0}
+
+
+def test_values_that_look_secret_are_not_shown(job, home):
+    id = job("create", "name=x", "command=true", "env=[API_KEY=hunter2, MAX_TOKENS=9]", "--json")["id"]
+    page = Pages(Store(home), chooser(home, "")).job(id)
+    for shown in (job("show", id), job("show", id, "--json")["spec"], page["spec"]):
+        assert "hunter2" not in shown and "API_KEY=***" in shown and "MAX_TOKENS=9" in shown
 
 
 def test_a_supervisor_of_another_machine_is_stopped_there(job, home, monkeypatch):
