@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from dovetail.core import recipe as recipes
 from dovetail.jobs import ignore, price, secrets, sensitive
+from dovetail.jobs.backends.backend import Unavailable
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.home import jobs_home
 from dovetail.jobs.spec import Spec
@@ -31,10 +32,17 @@ def check(spec: Spec, code: Path | None = None) -> None:
     price.refuse_blind_ceiling(spec)
     sensitive.refuse_tokens(spec)
     secrets.take(spec)
-    chooser(jobs_home(), "")(spec.backend).check(spec)
+    _check_backend(spec)
     _check_environment(spec, code)
     if spec.recipe:
         _check_recipe(spec, code)
+
+
+def _check_backend(spec: Spec) -> None:
+    try:
+        chooser(jobs_home(), "")(spec.backend).check(spec)
+    except Unavailable as error:  # a supervisor would try again; a person is told, and can
+        raise ValueError(str(error)) from error
 
 
 def _check_environment(spec: Spec, code: Path | None) -> None:

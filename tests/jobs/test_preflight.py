@@ -15,6 +15,7 @@ from dovetail.jobs import actions, preflight
 from dovetail.jobs.spec import make
 
 TPU = ("backend=gcp-tpu", "accelerator=v6e-8", "command=true", "gcp.ssh_user=me")
+GKE = ["backend=gke", "accelerator=v6e-8", "command=true", "environment.image=i"]
 ZONE, PROJECT = "zones=[us-east5-b]", "gcp.project=p"
 TOKEN = "hf_" + "a" * 34
 REFUSED = {
@@ -39,7 +40,8 @@ REFUSED = {
     "gcloud": ([*TPU[:3], ZONE, PROJECT], "reached by gcloud, which is not in PATH"),
     "client": ([*TPU, ZONE, PROJECT], r"pip install 'dovetail\[gcp\]'"),
     "credentials": ([*TPU, ZONE, PROJECT], "no Google credentials are here"),
-    "cluster": (["backend=gke", "accelerator=v6e-8", "command=true", "environment.image=i"], "no cluster is known"),
+    "cluster": (GKE, "no cluster is known"),
+    "context": ([*GKE, "gke.context=none"], "kubeconfig has no context 'none'"),
     "no image": (["backend=gke", "accelerator=v6e-8", "command=true"], "needs environment.image"),
 }
 
@@ -73,7 +75,7 @@ def test_what_cannot_start_is_refused_and_nothing_is_created(place, store, monke
         monkeypatch.setitem(sys.modules, "google.cloud", None)
     elif case == "credentials":
         pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
-    elif case == "cluster":
+    elif case in ("cluster", "context"):
         pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
     done = CliRunner().invoke(app, ["create", "name=x", *words, "--yes", *more])
     assert isinstance(done.exception, ValueError | ImportError), (done.output, done.exception)
@@ -120,8 +122,7 @@ def test_what_can_start_passes(place, monkeypatch):
         monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", tpus.address)
         monkeypatch.setenv("DOVETAIL_KUBE_ENDPOINT", cluster.address)
         preflight.check(make(["name=x", *TPU, ZONE, PROJECT, "secrets=[T=gcp:t]"]), code)
-        image = "environment.image=i"
-        preflight.check(make(["name=x", "backend=gke", "accelerator=v6e-8", "command=true", image]), code)
+        preflight.check(make(["name=x", *GKE]), code)
         assert not tpus.world.requests and not cluster.world.made
 
 

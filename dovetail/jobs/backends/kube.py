@@ -132,7 +132,7 @@ def _client(context: str, endpoint: str) -> Any:
         config.load_kube_config(context=context or None, client_configuration=made)
     except config.ConfigException as error:
         if context:
-            raise ValueError(
+            raise NoCluster(
                 f"kubeconfig has no context {context!r} ({error}): see `kubectl config get-contexts`"
             ) from error
         with suppress(config.ConfigException):  # a pod of the cluster itself
