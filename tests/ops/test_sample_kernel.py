@@ -147,7 +147,7 @@ def test_no_list_of_tokens():
 
 
 def test_adjusted_logits_agree_within_rounding():
-    """Compare two compilations of the same sums: where one is contracted to a fused multiply-add, the last bit differs."""
+    """Compare two compilations of the same sums: the last bit differs where one has a fused multiply-add."""
     logits, inputs, history, _ = batch(5003, KINDS)
     want = jax.jit(ops.adjust)(logits, inputs, history)
     got = jax.jit(functools.partial(gpu.adjust, interpret=True))(logits, inputs, history)
