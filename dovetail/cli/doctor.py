@@ -45,13 +45,15 @@ def doctor(
 
 def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: bool):
     """Each part is shown as soon as it is known: measuring takes a while."""
+    from dovetail.doctor.load import is_busy, load
     from dovetail.doctor.system import system
 
-    parts = [("how it is set up", lambda: system(coordinator=coordinator))]
+    seen = []
+    parts = [("how it is set up", lambda: system(coordinator=coordinator)), ("what else runs", load)]
     if speed:
         from dovetail.doctor import speed as speeds
 
-        parts.append(("how fast it is", speeds.speed))
+        parts.append(("how fast it is", lambda: speeds.speed(busy=is_busy(seen))))
     if numerics:
         from dovetail.doctor import numerics as exactness
 
@@ -61,7 +63,9 @@ def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: 
 
         parts.append((f"a burn-in of {burn:g} s", lambda: burning.burn(burn)))
     for title, look in parts:
-        yield from _part(title, look, quiet)
+        found = _part(title, look, quiet)
+        seen += found
+        yield from found
 
 
 def _near(bucket: str, zone: str):

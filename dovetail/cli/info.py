@@ -16,7 +16,9 @@ PACKAGES = (
 
 
 def info(
-    model: str = typer.Argument(None, help="A folder, .gguf file, hub id or catalogue name."),
+    model: str = typer.Argument(
+        None, help="A folder, .gguf file, hub id (its config alone is fetched), catalogue name or shipped architecture."
+    ),
     kernels: str = typer.Option("", help="tpu: which attention kernel takes what on each generation of TPUs."),
     watch: bool = typer.Option(False, help="Show what each chip is doing, again every second, until Ctrl-C."),
 ) -> None:
@@ -27,12 +29,7 @@ def info(
 
     console = Console(highlight=False)
     if model is not None:
-        import dovetail
-        from dovetail.cli.progress import bar
-
-        with bar() as progress:
-            rows = dovetail.load(model, progress=progress).summary()
-        console.print(table(model, rows))
+        console.print(table(model, _model(model)))
         return
     if kernels:
         one_of("--kernels", kernels, ("tpu",))
@@ -60,6 +57,25 @@ def table(title: str, rows: list[tuple[str, str]]):
     for name, value in rows:
         out.add_row(Text(name), Text(str(value)))
     return out
+
+
+def _model(name: str) -> list[tuple[str, str]]:
+    """Return rows of what a model is, without reading its weights; a catalogue name is fetched first."""
+    import os
+
+    from dovetail.cli.progress import bar
+    from dovetail.core.compute import compute_of
+    from dovetail.io import hub
+    from dovetail.io.load import own_dtype, summary
+    from dovetail.io.outline import outline
+
+    where = name
+    if name in hub.CATALOGUE:
+        with bar() as progress:
+            where = os.fspath(hub.resolve(name, progress))
+    cfg, stored = outline(where)
+    stored = compute_of(stored or "bf16")
+    return [*summary(cfg, stored.dtype, compute_of(own_dtype(stored.name))), ("from", name)]
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -10,11 +10,11 @@ def write_training(path: str, plans: list[Any]) -> None:
     _write(path, training_page(plans))
 
 
-def write_serving(path: str, model: str, plans: list[Any]) -> None:
-    """`plans`: plan.serve_plan's, the best first."""
+def write_serving(path: str, model: str, plans: list[Any], start: Any) -> None:
+    """`plans`: plan.serve_plan's, the best first. `start`: how to start one, in words."""
     from dovetail.plan.page.serving import serving_page
 
-    _write(path, serving_page(model, plans))
+    _write(path, serving_page(model, plans, start))
 
 
 def _write(path: str, page: Any) -> None:

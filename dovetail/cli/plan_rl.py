@@ -4,40 +4,50 @@ from typing import Any
 
 import typer
 
+from dovetail.cli.plan_recipe import MODEL, PRICE, REGION, SPOT
+from dovetail.cli.plan_rl_table import STEPS, Run, as_json, show
+
 
 def rl(
-    what: str = typer.Argument(metavar="RECIPE_OR_MODEL", help="A recipe's file, or a model's name or folder."),
+    what: str = typer.Argument(metavar="RECIPE_OR_MODEL", help=f"A recipe; or a model: {MODEL[0].lower()}{MODEL[1:]}"),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as group_size=16 algo=ppo."),
     on: str = typer.Option(..., "--on", help="Such as h200x1, h200x8, v6e-8."),
     answer: int = typer.Option(0, min=0, help="Tokens of an answer on average; max_tokens if not given."),
-    as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
+    price: float = PRICE,
+    spot: bool = SPOT,
+    region: str = REGION,
+    json: bool = typer.Option(False, "--json", help="The same as JSON."),
 ) -> None:
-    """Memory of a device by what lies there, and a step's time in sampling, scoring, training and handing over."""
-    import json
-
+    """Memory of a device by what lies there, a step's time by its parts, and the time and dollars of a run."""
+    from dovetail.cli.plan_recipe import checked_region
     from dovetail.core.accelerator import parse
+    from dovetail.core.prices import rate
     from dovetail.plan.calibration import fractions
 
+    region = checked_region(price, spot, region)
     settings, accelerator = _settings(what, overrides or []), parse(on)
+    paid = rate(accelerator.chip, spot, region, price)
     known = fractions(accelerator.chip.name) if accelerator.chip else None
     plans, refused = _plans(settings, accelerator, answer, known)
     if not plans:
         raise ValueError(next(iter(refused.values())))
-    if as_json:
-        print(json.dumps([_plain(plan, keys) for keys, plan in plans], indent=2))
-        return
-    _show(what, settings, accelerator, plans, refused, known)
+    run = Run(settings, accelerator.total_chips, paid, spot)
+    if json:
+        print(as_json(plans, run))
+    else:
+        show(what, settings, accelerator, plans, refused, known, run)
 
 
 def _settings(what: str, overrides: list[str]) -> Any:
     from pathlib import Path
 
+    from dovetail.cli.plan_recipe import without_warmup
     from dovetail.core import recipe
     from dovetail.tune.rl.settings import Rl
 
     if Path(what).suffix in (".yaml", ".yml"):
-        return recipe.load(what, overrides, Rl)
-    return recipe.change(Rl(model=what, steps=1), overrides)
+        return recipe.load(what, [*without_warmup(overrides), *overrides], Rl)
+    return recipe.change(Rl(model=what, steps=STEPS), overrides)
 
 
 def _ways(settings: Any, devices: int) -> list[Any]:
@@ -56,10 +66,10 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
     """(recipe lines, plan) each, the quickest step first; and why others are none."""
     from dataclasses import replace
 
-    from dovetail.models.registry import read_model
+    from dovetail.cli.plan_recipe import outline_of
     from dovetail.plan.rl_plan import plan_rl
 
-    cfg, found, refused = read_model(settings.model), [], {}
+    cfg, found, refused = outline_of(settings.model)[0], [], {}
     for engine in _ways(settings, accelerator.total_devices):
         keys = f"engine.devices={engine.devices} engine.stale={engine.stale} engine.sleep={str(engine.sleep).lower()}"
         try:
@@ -87,57 +97,3 @@ def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> An
         settings.scores_first + settings.has_reference + settings.is_taught, settings.has_critic, settings.updates,
         bool(engine.stale),
     )  # fmt: skip
-
-
-def _show(what: str, settings: Any, accelerator: Any, plans: list[Any], refused: dict[str, str], known: Any) -> None:
-    from rich.console import Console
-
-    from dovetail.cli.info import table
-
-    console = Console(highlight=False)
-    say = lambda line: console.print(line, markup=False, soft_wrap=True)  # noqa: E731
-    say(accelerator.explain())
-    keys, best = plans[0]
-    say(
-        f"{what}, {settings.algo}: {settings.prompts} prompts x {settings.group_size} answers of up to "
-        f"{settings.max_tokens} tokens ({best.rollout.mean:,.0f} on average), {settings.updates} update(s) per step"
-    )
-    say("bounds: at the peaks, all overlapped - at half of them, nothing overlapped, every launch waited for")
-    if known:
-        say(known.describe())
-    console.print(_times(plans))
-    total, limit = sum(best.memory.values()), best.trainer.limit
-    rows = [(name, f"{size / 2**30:,.2f} GiB") for name, size in best.memory.items()]
-    rows.append(("total", f"{total / 2**30:,.2f} GiB" + (f" of {limit / 2**30:,.1f} to plan with" if limit else "")))
-    if best.rollout.devices:
-        engine = best.engine
-        rows.append(("each of the engine's", f"{engine.weights / 2**30:,.2f} GiB weights, {engine.tokens:,} KV tokens"))
-    console.print(table(f"memory of a trainer's device, {best.name}", rows))
-    say(f"the recipe lines of the first: {keys}")
-    for why in dict.fromkeys(refused.values()):
-        ways = "; ".join(line for line, reason in refused.items() if reason == why)
-        console.print(f"not {ways}: {why}", style="dim", markup=False, soft_wrap=True)
-
-
-def _times(plans: list[Any]) -> Any:
-    from dovetail.cli.plan_serve_table import new_table, span
-
-    out = new_table("seconds of a step")
-    for name in ("", "sampling", "scoring", "training", "handing\nover", "step", "answer\ntok/s"):
-        out.add_column(name, justify="left" if not name else "right")
-    for _, plan in plans:
-        parts = (plan.sampling, plan.scoring, plan.training, plan.sync, plan.step, plan.tokens_per_second)
-        sleeps = ", asleep meanwhile" if not plan.rollout.devices and plan.rollout.kv_bytes is None else ""
-        name = plan.name + sleeps + (", overlapped" if plan.rollout.overlaps else "")
-        out.add_row(name, *(span(part) if part.best else "-" for part in parts))
-    return out
-
-
-def _plain(plan: Any, keys: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    times = {name: asdict(getattr(plan, name)) for name in ("sampling", "scoring", "training", "sync", "step")}
-    return {
-        "name": plan.name, "recipe": keys, "memory": dict(plan.memory), "limit": plan.trainer.limit,
-        "engine": asdict(plan.engine), "seconds": times, "tokens_per_second": asdict(plan.tokens_per_second),
-    }  # fmt: skip

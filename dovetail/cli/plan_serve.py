@@ -2,21 +2,23 @@
 
 import typer
 
+from dovetail.cli.plan_recipe import MODEL, PRICE, REGION, SPOT
+
 ON = typer.Option(..., "--on", help="Such as v6e-8, v5litepod-8, h200x1, 2 x v5e-8, cpu.")
 
 
 def serve(
-    model: str = typer.Argument(help="A shipped architecture, a config.json, or the folder that holds one."),
+    model: str = typer.Argument(help=MODEL),
     on: str = ON,
     prompt: int = typer.Option(2048, "--in", min=1, help="Tokens of a prompt."),
     output: int = typer.Option(512, "--out", min=1, help="Tokens of an answer."),
     concurrency: int = typer.Option(64, min=1, help="Requests at a time, over all devices."),
     dtype: str = typer.Option("", help="Of the weights: bf16, f16, f32, tf32; int8, fp8 and int4 to plan with."),
     kv: str = typer.Option("", help="Of the KV pages; otherwise as the weights, at least bf16."),
-    tensor_parallel: int = typer.Option(0, min=0, help="Devices of a replica; otherwise every degree is tried."),
-    price: float = typer.Option(None, min=0.0, help="Dollars per chip and hour, in place of the list's."),
-    spot: bool = typer.Option(False, help="With the list's price of spot machines."),
-    region: str = typer.Option("", help="Of the list, such as europe-west4; US otherwise."),
+    tensor_parallel: int = typer.Option(0, min=0, help="Devices of a replica; otherwise every number is tried."),
+    price: float = PRICE,
+    spot: bool = SPOT,
+    region: str = REGION,
     per_day: str = typer.Option("", help="Requests of a day, such as 1M: how many machines, for how much."),
     plot: str = typer.Option("", help="Draw latency against throughput into this .svg file."),
     html: str = typer.Option("", help="Write one page with pictures of it all into this .html file."),
@@ -28,10 +30,11 @@ def serve(
     from pathlib import Path
 
     from dovetail.cli import plan_serve_table as tables
+    from dovetail.cli.plan_recipe import checked_region, outline_of
+    from dovetail.cli.plan_start import starter
     from dovetail.core.accelerator import parse
     from dovetail.core.prices import rate
     from dovetail.core.recipe import read_count
-    from dovetail.models.registry import read_model
     from dovetail.plan.calibration import fractions
     from dovetail.plan.pool import PLANNED_ONLY
     from dovetail.plan.serve_plan import Workload, plan_serving
@@ -39,9 +42,8 @@ def serve(
 
     if plot and Path(plot).suffix != ".svg":
         raise ValueError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
-    if price is not None and (spot or region):
-        raise ValueError("--price is the price itself: leave out --spot and --region")
-    cfg, accelerator = read_model(model), parse(on)
+    region, accelerator = checked_region(price, spot, region), parse(on)
+    cfg, stored = outline_of(model)
     chip, dtype = chip_to_plan(accelerator), dtype or ("bf16" if accelerator.chip else "f32")
     accelerator = replace(accelerator, chip=chip)  # of a CPU, the one here
     paid = rate(chip, spot, region, price)
@@ -51,11 +53,12 @@ def serve(
         kv=kv or ("bf16" if dtype in PLANNED_ONLY else dtype), dollars=dollars,
         fractions=fractions(chip.name), tensor=tensor_parallel,
     )  # fmt: skip
+    start = starter(model, stored)
     requests = read_count(per_day, "--per-day") if per_day else 0
     if as_json:
-        print(tables.as_json(model, plans, requests))
+        print(tables.as_json(model, plans, requests, start))
     else:
-        tables.show(model, plans, requests, explain, paid.says)
+        tables.show(model, plans, requests, explain, paid.says, start)
     if plot:
         from dovetail.cli.plan_serve_plot import draw
         from dovetail.cli.save import save
@@ -64,4 +67,4 @@ def serve(
     if html:
         from dovetail.cli.plan_page import write_serving
 
-        write_serving(html, model, plans)
+        write_serving(html, model, plans, start)

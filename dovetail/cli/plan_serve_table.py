@@ -4,31 +4,68 @@ import json
 from typing import Any
 
 MOST_ROWS = 12  # of the frontier
+WIDE = 104  # columns from which one table holds all
 
 
-def show(model: str, plans: list[Any], requests: int, explain: bool, price: str) -> None:
-    """`plans`: plan.serve_plan's, the best first. `price`: whose the dollars are, in words."""
+def show(model: str, plans: list[Any], requests: int, explain: bool, price: str, start: Any) -> None:
+    """Print the answer, then the tables.
+
+    `plans`: plan.serve_plan's, the best first. `price`: whose the dollars are, in words. `start`: how to start a plan.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
+    for line in [*answer(plans), *(per_day(plans[0], requests) if requests else [])]:
+        console.print(line, style="bold", markup=False)
+    console.print()
     for line in head(model, plans, price):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(ways(plans))
-    console.print(frontier_table(plans))
-    if requests:
-        for line in per_day(plans[0], requests):
-            console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
+    for table in ways(plans, console.width >= WIDE):
+        console.print(table)
+    console.print("weights and KV of each device; KV tokens of each replica\n")
+    console.print(frontier_table(plans, console.width >= WIDE))
+    critical = f"{plans[0].replica.critical_batch:,.0f}"
+    console.print(f"critical batch: {critical} (above it products take longer than reading the weights)")
     if explain:
         console.print()
         for line in arithmetic(plans[0]):
             console.print(line, markup=False, soft_wrap=True)
-    console.print(command(model, plans[0]), markup=False, soft_wrap=True)
+    console.print()
+    console.print(start(plans[0]), markup=False, soft_wrap=True)
+
+
+def answer(plans: list[Any]) -> list[str]:
+    """Return whether it fits, the fastest way, its speed, and what a token costs."""
+    best, work = plans[0], plans[0].workload
+    where = best.replica.accelerator.name
+    fits = f"fits: on {where}"
+    if best.replica.machines > 1:
+        fits = f"fits: on no single machine of {where}, on {best.replica.machines} together"
+    each = f"{_count(best.held.sequences(work.length))} sequences of {work.length:,} tokens"
+    many = f"{best.replicas:,} replica{'s' if best.replicas > 1 else ''} of {best.tensor} device"
+    lines = [
+        f"{fits}; fastest: {many}{'s' if best.tensor > 1 else ''}, KV pages for {each} on each replica",
+        f"speed: {span(best.chosen.rate)} output tok/s with {at_a_time(best)} at a time; first token after "
+        f"{span(best.first_token, 1e3)} ms, the next every {span(best.chosen.per_token, 1e3)} ms",
+    ]
+    if best.dollars is not None:
+        low, high = sorted((_whole_cost(best, best.chosen).best, _whole_cost(best, best.chosen).worst))
+        lines.append(
+            f"cost: ${best.dollars:,.2f} per hour; ${short(low)} - ${short(high)} per million output tokens with "
+            "their prompts"
+        )
+    if best.unserved:
+        lines.append(f"not served by Dovetail: {best.unserved}; the figures are for an engine that does")
+    return lines
+
+
+def at_a_time(plan: Any) -> str:
+    return f"{plan.chosen.sequences:,}" + ("" if plan.holds_all else f" of {plan.workload.concurrency:,}")
 
 
 def head(model: str, plans: list[Any], price: str) -> list[str]:
     from dovetail.core.spec import num_params
     from dovetail.models.spec import spec
-    from dovetail.plan.pool import PLANNED_ONLY
 
     best, replica = plans[0], plans[0].replica
     work, kv = best.workload, replica.kv or replica.dtype
@@ -38,53 +75,57 @@ def head(model: str, plans: list[Any], price: str) -> list[str]:
         f"{model}: {many:.3g}B weights in {replica.dtype}, KV in {kv}; {work.prompt:,} in + {work.output:,} out, "
         f"{work.concurrency} at a time",
         "bounds: at the peaks, all overlapped - at half of them, nothing overlapped, every launch waited for",
+        price,
     ]
-    lines.append(price if best.dollars is None else f"${best.dollars:,.2f} per hour: {price}")
     if replica.fractions:
         lines.append(replica.fractions.describe())
-    if replica.dtype in PLANNED_ONLY or kv in PLANNED_ONLY:
-        lines.append("Dovetail's engine has neither such weights nor such pages: this is what another would have")
     return lines
 
 
-def ways(plans: list[Any]):
-    """A row for each way to deal the devices out."""
-    out = new_table(f"replicas x devices of each, on {plans[0].replica.accelerator.name}")
-    priced = plans[0].dollars is not None
-    names = ("", "weights\nGiB", "KV\nGiB", "KV\ntokens", "at a\ntime", "first token\nms", "between\ntokens ms")
-    for name in (*names, "out\ntok/s", *(("$/M\nin", "$/M\nout") if priced else ())):
+def ways(plans: list[Any], wide: bool) -> list[Any]:
+    """Return a row for each way to deal the devices out; on a narrow screen in two tables."""
+    title = "replicas x devices of each"
+    memory = [
+        ("weights\nGiB", lambda plan: _gib(plan.held.weights)),
+        ("KV\nGiB", lambda plan: _gib(plan.held.room)),
+        ("KV\ntokens", lambda plan: _count(plan.held.tokens)),
+        ("at a\ntime", at_a_time),
+    ]
+    speed = [
+        ("first token\nms", lambda plan: span(plan.first_token, 1e3)),
+        ("between\ntokens ms", lambda plan: span(plan.chosen.per_token, 1e3)),
+        ("out\ntok/s", lambda plan: span(plan.chosen.rate)),
+    ]
+    if plans[0].dollars is not None:
+        speed.append(("$/M\nin", lambda plan: span(plan.per_million_input)))
+        speed.append(("$/M\nout", lambda plan: span(plan.per_million_output)))
+    parts = [(title, memory + speed)] if wide else [(title, memory), ("the same: speed and cost", speed)]
+    return [_columns(name, plans, columns) for name, columns in parts]
+
+
+def _columns(title: str, plans: list[Any], columns: list[tuple[str, Any]]) -> Any:
+    out = new_table(title)
+    for name in ("", *(name for name, _ in columns)):
         out.add_column(name, justify="right")
     for plan in plans:
-        at_a_time = f"{plan.chosen.sequences:,}" + ("" if plan.holds_all else f" of {plan.workload.concurrency:,}")
-        cells = [
-            plan.name, _gib(plan.held.weights), _gib(plan.held.room), _count(plan.held.tokens), at_a_time,
-            span(plan.first_token, 1e3), span(plan.chosen.per_token, 1e3), span(plan.chosen.rate),
-        ]  # fmt: skip
-        out.add_row(*cells, *([span(plan.per_million_input), span(plan.per_million_output)] if priced else []))
-    out.caption, out.caption_justify = "weights and KV of each device; KV tokens of each replica", "left"
+        out.add_row(plan.name, *(cell(plan) for _, cell in columns))
     return out
 
 
-def frontier_table(plans: list[Any]):
+def frontier_table(plans: list[Any], wide: bool):
+    """Return what no other way beats in both latency and throughput; a narrow screen has no room for each stream's
+    own rate."""
     from dovetail.plan.serve_plan import frontier
 
-    best = plans[0]
     out = new_table("latency against throughput: what no other way beats in both")
-    priced = best.dollars is not None
-    for name in ("", "at a\ntime", "decode step\nms", "between\ntokens ms", "tok/s\nof each", "out\ntok/s"):
+    priced = plans[0].dollars is not None
+    names = ("", "at a\ntime", "decode step\nms", "between\ntokens ms", *(("tok/s\nof each",) if wide else ()))
+    for name in (*names, "out\ntok/s", *(("$/M out,\nwith prompts",) if priced else ())):
         out.add_column(name, justify="right")
-    if priced:
-        out.add_column("$/M out,\nprompts and all", justify="right")
     for plan, point in _thinned(frontier(plans)):
-        each = point.rate.times(1 / point.sequences)
-        cells = [
-            plan.name, f"{point.sequences:,}", span(point.decode, 1e3), span(point.per_token, 1e3),
-            span(each), span(point.rate),
-        ]  # fmt: skip
-        out.add_row(*cells, *([span(_whole_cost(plan, point))] if priced else []))
-    critical = f"{best.replica.critical_batch:,.0f}"
-    out.caption = f"critical batch: a replica's products catch up with reading its weights from {critical} on"
-    out.caption_justify = "left"
+        cells = [plan.name, f"{point.sequences:,}", span(point.decode, 1e3), span(point.per_token, 1e3)]
+        cells += [span(point.rate.times(1 / point.sequences))] if wide else []
+        out.add_row(*cells, span(point.rate), *([span(_whole_cost(plan, point))] if priced else []))
     return out
 
 
@@ -120,13 +161,6 @@ def per_day(plan: Any, requests: int) -> list[str]:
         ]
         lines.append(" to ".join(each))
     return lines
-
-
-def command(model: str, plan: Any) -> str:
-    work, tensor = plan.workload, plan.tensor
-    split = f" --tensor-parallel {tensor}" if tensor > 1 else ""
-    many = f", {plan.replicas} of them" if plan.replicas > 1 else ""
-    return f"start it{many}: dovetail serve {model}{split} --max-num-seqs {plan.wanted} --max-model-len {work.length}"
 
 
 def arithmetic(plan: Any) -> list[str]:
@@ -174,7 +208,7 @@ def arithmetic(plan: Any) -> list[str]:
     return lines
 
 
-def as_json(model: str, plans: list[Any], requests: int) -> str:
+def as_json(model: str, plans: list[Any], requests: int, start: Any) -> str:
     from dataclasses import asdict
 
     from dovetail.plan.serve_plan import frontier
@@ -184,6 +218,7 @@ def as_json(model: str, plans: list[Any], requests: int) -> str:
         "model": model, "accelerator": best.replica.accelerator.name, "workload": asdict(best.workload),
         "dtype": best.replica.dtype, "kv": best.replica.kv or best.replica.dtype, "dollars_per_hour": best.dollars,
         "calibration": best.replica.fractions.describe() if best.replica.fractions else None,
+        "start": "" if best.unserved else start(best), "unserved": best.unserved,
         "plans": [_plain(plan) for plan in plans],
         "frontier": [{"replicas": p.replicas, "tensor": p.tensor, **_point(q)} for p, q in frontier(plans)],
     }  # fmt: skip
@@ -197,7 +232,8 @@ def _plain(plan: Any) -> dict[str, Any]:
 
     costs = {"per_million_input": plan.per_million_input, "per_million_output": plan.per_million_output}
     return {
-        "replicas": plan.replicas, "tensor": plan.tensor, "critical_batch": plan.replica.critical_batch,
+        "replicas": plan.replicas, "tensor": plan.tensor, "machines": plan.replica.machines,
+        "critical_batch": plan.replica.critical_batch,
         "memory": asdict(plan.held), "kv_tokens": plan.held.tokens,
         "kv_sequences": plan.held.sequences(plan.workload.length), "holds_all": plan.holds_all,
         "first_token_seconds": asdict(plan.first_token), "last_of_all_seconds": asdict(plan.last_of_all),
@@ -228,16 +264,16 @@ def new_table(title: str):
 def span(bounds: Any, factor: float = 1.0) -> str:
     """`3.1 - 9.9`; as calibrated where that is known: `3.1 - 9.9 (4.2)`."""
     low, high = sorted((bounds.best * factor, bounds.worst * factor))
-    likely = "" if bounds.likely is None else f" ({_short(bounds.likely * factor)})"
-    return f"{_short(low)} - {_short(high)}{likely}"
+    likely = "" if bounds.likely is None else f" ({short(bounds.likely * factor)})"
+    return f"{short(low)} - {short(high)}{likely}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1 else f"{value:.2g}"
 
 
 def _ms(seconds: float) -> str:
-    return f"{_short(seconds * 1e3)} ms"
+    return f"{short(seconds * 1e3)} ms"
 
 
 def _gib(size: int | None) -> str:

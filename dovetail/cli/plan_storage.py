@@ -4,9 +4,11 @@ from typing import Any
 
 import typer
 
+from dovetail.cli.plan_recipe import MODEL
+
 
 def storage(
-    what: str = typer.Argument(metavar="RECIPE_OR_MODEL", help="A recipe's name or file, or a model's."),
+    what: str = typer.Argument(metavar="RECIPE_OR_MODEL", help=f"A recipe; or a model: {MODEL[0].lower()}{MODEL[1:]}"),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as checkpoint.every=500."),
     on: str = typer.Option("", "--on", help="What it runs on, such as v4-64: so many hosts save at once."),
     tokens: str = typer.Option("", help="Of the data, such as 300B; otherwise as many as the recipe trains on."),
@@ -22,16 +24,17 @@ def storage(
 
     from rich.console import Console
 
-    from dovetail.cli.plan_recipe import settings_of
+    from dovetail.cli.plan_recipe import outline_of, settings_of
     from dovetail.core.accelerator import parse
     from dovetail.core.recipe import read_count
-    from dovetail.models.registry import read_model
+    from dovetail.core.regions import check_place, check_zone
     from dovetail.plan.storage import plan_storage
 
+    bucket, zone = bucket and check_place("--bucket", bucket), zone and check_zone("--zone", zone)
     count = read_count(tokens, "--tokens") if tokens else 0
     settings, machine = settings_of(what, overrides or [], count), parse(on) if on else None
     found = plan_storage(
-        read_model(settings.model), settings, hosts=machine.total_hosts if machine else 1, bandwidth=bandwidth * 1e9,
+        outline_of(settings.model)[0], settings, hosts=machine.total_hosts if machine else 1, bandwidth=bandwidth * 1e9,
         devices_per_host=machine.total_devices // machine.total_hosts if machine else 1,
         mesh=settings.mesh if settings.mesh.fsdp else None, tokens=count, epochs=epochs, bucket=bucket, zone=zone,
     )  # fmt: skip

@@ -78,6 +78,7 @@ def _bounds(one: Any) -> list[str]:
 
 
 def _run(one: Any) -> list[str]:
+    from dovetail.plan.cost import unit_of
     from dovetail.plan.flops import train_flops_per_token
 
     settings, chips = one.settings, one.accelerator.total_chips
@@ -90,8 +91,9 @@ def _run(one: Any) -> list[str]:
         f"{full[0]:.1%} - {full[1]:.1%} (full)",
     ]
     if settings.total_steps:
-        days = " - ".join(f"{day:.3g}" for day in one.days)
-        lines.append(f"run = {settings.total_steps:,} steps x the step = {days} days of {chips:,} chips")
+        unit, seconds = unit_of(one.seconds[1])
+        time = " - ".join(f"{each / seconds:.3g}" for each in one.seconds)
+        lines.append(f"run = {settings.total_steps:,} steps x the step = {time} {unit} of {chips:,} chips")
     lines.append(f"peak, memory and links of {one.chip.name}: {one.chip.source}")
     return lines
 

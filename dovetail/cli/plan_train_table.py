@@ -6,16 +6,22 @@ from typing import Any
 WIDE = 140  # columns from which one table holds all
 
 
-def show(what: str, plans: list[Any], top: int, spot: bool, is_run: bool, explain: bool) -> None:
-    """`plans`: plan.train_plan's, the best first. `is_run`: whether the tokens of the whole run are known."""
+def show(what: str, plans: list[Any], top: int, spot: bool, whose: str, explain: bool) -> None:
+    """Print the answer, then the tables.
+
+    `plans`: plan.train_plan's, the best first. `whose`: where the tokens of the run are from, if nobody said them.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
+    for line in answer(plans, spot, whose):
+        console.print(line, style="bold", markup=False)
+    console.print()
     for line in head(what, plans[0], spot):
         console.print(line, markup=False)
-    columns = _columns(spot, is_run)
+    columns = _columns(spot, plans[:top])
     parts = [columns] if console.width >= WIDE else [columns[:7], columns[7:]]
-    titles = (f"{len(plans):,} plans fit; the fastest", "the same plans: rate and cost")
+    titles = (f"the fastest of {len(plans):,} plans", f"the same plans: rate, and the run of {_tokens(plans[0])}")
     for part, title in zip(parts, titles, strict=False):
         console.print(_table(plans[:top], part, title))
     console.print(_memory(plans[0]), markup=False)
@@ -30,6 +36,46 @@ def show(what: str, plans: list[Any], top: int, spot: bool, is_run: bool, explai
             console.print(line, markup=False, soft_wrap=True)
     console.print("\nto paste into the recipe", style="bold")
     console.print(recipe_lines(plans[0]), markup=False, end="")
+
+
+def answer(plans: list[Any], spot: bool, whose: str) -> list[str]:
+    """Return whether it fits, the fastest plan, its step, and the time and dollars of the run."""
+    best = plans[0]
+    held, limit = best.plan.memory.total / 2**30, best.limit / 2**30
+    mfu = "{:.0f} - {:.0f}".format(*(100 * share for share in best.mfu))
+    unit, seconds = _unit([best])
+    time = span((best.seconds[0] / seconds, best.seconds[1] / seconds))
+    return [
+        f"fits: {_plans(len(plans))} on {best.accelerator.name}; fastest: {mesh_text(best.plan.mesh)}, remat "
+        f"{best.plan.remat}, {held:.1f} of {limit:.1f} GiB of a device",
+        f"step: {span((best.time.lower, best.time.upper))} s, {span(best.tokens_per_second)} tok/s, MFU {mfu}%",
+        f"run:  {_tokens(best)}{f' ({whose})' if whose else ''}: {time} {unit}, {_paid(best, spot)}",
+    ]
+
+
+def _plans(count: int) -> str:
+    return f"{count:,} plan{'s' if count > 1 else ''}"
+
+
+def _paid(one: Any, spot: bool) -> str:
+    """Return the dollars of the run, in words."""
+    price = one.prices.spot if spot else one.prices.on_demand
+    if price.dollars is None:
+        return price.says
+    low, high = (each.spot if spot else each.dollars for each in one.costs)
+    return f"${_short(low)} - ${_short(high)}{' spot' if spot else ''}"
+
+
+def _tokens(one: Any) -> str:
+    settings = one.settings
+    return f"{_short(settings.tokens or settings.total_steps * settings.tokens_per_step)} tokens"
+
+
+def _unit(plans: list[Any]) -> tuple[str, float]:
+    """Return the unit that the runs' times are shown in, and its seconds."""
+    from dovetail.plan.cost import unit_of
+
+    return unit_of(max(one.seconds[1] for one in plans))
 
 
 def head(what: str, best: Any, spot: bool) -> list[str]:
@@ -53,9 +99,10 @@ def head(what: str, best: Any, spot: bool) -> list[str]:
     return lines
 
 
-def _columns(spot: bool, is_run: bool) -> list[tuple[str, Any]]:
-    """(title, cell) each; the first seven stand alone on a narrow screen."""
-    found: list[tuple[str, Any]] = [
+def _columns(spot: bool, plans: list[Any]) -> list[tuple[str, Any]]:
+    """Return (title, cell) of each; the first seven stand alone on a narrow screen."""
+    unit, seconds = _unit(plans)
+    return [
         ("mesh", lambda one: mesh_text(one.plan.mesh)),
         ("remat", lambda one: one.plan.remat),
         ("rows x\nparts", lambda one: f"{one.plan.rows} x {one.plan.microsteps}"),
@@ -66,11 +113,9 @@ def _columns(spot: bool, is_run: bool) -> list[tuple[str, Any]]:
         ("bound by", lambda one: one.time.bound_by),
         ("MFU\n%", lambda one: "{:.0f} - {:.0f}".format(*(100 * share for share in one.mfu))),
         ("tok/s", lambda one: span(one.tokens_per_second)),
+        (unit, lambda one: span((one.seconds[0] / seconds, one.seconds[1] / seconds))),
+        ("$ spot" if spot else "$", lambda one: _dollars(one, spot)),
     ]
-    if is_run:
-        found.append(("days", lambda one: span(one.days)))
-        found.append(("$ spot" if spot else "$", lambda one: _dollars(one, spot)))
-    return found
 
 
 def _table(plans: list[Any], columns: list[tuple[str, Any]], title: str):
@@ -141,7 +186,8 @@ def show_stages(one: Any, stages: int) -> None:
     Console(highlight=False).print(f"\n{found.says}", markup=False)
 
 
-def as_json(what: str, plans: list[Any]) -> str:
+def as_json(what: str, plans: list[Any], count: int) -> str:
+    """Return the plans for programs; `count`: of all that fit."""
     from dataclasses import asdict
 
     def plain(one: Any) -> dict[str, Any]:
@@ -160,6 +206,8 @@ def as_json(what: str, plans: list[Any]) -> str:
         {
             "model": what, "accelerator": best.accelerator.name, "chip_source": best.chip.source,
             "batch": best.settings.batch, "length": best.settings.length, "price": best.prices.on_demand.says,
+            "tokens": best.settings.tokens or best.settings.total_steps * best.settings.tokens_per_step,
+            "fits": count,
             "plans": [plain(one) for one in plans],
         },
         indent=2,

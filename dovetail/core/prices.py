@@ -29,7 +29,8 @@ class Rate:
 
 
 def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float | None = None) -> Rate:
-    """`given` comes before every list."""
+    """Return the price of a chip; `given` comes before every list. Commands check the region (core.regions)."""
+    region = region.lower()
     if given is not None:
         if given < 0:
             raise ValueError(f"a price is 0 or more dollars per chip and hour; got {given:g}")
@@ -37,8 +38,9 @@ def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float |
     if chip is None or chip.dollars is None:
         name = chip.name if chip else "CPU"
         return Rate(None, f"no public price of {name}: give yours with --price")
-    listed = ELSEWHERE.get(chip.name, {}).get(region.lower(), chip.dollars)
+    listed = ELSEWHERE.get(chip.name, {}).get(region, chip.dollars)
     dollars = listed if not spot else (chip.spot or chip.dollars) * listed / chip.dollars
-    where = region.lower() if listed != chip.dollars else "US"
+    other = region and not region.startswith("us-")
+    where = region if listed != chip.dollars else f"US (none is listed for {region})" if other else "US"
     kind = "spot" if spot else "on demand"
     return Rate(dollars, f"${dollars:.2f} per chip and hour {kind}, list of Google Cloud, {where}, 2026-08")

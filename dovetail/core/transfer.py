@@ -8,6 +8,8 @@ multi-region. They rank and warn, they are no offer.
 
 from __future__ import annotations
 
+from dovetail.core.regions import DUAL_REGIONS, region
+
 NEAR_GB = 0.02
 FAR_GB = 0.08
 INTERNET_GB = 0.12
@@ -17,20 +19,14 @@ PIECE_MB = 8  # of a read or write of a checkpoint or a data file
 REGION_GB_MONTH, MULTI_REGION_GB_MONTH = 0.020, 0.026
 
 
-def continent(region: str) -> str:
-    """`us-east5-b` -> `us`."""
-    first = region.lower().partition("-")[0]
-    return {"us": "us", "northamerica": "us", "europe": "eu", "eu": "eu"}.get(first, first)
-
-
-def region(zone: str) -> str:
-    """`us-east5-b` -> `us-east5`."""
-    parts = zone.lower().split("-")
-    return "-".join(parts[:2])
+def continent(place: str) -> str:
+    """Return the continent of a zone, a region or a bucket's place: `us-east5-b` -> `us`."""
+    first = place.lower().partition("-")[0]
+    return {"us": "us", "northamerica": "us", "europe": "eu", "eu": "eu", **DUAL_REGIONS}.get(first, first)
 
 
 def is_multi_region(bucket: str) -> bool:
-    """`us`, `eu`, `asia`."""
+    """Whether a bucket is in several regions: `us`, `eu`, `asia`, `nam4`."""
     return "-" not in bucket
 
 

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.doctor.load import sizes
+
 GPU_FIELDS = "index,name,memory.used,memory.total,utilization.gpu,temperature.gpu,power.draw"
 
 
@@ -107,15 +109,9 @@ def _tpus() -> list[Usage]:
 
 
 def _cpu() -> Usage:
-    memory = _meminfo()
+    memory = sizes(Path("/proc/meminfo"))
     total = memory.get("MemTotal", 0)
     return Usage("CPU", f"{os.cpu_count()} cores", total - memory.get("MemAvailable", total), total, _cpu_busy())
-
-
-def _meminfo() -> dict[str, int]:
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def _cpu_busy(seconds: float = 0.2) -> float | None:

@@ -56,23 +56,26 @@ class Model:
         return greedy(self.params, self.config, token_ids, max_new_tokens, self.compute)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Rows of what was loaded, for a table."""
-        cfg, tree = self.config, spec(self.config)
-        itemsize = self.dtype.itemsize
-        rows = [
-            ("family", cfg.family),
-            ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
-            ("attention heads", _heads(cfg)),
-            ("parameters", f"{num_params(tree) / 1e6:,.1f} M"),
-            ("weights", f"{num_bytes(tree, self.dtype) / 2**20:,.0f} MiB in {self.dtype.name}"),
-            ("dtype", f"{self.compute.name}: {self.compute.describe()}"),
-            ("KV cache", f"{kv_bytes_per_token(cfg, itemsize) / 2**10:,.1f} KiB per token"),
-            ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
-            ("context", f"{cfg.max_len:,} tokens"),
-        ]
-        if self.tokenizer:
-            rows.append(("vocabulary", f"{self.tokenizer.vocab_size:,} tokens"))
-        return [*rows, ("from", self.source)]
+        """Return rows of what was loaded, for a table."""
+        return [*summary(self.config, self.dtype, self.compute), ("from", self.source)]
+
+
+def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute) -> list[tuple[str, str]]:
+    """Return rows of what a model is, with weights held in `dtype`, for a table."""
+    params, size = num_params(spec(cfg)), num_bytes(spec(cfg), dtype)
+    held = f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
+    return [
+        ("family", cfg.family),
+        ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
+        ("attention heads", _heads(cfg)),
+        ("parameters", f"{params / 1e9:,.2f} B" if params >= 1e9 else f"{params / 1e6:,.1f} M"),
+        ("weights", f"{held} in {dtype.name}"),
+        ("dtype here", f"{compute.name}: {compute.describe()}"),
+        ("KV cache", f"{kv_bytes_per_token(cfg, dtype.itemsize) / 2**10:,.1f} KiB per token"),
+        ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
+        ("context", f"{cfg.max_len:,} tokens"),
+        ("vocabulary", f"{cfg.vocab:,} tokens"),
+    ]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "compute"))
@@ -159,7 +162,12 @@ def save(
 
 
 def _own_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
-    return jnp.float32 if jax.default_backend() == "cpu" else stored_dtype(checkpoint, cfg, where)
+    return own_dtype(stored_dtype(checkpoint, cfg, where))
+
+
+def own_dtype(stored: Any) -> Any:
+    """Return what weights that are stored in a type are computed in on this machine, where nothing else is asked."""
+    return jnp.float32 if jax.default_backend() == "cpu" else stored
 
 
 def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:

@@ -10,6 +10,15 @@ from dovetail.plan.plans import forward_flops
 
 DAY = 86_400.0
 HOUR = 3_600.0
+# a unit of time, its seconds, and up to how many of it a time is shown in it; then years
+UNITS = (("seconds", 1.0, 120), ("minutes", 60.0, 120), ("hours", HOUR, 48), ("days", DAY, 1000))
+YEAR = 365.25 * DAY
+
+
+def unit_of(seconds: float) -> tuple[str, float]:
+    """Return the unit to show a time in, and its seconds."""
+    fits = ((name, each) for name, each, most in UNITS if seconds < most * each)
+    return next(fits, ("years", YEAR))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ Weights and pages lie as the engine lays them out (models.publish, models.spec.c
 that the tensor axis does not divide are whole on every device, as a latent is, and a layer with a window keeps all
 tokens, for all layers share one table of pages. The engine decides the same from what its devices say; a test
 compares them.
+
+`spread` is another layout, of a replica over several machines, which this engine does not run: with more devices than
+key heads each device holds the key head of its query heads, as vLLM has it, in place of all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from dovetail.core.chips import Chip
 from dovetail.core.mesh import MESH_AXES, SERVE, Placement
 from dovetail.core.spec import ParamSpec, leaf_dtype, leaves
-from dovetail.models.config import Layer, ModelConfig
+from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import cache_shapes
 
@@ -73,13 +76,14 @@ def held(
     memory: int | None = None,
     page: int = 0,
     step_tokens: int = 0,
+    spread: bool = False,
 ) -> Held:
-    """`chip` None is a CPU, of which `memory` bytes are free. `rows`: most sequences of a step. `page` and
-    `step_tokens`: the engine's own choice unless given."""
+    """Return what one device holds. `chip` None is a CPU, of which `memory` bytes are free. `rows`: most sequences of
+    a step. `page` and `step_tokens`: the engine's own choice unless given."""
     platform = platform_of(chip)
     page, step_tokens = page or PAGE[platform], step_tokens or STEP_TOKENS[platform]
-    weights = sum(size for _, size in local_weights(cfg, chip, tensor, dtype))
-    per_token = sum(row for row in local_rows(cfg, chip, tensor, kv or dtype) if row is not None)
+    weights = sum(size for _, size in local_weights(cfg, chip, tensor, dtype, spread))
+    per_token = sum(row for row in local_rows(cfg, chip, tensor, kv or dtype, spread) if row is not None)
     step = _step_bytes(cfg, tensor, step_tokens, rows, HELD[compute_dtype(dtype)])
     total = memory or (chip.device_hbm if chip else None)
     if total is None:
@@ -114,36 +118,43 @@ def placement(chip: Chip | None, tensor: int) -> Placement | None:
 
 
 @functools.lru_cache(maxsize=256)
-def local_weights(cfg: ModelConfig, chip: Chip | None, tensor: int, dtype: str) -> tuple[tuple[ParamSpec, int], ...]:
-    """Every weight of the engine's form with its bytes on one device."""
+def local_weights(
+    cfg: ModelConfig, chip: Chip | None, tensor: int, dtype: str, spread: bool = False
+) -> tuple[tuple[ParamSpec, int], ...]:
+    """Return every weight of the engine's form with its bytes on one device."""
     place = placement(chip, tensor)
-    return tuple((one, _bytes(one, place, dtype)) for _, one in leaves(serving_spec(cfg, place)))
+    return tuple((one, _bytes(one, place, dtype, spread)) for _, one in leaves(serving_spec(cfg, place)))
 
 
-def _bytes(one: ParamSpec, place: Placement | None, dtype: str) -> int:
+def _bytes(one: ParamSpec, place: Placement | None, dtype: str, spread: bool) -> int:
     """Vectors (norms, biases) are never held in less than what is computed in."""
     own = leaf_dtype(one, _numpy_dtype(compute_dtype(dtype)))
     each = HELD[dtype] if dtype in PLANNED_ONLY and len(one.shape) > 1 and one.dtype is None else own.itemsize
-    return int(local_size(one, place) * each)
+    return int(local_size(one, place, spread) * each)
 
 
-def local_size(one: ParamSpec, place: Placement | None) -> int:
-    """Elements of a weight on one device."""
-    return math.prod(one.shape) // (_parts(place.partition(one.axes, one.shape), place) if place else 1)
+def local_size(one: ParamSpec, place: Placement | None, spread: bool = False) -> int:
+    """Return the elements of a weight on one device."""
+    parts = _parts(place.partition(one.axes, one.shape), place) if place else 1
+    if spread and place and "kv_heads" in one.axes:
+        parts = max(parts, math.gcd(one.shape[one.axes.index("kv_heads")], place.size("kv_heads")))
+    return math.prod(one.shape) // parts
 
 
-def local_rows(cfg: ModelConfig, chip: Chip | None, tensor: int, kv: str) -> list[int | None]:
-    """Bytes of one token in each layer's pages on one device; None for a layer that reads another's."""
+def local_rows(cfg: ModelConfig, chip: Chip | None, tensor: int, kv: str, spread: bool = False) -> list[int | None]:
+    """Return the bytes of one token in each layer's pages on one device; None for a layer that reads another's."""
     place, platform = placement(chip, tensor), platform_of(chip)
     shapes = cache_shapes(cfg, 1, 1, _numpy_dtype(compute_dtype(kv)), place, platform)
     return [
-        None if shape is None else int(math.prod(shape) // page_parts(layer, place) * HELD[kv])
+        None if shape is None else int(math.prod(shape) // page_parts(layer, place, spread) * HELD[kv])
         for layer, shape in zip(cfg.layers, shapes, strict=True)
     ]
 
 
-def page_parts(layer: Layer, place: Placement | None) -> int:
-    """Over how many devices a layer's pages are split."""
+def page_parts(layer: Layer, place: Placement | None, spread: bool = False) -> int:
+    """Return over how many devices a layer's pages are split."""
+    if spread and place and isinstance(layer.attn, Attention):
+        return math.gcd(layer.attn.kv_heads, place.size("kv_heads"))
     return _parts(layer.attn.pages_partition(place), place) if place else 1
 
 

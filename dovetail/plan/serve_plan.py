@@ -1,12 +1,14 @@
 """A model served on an accelerator: what fits, how fast, and what a token costs, for each way to split the devices.
 
-The devices are dealt out as replicas of `tensor` devices each. An engine runs on one machine, so that a replica has no
-more devices than a machine does.
+The devices are dealt out as replicas of `tensor` devices each. Our engine runs on one machine, so a replica has no more
+devices than a machine does, unless no machine holds the model: then replicas over several machines are planned, for an
+engine that can (`ServePlan.unserved` says so).
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +17,7 @@ from dovetail.core.chips import CHIPS, GIB
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.pool import FRACTION, HELD, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
-from dovetail.plan.serve_time import Bounds, Replica
+from dovetail.plan.serve_time import Bounds, Replica, machine_devices
 
 HOUR = 3600.0
 MILLION = 1e6
@@ -82,6 +84,20 @@ class ServePlan:
         return f"{self.replicas} x {self.tensor}"
 
     @property
+    def unserved(self) -> str:
+        """Why Dovetail's engine does not run it; empty: it does."""
+        replica, kv, found = self.replica, self.replica.kv or self.replica.dtype, []
+        if replica.machines > 1:
+            each = machine_devices(replica.accelerator)
+            found.append(f"a replica spans {replica.machines} machines of {each} devices, and the engine runs on one")
+        held = [name for name in dict.fromkeys((replica.dtype, kv)) if name in PLANNED_ONLY]
+        if held:
+            found.append(f"the engine has no weights or KV pages in {' or '.join(held)}")
+        elif kv != replica.dtype:
+            found.append(f"the engine keeps KV pages in the type of the weights, {replica.dtype}")
+        return "; ".join(found)
+
+    @property
     def wanted(self) -> int:
         """Sequences that each replica is asked to take."""
         return -(-self.workload.concurrency // self.replicas)
@@ -113,6 +129,16 @@ class ServePlan:
         each = self.chosen.decode.times(1 / self.chosen.sequences)
         return None if self.dollars is None else each.times(self.dollars / HOUR * MILLION)
 
+    def command(self, source: str, dtype: str = "") -> str:
+        """Return the command that starts one replica. `source`: the model, as `dovetail serve` takes it; `dtype`: of
+        the weights, where it is not their own."""
+        split = f" --tensor-parallel {self.tensor}" if self.tensor > 1 else ""
+        held = f" --dtype {dtype}" if dtype else ""
+        return (
+            f"dovetail serve {shlex.quote(source)}{held}{split} --max-num-seqs {self.wanted} "
+            f"--max-model-len {self.workload.length}"
+        )
+
     def accelerators_for(self, requests_per_day: float) -> Bounds:
         """How many such accelerators it takes, if requests come evenly."""
         tokens = requests_per_day * self.workload.output / (24 * HOUR)
@@ -143,20 +169,39 @@ def plan_serving(
             f"a prompt of {workload.prompt:,} and an answer of {workload.output:,} tokens are {workload.length:,}, and "
             f"the model takes {cfg.max_len:,} at most: lower --in or --out"
         )
-    found = []
-    for degree in (tensor,) if tensor else degrees(accelerator):
-        replica = Replica(cfg, accelerator, degree, dtype, kv, fractions)
-        plan = _plan(replica, workload, dollars, memory)
-        found += [plan] if plan else []
-    if not found:
-        raise ValueError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
-    return sorted(found, key=_worth, reverse=True)
+    wider = beyond(accelerator)
+    if tensor and tensor not in (*degrees(accelerator), *wider):
+        most = max((*degrees(accelerator), *wider))
+        raise ValueError(
+            f"--tensor-parallel must be a power of two that divides the devices of {accelerator.name}, {most} at most; "
+            f"got {tensor}"
+        )
+    for tried in ((tensor,),) if tensor else (degrees(accelerator), wider):
+        replicas = [_replica(cfg, accelerator, degree, dtype, kv, fractions) for degree in tried]
+        found = [plan for one in replicas if (plan := _plan(one, workload, dollars, memory))]
+        if found:
+            return sorted(found, key=_worth, reverse=True)
+    raise ValueError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
 
 
 def degrees(accelerator: Accelerator) -> list[int]:
-    """Devices of a replica: powers of two up to what one machine has."""
-    most = accelerator.chips_per_host * (accelerator.chip.devices if accelerator.chip else 1)
+    """Return the numbers of devices that a replica may have: powers of two up to what one machine has."""
+    most = machine_devices(accelerator)
     return [n for n in (2**i for i in range(most.bit_length())) if most % n == 0]
+
+
+def beyond(accelerator: Accelerator) -> list[int]:
+    """Return the same over several machines: those of one TPU slice, or of all GPUs."""
+    devices, most = accelerator.total_devices, machine_devices(accelerator)
+    reach = devices // accelerator.slices if accelerator.is_tpu else devices if accelerator.chip else 0
+    return [n for n in (2**i for i in range(reach.bit_length())) if n > most and reach % n == 0]
+
+
+def _replica(
+    cfg: ModelConfig, accelerator: Accelerator, degree: int, dtype: str, kv: str, fractions: Fractions | None = None
+) -> Replica:
+    spread = degree > machine_devices(accelerator)
+    return Replica(cfg, accelerator, degree, dtype, kv, fractions, spread)
 
 
 def frontier(plans: Iterable[ServePlan]) -> list[tuple[ServePlan, Point]]:
@@ -187,7 +232,8 @@ def _plan(replica: Replica, workload: Workload, dollars: float | None, memory: i
 
 def _held(replica: Replica, rows: int, memory: int | None) -> Held:
     return held(
-        replica.cfg, replica.chip, replica.tensor, dtype=replica.dtype, kv=replica.kv, rows=rows, memory=memory
+        replica.cfg, replica.chip, replica.tensor, dtype=replica.dtype, kv=replica.kv, rows=rows, memory=memory,
+        spread=replica.spread,
     )  # fmt: skip
 
 
@@ -208,18 +254,20 @@ def _worth(plan: ServePlan) -> float:
 def refusal(
     cfg: ModelConfig, accelerator: Accelerator, workload: Workload, dtype: str, kv: str, memory: int | None, tensor: int
 ) -> str:
-    degree = tensor or max(degrees(accelerator))
+    """Return why no replica has room for one sequence, and what would."""
+    degree = tensor or max((*degrees(accelerator), *beyond(accelerator)))
     chip = accelerator.chip
     assert chip is not None
     one = replace(workload, concurrency=1)
-    need = _held(Replica(cfg, accelerator, degree, dtype, kv), 1, memory)
+    replica = _replica(cfg, accelerator, degree, dtype, kv)
+    need = _held(replica, 1, memory)
     usable = (memory or chip.device_hbm) * USABLE[platform_of(chip)] * FRACTION
     wanted = need.weights + need.step + SLACK + need.per_token * -(-one.length // need.page) * need.page
     ways = [
-        *_elsewhere(cfg, one, dtype, kv, accelerator, degree),
+        *([f"on {' or '.join(found)}"] if (found := elsewhere(cfg, one, dtype, kv, accelerator, degree)) else []),
         *([] if dtype in PLANNED_ONLY else _smaller(cfg, accelerator, one, kv, degree)),
     ]
-    machine = ", all that one machine has," if not tensor and accelerator.hosts > 1 else ""
+    machine = f" of {replica.machines} machines" if replica.machines > 1 else ""
     hope = f"it fits {'; or '.join(ways)}" if ways else "no single machine known here holds it"
     return (
         f"{accelerator.name} cannot hold it: on each of {degree} devices{machine} weights of {need.weights / GIB:.1f} "
@@ -228,8 +276,11 @@ def refusal(
     )
 
 
-def _elsewhere(cfg: ModelConfig, workload: Workload, dtype: str, kv: str, here: Accelerator, degree: int) -> list[str]:
-    """The smallest machine of some kinds of chip, this one first."""
+def elsewhere(
+    cfg: ModelConfig, workload: Workload, dtype: str, kv: str, here: Accelerator, degree: int = 0
+) -> list[str]:
+    """Return the smallest machines of some kinds of chip that hold it, those of this chip first. `degree`: devices of
+    this chip that do not."""
     assert here.chip is not None
     found = []
     for name in dict.fromkeys((here.chip.name, *ELSEWHERE)):
@@ -238,7 +289,7 @@ def _elsewhere(cfg: ModelConfig, workload: Workload, dtype: str, kv: str, here: 
             if more and size.chip and _fits(cfg, size, workload, dtype, kv):
                 found.append(size.name)
                 break
-    return [f"on {' or '.join(found[:4])}"] if found else []
+    return found[:4]
 
 
 def _machines(name: str) -> Sequence[Accelerator]:
@@ -262,5 +313,5 @@ def _smaller(cfg: ModelConfig, accelerator: Accelerator, workload: Workload, kv:
 
 
 def _fits(cfg: ModelConfig, accelerator: Accelerator, workload: Workload, dtype: str, kv: str, degree: int = 0) -> bool:
-    replica = Replica(cfg, accelerator, degree or max(degrees(accelerator)), dtype, kv)
+    replica = _replica(cfg, accelerator, degree or max(degrees(accelerator)), dtype, kv)
     return (_held(replica, 1, None).sequences(workload.length) or 0) >= 1

@@ -15,6 +15,7 @@ from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import Chip
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.plan.calibration import Fractions
+from dovetail.plan.exchange import collective
 from dovetail.plan.links import MEMORY_OF_A_HOST, Span, layout
 from dovetail.plan.pool import (
     HELD,
@@ -64,6 +65,7 @@ class Replica:
     dtype: str = "bf16"
     kv: str = ""
     fractions: Fractions | None = None
+    spread: bool = False  # over several machines: see plan.pool
 
     # --- a decode step ------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class Replica:
 
     def kv_bytes(self, context: float) -> float:
         """That one sequence's attention reads on a device: of a window, only that."""
-        rows, total = local_rows(self.cfg, self.chip, self.tensor, self.kv or self.dtype), 0.0
+        rows, total = local_rows(self.cfg, self.chip, self.tensor, self.kv or self.dtype, self.spread), 0.0
         for layer, row in zip(self.cfg.layers, rows, strict=True):
             own = rows[layer.attn.kv_from] if row is None and layer.attn.kv_from is not None else row
             total += (own or 0) * layer.attn.keys_seen(context)
@@ -164,6 +166,11 @@ class Replica:
         return platform_of(self.chip)
 
     @property
+    def machines(self) -> int:
+        """That the devices of this replica are on."""
+        return -(-self.tensor // machine_devices(self.accelerator))
+
+    @property
     def peak(self) -> float:
         """FLOP/s of one device in the type that is computed in."""
         return self.chip.device_bf16 * PEAK_SHARE[self.platform].get(compute_dtype(self.dtype), 1.0)
@@ -191,13 +198,13 @@ class Replica:
 
     @functools.cached_property
     def _weights(self):
-        return local_weights(self.cfg, self.chip, self.tensor, self.dtype)
+        return local_weights(self.cfg, self.chip, self.tensor, self.dtype, self.spread)
 
     @functools.cached_property
     def _flops(self) -> float:
         """Of one token's products on a device, without the head."""
         place = placement_on(self.chip, self.tensor)
-        whole = sum(2.0 * local_size(one, place) * one.active for one, _ in self._weights)
+        whole = sum(2.0 * local_size(one, place, self.spread) * one.active for one, _ in self._weights)
         return whole - self._head_flops
 
     @functools.cached_property
@@ -211,7 +218,11 @@ class Replica:
         is, its up-projections folded into the queries."""
         place, total = placement_on(self.chip, self.tensor), 0.0
         for layer in self.cfg.layers:
-            total += _flops_per_key(layer) * layer.attn.keys_seen(context) / _head_parts(layer, self.tensor, place)
+            total += (
+                _flops_per_key(layer)
+                * layer.attn.keys_seen(context)
+                / _head_parts(layer, self.tensor, place, self.spread)
+            )
         return total
 
     def sent(self, tokens: int, rows: int) -> float:
@@ -219,15 +230,20 @@ class Replica:
         looked-up embeddings too, and of each sampled row the logits are brought together."""
         if self.span is None:
             return 0.0
-        sums, gathered, split = 0, 0.0, self.tensor
+        sums, split = 0, self.tensor
         for layer in self.cfg.layers:
             sums += layer.attn.heads % split == 0
             sums += any(part.width % split == 0 for part in (layer.mlp, layer.moe) if part)
+        gathered = 0.0
         if self.cfg.vocab % split == 0:
-            sums, gathered = sums + 1, rows * self.cfg.vocab * 4.0 * (split - 1) / split
+            sums, gathered = sums + 1, collective("all-gather", rows * self.cfg.vocab * 4.0, self.span)[1]
         each = tokens * self.cfg.dim * HELD[compute_dtype(self.dtype)]
-        sent = sums * 2 * each * (split - 1) / split + gathered
-        return sent / self.span.bandwidth + (2 * sums + 1) * self.span.hops
+        return sums * collective("all-reduce", each, self.span)[1] + gathered
+
+
+def machine_devices(accelerator: Accelerator) -> int:
+    """Return how many jax devices one machine has."""
+    return accelerator.chips_per_host * (accelerator.chip.devices if accelerator.chip else 1)
 
 
 def _flops_per_key(layer: Layer) -> float:
@@ -237,7 +253,7 @@ def _flops_per_key(layer: Layer) -> float:
     return 2.0 * attn.heads * (2 * attn.kv_rank + attn.rope_dim)
 
 
-def _head_parts(layer: Layer, tensor: int, place) -> int:
-    if isinstance(layer.attn, Attention):
+def _head_parts(layer: Layer, tensor: int, place, spread: bool) -> int:
+    if isinstance(layer.attn, Attention) and not spread:
         return page_parts(layer, place)
     return tensor if layer.attn.heads % tensor == 0 else 1

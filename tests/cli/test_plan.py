@@ -1,12 +1,20 @@
 """`dovetail plan serve`, `rl`, `storage`, `--calibrate`: what a person sees, what a program reads, what it refuses."""
 
 import json
+import shlex
+import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.bench_predicted import _read, busiest, describe
+from dovetail.cli.info import info
+from dovetail.cli.main import app as main
 from dovetail.cli.plan import app
+from dovetail.core.recipe import SHIPPED
+from dovetail.io import hub
+from dovetail.io.outline import servable
+from dovetail.models.registry import shipped_models, shipped_shapes
 from dovetail.plan.prediction import Prediction
 from dovetail.train.report import predicted
 
@@ -29,12 +37,16 @@ def home(tmp_path, monkeypatch):
 
 def test_serving_as_a_table_with_its_arithmetic(home):
     said = run(*GEMMA, "--explain", "--per-day", "1M")
+    assert said.startswith("fits: on v6e-8; fastest: 1 replica of 8 devices, KV pages for ")
     assert "v6e-8: 1 slice of 8 chips" in said and "27B weights in bf16" in said
-    assert "$21.60 per hour: $2.70 per chip and hour on demand, list of Google Cloud" in said
+    assert "cost: $21.60 per hour; $" in said and "$2.70 per chip and hour on demand, list of Google Cloud" in said
     for words in ("1 x 8", "2 x 4", "4 x 2", "20 of 64", "critical batch", "1,000,000 requests per day", "per day ($"):
         assert words in said, words
     assert "weights read: 6.75 GB / 1.64 TB/s = 4.12 ms" in said
-    assert "dovetail serve gemma3-27b --tensor-parallel 8 --max-num-seqs 64 --max-model-len 2560" in said
+    assert (
+        "start it: dovetail serve google/gemma-3-27b-it --tensor-parallel 8 --max-num-seqs 64 --max-model-len 2560"
+        in said
+    )
 
 
 def test_serving_as_json_and_as_a_picture(home, tmp_path):
@@ -53,9 +65,78 @@ def test_serving_as_json_and_as_a_picture(home, tmp_path):
 
 def test_weights_that_the_engine_has_not_are_told(home):
     said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8")
-    assert "Dovetail's engine has neither such weights nor such pages" in said and "KV in bf16" in said
+    assert "not served by Dovetail: the engine has no weights or KV pages in int8" in said and "KV in bf16" in said
+    assert "start it:" not in said
     with pytest.raises(ValueError, match="dtype is one of bf16"):
         run("serve", "llama3-8b", "--on", "h200x1", "--dtype", "int3")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_tables_fit_the_screen(home, columns):
+    done = CliRunner().invoke(app, [*GEMMA], env={"COLUMNS": str(columns), "TERM": "dumb"})
+    lines = done.output.splitlines()
+    assert done.exit_code == 0 and "…" not in done.output, "a cell was cut"
+    assert max(map(len, lines[:-1])) <= columns and lines[-1].startswith("start it: ")
+
+
+def test_serving_over_several_machines_is_planned_and_said_not_to_run(home):
+    said = " ".join(
+        run("serve", "llama3-70b", "--on", "v5e-4x4", "--dtype", "int8", "--in", "1024", "--out", "256").split()
+    )
+    assert "fits: on no single machine of v5litepod-16" in said and "1 x 16" in said and "2 x 8" in said
+    assert "not served by Dovetail: a replica spans" in said and "start it:" not in said
+    assert "one machine of v5litepod-8 or " in said
+
+
+# --- the command that it ends with ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*shipped_models(), *shipped_shapes()])
+def test_what_serves_a_shipped_architecture(name):
+    source, why = servable(name)
+    assert source in hub.CATALOGUE or hub.HUB_ID.fullmatch(source) if source else "serve" in why
+
+
+def test_the_command_that_is_printed_runs_as_typed(home, monkeypatch):
+    """As far as the weights: what is asked for is what `dovetail serve` can fetch."""
+    asked = []
+
+    def resolve(model, progress=None):
+        asked.append(model)
+        raise FileNotFoundError("that is all that this test has to see")
+
+    monkeypatch.setattr(hub, "resolve", resolve)
+    for model, on in (("llama3-8b", "v5e-4"), ("smollm2-135m", "cpu")):
+        line = run("serve", model, "--on", on, "--in", "1024", "--out", "256").splitlines()[-1]
+        command = shlex.split(line.removeprefix("start it: "))
+        done = CliRunner().invoke(main, command[1:])
+        assert command[0] == "dovetail" and isinstance(done.exception, FileNotFoundError), done.output
+    assert asked == ["meta-llama/Meta-Llama-3-8B-Instruct", "smollm2-135m"]
+
+
+def test_a_folder_is_served_from_where_it_is_and_without_weights_it_is_said(home, tmp_path):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    shutil.copy(SHIPPED / "models" / "smollm2-135m.json", folder / "config.json")
+    asked = ("serve", str(folder), "--on", "v5e-1", "--in", "128", "--out", "64", "--concurrency", "4")
+    assert "no command starts it:" in run(*asked) and "holds no *.safetensors" in run(*asked)
+    assert servable(str(folder / "config.json"))[0] == ""
+    (folder / "model.safetensors").touch()
+    assert servable(str(folder)) == servable(str(folder / "config.json")) == (str(folder), "")
+
+
+def test_plan_and_info_take_what_compile_takes(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("dovetail.io.outline.fetch_config", lambda name: SHIPPED / "models" / "tiny.json")
+    config = SHIPPED / "shapes" / "llama3-70b.json"
+    for model in ("llama3-70b", str(config), "org/name"):
+        info(model)
+        assert "llama" in capsys.readouterr().out
+        assert "fits" in run("serve", model, "--on", "v5p-8", "--in", "128", "--out", "64", "--concurrency", "4")
+        assert "fits" in run("train", model, "--on", "v5p-512")
+        assert "checkpoint" in run("storage", model)
+    assert "run:  1,000 steps" in run("rl", "org/name", "--on", "h200x1")
+    with pytest.raises(ValueError, match=r"no shipped architecture\. Did you mean 'llama3-70b'"):
+        run("serve", "lama3-70b", "--on", "v5p-8")
 
 
 def test_the_cpu_here_is_planned_in_f32(home):
@@ -67,7 +148,12 @@ def test_rl_shares_the_devices(home):
     said = run("rl", "smollm2-135m", "--on", "h200x8", "group_size=16", "loss.beta=0.01")
     for words in ("colocated on 8", "split: 4 train, 4 sample, overlapped", "reference", "handing", "engine.devices="):
         assert words in said, words
-    found = json.loads(run("rl", "smollm2-135m", "--on", "h200x1", "--json"))
+    lines = said.splitlines()
+    assert lines[0].startswith("fits: 8 ways to share h200x8; fastest: split: ") and lines[1].startswith("step: ")
+    assert lines[2].startswith("run:  1,000 steps: ") and " minutes, $" in lines[2]
+    found = json.loads(run("rl", "smollm2-135m", "--on", "h200x1", "--json", "steps=40", "updates=4", "--price", "2"))
+    step, cost = found[0]["seconds"]["step"]["best"], found[0]["run"]
+    assert cost["steps"] == 10 and cost["dollars"]["best"] == pytest.approx(10 * step * 2 / 3600)
     assert found[0]["seconds"]["step"]["best"] > 0 and "engine's pages" in found[0]["memory"]
 
 
@@ -75,6 +161,10 @@ def test_storage_warns_of_another_region(home):
     said = run("storage", "llama3-1b", "--on", "v4-64", "--bucket", "us-east5", "--zone", "us-central2-b")
     assert "14.8 GB: masters, moments" in said and "8 hosts at 1 GB/s each" in said
     assert "warning: the bucket is in us-east5 and the machines are in us-central2" in said
+    with pytest.raises(ValueError, match="--zone must be a zone of Google Cloud"):
+        run("storage", "llama3-1b", "--bucket", "us", "--zone", "mars-1")
+    with pytest.raises(ValueError, match="--bucket must be a region"):
+        run("storage", "llama3-1b", "--bucket", "moon", "--zone", "us-central2-b")
     found = json.loads(run("storage", "llama3-405b", "--tokens", "15T", "--json"))
     assert found["data"] == pytest.approx(60e12, rel=0.001) and found["state"] == pytest.approx(4.87e12, rel=0.01)
 

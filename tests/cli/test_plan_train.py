@@ -29,9 +29,38 @@ def run(*args: str, columns: int = 120) -> str:
 def test_the_tables_fit_the_screen(columns):
     output = run(*ASKED, columns=columns)
     assert max(map(len, output.splitlines())) <= columns
-    for words in ("v5litepod-64", "plans fit", "MFU", "tok/s", "days", "GiB", "why others lose", "gather weights"):
+    for words in ("v5litepod-64", "180 plans", "MFU", "tok/s", "days", "GiB", "why others lose", "gather weights"):
         assert words in output
     assert "…" not in output, "a cell was cut"
+
+
+def test_the_answer_comes_first():
+    fits, step, run_ = run(*ASKED).splitlines()[:3]
+    assert fits.startswith("fits: 180 plans on v5litepod-64; fastest: fsdp 64, remat full") and "GiB" in fits
+    assert step.startswith("step: ") and " s, " in step and "MFU" in step
+    assert run_.startswith("run:  1T tokens: ") and " days, $" in run_
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["llama3-8b"], "160B tokens (the recipe's): "),
+        (["qwen3-8b"], "160B tokens (20 for each weight; --tokens for yours): "),
+        (["qwen3-8b", "steps=10"], "10.5M tokens: "),
+        (["llama3-8b", "--tokens", "1M"], "1M tokens: "),  # less than the recipe's warmup
+        (["llama3-8b", "--tokens", "100T", "--spot"], "years, $"),
+        (["llama3-8b", "--region", "europe-west4"], "$"),
+    ],
+)
+def test_for_how_many_tokens_is_said(args, words):
+    output = run("train", *args, "--on", "v5e-64")
+    assert words in output.splitlines()[2], output.splitlines()[:3]
+    assert "years" not in output or "days" not in output
+
+
+def test_a_warmup_that_was_asked_for_is_checked():
+    with pytest.raises(ValueError, match=r"schedule\.warmup must end within the run"):
+        run("train", "llama3-8b", "--on", "v5e-64", "--tokens", "1M", "schedule.warmup=2000")
 
 
 def test_what_is_pasted_is_a_recipe_of_that_plan():
@@ -51,6 +80,7 @@ def test_the_arithmetic_is_shown_with_its_numbers():
 
 def test_json_holds_bounds_and_collectives():
     found = json.loads(run(*ASKED, "--json", "--top", "2", "--price", "1"))
+    assert found["tokens"] == 10**12 and found["fits"] == 180
     assert len(found["plans"]) == 2 and found["price"].startswith("$1 per chip and hour, as given")
     first = found["plans"][0]
     assert first["step_s"][0] < first["step_s"][1] and first["mfu_causal"][0] < first["mfu_full"][0]
@@ -65,6 +95,11 @@ def test_json_holds_bounds_and_collectives():
         (["train", "llama3-8b", "--on", "v5e-64", "--price", "1", "--spot"], "leave out --spot"),
         (["train", "llama3-8b", "--on", "v5e-64", "--batch", "1k"], "--batch is the tokens of a step"),
         (["train", "lama3-8b", "--on", "v5e-64"], "Did you mean 'llama3-8b'"),
+        (
+            ["train", "llama3-8b", "--on", "v5e-64", "--region", "mars"],
+            "--region must be a region .* Known: .*us-west4",
+        ),
+        (["train", "llama3-8b", "--on", "v5e-64", "--region", "us-est5"], "Did you mean 'us-east5'"),
         (["train", "llama3-70b", "--on", "v5e-4"], "What would do: it fits from v5litepod-"),
     ],
 )

@@ -12,6 +12,7 @@ from dovetail.doctor import numerics, speed, usage
 from dovetail.doctor.burn import burn, chain
 from dovetail.doctor.finding import Finding, exit_code
 from dovetail.doctor.hosts import differences
+from dovetail.doctor.load import is_busy, load
 from dovetail.doctor.system import system
 
 
@@ -83,6 +84,46 @@ def test_a_speed_far_below_the_peak_is_a_warning():
     assert speed._beside("products", [0.8e12], 1e12, 1e12, "TFLOP/s").severity == "good"
 
 
+def machine(root, load_average, available, pressure="0.00"):
+    """A /proc with one process, 4242, that has used 100 ticks so far."""
+    (root / "proc/4242").mkdir(parents=True)
+    (root / "proc/pressure").mkdir()
+    (root / "proc/loadavg").write_text(f"{load_average} 4.00 3.00 7/321 12345\n")
+    (root / "proc/meminfo").write_text(f"MemTotal: 1000000 kB\nMemAvailable: {available} kB\n")
+    (root / "proc/pressure/memory").write_text(f"some avg10={pressure} avg60=0.00 avg300=0.00 total=1\n")
+    (root / "proc/4242/comm").write_text("cc1plus\n")
+    use(root, 100)
+    return root
+
+
+def use(root, ticks):
+    (root / "proc/4242/stat").write_text(f"4242 (a ) name) R {'0 ' * 10}{ticks} 0 0 0\n")
+
+
+def test_a_busy_machine_is_told(tmp_path):
+    """Load 5 on 2 cores was "nothing is wrong"."""
+    root = machine(tmp_path, "5.00", available=20_000, pressure="31.40")
+    work, memory = load(root, cores=2, wait=lambda seconds: use(root, 1_000_000))
+    assert work.severity == memory.severity == "warning" and is_busy([work])
+    assert "load average 5.0 on 2 cores (2.5 per core)" in work.found and "4242 cc1plus (" in work.found
+    assert "too low" in work.advice and work.values["load"] == 5.0
+    assert "available" in memory.found and "31% of the last 10 s" in memory.found
+    told = speed.speed(speed.Size(32, 1 << 16, 1 << 12), busy=True)
+    assert all("other work ran meanwhile" in one.found for one in told)
+
+
+def test_a_quiet_machine_is_not(tmp_path):
+    root = machine(tmp_path, "0.20", available=900_000)
+    found = load(root, cores=2, wait=lambda seconds: None)
+    assert [one.severity for one in found] == ["good", "good"] and not is_busy(found)
+    assert load(tmp_path / "nowhere", wait=lambda seconds: None) == []
+
+
+def test_a_process_that_has_just_begun_is_seen_before_the_load_is(tmp_path):
+    root = machine(tmp_path, "0.10", available=900_000)
+    assert is_busy(load(root, cores=2, wait=lambda seconds: use(root, 1_000_000)))
+
+
 def test_the_machine_in_use():
     here = usage.usages()[-1]
     assert here.chip == "CPU" and 0 < here.used < here.total and here.busy is not None and 0 <= here.busy <= 1
@@ -114,5 +155,6 @@ def test_the_command_tells_by_its_exit_code_and_hosts_are_compared(tmp_path, mon
 def test_a_bucket_in_another_region_is_a_warning(monkeypatch, place, code, words):
     monkeypatch.setattr("dovetail.jobs.bucket.location", lambda source: place)
     monkeypatch.setattr("dovetail.doctor.system.system", lambda **how: [])
+    monkeypatch.setattr("dovetail.doctor.load.load", lambda: [])
     told = CliRunner().invoke(app, ["doctor", "--no-speed", "--bucket", "gs://b", "--zone", "us-central1-a"])
     assert told.exit_code == code and words in " ".join(told.stdout.split())

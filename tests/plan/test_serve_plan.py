@@ -220,11 +220,42 @@ def test_experts_that_no_token_chose_are_not_read():
 def test_what_cannot_fit_says_what_would():
     with pytest.raises(ValueError, match=r"1\.\d+x the 15\.1.*fits on v6e-8 or v5p-8.*int8"):
         plan_serving(read_model("llama3-70b"), parse("v5e-8"), Workload(2048, 512, 1))
-    with pytest.raises(ValueError, match="all that one machine has"):
-        plan_serving(read_model("llama3-405b"), parse("v5p-128"), Workload(2048, 512, 1))
+    with pytest.raises(ValueError, match="on each of 16 devices of 4 machines"):
+        plan_serving(read_model("llama3-405b"), parse("v5e-16"), Workload(2048, 512, 1))
+    with pytest.raises(ValueError, match=r"--tensor-parallel must be a power of two .* 16 at most; got 3"):
+        plan_serving(read_model("llama3-8b"), parse("v5e-16"), Workload(2048, 512, 1), tensor=3)
     with pytest.raises(ValueError, match=r"the model takes 8,192 at most: lower --in or --out"):
         plan_serving(read_model("llama3-8b"), parse("h200x1"), Workload(8192, 512, 1))
     assert plan_serving(read_model("llama3-70b"), parse("v5e-8"), Workload(2048, 512, 1), dtype="int8", kv="bf16")
+
+
+def test_replicas_over_several_machines_are_planned_where_none_holds_the_model():
+    """The book's Llama 3 70B in int8 on v5e 4x4, whose machines have 4 chips."""
+    cfg, slice_ = read_model("llama3-70b"), parse("v5e-4x4")
+    plans = plan_serving(cfg, slice_, Workload(1024, 256, 32), dtype="int8", kv="int8")
+    assert sorted(plan.tensor for plan in plans) == [8, 16]
+    whole = next(plan for plan in plans if plan.tensor == 16)
+    assert whole.replica.machines == 4 and "spans 4 machines of 4 devices" in whole.unserved
+    assert whole.held.weights == pytest.approx(70.6e9 / 16, rel=0.03)
+    assert whole.held.per_token == pytest.approx(2 * 160e3 / 16, rel=0.03)  # 8 key heads: each is on two devices
+    assert whole.replica.decode(1, 1).best == pytest.approx(70.6e9 / 16 / 0.82e12, rel=0.05)
+    eight = next(plan for plan in plans if plan.tensor == 8)
+    assert eight.held.weights == held(cfg, CHIPS["v5e"], 8, dtype="int8").weights
+
+
+def test_replicas_over_gpu_machines_wait_for_their_network():
+    near, far = (
+        Replica(read_model("llama3-405b"), parse(on), n, spread=n > 8) for on, n in (("h200x8", 8), ("h200x16", 16))
+    )
+    assert near.span and far.span and far.span.over == "NIC" and far.machines == far.span.far == 2
+    assert far.sent(1, 1) > 2 * near.sent(1, 1) and far.sent(2048, 1) > near.sent(2048, 1)
+
+
+def test_a_machine_that_holds_the_model_is_not_left():
+    plans = plan_serving(read_model("llama3-8b"), parse("v5e-16"), Workload(1024, 256, 32))
+    assert all(plan.replica.machines == 1 and not plan.unserved for plan in plans)
+    (asked,) = plan_serving(read_model("llama3-8b"), parse("v5e-16"), Workload(1024, 256, 32), tensor=16)
+    assert asked.replica.machines == 4 and asked.unserved
 
 
 def test_degrees_end_with_the_machine():

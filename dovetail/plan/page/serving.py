@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dovetail.models.config import Attention
 from dovetail.plan.exchange import Exchange
@@ -16,8 +16,8 @@ from dovetail.plan.steptime import StepTime
 MOST = 6  # plans
 
 
-def serving_page(model: str, plans: Sequence[ServePlan]) -> Page:
-    """`plans`: the best first."""
+def serving_page(model: str, plans: Sequence[ServePlan], start: Callable[[ServePlan], str] | None = None) -> Page:
+    """Return the page of `plans`, the best first. `start`: how to start one, in words."""
     best = plans[0]
     work = best.workload
     about = (
@@ -25,12 +25,12 @@ def serving_page(model: str, plans: Sequence[ServePlan]) -> Page:
         f"requests at a time; weights in {best.replica.dtype}, KV pages in {best.replica.kv or best.replica.dtype}"
     )
     accelerator = best.replica.accelerator
-    choices = tuple(_choice(model, plan) for plan in plans[:MOST])
+    choices = tuple(_choice(plan, start(plan) if start else plan.command(model)) for plan in plans[:MOST])
     curves, title = (_frontier(plans),), f"{model} on {accelerator.name}"
     return Page(title, about, accelerator, choices, "decode step", curves, peak=best.replica.peak)
 
 
-def _choice(model: str, plan: ServePlan) -> Choice:
+def _choice(plan: ServePlan, start: str) -> Choice:
     replica, batch = plan.replica, plan.chosen.batch
     operations = serving_operations(
         replica.cfg, {"tensor": plan.tensor}, batch, plan.workload.prompt + plan.workload.output // 2,
@@ -40,7 +40,7 @@ def _choice(model: str, plan: ServePlan) -> Choice:
     return Choice(
         f"{plan.replicas} x tensor {plan.tensor}" if plan.replicas > 1 else f"tensor {plan.tensor}",
         {"data": plan.replicas, "tensor": plan.tensor}, _memory(plan), int(usable), operations, _time(plan),
-        len(replica.cfg.layers), shares=_shares(plan), figures=_figures(plan), recipe=_command(model, plan),
+        len(replica.cfg.layers), shares=_shares(plan), figures=_figures(plan), recipe=f"{start}\n",
     )  # fmt: skip
 
 
@@ -118,8 +118,3 @@ def _frontier(plans: Sequence[ServePlan]) -> Curve:
         "Each point is a number of requests at a time, on one of the ways to deal the devices out, that no other beats "
         "in both: further left answers sooner, further up answers more. Bounds at the chip's peak rates.",
     )  # fmt: skip
-
-
-def _command(model: str, plan: ServePlan) -> str:
-    split = f" --tensor-parallel {plan.tensor}" if plan.tensor > 1 else ""
-    return f"dovetail serve {model}{split} --max-num-seqs {plan.wanted} --max-model-len {plan.workload.length}\n"

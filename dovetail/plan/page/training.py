@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from dovetail.plan.cost import unit_of
 from dovetail.plan.operations import training_operations
 from dovetail.plan.page.page import Choice, Page, Share
 from dovetail.plan.plans import Plan, axes_of, num_experts
@@ -67,7 +68,10 @@ def _figures(one: TrainPlan) -> tuple[tuple[str, str, str], ...]:
         ("rows at a time", f"{plan.rows:,} per device", f"{plan.microsteps:,} microstep{'s'[: plan.microsteps > 1]}"),
     ]
     if steps > 1:
-        found.append(("run", f"{_range(one.days)} days", f"{kind}, {steps:,} steps"))
+        unit, seconds = unit_of(one.seconds[1])
+        tokens = _short(float(steps * one.settings.tokens_per_step))
+        time = _range((one.seconds[0] / seconds, one.seconds[1] / seconds))
+        found.append(("run", f"{time} {unit}", f"{kind}, {steps:,} steps, {tokens} tokens"))
     if steps > 1 and one.dollars:
         found.append(("cost", f"${_range(one.dollars)}", f"{kind}, {one.prices.on_demand.says}"))
     return tuple(found)
@@ -83,7 +87,7 @@ def _seconds(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
