@@ -40,7 +40,7 @@ def answer(plans: list[Any]) -> list[str]:
     where = best.replica.accelerator.name
     fits = f"fits: on {where}"
     if best.replica.machines > 1:
-        fits = f"fits: on no single machine of {where}, on {best.replica.machines} together"
+        fits = f"fits: on {best.replica.machines} machines of {where} together, on no single one"
     each = f"{_count(best.held.sequences(work.length))} sequences of {work.length:,} tokens"
     many = f"{best.replicas:,} replica{'s' if best.replicas > 1 else ''} of {best.tensor} device"
     lines = [

@@ -47,7 +47,7 @@ def answer(plans: list[Any], spot: bool, whose: str) -> list[str]:
     time = span((best.seconds[0] / seconds, best.seconds[1] / seconds))
     return [
         f"fits: {_plans(len(plans))} on {best.accelerator.name}; fastest: {mesh_text(best.plan.mesh)}, remat "
-        f"{best.plan.remat}, {held:.1f} of {limit:.1f} GiB of a device",
+        f"{best.plan.remat}, {held:.1f} of {limit:.1f} GiB each",
         f"step: {span((best.time.lower, best.time.upper))} s, {span(best.tokens_per_second)} tok/s, MFU {mfu}%",
         f"run:  {_tokens(best)}{f' ({whose})' if whose else ''}: {time} {unit}, {_paid(best, spot)}",
     ]

@@ -267,12 +267,12 @@ def refusal(
         *([f"on {' or '.join(found)}"] if (found := elsewhere(cfg, one, dtype, kv, accelerator, degree)) else []),
         *([] if dtype in PLANNED_ONLY else _smaller(cfg, accelerator, one, kv, degree)),
     ]
-    machine = f" of {replica.machines} machines" if replica.machines > 1 else ""
+    machine = f" on {replica.machines} machines" if replica.machines > 1 else ""
     hope = f"it fits {'; or '.join(ways)}" if ways else "no single machine known here holds it"
     return (
-        f"{accelerator.name} cannot hold it: on each of {degree} devices{machine} weights of {need.weights / GIB:.1f} "
-        f"GiB, a step's {need.step / GIB:.1f} and one sequence of {one.length:,} tokens are {wanted / GIB:.1f} GiB, "
-        f"{wanted / usable:.3g}x the {usable / GIB:.1f} that an engine may take; {hope}"
+        f"it does not fit on {accelerator.name}: each of {degree} devices{machine} needs {wanted / GIB:.1f} GiB at "
+        f"least (weights {need.weights / GIB:.1f}, a step {need.step / GIB:.1f}, one sequence of {one.length:,} "
+        f"tokens), {wanted / usable:.3g}x the {usable / GIB:.1f} GiB that an engine may take. What would do: {hope}"
     )
 
 
@@ -308,7 +308,7 @@ def _smaller(cfg: ModelConfig, accelerator: Accelerator, workload: Workload, kv:
     """Weights in fewer bits, which this engine does not have yet."""
     for dtype in ("int8", "int4"):
         if _fits(cfg, accelerator, workload, dtype, kv or "bf16", degree):
-            return [f"here with weights of {dtype} (which this engine has not: --dtype {dtype} plans with them)"]
+            return [f"here with {dtype} weights, which Dovetail's engine does not have (--dtype {dtype} plans them)"]
     return []
 
 
