@@ -7,10 +7,12 @@ from typing import Any
 def starter(model: str, stored: Any) -> Callable[[Any], str]:
     """Return a function that says how to start a plan of `model`, whose weights are stored in the type `stored`."""
     from dovetail.core.compute import compute_of
+    from dovetail.io.hub import CATALOGUE
     from dovetail.io.outline import servable
 
     source, why = servable(model)
-    own = compute_of(stored or "bf16").name
+    # Published weights are in bf16; those of the catalogue may come as a .gguf file, whose type is another.
+    own = compute_of(stored).name if stored else "" if source in CATALOGUE else "bf16"
 
     def start(plan: Any) -> str:
         if plan.unserved:

@@ -160,6 +160,15 @@ def test_its_data(torus, served):
     assert sum(memory.values()) == pytest.approx(data(served)["plans"][0]["limit"], rel=1e-3)
 
 
+def test_a_page_says_what_starts_a_plan_and_what_is_not_served():
+    cfg, work = read_model("llama3-70b"), Workload(1024, 256, 8)
+    over = serving_page("llama3-70b", plan_serving(cfg, parse("v5e-16"), work), lambda plan: "no command starts it")
+    assert "Not served by Dovetail: a replica spans 4 machines" in over.about
+    assert [one.recipe for one in over.choices] == ["no command starts it\n"] * len(over.choices)
+    here = serving_page("a model", plan_serving(cfg, parse("v6e-8"), work))
+    assert "Not served" not in here.about and here.choices[0].recipe.startswith("dovetail serve 'a model' --tensor")
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 FAULTS = "<script>const faults = []; addEventListener('error', event => faults.push(event.message));</script></head>"

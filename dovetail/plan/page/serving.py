@@ -24,6 +24,8 @@ def serving_page(model: str, plans: Sequence[ServePlan], start: Callable[[ServeP
         f"Plan for serving: prompts of {work.prompt:,} tokens, answers of {work.output:,}, {work.concurrency:,} "
         f"requests at a time; weights in {best.replica.dtype}, KV pages in {best.replica.kv or best.replica.dtype}"
     )
+    if best.unserved:
+        about += f". Not served by Dovetail: {best.unserved}; the figures are for an engine that does"
     accelerator = best.replica.accelerator
     choices = tuple(_choice(plan, start(plan) if start else plan.command(model)) for plan in plans[:MOST])
     curves, title = (_frontier(plans),), f"{model} on {accelerator.name}"
