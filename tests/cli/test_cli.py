@@ -154,9 +154,10 @@ def test_the_tour_with_a_fake_model(fake, capsys):
     assert " t0 t1 t2 t3.\n" in said and "4 tokens" in said and "tok/s" in said
 
 
-def test_info_of_a_model(fake, capsys):
-    info("anything")
-    assert "family" in capsys.readouterr().out
+def test_info_of_a_model_reads_no_weights(capsys):
+    info("llama3-405b")
+    said = capsys.readouterr().out
+    assert "405.85 B" in said and "756.0 GiB in bfloat16" in said
 
 
 @pytest.mark.slow
