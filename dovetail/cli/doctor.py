@@ -25,10 +25,12 @@ def doctor(
     if compare:
         _compare(compare, as_json)
         return
+    from dovetail.core.regions import check_zone
     from dovetail.doctor.finding import exit_code
 
     if bool(bucket) != bool(zone):
         raise ValueError("--bucket and --zone belong together: a bucket, and the zone of the machines that read it")
+    zone = zone and check_zone("--zone", zone)
     findings = list(_examine(speed, numerics, burn, coordinator, quiet=as_json))
     if bucket:
         findings += _part("where its data lies", lambda: [_near(bucket, zone)], as_json)

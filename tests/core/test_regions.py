@@ -1,0 +1,43 @@
+"""Names of regions and zones: the known ones pass, others are refused with the nearest or with all of them."""
+
+import pytest
+
+from dovetail.core.chips import CHIPS
+from dovetail.core.prices import ELSEWHERE, rate
+from dovetail.core.regions import REGIONS, check_place, check_region, check_zone, region
+from dovetail.core.transfer import per_gb
+
+
+def test_known_names():
+    assert check_region("--region", "Europe-West4") == "europe-west4"
+    assert check_zone("zone", "us-central2-b") == "us-central2-b" and region("us-central2-b") == "us-central2"
+    assert check_zone("zone", "us-central1-ai1a") == "us-central1-ai1a"
+    assert [check_place("--bucket", place) for place in ("US", "nam4", "asia-east1")] == ["us", "nam4", "asia-east1"]
+    assert all(place in REGIONS for prices in ELSEWHERE.values() for place in prices)
+
+
+@pytest.mark.parametrize(
+    ("check", "given", "message"),
+    [
+        (check_region, "mars", r"--x must be a region of Google Cloud.*got 'mars'\. Known: africa-south1, .*us-west4"),
+        (check_region, "us-centrl1", r"got 'us-centrl1'\. Did you mean 'us-central1'\?"),
+        (check_zone, "us-east9-b", r"--x must be a zone of Google Cloud.*Did you mean"),
+        (check_zone, "us-east5", r"--x must be a zone, such as us-east5-a; got 'us-east5'"),
+        (check_zone, "us-east5-", r"--x must be a zone"),
+        (check_place, "moon", r"--x must be a region of Google Cloud, such as us-central1, or us, eu or asia"),
+    ],
+)
+def test_unknown_names_are_refused(check, given, message):
+    with pytest.raises(ValueError, match=message):
+        check("--x", given)
+
+
+def test_a_region_without_a_listed_price_has_that_of_the_us_and_says_so():
+    v4 = CHIPS["v4"]
+    assert rate(v4, region="me-west1").dollars == v4.dollars
+    assert "US (none is listed for me-west1)" in rate(v4, region="me-west1").says
+    assert "Cloud, US, " in rate(v4, region="us-east5").says
+
+
+def test_a_dual_region_lies_on_a_continent():
+    assert per_gb("nam4", "us-east1-b") == 0 and per_gb("eur4", "us-east1-b") == 0.08
