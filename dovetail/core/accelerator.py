@@ -80,7 +80,7 @@ class Accelerator:
     @property
     def slice_name(self) -> str:
         """The name of one slice: the cloud's own where it has one."""
-        if self.chip is None:
+        if self.family is CPU:
             return self.family.prefix
         if not self.is_tpu:
             return f"{self.family.prefix}x{self.chips}"
@@ -130,7 +130,7 @@ class Accelerator:
 
     def explain(self) -> str:
         """One line for a person: what the name counts, and all that follows from it."""
-        if self.chip is None:
+        if self.chip is None or self.family is CPU:
             return f"{self.name}: no accelerator, on {_count(self.total_hosts, 'machine')}"
         chips = f"{_count(self.chips, 'chip')} of {self.chip.name}"
         if self.is_tpu:

@@ -193,7 +193,8 @@ def degrees(accelerator: Accelerator) -> list[int]:
 def beyond(accelerator: Accelerator) -> list[int]:
     """Return the same over several machines: those of one TPU slice, or of all GPUs."""
     devices, most = accelerator.total_devices, machine_devices(accelerator)
-    reach = devices // accelerator.slices if accelerator.is_tpu else devices if accelerator.chip else 0
+    is_gpu = platform_of(accelerator.chip) == "cuda"
+    reach = devices // accelerator.slices if accelerator.is_tpu else devices if is_gpu else 0
     return [n for n in (2**i for i in range(reach.bit_length())) if n > most and reach % n == 0]
 
 
@@ -268,10 +269,11 @@ def refusal(
         *([] if dtype in PLANNED_ONLY else _smaller(cfg, accelerator, one, kv, degree)),
     ]
     machine = f" on {replica.machines} machines" if replica.machines > 1 else ""
+    each = f"each of {degree} devices{machine}" if degree > 1 else "a device"
     hope = f"it fits {'; or '.join(ways)}" if ways else "no single machine known here holds it"
     return (
-        f"it does not fit on {accelerator.name}: each of {degree} devices{machine} needs {wanted / GIB:.1f} GiB at "
-        f"least (weights {need.weights / GIB:.1f}, a step {need.step / GIB:.1f}, one sequence of {one.length:,} "
+        f"it does not fit on {accelerator.name}: {each} needs {wanted / GIB:.1f} GiB at least (weights "
+        f"{need.weights / GIB:.1f}, a step {need.step / GIB:.1f}, one sequence of {one.length:,} "
         f"tokens), {wanted / usable:.3g}x the {usable / GIB:.1f} GiB that an engine may take. What would do: {hope}"
     )
 
@@ -283,7 +285,7 @@ def elsewhere(
     this chip that do not."""
     assert here.chip is not None
     found = []
-    for name in dict.fromkeys((here.chip.name, *ELSEWHERE)):
+    for name in dict.fromkeys((*((here.chip.name,) if here.chip.name in CHIPS else ()), *ELSEWHERE)):
         for size in _machines(name):
             more = size.chip != here.chip or max(degrees(size)) > degree
             if more and size.chip and _fits(cfg, size, workload, dtype, kv):

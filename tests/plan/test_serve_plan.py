@@ -220,6 +220,9 @@ def test_experts_that_no_token_chose_are_not_read():
 def test_what_cannot_fit_says_what_would():
     with pytest.raises(ValueError, match=r"1\.\d+x the 15\.1.*fits on v6e-8 or v5p-8.*int8"):
         plan_serving(read_model("llama3-70b"), parse("v5e-8"), Workload(2048, 512, 1))
+    with pytest.raises(ValueError, match=r"does not fit on 2 x cpu: a device needs .* fits on v5p-8"):
+        host = Accelerator(cpu_chip(2, 16 * GIB), (1,), 2)
+        plan_serving(read_model("llama3-70b"), host, Workload(2048, 512, 1), dtype="f32")
     with pytest.raises(ValueError, match="each of 16 devices on 4 machines needs"):
         plan_serving(read_model("llama3-405b"), parse("v5e-16"), Workload(2048, 512, 1))
     with pytest.raises(ValueError, match=r"--tensor-parallel must be a power of two .* 16 at most; got 3"):
