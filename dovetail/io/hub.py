@@ -12,6 +12,7 @@ from pathlib import Path
 from dovetail.io.lock import locked
 from dovetail.io.wheel import fetch_member
 from dovetail.io.whole_file import write_whole
+from dovetail.models.published import PUBLISHED
 
 # Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
 Progress = Callable[[str, int, int], None]
@@ -224,6 +225,8 @@ def _log(what: str, done: int, total: int) -> None:
 def _not_understood(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
+    if name in PUBLISHED:  # a shipped architecture, which has no weights of its own
+        hint = f" The published weights of that architecture are {PUBLISHED[name]}."
     return (
         f"{name!r} is no folder or .gguf file that exists, no hub id (org/name) and not in the catalogue "
         f"({known()}).{hint}"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from reference_models import reference
 
+from dovetail.io import hub
 from dovetail.io import outline as module
 from dovetail.io.outline import outline
 from dovetail.models.registry import read_config, read_model
@@ -40,3 +41,8 @@ def test_of_a_hub_id_the_config_is_fetched(monkeypatch):
 def test_what_is_not_there(name, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         outline(name)
+
+
+def test_a_shipped_architecture_is_no_model_to_load_and_its_weights_are_named():
+    with pytest.raises(ValueError, match="published weights of that architecture are Qwen/Qwen3-8B"):
+        hub.resolve("qwen3-8b")
