@@ -71,12 +71,14 @@ def serve(
 ) -> None:  # fmt: skip
     """Serve a model to any OpenAI client."""
     import logging
+    import math
     from dataclasses import replace
 
     from dovetail.cli.progress import bar
     from dovetail.io.hub import resolve
     from dovetail.serve.config import Limits, ServerConfig
-    from dovetail.serve.http.server import run
+    from dovetail.serve.http.checks import check_start
+    from dovetail.serve.http.server import listening_socket, run
     from dovetail.serve.http.server import serve as serving
     from dovetail.serve.talk.defaults import read_defaults
 
@@ -87,8 +89,12 @@ def serve(
         raise ValueError("--admin needs a key of its own: set DOVETAIL_ADMIN_KEY, or --admin-key-file with one line")
     if admin and admin_keys[0] in keys:
         raise ValueError("the admin key must differ from the API keys: those let clients ask, and not control")
+    if not all(name.strip() for name in served_model_name):
+        raise ValueError("--served-model-name must not be empty")
     if generation_config not in ("auto", "none"):
         raise ValueError(f"--generation-config is auto or none; got {generation_config!r}")
+    if not all(math.isfinite(each) for each in (max_body_mb, request_timeout, drain_timeout, step_timeout)):
+        raise ValueError("--max-body-mb, --request-timeout, --drain-timeout and --step-timeout take finite numbers")
     limits = Limits(
         body_bytes=int(max_body_mb * 2**20), prompt_tokens=max_prompt_tokens or None, n=max_n, queue=max_queue,
         request_seconds=request_timeout, drain_seconds=drain_timeout,
@@ -106,11 +112,12 @@ def serve(
         tensor_parallel=tensor_parallel, prefix_caching=prefix_caching, policy=policy, seed=seed,
         adapters=adapters_named(adapter, config.names), max_adapters=max_adapters, max_adapter_rank=max_adapter_rank,
     ))  # fmt: skip
-    with bar() as progress:
+    check_start(config, options)
+    with listening_socket(host, port) as sock, bar() as progress:
         path = resolve(model, progress)
         if generation_config == "auto":
             config = replace(config, defaults=read_defaults(path))
-        run(serving(path, options, config, _show, progress))
+        run(serving(path, options, config, sock, _show, progress))
 
 
 def adapters_named(given: list[str], names: tuple[str, ...] = ()) -> dict[str, str]:
@@ -127,7 +134,12 @@ def adapters_named(given: list[str], names: tuple[str, ...] = ()) -> dict[str, s
 
 
 def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
-    lines = [given, *(file.read_text().splitlines() if file else ())]
+    try:
+        lines = [given, *(file.read_text().splitlines() if file else ())]
+    except OSError as error:
+        raise ValueError(f"{flag}: {file} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag}: {file} is not a text file with one key per line") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if file and not keys:
         raise ValueError(f"{flag}: {file} holds no key")

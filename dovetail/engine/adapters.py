@@ -18,7 +18,15 @@ from dovetail.engine.sequence import Adapter
 from dovetail.io.peft import read_adapter
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import Lora
-from dovetail.models.serving_lora import SlotForm, empty_tables, greatest_rank, slot_values, tables_spec, write_slot
+from dovetail.models.serving_lora import (
+    SlotForm,
+    check_served,
+    empty_tables,
+    greatest_rank,
+    slot_values,
+    tables_spec,
+    write_slot,
+)
 from dovetail.models.widened import rewrite, widen, with_tables
 
 RANK = 16  # there is room for, unless told or given more
@@ -91,9 +99,7 @@ def adapters_for(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement
 
 def with_adapters(params: Any, cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Any:
     """The weights' forms as a step of such an engine takes them."""
-    form, read = _room(cfg, options, placement)
-    for lora, tree in read.values():
-        slot_values(form, tree, lora, dtype)  # refused as an engine would
+    form = check_adapters(cfg, options, placement)
     if not form.slots:
         return params
 
@@ -102,6 +108,18 @@ def with_adapters(params: Any, cfg: ModelConfig, options: EngineOptions, dtype: 
 
     tables = tree_map(one, tables_spec(form))
     return with_tables(widen(params, tables), tables, form.slots)
+
+
+def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = None) -> SlotForm:
+    """Return what there is room for. ValueError, with its name, for an adapter that an engine of this model could not
+    load."""
+    form, read = _room(cfg, options, placement)
+    for name, (lora, tree) in read.items():
+        try:
+            check_served(tree, lora, form.rank)
+        except ValueError as error:
+            raise ValueError(f"adapter {name!r} ({options.adapters[name]}): {error}") from None
+    return form
 
 
 def _room(cfg: ModelConfig, options: EngineOptions, placement: Any) -> tuple[SlotForm, dict[str, tuple[Lora, Params]]]:

@@ -13,7 +13,7 @@ from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Params, Weights
-from dovetail.engine.adapters import adapters_for
+from dovetail.engine.adapters import adapters_for, check_adapters
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.engine import Engine
 from dovetail.engine.memory import bytes_beside, held_bytes, num_pages, pool_bytes, round_pages
@@ -30,8 +30,9 @@ from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
     """Where the weights and pages lie, on the first of the devices (jax's, unless given); None: on one, unless that is
     to be named `always`."""
-    count = options.tensor_parallel
-    chosen = (devices or jax.devices())[:count]
+    count, chosen = options.tensor_parallel, (devices or jax.devices())[: options.tensor_parallel]
+    if len(chosen) < count:
+        raise ValueError(f"tensor_parallel={count} needs {count} devices, and there are {len(chosen)}")
     return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 or always else None
 
 
@@ -40,6 +41,12 @@ def compute_for(options: EngineOptions, params: Params) -> Compute:
     if options.dtype is not None:
         return compute_of(options.dtype)
     return compute_of("f32" if jax.default_backend() == "cpu" else params["embed"].dtype)
+
+
+def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
+    """Raise ValueError for options that do not fit this model. Called before its weights are read."""
+    page_size_for(options, _max_len(cfg, options.max_model_len))
+    check_adapters(cfg, options)
 
 
 def build_engine(

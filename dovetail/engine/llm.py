@@ -24,7 +24,7 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import init
 from dovetail.core.types import Params
 from dovetail.engine.bars import RequestBar, compiling
-from dovetail.engine.build import build_engine, compute_for, placement_of
+from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.intake import Prompt
 from dovetail.engine.interrupt import deferred_interrupt
@@ -305,7 +305,7 @@ def _load(
     """A model's config, its weights in the engine's form, its tokenizer."""
     if options.load_format == "dummy":
         return _dummy(model, options, placement)
-    loaded = load(model, options.dtype, placement, progress)
+    loaded = load(model, options.dtype, placement, progress, lambda cfg: check_model(cfg, options))
     params = publish(loaded.params, loaded.config, loaded.compute.dtype, placement, take=True)
     return loaded.config, params, loaded.tokenizer
 
@@ -314,6 +314,7 @@ def _dummy(
     model: str | Path, options: EngineOptions, placement: Placement | None
 ) -> tuple[ModelConfig, Params, Tokenizer | None]:
     cfg = read_config(model)
+    check_model(cfg, options)
     compute = compute_of(options.dtype or ("f32" if jax.default_backend() == "cpu" else "bf16"))
     specs = spec(cfg)
     places = placement.shardings(specs) if placement else None

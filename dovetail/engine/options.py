@@ -16,6 +16,8 @@ Policy = Literal["fcfs", "priority"]
 LoadFormat = Literal["auto", "dummy"]
 MEMORY_FRACTION = 0.97  # of what jax may take of a device
 CPU_MEMORY_FRACTION = 0.2  # of the memory that is free: the machine is often somebody's laptop
+# The names that core.compute takes, repeated here because that module imports jax; a test compares the two.
+DTYPES = ("bf16", "f32", "tf32", "f16", "bfloat16", "float32", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,24 @@ class EngineOptions:
         )
         one_of("load_format", self.load_format, ("auto", "dummy"))
         one_of("policy", self.policy, ("fcfs", "priority"))
+        if isinstance(self.dtype, str):
+            one_of("dtype", self.dtype, DTYPES)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check the options that depend on each other."""
+        tokens, rows = self.max_num_batched_tokens, self.max_num_seqs
+        require(
+            tokens is None or tokens >= rows,
+            f"max_num_batched_tokens must be at least max_num_seqs, because each running sequence takes a token of a "
+            f"step; got {tokens} tokens for {rows} sequences. Raise max_num_batched_tokens or lower max_num_seqs.",
+        )
+        room, count = self.max_adapters, len(self.adapters)
+        require(
+            room is None or room >= count,
+            f"max_adapters must be at least the number of adapters to load; got {room} for {count} adapters",
+        )
+        require(all(self.adapters), "adapters: a name must not be empty")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineOptions:

@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,15 +88,22 @@ def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Arra
 
 
 def load(
-    x: str | Path, dtype: Any = None, placement: Placement | None = None, progress: Progress | None = None
+    x: str | Path,
+    dtype: Any = None,
+    placement: Placement | None = None,
+    progress: Progress | None = None,
+    check: Callable[[ModelConfig], None] | None = None,
 ) -> Model:
     """A model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
 
     dtype is bf16, f32, tf32 (f32 with an NVIDIA GPU's TF32 products) or f16, or a type that jax knows by such a name.
     None: the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
+    `check` is called with the model's config before a weight is read.
     """
     path = resolve(x, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
+    if check is not None:
+        check(cfg)
     compute = compute_of(_own_dtype(checkpoint, cfg, str(path)) if dtype is None else dtype)
     params = read_params(checkpoint, cfg, compute.dtype, str(path), placement, progress)
     return Model(cfg, params, tokenizer, str(x), compute)

@@ -18,8 +18,9 @@ import numpy as np
 
 from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.types import Params
+from dovetail.io.adapter_folder import WEIGHTS
 from dovetail.io.hf import StoredPart, name_table
-from dovetail.io.peft_config import CONFIG, AdapterConfig, read_config, write_config
+from dovetail.io.peft_config import AdapterConfig, read_config, write_config
 from dovetail.io.peft_experts import Stack, current_name, stacked_tensors, stacks_of, take_stacked
 from dovetail.io.peft_joined import own_ranks
 from dovetail.io.safetensor_folder import SafetensorFolder
@@ -28,7 +29,6 @@ from dovetail.models.lora import Lora, input_dims
 from dovetail.models.registry import family_of
 from dovetail.models.spec import spec
 
-WEIGHTS = "adapter_model.safetensors"
 PREFIX, SCORE = "base_model.model.", "score.weight"
 Flat = dict[str, dict[str, np.ndarray]]  # path of a weight -> its lora_a, lora_b and magnitude
 
@@ -102,9 +102,6 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     """An adapter for this model; what each module says of its own scale is in its `up`. `score`: a reward model's may
     come with it, as `score`."""
     folder = Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}")
     config = read_config(folder)
     stored = SafetensorFolder(folder)
     found = {current_name(name).removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}

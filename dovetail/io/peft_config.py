@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.io.adapter_folder import CONFIG, read_adapter_config
 from dovetail.io.whole_file import write_whole
 from dovetail.models.lora import ALL, Lora
 
-CONFIG = "adapter_config.json"
-# what an adapter may be asked to do besides, and we do not
-REFUSED = ("layers_to_transform", "layer_replication", "trainable_token_indices")
 LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 
@@ -50,16 +48,7 @@ class AdapterConfig:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    said = json.loads((folder / CONFIG).read_text())
-    if said.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
-    for name in REFUSED:
-        if said.get(name):
-            raise ValueError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
-    if said.get("bias", "none") != "none" or said.get("lora_bias"):
-        raise ValueError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
-    if said.get("target_parameters") and said.get("use_dora"):
-        raise ValueError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
+    said = read_adapter_config(folder)
     targets = said.get("target_modules") or [ALL]
     targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
     lora = Lora(

@@ -57,7 +57,7 @@ def tables_spec(form: SlotForm) -> dict[str, Any]:
 def slot_values(form: SlotForm, adapters: Params, lora: Lora, dtype: Any) -> Params:
     """What an adapter (see models.lora) writes into its slot: lora_a [W, *in] and lora_b [*out, W] of every projection,
     zero where it has none."""
-    _check(adapters, lora, form.rank)
+    check_served(adapters, lora, form.rank)
 
     def one(path: str, leaf: ParamSpec, members: Members) -> Pair:
         above = path.rpartition(".")[0]
@@ -144,8 +144,8 @@ def greatest_rank(adapters: Params) -> int:
     return max(pair["lora_a"].shape[0] for pair in _by_weight(adapters).values())
 
 
-def _check(adapters: Params, lora: Lora, most: int) -> None:
-    """That there is a place for all of it."""
+def check_served(adapters: Params, lora: Lora, most: int) -> None:
+    """Raise ValueError for an adapter that an engine with room for ranks up to `most` cannot serve."""
     if lora.dora:
         raise ValueError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
     for weight, pair in _by_weight(adapters).items():

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LONGEST_SECONDS = 30 * 24 * 3600  # an event loop's timers take no more than a few weeks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -18,6 +20,12 @@ class Limits:
     request_seconds: float = 600.0
     drain_seconds: float = 30.0  # after SIGTERM, for requests under way
     step_seconds: float = 300.0  # for one step of the engine, which then counts as dead; 0: no limit
+
+    def __post_init__(self):
+        for name in ("body_seconds", "request_seconds", "drain_seconds", "step_seconds"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds <= LONGEST_SECONDS:
+                raise ValueError(f"{name} must be between 0 and {LONGEST_SECONDS:,} seconds; got {seconds}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,12 @@ import pytest
 from engine.engines import GREEDY, NEW, PAGE, make_llm, mixed_prompts, tokens_of, variant
 from reference_models import reference
 
+from dovetail.core.compute import COMPUTES, compute_of
 from dovetail.core.types import Packed
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.memory import SLACK, held_bytes, num_pages, pool_bytes
-from dovetail.engine.options import EngineOptions, OptionKeywords
+from dovetail.engine.options import DTYPES, EngineOptions, OptionKeywords
 from dovetail.engine.scheduler import Scheduler
 from dovetail.io.load import load
 from dovetail.models.decoder import forward
@@ -323,6 +324,23 @@ def test_a_rest_says_nothing_of_the_pace(llm, monkeypatch):
 def test_numbers_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         make_llm("llama3.1", **options)
+
+
+def test_options_that_do_not_fit_the_model_are_refused_before_weights_are_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("dovetail.io.load.read_params", lambda *_, **__: pytest.fail("weights were read"))
+    for options, message in (
+        (dict(max_model_len=10**6), "max_model_len must be between 2 and the model's own"),
+        (dict(adapters={"a": str(tmp_path)}), "is no adapter"),
+        (dict(adapters={"a": str(tmp_path)}, max_adapters=0), "max_adapters must be at least"),
+        (dict(tensor_parallel=4096), "tensor_parallel=4096 needs 4096 devices"),
+        (dict(max_num_batched_tokens=1, max_num_seqs=5), "max_num_batched_tokens must be at least max_num_seqs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_llm("llama3.1", **options)
+
+
+def test_the_names_of_dtypes_are_those_that_can_be_computed_in():
+    assert {compute_of(name).name for name in DTYPES} == set(COMPUTES)
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
 import socket
@@ -40,11 +41,11 @@ async def serve(
     path: Path,
     options: EngineOptions,
     config: ServerConfig,
+    sock: socket.socket,
     on_ready: Callable[[ServerConfig, EngineInfo], None],
     progress: ShowProgress | None = None,
 ) -> None:
-    """Serve the model at `path` until SIGINT or SIGTERM."""
-    sock = listening_socket(config.host, config.port)  # first: a port that is taken is found before the model is loaded
+    """Serve the model at `path` on the socket, which is closed at the end, until SIGINT or SIGTERM."""
     config = replace(config, port=sock.getsockname()[1])
     try:
         tokenizer = read_tokenizer(path)
@@ -86,10 +87,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
         sock.bind((host.strip("[]"), port))
     except OSError as error:
         sock.close()
-        raise ValueError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
-        ) from None
+        raise ValueError(f"cannot listen on {host}:{port}: {_why_not(error)}") from None
     return sock
+
+
+def _why_not(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program listens there; stop it, or choose another --port (0: any that is free)"
+    if error.errno == errno.EACCES:
+        return "ports below 1024 are for the system's own services; choose a higher --port"
+    return f"{error.strerror}; choose another --host or --port"
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -179,7 +179,7 @@ class Child:
             code = await self._exit_code(EXIT_SECONDS)
         if code is None:
             log.error("the engine's process %d does not end: is its device broken?", self.process.pid)
-        elif code:
+        elif code and not (self._failed and self._failed.user):  # a user's error is raised by `spawn`
             log.warning("the engine's process %d ended with %d: %s", self.process.pid, code, self.why)
 
     async def _exit_code(self, seconds: float) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+from safetensors.numpy import save_file
 from serve.servers import Script, running
 from typer.testing import CliRunner
 
@@ -120,15 +122,58 @@ def refused(*arguments: str, **env: str) -> str:
     return str(result.exception)
 
 
-def test_what_cannot_be_served_is_refused_before_a_model_is_loaded(smollm2_gguf, tmp_path):
+def adapter(folder: Path, **said) -> str:
+    """An adapter_config.json as PEFT writes it, beside an empty file of weights; the folder."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16} | said))
+    save_file({}, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    """An engine's process must not start: the tests below are about what is found before."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("an engine was started"))
+
+
+def test_what_cannot_be_served_is_refused_before_an_engine_is_started(no_engine, smollm2_gguf, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"cannot listen on 127.0.0.1:{port}" in refused(str(smollm2_gguf), "--port", port)
+        assert f"cannot listen on 127.0.0.1:{port}: another program" in refused(str(smollm2_gguf), "--port", port)
     assert "--admin needs a key of its own" in refused("--admin")
     assert "must differ" in refused("--admin", DOVETAIL_API_KEY="a", DOVETAIL_ADMIN_KEY="a")
     empty = tmp_path / "keys"
     empty.write_text("\n")
     assert "holds no key" in refused("--api-key-file", str(empty))
+    assert "cannot be read (No such file" in refused("--api-key-file", str(tmp_path / "none"))
     assert "printable ASCII" in refused("--api-key", "clé")
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    ("--tool-format hermez", "--tool-format: expected a tool-call format, got 'hermez'; it is one of"),
+    ("--reasoning-format r1", "--reasoning-format: expected a reasoning format, got 'r1'"),
+    ("--max-num-batched-tokens 1 --max-num-seqs 5", "max_num_batched_tokens must be at least max_num_seqs"),
+    ("--profile-dir {file}/traces", "--profile-dir {file}/traces cannot be written to (Not a directory)"),
+    ("--adapter a={tmp}/none", "--adapter a: {tmp}/none is no adapter"),
+    ("--adapter a={lora} --max-adapter-rank 4", "--adapter a: {lora}: the adapter's rank is 8, and there is room"),
+    ("--adapter a={lora} --max-adapters 0", "max_adapters must be at least the number of adapters to load; got 0"),
+    ("--adapter a={dora}", "--adapter a: {dora} is a DoRA adapter, which is not served"),
+    ("--adapter a={broken}", "--adapter a: {broken}/adapter_config.json is not valid JSON"),
+    ("--adapter a={cut}", "--adapter a: {cut}/adapter_model.safetensors is not a whole safetensors file"),
+    ("--dtype float99", "dtype must be one of"),
+    ("--policy lifo", "policy must be one of"),
+    ("--allow-origin example.com", "--allow-origin must be * or a scheme"),
+    ("--host no-such-host.invalid", "cannot listen on no-such-host.invalid:0"),
+    ("--request-timeout inf", "take finite numbers"),
+])  # fmt: skip
+def test_a_wrong_flag_is_a_sentence_and_starts_no_engine(no_engine, smollm2_gguf, tmp_path, arguments, sentence):
+    names = {"tmp": str(tmp_path), "file": str(tmp_path / "file"), "broken": adapter(tmp_path / "broken")}
+    names |= {"lora": adapter(tmp_path / "lora"), "dora": adapter(tmp_path / "dora", use_dora=True)}
+    names["cut"] = adapter(tmp_path / "cut")
+    (tmp_path / "file").touch()
+    (tmp_path / "broken/adapter_config.json").write_text("{")
+    (tmp_path / "cut/adapter_model.safetensors").write_bytes(b"")
+    said = refused(str(smollm2_gguf), "--port", "0", *(part.format(**names) for part in arguments.split()))
+    assert sentence.format(**names) in said, said

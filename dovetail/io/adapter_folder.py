@@ -1,0 +1,65 @@
+"""The folder of a LoRA adapter as PEFT writes it: which files it has, and what its adapter_config.json asks for.
+
+This module imports no jax, so that a server can check its adapters before it starts an engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.io.safetensor_folder import SafetensorFolder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# what an adapter may be asked to do besides, and we do not
+REFUSED = ("layers_to_transform", "layer_replication", "trainable_token_indices")
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of adapter_config.json. ValueError, naming the folder, for an adapter that cannot be used."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}")
+    try:
+        said = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{folder / CONFIG} is not valid JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise ValueError(f"{folder / CONFIG}: expected a JSON object, got {type(said).__name__}")
+    if said.get("peft_type") != "LORA":
+        raise ValueError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
+    for name in REFUSED:
+        if said.get(name):
+            raise ValueError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
+    if said.get("bias", "none") != "none" or said.get("lora_bias"):
+        raise ValueError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
+    if said.get("target_parameters") and said.get("use_dora"):
+        raise ValueError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
+    _check_numbers(folder, said)
+    return said
+
+
+def check_servable(folder: Path, most: int | None) -> None:
+    """Raise ValueError for an adapter that an engine does not serve: `most` is the greatest rank it has room for (None:
+    any). What depends on the model (modules, shapes) is checked when the adapter is read."""
+    said = read_adapter_config(folder)
+    SafetensorFolder(folder)  # reads the headers
+    if said.get("use_dora"):
+        raise ValueError(f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)")
+    rank = max(said["r"], *(said.get("rank_pattern") or {}).values(), 0)
+    if most is not None and rank > most:
+        raise ValueError(
+            f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank"
+        )
+
+
+def _check_numbers(folder: Path, said: dict[str, Any]) -> None:
+    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+        value = said.get(name)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{folder / CONFIG}: {name} must be a number above 0, got {value!r}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        values = said.get(name) or {}
+        if not isinstance(values, dict) or not all(isinstance(each, int | float) for each in values.values()):
+            raise ValueError(f"{folder / CONFIG}: {name} must map names to numbers, got {values!r:.80}")

@@ -1,0 +1,54 @@
+"""Checks of a server's configuration that need neither its model nor an engine, so that a wrong option is reported
+within a second."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from dovetail.engine.options import EngineOptions
+from dovetail.io.adapter_folder import check_servable
+from dovetail.serve.config import ServerConfig
+from dovetail.serve.tools.formats import format_for, reasoning_for
+
+_ORIGIN = re.compile(r"https?://[^/\s*]+")
+
+
+def check_start(config: ServerConfig, options: EngineOptions) -> None:
+    """Raise ValueError, with a sentence for the person who starts the server, for what could not be served."""
+    for flag, find, name in (
+        ("--tool-format", format_for, config.tool_format),
+        ("--reasoning-format", reasoning_for, config.reasoning_format),
+    ):
+        try:
+            find(name=name)
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from None
+    for origin in config.allow_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"--allow-origin must be * or a scheme, host and port, such as https://example.com:8443; got {origin!r}"
+            )
+    _check_adapters(options)
+    if config.profile_dir is not None:  # the last one: it makes the folder
+        _check_profile_dir(Path(config.profile_dir))
+
+
+def _check_adapters(options: EngineOptions) -> None:
+    for name, folder in options.adapters.items():
+        try:
+            check_servable(Path(folder), options.max_adapter_rank)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--adapter {name}: {error}") from None
+
+
+def _check_profile_dir(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--profile-dir {folder} cannot be written to ({error.strerror}); choose a folder that can"
+        ) from None
