@@ -32,22 +32,34 @@ def bar() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True, highlight=False)
     words = TextColumn("  {task.description}", markup=False)
     display = Progress(words, BarColumn(24), Amount(), Speed(), console=console)
-    tasks = {}
+    tasks, ended = {}, set()  # by their totals
 
     def report(what: str, done: int, total: int) -> None:
         if total <= 0:
             console.print(f"  {what}", style="dim", markup=False, soft_wrap=True)
             return
         if total not in tasks:
+            if done >= total and total in ended:
+                return
             display.start()
             tasks[total] = display.add_task("", total=total)
         display.update(tasks[total], completed=min(done, total), description=_fit(what))
+        if display.finished:
+            end()
+
+    def end() -> None:
+        """Leave the finished bars as they are: a server goes on for days, and writes other lines below them."""
+        if tasks:  # stopping a display that never started prints an empty line
+            display.stop()
+        for total, task in tasks.items():
+            display.remove_task(task)
+            ended.add(total)
+        tasks.clear()
 
     try:
         yield report
     finally:
-        if tasks:  # stopping a display that never started prints an empty line
-            display.stop()
+        end()
 
 
 def _fit(what: str) -> str:

@@ -72,6 +72,7 @@ def serve(
     """Serve a model to any OpenAI client."""
     import logging
     import math
+    import sys
     from dataclasses import replace
 
     from dovetail.cli.progress import bar
@@ -82,7 +83,11 @@ def serve(
     from dovetail.serve.http.server import serve as serving
     from dovetail.serve.talk.defaults import read_defaults
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+    # A log file has the time of each line, and a line for each stage of the start; a terminal has a bar.
+    in_file = not sys.stderr.isatty()
+    when = "%(asctime)s " if in_file else ""
+    logging.basicConfig(level=logging.WARNING, format=f"{when}%(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("dovetail").setLevel(logging.INFO if in_file else logging.WARNING)
     keys = _keys(api_key, api_key_file, "--api-key-file")
     admin_keys = _keys(admin_key, admin_key_file, "--admin-key-file")
     if admin and len(admin_keys) != 1:
@@ -117,7 +122,7 @@ def serve(
         path = resolve(model, progress)
         if generation_config == "auto":
             config = replace(config, defaults=read_defaults(path))
-        run(serving(path, options, config, sock, _show, progress))
+        run(serving(path, options, config, sock, _show, None if in_file else progress))
 
 
 def adapters_named(given: list[str], names: tuple[str, ...] = ()) -> dict[str, str]:
@@ -154,8 +159,9 @@ def _show(config, info) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    url, name = f"http://{host}:{config.port}", json.dumps(config.names[0])
+    from dovetail.serve.http.server import url as address
+
+    url, name = address(config), json.dumps(config.names[0])
     header, start, key = "", "", '"none"'
     if config.api_keys:  # by the variable's name: what is printed here ends in logs
         header = '-H "Authorization: Bearer $DOVETAIL_API_KEY" '

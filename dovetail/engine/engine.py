@@ -167,6 +167,8 @@ class Engine:
             padding_tokens=self._padding,
             weights_version=self.runner.weights.version,
             sleeping=self.sleeping,
+            compiled=self.runner.steps.compiled,
+            compile_seconds=self.runner.steps.compile_seconds,
         )
 
     # --- weights and memory -------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class LLM:
         keep_compiled()
         given = EngineOptions.of(options)
         placement = placement_of(given)
+        log.info("reading the weights of %s", model)
         loaded = _load(model, given, placement, progress)
         self._begin(*loaded, given, placement, progress, start)
 
@@ -92,12 +93,14 @@ class LLM:
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self.load_seconds = time.perf_counter() - start
+        log.info("read and placed the weights in %.1f s", self.load_seconds)
         self.engine = build_engine(config, params, options, tokenizer, placement)
         self.runner = self.engine.runner
         self._embedder = Embedder(self.engine, lambda function: function(self.engine))
         self._count = 0
         self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
         log.info(self.describe())
+        began = time.perf_counter()
         if config.scored:
             pass  # it takes no steps: a score is a forward, compiled when a prompt of its length first comes
         elif options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
@@ -105,6 +108,8 @@ class LLM:
                 self.runner.warm_up(self.engine.sampler, report)
         else:
             self.runner.load_kept()
+        compiled, seconds = self.runner.steps.compiled, time.perf_counter() - began
+        log.info("%d steps ready after %.1f s, of which %d were compiled", len(self.runner.steps), seconds, compiled)
         self.start_seconds = time.perf_counter() - start
 
     def generate(

@@ -6,7 +6,8 @@ No array is needed, so a step can be compiled before there are pages, and for de
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,15 +52,27 @@ class Program(NamedTuple):
     def is_kept(self) -> bool:
         return has_program(self.key)
 
-    def kept(self, devices: list[Any], ahead: bool) -> Any:
-        """Read from disk where an earlier start kept it, else compiled; `ahead` of any request that needs it."""
+    @property
+    def title(self) -> str:
+        shape = self.shape
+        if not shape.tokens:
+            return f"the sampler of {shape.rows} rows"
+        times = f" x {shape.steps}" if shape.steps > 1 else ""
+        return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}"
+
+    def kept(self, devices: list[Any], ahead: bool, compiled: Callable[[float], None] = lambda seconds: None) -> Any:
+        """Read it from disk where an earlier start kept it, else compile it, `ahead` of any request that needs it, and
+        tell `compiled` how long that took."""
         key = self.key
         step = load_program(key, devices)
         if step is None:
             level = logging.INFO if ahead else logging.WARNING  # a user waits for this one
-            tokens, rows = self.shape.tokens, self.shape.rows
-            log.log(level, "compiling a step of %d tokens in %d rows, once: it is kept", tokens, rows)
+            log.log(level, "compiling %s, once: it is kept", self.title)
+            start = time.perf_counter()
             step = compile_program(key, self.compile)
+            seconds = time.perf_counter() - start
+            log.log(level, "compiled %s in %.1f s", self.title, seconds)
+            compiled(seconds)
         return step
 
 

@@ -23,7 +23,12 @@ class Steps:
         self._program, self._devices = weakref.WeakMethod(program), devices
         self._futures: dict[Shape, Future] = {}
         self._lock = threading.Lock()
+        self.compiled = 0  # how many were compiled here, not read from disk
+        self.compile_seconds = 0.0
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
+
+    def __len__(self) -> int:
+        return len(self._futures)
 
     def __call__(self, shape: Shape) -> Callable:
         """The step for a shape, compiled now unless it was before; another thread may be compiling it already."""
@@ -39,7 +44,12 @@ class Steps:
     def _get(self, shape: Shape, ahead: bool) -> Any:
         program = self._program()
         assert program is not None, "its runner is gone"
-        return program(shape).kept(self._devices, ahead)
+        return program(shape).kept(self._devices, ahead, self._count)
+
+    def _count(self, seconds: float) -> None:
+        with self._lock:
+            self.compiled += 1
+            self.compile_seconds += seconds
 
     def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Have these, all of them."""

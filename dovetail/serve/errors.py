@@ -60,6 +60,8 @@ class ApiError(Exception):
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.code == "stopping":  # the next request must go to another server
+            headers["connection"] = "close"
         content = msgspec.json.encode(self.body(path))
         return Response(content, self.status, headers, media_type="application/json")
 

@@ -36,6 +36,7 @@ def running(backend: Callable[[], Coroutine[Any, Any, Any]], tokenizer: Tokenize
         app = make_app(engine, tokenizer, ServerConfig(**{"names": (MODEL,)} | config))
         server = Server(app, app.state.service.config)
         found.url, found.app, found.engine = f"http://127.0.0.1:{sock.getsockname()[1]}", app, engine
+        found.server = server
         loop = asyncio.get_running_loop()
         found.run = lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(60)
         found.stop = lambda: setattr(server, "should_exit", True)

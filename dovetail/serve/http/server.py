@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -25,6 +28,8 @@ from dovetail.serve.remote.supervisor import RestartLimits
 from dovetail.serve.remote.wire import EngineInfo
 
 log = logging.getLogger(__name__)
+END_SECONDS = 5.0  # for the engine to abort the requests that are ended, and for their errors to be sent
+CLOSE_SECONDS = 3  # for connections to close
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -46,35 +51,73 @@ async def serve(
     progress: ShowProgress | None = None,
 ) -> None:
     """Serve the model at `path` on the socket, which is closed at the end, until SIGINT or SIGTERM."""
-    config = replace(config, port=sock.getsockname()[1])
+    start, config = time.monotonic(), replace(config, port=sock.getsockname()[1])
     try:
         tokenizer = read_tokenizer(path)
+        log.info("starting the engine's process for %s", path)
         limits = RestartLimits(step_seconds=config.limits.step_seconds)
         engine = await EngineClient.start(path, options, progress, limits)
         try:
             server = Server(make_app(engine, tokenizer, config), config)
             on_ready(config, engine.info)
+            log.info("ready at %s after %.1f s", url(config), time.monotonic() - start)
             await server.serve([sock])
         finally:
             await engine.close()
     finally:
         sock.close()
+    if server.signal is not None:
+        signal.raise_signal(server.signal)  # the exit status says what ended it
 
 
 class Server(uvicorn.Server):
-    """At SIGTERM it takes no more requests, waits for those under way up to the limit, and then ends each with an error
-    in its own stream, a moment before uvicorn cancels what is left."""
+    """uvicorn's server, with another end. After the first SIGINT or SIGTERM it still listens: new requests and /ready
+    get 503, and those under way have `drain_seconds` to end. After that time, or at a second signal, each of them gets
+    an error in its own stream. A third signal ends the process at once."""
 
     def __init__(self, app: FastAPI, config: ServerConfig):
-        self._inflight = app.state.service.inflight
-        patience = config.limits.drain_seconds + 3
+        self._inflight, self._drain_seconds = app.state.service.inflight, config.limits.drain_seconds
+        self.signal: int | None = None  # the first that came
+        self._hurried = False
         # uvicorn's loggers use the root's handlers; an access log would write one line per request.
         options: dict[str, Any] = dict(log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=math.ceil(patience), **options))
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_SECONDS, **options))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Unlike uvicorn's, this does not raise the signal again: `serve` does, when the engine has ended too."""
+        if self._hurried:
+            os._exit(128 + sig)  # the engine's process ends with this one
+        self._hurried, self.should_exit = self.should_exit, True
+        self.signal = self.signal or sig
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        start, seconds = time.monotonic(), self._drain_seconds
         self._inflight.drain()
+        if count := len(self.server_state.tasks):
+            log.warning(
+                "stopping: %d requests under way have %g s to end; a second Ctrl-C ends them now", count, seconds
+            )
+            await self._idle(seconds, lambda: self._hurried)
+        if count := len(self.server_state.tasks):
+            log.warning("stopping: %d requests are ended with an error after %.1f s", count, time.monotonic() - start)
+            self._inflight.end_all()
+            await self._idle(END_SECONDS)
+            for connection in list(self.server_state.connections):  # clients that do not read, or have not sent it all
+                connection.transport.abort()
         await super().shutdown(sockets)
+        log.warning("stopped after %.1f s", time.monotonic() - start)
+
+    async def _idle(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
+        """Wait until no request is under way, for at most `seconds`."""
+        end = time.monotonic() + seconds
+        while self.server_state.tasks and time.monotonic() < end and not or_else():
+            await asyncio.sleep(0.05)
+
+
+def url(config: ServerConfig) -> str:
+    """The server's address for a client on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    return f"http://{host}:{config.port}"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from dovetail.serve.remote.supervisor import RestartLimits, Supervisor
 from dovetail.serve.remote.wire import Add, Delta, EngineInfo, Start, plain
 
 STOP_SECONDS = 10.0  # for its current step, when it is told to end
+ABORT_SECONDS = 1.0  # that the reader of an aborted request waits for the engine
 State = Literal["ready", "restarting", "failed", "closing", "closed"]
 _TROUBLE: dict[State, str | None] = {
     "ready": None,
@@ -165,8 +166,14 @@ class EngineClient:
 
     async def abort(self, id: str, index: int | None = None) -> None:
         """End a request, or one of its n sequences; its last deltas have finish_reason "abort". Returns when its pages
-        are free. An unknown id is no error."""
-        await self._supervisor.child.call("abort", id, index)
+        are free. An unknown id is no error. A reader of the request does not wait for an engine that is busy for longer
+        than a second (it may compile): its stream ends without those deltas."""
+        child = self._supervisor.child
+        answer = asyncio.ensure_future(child.call("abort", id, index))
+        done, _ = await asyncio.wait({answer}, timeout=ABORT_SECONDS)
+        if not done and index is None and id in child.streams:
+            child.streams[id].end()
+        await answer
 
     async def embed(
         self,

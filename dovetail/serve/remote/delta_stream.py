@@ -15,6 +15,7 @@ class DeltaStream:
         self._open = n  # sequences whose last delta has not come
         self._waiting: dict[int, Delta] = {}
         self._error: Exception | None = None
+        self._ended = False
         self._news = asyncio.Event()
 
     @property
@@ -32,10 +33,15 @@ class DeltaStream:
         self._error = error
         self._news.set()
 
+    def end(self) -> None:
+        """Let the reader go on without the deltas that have not come. The stream is not complete until they have."""
+        self._ended = True
+        self._news.set()
+
     async def get(self) -> Delta | None:
         """The next delta; None after the last. Raises the error that `fail` was given once none is left."""
         while not self._waiting:
-            if self._open == 0:
+            if self._open == 0 or self._ended:
                 return None
             if self._error is not None:
                 raise self._error

@@ -58,7 +58,8 @@ def main(fd: int) -> None:
     start = _read(inbox)
     if not isinstance(start, Start):
         return
-    logging.basicConfig(format="engine: %(message)s")
+    when = "" if sys.stderr.isatty() else "%(asctime)s "  # as the HTTP process, in whose log these lines are
+    logging.basicConfig(format=f"{when}engine: %(message)s")
     logging.getLogger("dovetail").setLevel(start.log_level)
     process = EngineProcess(outbox)
     threading.Thread(target=_serve, args=(process, inbox), name="reader", daemon=True).start()

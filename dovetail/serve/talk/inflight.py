@@ -65,12 +65,11 @@ class Inflight:
             del self._tickets[ticket]
 
     def drain(self) -> None:
-        """Take no more requests, and end those that are still under way when the time limit is reached."""
-        if not self.draining:
-            self.draining = True
-            asyncio.get_running_loop().call_later(self._limits.drain_seconds, self._stop_all)
+        """Take no more requests."""
+        self.draining = True
 
-    def _stop_all(self) -> None:
+    def end_all(self) -> None:
+        """End the requests under way: their clients get an error."""
         for ticket in list(self._tickets):
             ticket.stop(ApiError(503, "the server is stopping", code="stopping"))
 

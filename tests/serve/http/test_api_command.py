@@ -53,8 +53,17 @@ def test_it_serves_until_sigterm(smollm2_gguf, optimised):
         assert answer.choices[0].message.content
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(signal.SIGTERM)
-        process.wait(20)
-        assert "Traceback" not in process.stdout.read()
+        assert process.wait(20) == -signal.SIGTERM, "as any program that this signal ends"
+        printed += process.stdout.read()
+        assert "Traceback" not in printed
+        for line in (
+            "starting the engine's process for", "reading the weights of", r"read and placed the weights in \d+\.\d s",
+            r"\d+ steps ready after \d+\.\d s", rf"ready at {url} after \d+\.\d s", r"stopped after \d+\.\d s",
+        ):  # fmt: skip
+            assert re.search(rf"^[-\d]+ [:,\d]+ .*{line}", printed, re.M), line
+        compiling, compiled = (re.findall(rf"{word} (a step of .* rows|the sampler.* rows)", printed) for word in (
+            "compiling", "compiled"))  # fmt: skip
+        assert sorted(compiling) == sorted(compiled)
         assert children and not any(_is_running(int(pid)) for pid in children)  # the engine ended with it
     finally:
         process.kill()

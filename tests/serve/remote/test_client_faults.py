@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from serve.servers import hanging
 
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.params import SamplingParams
@@ -143,6 +144,34 @@ def test_close_drains_and_then_aborts(model):
             await asyncio.sleep(0)
         await engine.close(drain_seconds=0.1)
         assert await aborted == "abort"
+
+    run(main())
+
+
+def test_the_reader_of_an_aborted_request_does_not_wait_for_a_busy_engine(model, tmp_path, monkeypatch):
+    """The engine may be compiling, for a minute."""
+    monkeypatch.setattr("dovetail.serve.remote.client.ABORT_SECONDS", 0.05)
+    gate = tmp_path / "gate"
+
+    async def main():
+        with hanging(gate):
+            engine = await EngineClient.start(model, OPTIONS)
+        async with engine:
+            stream = engine.generate("a", [1, 2, 3], LONG)
+            await anext(stream)
+            gate.touch()
+            while await engine._call("pulse") < 0.2:  # seconds of the step under way
+                await asyncio.sleep(0.05)
+            reading = asyncio.create_task(_last(stream))
+            aborting = asyncio.create_task(engine.abort("a"))
+            assert await asyncio.wait_for(reading, 30) != "abort", "the engine has not answered"
+            assert not aborting.done()
+            gate.unlink()
+            await asyncio.wait_for(aborting, 30)
+
+    async def _last(stream) -> str | None:
+        reasons = [delta.finish_reason async for delta in stream]
+        return reasons[-1] if reasons else None
 
     run(main())
 
