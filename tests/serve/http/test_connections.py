@@ -1,0 +1,96 @@
+"""Heads of requests: those that are too large are refused, and those that do not come close their connection."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+from serve.servers import Script, running
+
+from dovetail.serve.http import connection
+
+pytestmark = pytest.mark.slow
+
+READY = b"GET /ready HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer) as found:
+        yield found
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes the connection."""
+    parts = []
+    while part := sock.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("head", [
+    b"x: " + b"a" * 200_000 + b"\r\n",  # one header
+    b"".join(b"x%d: %b\r\n" % (i, b"a" * 100) for i in range(1000)),  # many
+])  # fmt: skip
+@pytest.mark.parametrize("pieces", [1, 50])
+def test_a_large_head_is_431(server, head, pieces):
+    request = READY + head + b"\r\n"
+    with connect(server) as sock:
+        size = -(-len(request) // pieces)
+        for start in range(0, len(request), size):
+            sock.sendall(request[start : start + size])
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ") and b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def test_the_body_does_not_count_and_a_head_of_30_kb_is_taken(server):
+    more = {"x-trace": "a" * 30_000}
+    body = {"prompt": "Hi " * 30_000, "max_tokens": 1}  # in one piece with the head
+    with httpx.Client(base_url=server.url, headers=more, timeout=60) as client:
+        for _ in range(3):  # on one connection
+            assert client.get("/ready").status_code == 200
+            assert client.post("/v1/completions", json=body).status_code == 400, "more tokens than the context has"
+
+
+def test_heads_that_do_not_come_close_their_connections(server, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.5)
+    socks = [connect(server) for _ in range(20)]
+    try:
+        for i, sock in enumerate(socks):
+            if i % 4 == 1:
+                sock.sendall(READY)  # without the empty line
+            elif i % 4 == 2:
+                sock.sendall(b"G")
+            elif i % 4 == 3:  # one whole request, then half of another
+                sock.sendall(READY + b"\r\n")
+                assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+                sock.sendall(READY)
+        for sock in socks:
+            read_all(sock)  # it ends: the server closes the connection
+    finally:
+        for sock in socks:
+            sock.close()
+    end = time.monotonic() + 30
+    while server.server.server_state.connections:
+        assert time.monotonic() < end, "a connection is still open"
+        time.sleep(0.02)
+
+
+def test_a_slow_answer_is_not_cut_off_by_the_time_for_heads(server, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(server.engine, "delay", 0.1)
+    server.engine.texts = ["one two three four five six"]
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi"}, timeout=30)
+    assert answer.json()["choices"][0]["text"] == "one two three four five six"
