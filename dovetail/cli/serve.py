@@ -40,6 +40,9 @@ def serve(
                                            rich_help_panel=_SAFETY),
     allow_request_template: bool = typer.Option(False, help="Run templates that requests bring.",
                                                 rich_help_panel=_SAFETY),
+    special_tokens_in_text: bool = typer.Option(True, help="Text of requests that spells a special token, such as "
+                                                "<|im_end|>, becomes that token; otherwise it stays text.",
+                                                rich_help_panel=_SAFETY),
     profile_dir: Path | None = typer.Option(None, help="Routes that write a trace here.", rich_help_panel=_SAFETY),
     max_body_mb: float = typer.Option(16.0, min=0.001, help="The largest request.", rich_help_panel=_SAFETY),
     max_prompt_tokens: int = typer.Option(0, min=0, help="0: what the model takes.", rich_help_panel=_SAFETY),
@@ -109,6 +112,7 @@ def serve(
         names=tuple(served_model_name) or (model,), host=host, port=port, api_keys=keys,
         admin_key=admin_keys[0] if admin else None, profile_dir=str(profile_dir) if profile_dir else None,
         allow_origins=tuple(allow_origin), allow_request_template=allow_request_template,
+        special_tokens_in_text=special_tokens_in_text,
         tool_format=tool_format or None, reasoning_format=reasoning_format or None, limits=limits,
     )  # fmt: skip
     options = EngineOptions.of(dict(

@@ -38,6 +38,7 @@ class ServerConfig:
     profile_dir: str | None = None  # where /start_profile writes; None: there is no such route
     allow_origins: tuple[str, ...] = ()
     allow_request_template: bool = False
+    special_tokens_in_text: bool = True  # a request's text that spells a special token becomes that token
     tool_format: str | None = None  # None: by the model's template
     reasoning_format: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, for what a request leaves out

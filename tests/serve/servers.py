@@ -104,6 +104,7 @@ class Script:
         self.rest: str | None = None
         self.texts: list[str | list[int]] = []
         self.asked: list[Any] = []  # (prompt's text, params, priority, cache_salt)
+        self.prompts: list[list[int]] = []  # in tokens
         self.adapters: list[str | None] = []  # that they were asked of
         self.ended: list[str] = []  # how each request ended: "whole", or "left"
         self.called: list[Any] = []
@@ -116,6 +117,7 @@ class Script:
 
     async def generate(self, id, prompt, params, *, priority=0, cache_salt=None, adapter=None):
         self.asked.append((self.tokenizer.decode(prompt, skip_special=False), params, priority, cache_salt))
+        self.prompts.append(list(prompt))
         self.adapters.append(adapter)
         if params.max_tokens == 13:
             raise ValueError("max_tokens must not be 13: that is unlucky")

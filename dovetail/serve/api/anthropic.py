@@ -39,7 +39,8 @@ def routes(service: Service) -> APIRouter:
     async def count_tokens(body: CountRequest) -> Response:
         service.adapter_of(body.model)
         prompts = service.prompts
-        tokens = await asyncio.to_thread(lambda: prompts.encode(prompts.text(body.conversation()), False))
+        text = prompts.text
+        tokens = await asyncio.to_thread(lambda: prompts.encode(text(body.conversation()), False, rendered=True))
         return json_answer({"input_tokens": len(tokens)})
 
     return router

@@ -70,7 +70,7 @@ async def _score(service: Service, body: ScoreRequest, adapter: str | None) -> d
         if name == "input":
             return encoded(service, as_many(body.input, name), most)
         texts = map(service.prompts.text, body.conversations())
-        return [service.prompts.encode(text, add_special=False, most=most) for text in texts]
+        return [service.prompts.encode(text, add_special=False, most=most, rendered=True) for text in texts]
 
     prompts = await read_inputs(service, encode, name)
     try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dovetail.engine.params import SamplingParams, Structured
+from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import bad, refused
@@ -43,6 +44,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig, max_len: int):
         self._tokenizer, self._config, self._max_len = tokenizer, config, max_len
         self.max_tokens = min(max_len - 1, config.limits.prompt_tokens or max_len)  # of a prompt
+        self._literal = None if config.special_tokens_in_text else LiteralText(tokenizer)
         source = "\n".join(tokenizer.chat_templates.values())
         names = [tokenizer.token(token) for token in tokenizer.special_ids]
         self.tool_format: ToolFormat | None = format_for(source, names, name=config.tool_format)
@@ -51,7 +53,7 @@ class Prompts:
     def ask(self, talk: Conversation, params: SamplingParams, **more: Any) -> Ask:
         """`more`: further fields of Ask. Templates and tokenizing take a while: call it in a thread."""
         text = self.text(talk)
-        prompt = self.encode(text, talk.add_special_tokens, self.max_tokens)
+        prompt = self.encode(text, talk.add_special_tokens, self.max_tokens, rendered=True)
         tool_format = self._tool_format(talk, params)
         # A grammar allows no reasoning before the answer, so the text is the answer from its first character.
         reasoning = None if params.structured else self.reasoning_format
@@ -73,9 +75,11 @@ class Prompts:
         )  # fmt: skip
 
     def text(self, talk: Conversation) -> str:
-        """The prompt's text."""
+        """The prompt's text, for `encode` with `rendered`."""
         kwargs, messages = self._template_kwargs(talk), self._messages(talk)
         tools = list(talk.tools) if talk.tools and talk.choice != "none" else None
+        if self._literal is not None:
+            kwargs, messages, tools = (self._mark(each, "messages") for each in (kwargs, messages, tools))
         if "tool" not in self._source(talk) and (tools or any("tool_calls" in message for message in messages)):
             if self.tool_format is None or self.tool_format.name != "hermes":
                 raise bad("tools is not supported: the model's chat template does not read them", "tools")
@@ -88,8 +92,10 @@ class Prompts:
         except ValueError as error:
             raise bad(str(error), "messages") from None
 
-    def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
-        """A text that certainly has more than `most` tokens is refused before it is tokenized. Without `most`, only the
+    def encode(self, text: str, add_special: bool = True, most: int | None = None, rendered: bool = False) -> list[int]:
+        """Tokenize a request's text, or one that `text` has `rendered` with a chat template.
+
+        A text that certainly has more than `most` tokens is refused before it is tokenized. Without `most`, only the
         text's length is bounded: tokenizing takes one or two seconds and up to 150 MB of memory per megabyte."""
         longest = max(LONGEST, 8 * self._max_len)
         if most is None and len(text) > longest:
@@ -98,9 +104,18 @@ class Prompts:
             if most is not None and self._tokenizer.exceeds(text, most):
                 message = f"the prompt has more than {most} tokens, and this server takes at most {most}"
                 raise bad(message, code="context_length_exceeded")
-            return self._tokenizer.encode(text, add_special)
+            if self._literal is None:
+                return self._tokenizer.encode(text, add_special)
+            return self._literal.encode(text if rendered else self._literal.mark(text), add_special)
         except ValueError as error:
             raise bad(str(error)) from None
+
+    def _mark(self, value: Any, param: str) -> Any:
+        assert self._literal is not None
+        try:
+            return self._literal.mark(value)
+        except ValueError as error:
+            raise bad(str(error), param) from None
 
     def _source(self, talk: Conversation) -> str:
         tools = list(talk.tools) or None
