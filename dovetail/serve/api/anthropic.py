@@ -18,6 +18,7 @@ from dovetail.serve.errors import ApiError
 from dovetail.serve.talk.answer import Ask, Step
 from dovetail.serve.talk.service import Service
 from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
+from dovetail.serve.tools.ids import to_anthropic
 
 PATH = "/v1/messages"
 
@@ -69,7 +70,8 @@ class _Message:
         if parsed.content or not parsed.calls:
             content.append({"type": "text", "text": parsed.content})
         for call in parsed.calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+            block = {"type": "tool_use", "id": to_anthropic(call.id), "name": call.name}
+            content.append({**block, "input": _input(call.arguments)})
         self._called = bool(parsed.calls)
         return {**self._head(), "content": content, **self._end(steps[-1]), "usage": self._usage.anthropic()}
 
@@ -134,7 +136,8 @@ class _Blocks:
                 yield from self._enter("text", {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
             case CallStart(_, id, name):
-                yield from self._enter(id, {"type": "tool_use", "id": id, "name": name, "input": {}})
+                block = {"type": "tool_use", "id": to_anthropic(id), "name": name, "input": {}}
+                yield from self._enter(id, block)
             case CallArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
             case CallEnd():

@@ -13,6 +13,7 @@ from dovetail.serve.api.chat_request import Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.prompts import Conversation
+from dovetail.serve.tools.ids import from_anthropic
 
 _TEXT_ONLY = Refused("the model reads text only")
 
@@ -194,7 +195,7 @@ def _system(system: str | list[Block]) -> str:
 
 def _tool_call(block: Block, where: str) -> dict[str, Any]:
     function = {"name": block.need("name", where), "arguments": block.input or {}}
-    return {"id": block.need("id", where), "type": "function", "function": function}
+    return {"id": from_anthropic(block.need("id", where)), "type": "function", "function": function}
 
 
 def _tool_result(block: Block, where: str) -> dict[str, Any]:
@@ -203,4 +204,4 @@ def _tool_result(block: Block, where: str) -> dict[str, Any]:
         content = "\n".join(part.need("text", f"{where}.content.{i}") for i, part in enumerate(content))
     if block.is_error:  # chat templates can show this only in the text
         content = json.dumps({"error": content}, ensure_ascii=False)
-    return {"role": "tool", "tool_call_id": block.need("tool_use_id", where), "content": content}
+    return {"role": "tool", "tool_call_id": from_anthropic(block.need("tool_use_id", where)), "content": content}

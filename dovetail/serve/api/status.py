@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
 from dovetail import __version__
 from dovetail.engine.died import EngineDied
 from dovetail.serve.api.delivery import json_answer
-from dovetail.serve.errors import RETRY_SECONDS, ApiError
+from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad
 from dovetail.serve.talk.service import Service
 
 ANSWER_SECONDS = 5.0  # in which a healthy engine answers
@@ -20,19 +21,30 @@ def models(service: Service) -> APIRouter:
     router = APIRouter()
 
     def describe(name: str) -> dict[str, Any]:
+        """Return the fields of OpenAI's, vLLM's and Anthropic's models in one object: the three ask the same route."""
         info = service.backend.info
         adapter = info.adapters.get(name)
         version = adapter.version if adapter else info.weights_version
+        created_at = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "dovetail", "root": service.name,
             "parent": service.name if adapter else None, "weights_version": version,
             "max_model_len": service.max_len, "vocab_size": info.vocab,
+            "type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active",
+            "max_input_tokens": service.prompts.max_tokens, "max_tokens": service.max_len - 1,
         }  # fmt: skip
 
     @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(
+        after_id: str | None = None, before_id: str | None = None, limit: Annotated[int | None, Query(ge=1)] = None
+    ) -> Response:
+        """List the model's names and its adapters; the arguments are Anthropic's, for a part of the list."""
         names = [*service.config.names, *service.backend.info.adapters]
-        return json_answer({"object": "list", "data": [describe(name) for name in names]})
+        some = names[_place(names, after_id, "after_id", -1) + 1 : _place(names, before_id, "before_id", len(names))]
+        page = some[:limit] if before_id is None or limit is None else some[-limit:]
+        data = [describe(name) for name in page]
+        ends = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
+        return json_answer({"object": "list", "data": data, "has_more": len(page) < len(some), **ends})
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
@@ -40,6 +52,13 @@ def models(service: Service) -> APIRouter:
         return json_answer(describe(name))
 
     return router
+
+
+def _place(names: list[str], name: str | None, param: str, otherwise: int) -> int:
+    """The index of `name`, or `otherwise` where none is given."""
+    if name is not None and name not in names:
+        raise bad(f"{param}: there is no model {name[:200]!r}", param)
+    return otherwise if name is None else names.index(name)
 
 
 def state(service: Service) -> APIRouter:

@@ -11,6 +11,9 @@ from later import later
 from serve.api.test_api_tools import CALL, WEATHER
 from serve.servers import MODEL
 
+from dovetail.serve.remote.wire import LoadedAdapter
+from dovetail.serve.tools.ids import call_id, from_anthropic, short_id, to_anthropic
+
 anthropic = later("anthropic")
 
 pytestmark = pytest.mark.slow
@@ -139,6 +142,7 @@ def test_a_tool_loop_over_messages(scripted, claude):
         final = stream.get_final_message()
     assert final.content[1].input == first.content[1].input == {"city": "Paris", "unit": "C"}
     assert final.content[0].text == first.content[0].text == "I look." and final.stop_reason == "tool_use"
+    assert all(each.id.startswith("msg_") and each.content[1].id.startswith("toolu_") for each in (first, final))
     given = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": [{"type": "text", "text": "20"}]}
     turns = [*ASK["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": [given]}]
     second = claude.messages.create(**ASK | {"messages": turns}, tools=[CLAUDE_TOOL])
@@ -174,6 +178,34 @@ def test_models(client):
     assert model.vocab_size == 49152  # a load generator makes prompts of it
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_ids_of_calls_come_back_from_anthropics_clients_as_the_template_wants_them():
+    for make in (call_id, short_id):  # Mistral's template takes the short ones alone
+        id = make()
+        assert to_anthropic(id).startswith("toolu_") and from_anthropic(to_anthropic(id)) == id
+    assert from_anthropic("another") == "another"
+
+
+def test_models_are_complete_for_both_clients(scripted, client, claude):
+    scripted.engine.info.adapters = {name: LoadedAdapter("DIR", 3) for name in ("a", "b", "org/c")}
+    names = [MODEL, "a", "b", "org/c"]
+    for model in client.models.list():
+        assert (model.object, model.owned_by) == ("model", "dovetail") and model.created > 1.7e9
+    page = claude.models.list()
+    assert [model.id for model in page] == names
+    assert (page.has_more, page.first_id, page.last_id) == (False, MODEL, "org/c")
+    for model in (*page.data, claude.models.retrieve(MODEL), claude.models.retrieve("org/c")):
+        assert (model.type, model.display_name, model.lifecycle) == ("model", model.id, "active")
+        assert model.created_at.year >= 2024 and (model.max_input_tokens, model.max_tokens) == (511, 511)
+    assert [model.id for model in claude.models.list(limit=1)] == names, "page by page"
+    first = claude.models.list(limit=3)
+    assert [model.id for model in first.data] == names[:3] and first.has_more
+    assert [model.id for model in claude.models.list(before_id="b", limit=1).data] == ["a"]
+    with pytest.raises(anthropic.BadRequestError, match="after_id"):
+        claude.models.list(after_id="nothing")
+    with pytest.raises(anthropic.NotFoundError):
+        claude.models.retrieve("nothing")
 
 
 def test_tokenize_and_back(scripted, tokenizer):
