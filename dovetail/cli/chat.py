@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from dovetail.cli.chat_input import Said
     from dovetail.cli.chat_partner import Messages, Options, Partner
 
 MODEL = "smollm2-135m"
@@ -19,6 +20,7 @@ COMMANDS = {
     "/clear": "forget the conversation; the system message stays",
     "/help": "show this",
     "/quit": "end; so does ctrl-D",
+    '"""': "begin a message of several lines, which ends with three quotes; a \\ at a line's end continues it too",
 }
 # What a model says goes to a terminal, which would obey the escape sequences in it. \n and \t may pass.
 _UNPRINTABLE = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
@@ -65,6 +67,7 @@ class Chat:
 
         self._partner, self._options = partner, options
         self.system, self.turns = system, []
+        self._unreachable = False  # no server answered when it was last asked
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._out, self._err = Console(highlight=False), Console(stderr=True, highlight=False)
 
@@ -73,50 +76,64 @@ class Chat:
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def run(self) -> bool:
-        """Until the end of the input. False where a script (a pipe) must know that an answer failed."""
-        self._greet()
+        """Talk until the end of the input. False where no server answers, and where a script (a pipe) must know that an
+        answer failed."""
+        if not self._greet():
+            return False
         failed = False
-        while (line := self._read()) is not None:
-            if line.startswith("/"):
-                if self._command(line):
+        while (said := self._read()) is not None:
+            if said.is_command:
+                if self._command(said.text):
                     break
-            elif line:
-                failed |= not self._answer(line)
-        return self._is_terminal or not failed
+            elif said.text:
+                failed |= not self._answer(said.text)
+                if self._unreachable and not self._is_terminal:
+                    break  # the next question would fail too
+        return not (self._unreachable if self._is_terminal else failed)
 
-    def _greet(self) -> None:
+    def _greet(self) -> bool:
+        """False where there is nobody to talk with."""
         if not self._is_terminal:
-            return
+            return True
         with suppress(ImportError):  # not every build has it
-            import readline  # noqa: F401  input() then has line editing and a history
+            import readline  # noqa: F401  input() then has line editing, a history, and takes a paste as one line
         if (line := self._try_describe()) is not None:
             self._note(line)
+        elif self._unreachable:
+            return False
         self._note("/help lists the commands; ctrl-C stops an answer, ctrl-D ends")
+        return True
 
     def _try_describe(self) -> str | None:
-        from dovetail.cli.remote import ServerError
+        from dovetail.cli.remote import NO_CONNECTION, ServerError
 
         try:
             return self._partner.describe()
         except ServerError as error:
+            self._unreachable = error.kind == NO_CONNECTION
             self._fail(str(error))
             return None
 
-    def _read(self) -> str | None:
+    def _read(self) -> Said | None:
         """What the person says; None at the end."""
+        from dovetail.cli.chat_input import read_said
+
         try:
-            line = input(_prompt(self._out.no_color) if self._is_terminal else "")
+            return read_said(self._line)
         except (EOFError, KeyboardInterrupt):
             if self._is_terminal:
                 print()
             return None
-        return line.encode("utf-8", "replace").decode().strip()  # half a character in the input is no text
+
+    def _line(self, more: bool) -> str:
+        line = input(_prompt(self._out.no_color, more) if self._is_terminal else "")
+        return line.encode("utf-8", "replace").decode()  # half a character in the input is no text
 
     # --- an answer ----------------------------------------------------------------------------------------------------
 
     def _answer(self, line: str) -> bool:
         """An interrupted answer stays as far as it came; a question without any answer is taken back."""
-        from dovetail.cli.remote import ServerError
+        from dovetail.cli.remote import NO_CONNECTION, ServerError
 
         self.turns.append({"role": "user", "content": line})
         said: list[str] = []
@@ -130,6 +147,7 @@ class Chat:
         except (ServerError, ValueError) as caught:
             error = caught
             self._fail(str(caught))
+        self._unreachable = isinstance(error, ServerError) and error.kind == NO_CONNECTION
         if said:
             self.turns.append({"role": "assistant", "content": "".join(said)})
         else:
@@ -181,7 +199,7 @@ class Chat:
                 for command, what in COMMANDS.items():
                     self._note(f"  {command:<13} {what}")
             case _:
-                names = ", ".join(command.partition(" ")[0] for command in COMMANDS)
+                names = ", ".join(each.partition(" ")[0] for each in COMMANDS if each.startswith("/"))
                 self._fail(f"there is no command {name}; there are {names}")
         return False
 
@@ -211,6 +229,7 @@ def _cut_off(most: int | None) -> str:
     return f"(cut off at {most} tokens: --max-tokens sets it)"
 
 
-def _prompt(plain: bool) -> str:
+def _prompt(plain: bool, more: bool) -> str:
     """readline counts a line's width without what stands between \\1 and \\2."""
-    return "› " if plain else "\001\x1b[1;36m\002› \001\x1b[0m\002"
+    sign = "… " if more else "› "
+    return sign if plain else f"\001\x1b[1;36m\002{sign}\001\x1b[0m\002"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import httpx
 
 DONE = object()  # what a stream's last event says
+NO_CONNECTION = "no connection"
 
 
 class ServerError(Exception):
@@ -54,9 +55,7 @@ def explained(url: Any) -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise ServerError(
-            "no connection", f"no server answers at {url} ({error}); `dovetail serve` starts one"
-        ) from None
+        raise ServerError(NO_CONNECTION, f"no server answers at {url} ({error}); `dovetail serve` starts one") from None
     except httpx.TimeoutException as error:
         raise ServerError("timeout", f"{url} was silent for too long ({type(error).__name__})") from None
     except httpx.HTTPError as error:

@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import pty
+import select
 import signal
 import stat
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -106,7 +108,8 @@ def test_help_and_unknown_commands(talk):
         _, err = talk(fake.url, "/nope x", "/help")
     first, *rest = err.splitlines()
     assert first == "there is no command /nope; there are /system, /save, /clear, /help, /quit"
-    assert [line.split()[0] for line in rest] == ["/system", "/save", "/clear", "/help", "/quit"] and not fake.bodies
+    names = ["/system", "/save", "/clear", "/help", "/quit", '"""']
+    assert [line.split()[0] for line in rest] == names and not fake.bodies
 
 
 ERRORS = {
@@ -138,9 +141,54 @@ def test_an_error_is_one_sentence_and_the_chat_goes_on(talk, case):
 def test_a_server_that_is_not_there(talk):
     with serving(lambda i: says("a")) as fake:
         pass
-    out, err = talk(fake.url, "one", "/clear", ok=False)
+    out, err = talk(fake.url, "one", "two", ok=False)
     assert out == "" and f"no server answers at {fake.url}" in err and "dovetail serve" in err
-    assert err.count("\n") == 2  # and the command was still obeyed
+    assert err.count("\n") == 1, "it does not ask again"
+
+
+def terminal(*args, typed: bytes, seconds: float = 60.0) -> tuple[int, str]:
+    """`dovetail chat` in a pseudo-terminal: its exit code, and what was shown."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-m", "dovetail", "chat", *args], os.environ | {"NO_COLOR": "1"})
+    shown = b""
+    with suppress(OSError):  # it has ended
+        while select.select([terminal], [], [], seconds)[0] and (piece := os.read(terminal, 65536)):
+            shown += piece
+            if typed and "›".encode() in shown:
+                os.write(terminal, typed)
+                typed = b""
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_in_a_terminal_too_it_ends_with_an_error_where_no_server_answers():
+    with serving(lambda i: says("a")) as fake:
+        pass
+    code, shown = terminal(fake.url, typed=b"")
+    assert code == 1 and "no server answers" in shown and "›" not in shown, shown
+
+
+def test_a_message_of_several_lines_in_a_terminal():
+    with serving(lambda i: says("yes")) as fake:
+        code, shown = terminal(fake.url, typed=b'"""one\n  two\n\nthree"""\nfour \\\nfive\n/quit\n')
+    assert code == 0, shown
+    assert [body["messages"][-1]["content"] for body in fake.bodies] == ["one\n  two\n\nthree", "four \nfive"]
+
+
+@pytest.mark.parametrize("lines, messages", [
+    (['"""', "a", " b", '"""', "c"], ["a\n b", "c"]),
+    (['"""/quit"""', "c"], ["/quit", "c"]),
+    (["a\\", "b\\", "c", "d"], ["a\nb\nc", "d"]),
+    (["/nope\\", "b"], ["/nope\nb"]),
+    (['"""a', "b"], ["a\nb"]),  # the input ends
+    (["a\\"], ["a"]),
+    (['say "hi"'], ['say "hi"']),
+])  # fmt: skip
+def test_messages_of_several_lines(talk, lines, messages):
+    with serving(lambda i: says("yes")) as fake:
+        talk(fake.url, *lines)
+    assert [body["messages"][-1]["content"] for body in fake.bodies] == messages
 
 
 def test_a_server_that_lists_no_model(talk):
