@@ -34,6 +34,7 @@ class FakeOpenAI:
     def __init__(self, reply: Callable[[int], Reply], models: Reply | list[dict] | None = None):
         self.reply = reply
         self.models = models if models is not None else [{"id": "fake", "max_model_len": 512, "vocab_size": 300}]
+        self.metrics: Callable[[], str] | None = None  # what /metrics says
         self.bodies: list[dict] = []
         self.headers: list[Any] = []
         self.times: list[float] = []  # when each request came
@@ -71,7 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         models = self.fake.models
-        if isinstance(models, Reply):
+        if self.path == "/metrics" and self.fake.metrics is not None:
+            self._send(200, "text/plain", self.fake.metrics().encode())
+        elif isinstance(models, Reply):
             self._error(models)
         else:
             self._send(200, "application/json", json.dumps({"object": "list", "data": models}).encode())

@@ -55,7 +55,12 @@ def serve(
     vocab: int = typer.Option(0, min=0, help="Prompts are of ids below it; 0: what the server says, or 1,000."),
     api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="The server's key."),
     seed: int = typer.Option(0, help="Of the prompts and the moments at which they are sent."),
-    warm_up: int = typer.Option(1, min=0, help="Requests before the clock starts: one, then the others at once."),
+    warm_up: int = typer.Option(
+        None,
+        min=0,
+        help="Requests before the clock starts: one, then the others at once; otherwise one, then as many "
+        "at a time as the load has, until the server compiles no more.",
+    ),
     timeout: float = typer.Option(600.0, min=0.1, help="Seconds of silence after which a request has failed."),
     plot: str = typer.Option("", help="Draw TTFT, E2E and tok/s over time into this .svg file."),
     json: str = typer.Option("", help="Write all figures, and each request's, into this file."),

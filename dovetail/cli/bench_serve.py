@@ -12,6 +12,7 @@ from typing import Any
 
 from dovetail.cli.bench_load import Generator, Load, Record
 from dovetail.cli.bench_predicted import busiest, describe, watch
+from dovetail.cli.bench_warm_up import read_compiled, warm_up
 
 PERCENTILES = (50, 90, 99)
 SOME_VOCAB = 1000  # assumed where the server does not say: every model has as many
@@ -20,7 +21,15 @@ BUSY = 0.8  # the share of a core from which the generator's own work shows in t
 
 
 def run(
-    url: str, api_key: str, model: str, load: Load, vocab: int, warm_up: int, timeout: float, plot: str, json_file: str
+    url: str,
+    api_key: str,
+    model: str,
+    load: Load,
+    vocab: int,
+    count: int | None,
+    timeout: float,
+    plot: str,
+    json_file: str,
 ) -> None:
     """Raises KeyboardInterrupt after the table of what there was, if interrupted."""
     if plot and Path(plot).suffix != ".svg":
@@ -29,7 +38,7 @@ def run(
     bench = Bench(url, api_key, load, timeout)
     interrupted = False
     try:
-        asyncio.run(bench.run(model, vocab, warm_up))
+        asyncio.run(bench.run(model, vocab, count))
     except KeyboardInterrupt:
         interrupted = True
         if not any(record.ok for record in bench.records):
@@ -49,14 +58,16 @@ class Bench:
         self._model = ""
         self._seconds = self._cpu = 0.0
         self._seen: list[dict[str, float]] = []
+        self._compiled: dict[str, float] = {}  # during the measurement; empty: the server does not say
         self.records: list[Record] = []
 
-    async def run(self, model: str, vocab: int, warm_up: int) -> None:
+    async def run(self, model: str, vocab: int, count: int | None) -> None:
         import httpx
 
         async with httpx.AsyncClient(**self._options) as client:
             self._model, vocab = await self._ask(client, model, vocab)
-            await self._warm_up(client, vocab, warm_up)
+            await warm_up(client, self._load, self._model, vocab, count)
+            before = await read_compiled(client)
             bodies = self._load.bodies(self._model, vocab, self._load.requests)
             with _bar(len(bodies)) as tick:
                 generator = Generator(client, self._load, tick)
@@ -67,6 +78,9 @@ class Bench:
                 finally:
                     self._seconds, self._cpu = generator.now(), time.process_time() - cpu
                     watching.cancel()
+            after = await read_compiled(client)
+            if before and after:
+                self._compiled = {"steps": after[0] - before[0], "seconds": after[1] - before[1]}
 
     async def _ask(self, client, model: str, vocab: int) -> tuple[str, int]:
         """The model's name and the size of its vocabulary, as far as they were not given."""
@@ -84,15 +98,6 @@ class Bench:
         if longest and asked > longest:
             raise ValueError(f"--input and --output are {asked} tokens, and {found['id']} takes at most {longest}")
         return found["id"], vocab or found.get("vocab_size") or SOME_VOCAB
-
-    async def _warm_up(self, client, vocab: int, count: int) -> None:
-        """The first request compiles, and shows whether any will be answered; the others, sent together, compile what
-        larger batches need."""
-        bodies, generator = self._load.bodies(self._model, vocab, count, "warm-up"), Generator(client, self._load)
-        for group in (bodies[:1], bodies[1:]):
-            for record in await asyncio.gather(*(generator.send(body, 0.0) for body in group)):
-                if record.error:
-                    raise ValueError(f"a first request failed: {record.said}")
 
     def figures(self) -> dict[str, Any]:
         ok = [record for record in self.records if record.ok]
@@ -117,6 +122,7 @@ class Bench:
             "e2e_ms": summary([record.e2e for record in ok]),
             "late_ms": summary([record.sent - record.due for record in self.records]),
             "decode_step": busiest(self._seen),
+            "compiled": self._compiled,
             "generator_busy": self._cpu / self._seconds if self._seconds else 0.0,
         }
 
@@ -195,6 +201,11 @@ def _describe(figures: dict[str, Any]) -> str:
 def _remarks(figures: dict[str, Any]) -> list[str]:
     """What a reader must know before believing the figures."""
     remarks = []
+    if (compiled := figures["compiled"]) and compiled["steps"]:
+        remarks.append(
+            f"the server compiled {compiled['steps']:.0f} steps during the measurement ({compiled['seconds']:.1f} s), "
+            "and requests waited for them: run it again for figures without that"
+        )
     if figures["shorter_than_asked"]:
         remarks.append(f"{figures['shorter_than_asked']} answers were shorter than --output: is ignore_eos honoured?")
     if figures["tokens_per_event"] > 1.05:

@@ -112,6 +112,25 @@ def test_errors_are_counted_by_kind(tmp_path, capsys):
     assert len(figures["each"]) == 8 and figures["each"][1]["error"] == "429"
 
 
+def test_it_warms_up_at_the_loads_concurrency_until_nothing_is_compiled(tmp_path, capsys):
+    """The server compiles at its requests 1, 2 and 8; then, at request 21, amid the measurement."""
+    with serving(lambda i: says("a")) as fake:
+        moments = [1, 2, 8, 21]
+        fake.metrics = lambda: "".join(
+            f'dovetail:{name}_total{{engine="0"}} {sum(len(fake.bodies) >= at for at in moments) * each}\n'
+            for name, each in (("compiled_steps", 1), ("compile_seconds", 2.5))
+        )
+        figures = bench(fake, Load(requests=6, concurrency=3, output=1), tmp_path, warm_up=None)
+        assert len(fake.bodies) == 1 + 3 * 6 + 6, "one, two rounds that compile, one that does not, the load"
+        assert figures["compiled"] == {"steps": 1, "seconds": 2.5} and figures["answered"] == 6
+        assert "compiled 1 steps during the measurement (2.5 s)" in " ".join(capsys.readouterr().out.split())
+        prompts = [tuple(body["prompt"]) for body in fake.bodies]
+        assert len(set(prompts)) == len(prompts), "none finds another's prefix"
+        moments.clear()
+        assert bench(fake, Load(requests=2, concurrency=2, output=1), tmp_path, warm_up=None)["compiled"]["steps"] == 0
+        assert "during the measurement" not in capsys.readouterr().out
+
+
 def test_all_fail_and_there_is_still_a_table(tmp_path, capsys):
     with serving(lambda i: Reply(status=500, message="no")) as fake:
         figures = bench(fake, Load(requests=2, rate=100.0), tmp_path)
