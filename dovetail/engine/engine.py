@@ -167,8 +167,8 @@ class Engine:
             padding_tokens=self._padding,
             weights_version=self.runner.weights.version,
             sleeping=self.sleeping,
-            compiled=self.runner.steps.compiled,
-            compile_seconds=self.runner.steps.compile_seconds,
+            compiled=self.runner.steps.compilations.begun,
+            compile_seconds=self.runner.steps.compilations.seconds,
         )
 
     # --- weights and memory -------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class LLM:
                 self.runner.warm_up(self.engine.sampler, report)
         else:
             self.runner.load_kept()
-        compiled, seconds = self.runner.steps.compiled, time.perf_counter() - began
+        compiled, seconds = self.runner.steps.compilations.begun, time.perf_counter() - began
         log.info("%d steps ready after %.1f s, of which %d were compiled", len(self.runner.steps), seconds, compiled)
         self.start_seconds = time.perf_counter() - start
 

@@ -6,8 +6,9 @@ No array is needed, so a step can be compiled before there are pages, and for de
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +30,22 @@ from dovetail.ops.dispatch import compile_options
 
 log = logging.getLogger(__name__)
 SAMPLER_TABLES = 4  # [rows, vocab] of 32 bits that a step needs beyond the compiler's figure, for the whole sampler
+
+
+class Compilations:
+    """What an engine has compiled, counted from any thread."""
+
+    def __init__(self):
+        self.begun, self.seconds = 0, 0.0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            self.begun += 1
+
+    def end(self, seconds: float) -> None:
+        with self._lock:
+            self.seconds += seconds
 
 
 class Program(NamedTuple):
@@ -60,19 +77,18 @@ class Program(NamedTuple):
         times = f" x {shape.steps}" if shape.steps > 1 else ""
         return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}"
 
-    def kept(self, devices: list[Any], ahead: bool, compiled: Callable[[float], None] = lambda seconds: None) -> Any:
-        """Read it from disk where an earlier start kept it, else compile it, `ahead` of any request that needs it, and
-        tell `compiled` how long that took."""
-        key = self.key
+    def kept(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
+        """Read it from disk where an earlier start kept it, else compile it; `ahead` of any request that needs it."""
+        key, counts = self.key, counts or Compilations()
         step = load_program(key, devices)
         if step is None:
             level = logging.INFO if ahead else logging.WARNING  # a user waits for this one
             log.log(level, "compiling %s, once: it is kept", self.title)
+            counts.begin()
             start = time.perf_counter()
             step = compile_program(key, self.compile)
-            seconds = time.perf_counter() - start
+            counts.end(seconds := time.perf_counter() - start)
             log.log(level, "compiled %s in %.1f s", self.title, seconds)
-            compiled(seconds)
         return step
 
 

@@ -33,8 +33,8 @@ class Stats:
         0.0  # seconds of one for what runs now, at best and at worst; 0: not known, or nothing runs
     )
     predicted_most: float = 0.0
-    compiled: int = 0  # steps that were compiled since the start, not read from disk
-    compile_seconds: float = 0.0  # that this took; several may be compiled at a time
+    compiled: int = 0  # steps whose compilation has begun; those read from disk do not count
+    compile_seconds: float = 0.0  # of those that have ended; several may be compiled at a time
 
     @property
     def pages_share(self) -> float:

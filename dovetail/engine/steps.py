@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from dovetail.engine.batch import Shape
-from dovetail.engine.program import Program
+from dovetail.engine.program import Compilations, Program
 
 MOST_PADDING = 4  # times a step's tokens
 
@@ -23,8 +23,7 @@ class Steps:
         self._program, self._devices = weakref.WeakMethod(program), devices
         self._futures: dict[Shape, Future] = {}
         self._lock = threading.Lock()
-        self.compiled = 0  # how many were compiled here, not read from disk
-        self.compile_seconds = 0.0
+        self.compilations = Compilations()
         self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
 
     def __len__(self) -> int:
@@ -44,12 +43,7 @@ class Steps:
     def _get(self, shape: Shape, ahead: bool) -> Any:
         program = self._program()
         assert program is not None, "its runner is gone"
-        return program(shape).kept(self._devices, ahead, self._count)
-
-    def _count(self, seconds: float) -> None:
-        with self._lock:
-            self.compiled += 1
-            self.compile_seconds += seconds
+        return program(shape).kept(self._devices, ahead, self.compilations)
 
     def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
         """Have these, all of them."""

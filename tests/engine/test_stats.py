@@ -1,9 +1,17 @@
-"""The numbers of the scheduler alone, under traffic: little memory is wasted, and the metric shows how little."""
+"""The numbers of the scheduler alone, under traffic: little memory is wasted, and the metric shows how little; and the
+counts of compilations."""
 
 import random
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from fake_device import Driver, add, make
+
+from dovetail.engine.batch import Shape
+from dovetail.engine.program import Compilations, Program
+from dovetail.io import compiled
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +52,15 @@ def test_preempt_all_and_what_it_counts():
     stats = scheduler.stats()
     assert (stats.prompt_tokens, stats.prefix_query_tokens) == (27, 27), "a prompt computed again counts once"
     assert all(seq.times.scheduled is not None for seq in seqs)
+
+
+def test_compilations_are_counted_and_their_seconds_are_in_the_log(tmp_path, monkeypatch, caplog):
+    """A step that is read from disk is none."""
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    form, counts = jax.ShapeDtypeStruct((2,), jnp.float32), Compilations()
+    program = Program(Shape(8, 4, 2), jax.jit(lambda x: x + 1), (form,), {}, None)
+    with caplog.at_level("INFO", "dovetail.engine"):
+        for _ in range(2):
+            assert program.kept(jax.devices()[:1], True, counts)(jnp.zeros(2)).tolist() == [1, 1]
+    assert counts.begun == 1 and counts.seconds > 0
+    assert len(re.findall(r"compiled a step of 8 tokens in 4 rows in \d+\.\d s", caplog.text)) == 1

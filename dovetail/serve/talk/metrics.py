@@ -78,8 +78,8 @@ class ServerMetrics:
         yield "vllm:num_preemptions_total", "counter", "Sequences put back to wait.", stats.preemptions
         yield "vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", stats.prefix_query_tokens
         yield "vllm:prefix_cache_hits_total", "counter", "Of those, found.", stats.prefix_hit_tokens
-        yield "dovetail:compiled_steps_total", "counter", "Steps compiled since the start.", stats.compiled
-        yield "dovetail:compile_seconds_total", "counter", "Seconds that took.", stats.compile_seconds
+        yield "dovetail:compiled_steps_total", "counter", "Compilations of steps that have begun.", stats.compiled
+        yield "dovetail:compile_seconds_total", "counter", "Seconds of those that have ended.", stats.compile_seconds
         yield "dovetail:decode_step_seconds", "gauge", "Of a decode step, lately.", stats.decode_seconds
         if stats.predicted_most:
             now = "Of one for what runs now, as predicted, at"
