@@ -34,7 +34,7 @@ def server(tokenizer):
 
 @pytest.fixture(scope="module")
 def document(server):
-    return schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json").json())
+    return schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json", timeout=60).json())
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fits", "breaks"])
