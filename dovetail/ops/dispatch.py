@@ -38,7 +38,10 @@ log = logging.getLogger(__name__)
 NVIDIA = ("cuda", "gpu")
 ARM = ("aarch64", "arm64")
 NAMES_ITSELF = ("splash", "tokamax")  # kernels that name what they give `attention`: named once more it is kept twice
-FEW_ROWS = 7  # of a product on an Arm CPU: up to here reading the weight is what takes the time
+X86 = ("x86_64", "amd64")
+# Most rows of a product that `few_rows` takes, by CPU. On Arm `many_rows` is faster from 8 rows on. On x86 XLA's own is
+# faster from about 24 rows on, and `many_rows`, whose vectors hold four numbers, never is.
+FEW_ROWS = {**dict.fromkeys(ARM, 7), **dict.fromkeys(X86, 16)}
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
@@ -190,23 +193,25 @@ def grouped_kernel(platform: str | None) -> Callable | None:
 
 
 def choose_product(x: Any, w: Any) -> str:
-    """What x [rows, in] times w [out, in] is where it is compiled for a CPU: 'few_rows', 'many_rows' or 'xla'."""
+    """Return the product of x [rows, in] with w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
     if why_not_ours(x, w):
         return "xla"
-    return "few_rows" if x.shape[0] <= FEW_ROWS else "many_rows"
+    return "few_rows" if x.shape[0] <= FEW_ROWS[machine().lower()] else "many_rows"
 
 
 def why_not_ours(x: Any, w: Any) -> str | None:
-    """Why a product is XLA's. On an Arm CPU that takes several times as long for two rows as for one, and reaches three
-    quarters of what the CPU can do with many."""
-    if machine() not in ARM:
-        return "not an Arm CPU; ours were not measured on others"
+    """Return why a product is XLA's, or None. XLA takes several times as long for two rows as for one, on Arm and on
+    x86; with many rows it reaches three quarters of what an Arm CPU can do."""
+    cpu = machine().lower()
+    if cpu not in FEW_ROWS:
+        return f"not measured on {cpu}"
     if not _has_numba():
         return "numba is not installed"
     if not x.dtype == w.dtype == jnp.float32:
         return "not f32"
-    # a training step's, with more dims, may be split over devices, of which ours know nothing
-    return None if x.ndim == 2 else "x is not a matrix"
+    if x.ndim != 2:  # a training step's may be split over devices, which our kernels do not support
+        return "x is not a matrix"
+    return f"more than {FEW_ROWS[cpu]} rows" if cpu in X86 and x.shape[0] > FEW_ROWS[cpu] else None
 
 
 def product_kernel(name: str) -> Callable:
@@ -234,10 +239,10 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
 def import_kernels(platform: str | None) -> None:
     """Those that engine steps call, made known to XLA: a step that was kept compiled names them and traces nothing."""
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
-        from dovetail.ops.kernels.cpu import paged  # noqa: F401
+        from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
 
         if machine() in ARM:
-            from dovetail.ops.kernels.cpu import few_rows, many_rows  # noqa: F401
+            from dovetail.ops.kernels.cpu import many_rows  # noqa: F401
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -282,8 +287,7 @@ def describe() -> list[tuple[str, str, str]]:
     """(operation, platform, implementation) for a usual shape and one device."""
     q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
     whole = jax.ShapeDtypeStruct(q.shape, jnp.float32)  # what a CPU computes in
-    matrix = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
-    why = why_not_ours(matrix, matrix)
+    few, many = (jax.ShapeDtypeStruct((rows, 128), jnp.float32) for rows in (1, 1024))
     rows = []
     for platform in ("cpu", "cuda", "tpu"):
         heads = whole if platform == "cpu" else q
@@ -292,13 +296,20 @@ def describe() -> list[tuple[str, str, str]]:
             ("packed attention", platform, choose_packed(platform, heads, heads)),
             ("paged attention", platform, choose_paged(platform, heads, 8)),
             ("latent attention, paged", platform, "flat" if platform == "tpu" else "reference"),
-            ("products", platform, "xla" if platform != "cpu" else f"xla ({why})" if why else "numba"),
+            ("products", platform, _products(few, many) if platform == "cpu" else "xla"),
             ("experts", platform, "triton" if platform in NVIDIA else "ragged_dot"),
             ("norm, rotation and store", platform, "triton" if one_gpu else "reference"),
             ("loss", platform, "triton" if one_gpu else "reference"),
             ("sampling", platform, "triton" if one_gpu else "reference"),
         ]
     return sorted(rows, key=lambda row: row[0])
+
+
+def _products(few: Any, many: Any) -> str:
+    """Return what multiplies few rows and many rows on this CPU, and why not our kernels."""
+    if why := why_not_ours(few, few):
+        return f"xla ({why})"
+    return f"numba; xla for {why}" if (why := why_not_ours(many, few)) else "numba"
 
 
 # what: (query heads, key heads of a device, head dim, its option)

@@ -53,12 +53,12 @@ def test_many_at_once_from_many_threads():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
 
 
-@pytest.fixture
-def arm(monkeypatch):
-    monkeypatch.setattr(dispatch, "machine", lambda: "aarch64")
+@pytest.fixture(params=["aarch64", "x86_64"])
+def cpu(monkeypatch, request):
+    monkeypatch.setattr(dispatch, "machine", lambda: request.param)
 
 
-def test_matmul_uses_it_for_few_rows_of_f32(arm):
+def test_matmul_uses_it_for_few_rows_of_f32(cpu):
     x, w = jnp.ones((4, 8)), jnp.ones((6, 8))
     assert dispatch.choose_product(x, w) == "few_rows"
     assert dispatch.choose_product(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)) == "xla"
@@ -68,7 +68,7 @@ def test_matmul_uses_it_for_few_rows_of_f32(arm):
     assert "dovetail_few_rows" not in other and "dot_general" in other
 
 
-def test_its_gradient_is_that_of_a_product(arm):
+def test_its_gradient_is_that_of_a_product(cpu):
     x, w = random(4, 8), random(6, 8)
     ours = jax.grad(lambda x, w: jnp.sum(jnp.sin(linear.matmul(x, w))), argnums=(0, 1))(x, w)
     theirs = jax.grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T)), argnums=(0, 1))(x, w)

@@ -88,12 +88,13 @@ def test_a_program_that_was_kept_finds_it_in_another_process(tmp_path):
 
 def test_matmul_uses_it_for_many_rows_of_f32(monkeypatch):
     monkeypatch.setattr(dispatch, "machine", lambda: "aarch64")
-    x, w = jnp.ones((dispatch.FEW_ROWS + 1, 8)), jnp.ones((6, 8))
+    rows = dispatch.FEW_ROWS["aarch64"] + 1
+    x, w = jnp.ones((rows, 8)), jnp.ones((6, 8))
     assert dispatch.choose_product(x, w) == "many_rows"
     assert "dovetail_many_rows" in jax.jit(linear.matmul).lower(x, w).as_text()
     other = jax.jit(linear.matmul).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
     assert "dovetail_many_rows" not in other and "dot_general" in other
-    np.testing.assert_array_equal(linear.matmul(x, w), np.full((dispatch.FEW_ROWS + 1, 6), 8.0))
+    np.testing.assert_array_equal(linear.matmul(x, w), np.full((rows, 6), 8.0))
 
 
 def test_the_table_says_why_it_is_not_used(monkeypatch):
@@ -106,5 +107,13 @@ def test_the_table_says_why_it_is_not_used(monkeypatch):
     assert on_cpu() == "numba"
     monkeypatch.setattr(dispatch, "_has_numba", lambda: False)
     assert on_cpu() == "xla (numba is not installed)"
+    monkeypatch.setattr(dispatch, "machine", lambda: "riscv64")
+    assert on_cpu() == "xla (not measured on riscv64)"
+
+
+def test_on_x86_xla_multiplies_many_rows(monkeypatch):
     monkeypatch.setattr(dispatch, "machine", lambda: "x86_64")
-    assert on_cpu().startswith("xla (not an Arm CPU")
+    w = jnp.ones((6, 8))
+    chosen = [dispatch.choose_product(jnp.ones((rows, 8)), w) for rows in (1, 2, 16, 17, 1024)]
+    assert chosen == ["few_rows"] * 3 + ["xla"] * 2
+    assert ("products", "cpu", "numba; xla for more than 16 rows") in dispatch.describe()
