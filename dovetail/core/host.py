@@ -5,34 +5,70 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def host_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the processes of this host, or of this container, can have together: what is built in, or the least
-    limit of a control group above this process. None where the system does not say."""
+class _Names(NamedTuple):
+    """The files of a control group, which differ by version."""
+
+    limit: str
+    usage: str
+    cache: str  # in memory.stat: file pages that the kernel drops when memory is short
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
+    """Return the bytes that the processes of this host, or of this container, can have together: what is built in, or
+    the least limit of a control group above this process. None where the system does not say."""
     try:
         built_in = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (ValueError, OSError, AttributeError):  # Windows has none of it
         built_in = []
-    return min([*built_in, *_group_limits(proc / "self" / "cgroup", groups)], default=None)
+    limits = [limit for _, limit, _ in _limited_groups(proc, groups)]
+    return min([*built_in, *limits], default=None)
 
 
-def _group_limits(own: Path, groups: Path) -> Iterator[int]:
-    """A group's limit binds the groups below it. In a container the path may be the host's, of which only the top is to
-    be seen: that is then the container's own group."""
-    for line in own.read_text().splitlines() if own.is_file() else ():
+def available_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
+    """Return the bytes that this process can still take: what the kernel calls available, which includes the page
+    cache, or less where a control group's limit leaves less. `host_memory` where the system does not say."""
+    known = [int(line.split()[1]) << 10 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
+    for folder, limit, names in _limited_groups(proc, groups):
+        used = _number(folder / names.usage) or 0
+        cached = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[0] == names.cache]
+        known.append(max(0, limit - used + sum(cached)))
+    return min(known) if known else host_memory(proc, groups)
+
+
+def _limited_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, int, _Names]]:
+    """Yield the groups above this process that have a limit: it binds the groups below. In a container the path may be
+    the host's, of which only the top is visible: that is then the container's own group."""
+    for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            top, name = groups, "memory.max"
+        if controllers == "":
+            top, names = groups, _V2
         elif "memory" in controllers.split(","):
-            top, name = groups / "memory", "memory.limit_in_bytes"
+            top, names = groups / "memory", _V1
         else:
             continue
         inner = PurePosixPath(path.lstrip("/"))
         for group in (inner, *inner.parents):
-            file = top / group / name
-            if file.is_file() and (text := file.read_text().strip()).isdecimal():  # "max" is no limit
-                yield int(text)
+            limit = _number(top / group / names.limit)  # "max" is no limit
+            if limit is not None:
+                yield top / group, limit, names
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.is_file() else []
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdecimal() else None
 
 
 def process_age() -> float:

@@ -56,7 +56,7 @@ def _work(root: Path, cores: int, wait: Callable[[float], object]) -> Iterator[F
 
 
 def _memory(root: Path) -> Iterator[Finding]:
-    told = sizes(root / "proc/meminfo")
+    told = _sizes(root / "proc/meminfo")
     total, free = told.get("MemTotal", 0), told.get("MemAvailable", 0)
     if not total:
         return
@@ -110,7 +110,7 @@ def _name(root: Path, pid: int) -> str:
         return "(ended)"
 
 
-def sizes(path: Path) -> dict[str, int]:
+def _sizes(path: Path) -> dict[str, int]:
     """Return what /proc/meminfo says, in bytes; nothing where there is no such file."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.doctor.load import sizes
+from dovetail.core.host import available_memory, host_memory
 
 GPU_FIELDS = "index,name,memory.used,memory.total,utilization.gpu,temperature.gpu,power.draw"
 
@@ -109,9 +109,9 @@ def _tpus() -> list[Usage]:
 
 
 def _cpu() -> Usage:
-    memory = sizes(Path("/proc/meminfo"))
-    total = memory.get("MemTotal", 0)
-    return Usage("CPU", f"{os.cpu_count()} cores", total - memory.get("MemAvailable", total), total, _cpu_busy())
+    """The memory of this container, where there is one."""
+    total, available = host_memory() or 0, available_memory() or 0
+    return Usage("CPU", f"{os.cpu_count()} cores", max(0, total - available), total, _cpu_busy())
 
 
 def _cpu_busy(seconds: float = 0.2) -> float | None:

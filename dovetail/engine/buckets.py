@@ -11,6 +11,7 @@ STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XL
 # without asking the host after every turn
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
 SHORT = 1024  # tokens of a step that is mostly one prompt's
+FEW_ROWS, FEW_TOKENS = 8, 512  # of a first request or two
 LONG = 4096  # tokens of a step that takes the device so long that its padding counts
 
 
@@ -53,6 +54,10 @@ class Buckets:
             shapes += [*(Shape(n, rows, pages) for n in tokens), Shape(tokens[0], rows, pages).sampler]
         shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
         return sorted(shapes, key=lambda shape: -shape.tokens)  # those that take longest to compile first
+
+    def first(self) -> list[Shape]:
+        """Return the shapes that the plans of a first request or two take."""
+        return [s for s in self.usual() if s.rows <= FEW_ROWS and s.tokens <= FEW_TOKENS and not s.keeps_hidden]
 
     def steps_for(self, rows: int) -> tuple[int, ...]:
         """How many decode steps a dispatch of so many rows may take."""

@@ -16,7 +16,7 @@ from dovetail.core.types import Params, Weights
 from dovetail.engine.adapters import adapters_for, check_adapters
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.engine import Engine
-from dovetail.engine.memory import bytes_beside, held_bytes, num_pages, pool_bytes, round_pages
+from dovetail.engine.memory import bytes_beside, coarse_pages, held_bytes, num_pages, pool_bytes, round_pages
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.program import Programs
 from dovetail.engine.runner import Runner
@@ -131,7 +131,22 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
         step_bytes, copied = bytes_beside(room, page_bytes, largest, most, measure)
         room, page_bytes = room - step_bytes, page_bytes + copied
     pages = num_pages(room, page_bytes, programs.page_size, most)
-    return pages if pages == most else round_pages(pages, on_cpu)
+    if pages == most:
+        return most
+    return _kept_pages(programs, params, pages, most) if on_cpu else round_pages(pages)
+
+
+def _kept_pages(programs: Programs, params: Any, pages: int, most: int) -> int:
+    """Return `pages` rounded coarsely, or a count next to it that an earlier start compiled its steps for: the page
+    count is part of a program's shape, and the available memory is never the same twice."""
+    choices = [min(most, count) for count in coarse_pages(pages)]
+    shapes = [shape for shape in programs.buckets.first() if shape.tokens]  # a sampler knows nothing of pages
+
+    def is_kept(count: int) -> bool:
+        pool = programs.pages(count)
+        return any(programs.of(shape, params, pool).is_kept for shape in shapes)
+
+    return next(filter(is_kept, choices), choices[0])
 
 
 def _is_cpu(programs: Programs) -> bool:

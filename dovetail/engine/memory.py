@@ -6,12 +6,12 @@ Free now, not the size of the card: a trainer in the same process, or another en
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from dovetail.core.host import available_memory
 from dovetail.engine.options import CPU_MEMORY_FRACTION, MEMORY_FRACTION
 
 SLACK = 512 * 2**20  # for what the allocator loses between pieces
@@ -30,11 +30,11 @@ def pool_bytes(fraction: float | None, weight_bytes: int, step_bytes: int, devic
     """Bytes of each device (jax's first, unless given) that the pool may take, beside the engine's weights, which are
     there already, and the largest step. The engine may use `fraction` of the device in all, but no more than is free.
 
-    On a CPU the pool may take `fraction` of the memory that is free, and steps the rest."""
+    On a CPU the pool may take `fraction` of the memory that is available, page cache included, within the limit of a
+    container; steps take the rest."""
     stats = [device.memory_stats() for device in devices or jax.local_devices()[:1]]
     if not all(each and "bytes_limit" in each for each in stats):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(free * (fraction or CPU_MEMORY_FRACTION))
+        return int((available_memory() or 0) * (fraction or CPU_MEMORY_FRACTION))
     limit = min(each["bytes_limit"] for each in stats)
     free = min(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
     share = int(limit * (fraction or MEMORY_FRACTION)) - weight_bytes
@@ -70,8 +70,16 @@ def bytes_beside(
     return measured - copied * pages, copied
 
 
-def round_pages(pages: int, on_cpu: bool = False) -> int:
-    """Down, by 1.5% at most and on a CPU by a third: steps are compiled for this number, and one that moved with what
-    is free at a start would have them compiled anew."""
-    step = 1 << max(0, pages.bit_length() - (2 if on_cpu else 7))
+def round_pages(pages: int) -> int:
+    """Round down, by 1.5% at most: steps are compiled for this number, and what is free differs from start to start."""
+    step = 1 << max(0, pages.bit_length() - 7)
     return pages // step * step
+
+
+def coarse_pages(pages: int) -> list[int]:
+    """Return the page counts to choose from on a CPU, where what is free differs much from start to start: `pages`
+    rounded down to a power of two or one and a half times that, then the counts next to it, which an earlier start may
+    have compiled for."""
+    steps = [size for power in range(pages.bit_length() + 1) for size in (2 << power, 3 << power)]
+    own = max(i for i, size in enumerate(steps) if size <= max(2, pages))
+    return [steps[own], steps[own + 1], *steps[max(0, own - 1) : own]]

@@ -25,7 +25,6 @@ from dovetail.engine.steps import Steps
 from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
-FEW_ROWS, FEW_TOKENS = 8, 512  # of a first request or two
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
 
 
@@ -98,8 +97,7 @@ class Runner:
     def load_kept(self) -> None:
         """Where compiling all steps at the start would take too long (on a CPU): the few that a first request needs,
         if an earlier start has compiled them."""
-        shapes = self.buckets.usual()
-        self.steps.load(s for s in shapes if s.rows <= FEW_ROWS and s.tokens <= FEW_TOKENS and not s.keeps_hidden)
+        self.steps.load(self.buckets.first())
 
     def _launch(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> LaunchedStep:
         inputs = sampler.inputs(plan, shape.rows)

@@ -2,10 +2,11 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from dovetail.core.host import host_memory, process_age
+from dovetail.core.host import available_memory, host_memory, process_age
 
 BUILT_IN = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 V1 = "4:memory:/jobs/one\n3:cpu:/\n0::/\n"
@@ -27,14 +28,61 @@ V2 = "0::/jobs/one\n"
     ],
 )
 def test_the_least_of_what_is_built_in_and_what_groups_allow(tmp_path, own, limits, expected):
-    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    assert host_memory(*roots(tmp_path, own, limits)) == expected
+
+
+MEMINFO = "MemTotal:       65536000 kB\nMemFree:          100000 kB\nMemAvailable:   32768000 kB\n"
+AVAILABLE = 32768000 << 10
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        (V2, {}, AVAILABLE),  # with the page cache, of which MemFree has none
+        # a container of 4 GiB on a large host, 1 GiB used, of which a quarter is page cache
+        (
+            V2,
+            {
+                "memory.max": f"{4 * GIB}",
+                "memory.current": f"{GIB}",
+                "memory.stat": f"anon 5\nfile {GIB}\ninactive_file {GIB // 4}",
+            },
+            4 * GIB - GIB + GIB // 4,
+        ),
+        (V2, {"jobs/memory.max": f"{4 * GIB}", "jobs/memory.current": f"{5 * GIB}"}, 0),
+        (V2, {"memory.max": f"{1 << 50}", "memory.current": "0"}, AVAILABLE),
+        (
+            V1,
+            {
+                "memory/jobs/one/memory.limit_in_bytes": f"{2 * GIB}",
+                "memory/jobs/one/memory.usage_in_bytes": f"{GIB}",
+                "memory/jobs/one/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB // 2}",
+            },
+            GIB + GIB // 2,
+        ),
+    ],
+)
+def test_what_is_available_counts_the_page_cache_and_the_groups_limit(tmp_path, own, files, expected):
+    proc, groups = roots(tmp_path, own, files)
+    (proc / "meminfo").write_text(MEMINFO)
+    assert available_memory(proc, groups) == expected
+
+
+def test_without_proc_all_that_is_built_in_is_available(tmp_path):
+    assert available_memory(tmp_path, tmp_path) == BUILT_IN
+
+
+def roots(folder: Path, own: str | None, files: dict[str, str]) -> tuple[Path, Path]:
+    """Write /proc and /sys/fs/cgroup as a system would show them."""
+    proc, groups = folder / "proc", folder / "groups"
     if own is not None:
         (proc / "self").mkdir(parents=True)
         (proc / "self" / "cgroup").write_text(own)
-    for name, text in limits.items():
+    for name, text in files.items():
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(text + "\n")
-    assert host_memory(proc, groups) == expected
+    return proc, groups
 
 
 def test_a_process_knows_how_long_it_has_run():

@@ -236,13 +236,15 @@ def _aborted(add: Add) -> Deltas:
 
 
 def _info(model: str, llm: LLM) -> EngineInfo:
+    from dovetail.engine.memory import held_bytes
+
     engine, room = llm.engine, llm.runner.adapters.form
     config = engine.scheduler.config
     return EngineInfo(
         model, config.context, llm.config.vocab, config.num_pages, config.page_size, config.max_num_seqs,
         config.policy, engine.eos_ids, engine.tokenizer is not None, engine.runner.weights.version,
         llm.start_seconds, os.getpid(), llm.describe(), _adapters(llm), room.slots, room.rank,
-        llm.prediction(),
+        llm.prediction(), held_bytes(llm.runner.cache),
     )  # fmt: skip
 
 

@@ -32,8 +32,10 @@ class Start(Struct, tag="start", array_like=True):
     log_level: int = 30
 
     def again(self, info: EngineInfo) -> Start:
-        """For an engine in the place of that one: its adapters, which change, are loaded when it has started."""
-        room = dict(max_adapters=info.max_adapters, max_adapter_rank=info.max_adapter_rank)
+        """Return the start of an engine in the place of that one, with as many pages: its steps are compiled for them.
+        Its adapters, which change, are loaded when it has started."""
+        room: dict[str, Any] = dict(max_adapters=info.max_adapters, max_adapter_rank=info.max_adapter_rank)
+        room |= dict(kv_bytes=info.kv_bytes)
         return msgspec.structs.replace(self, options=replace(self.options, adapters={}, **room))
 
 
@@ -88,6 +90,7 @@ class EngineInfo(Struct, frozen=True):
     max_adapters: int = 0
     max_adapter_rank: int = 1
     prediction: str = ""  # how fast it should decode
+    kv_bytes: int | None = None  # of the pages, on each device
 
     def describe(self) -> str:
         """What the engine has room for, in one line."""

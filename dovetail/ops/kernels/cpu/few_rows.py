@@ -1,5 +1,5 @@
-"""Products with few rows for CPUs (numba), as fast as the weights can be read. XLA's product takes several times as long
-for two rows as for one (twelve times on an Arm Neoverse-N1, three times on a Xeon), and runs one row on a single thread.
+"""Products with few rows for CPUs (numba), as fast as the weights can be read. XLA's product takes several times as
+long for two rows as for one: twelve times on an Arm Neoverse-N1, three times on a Xeon.
 
 A thread takes some of the weight's rows, four at a time, and holds them against four rows of x: each number that is
 read from memory is used by all rows of x, each of x by four of the weight.
