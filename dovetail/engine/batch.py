@@ -47,6 +47,13 @@ class Shape:
         same = (self.is_decode, self.steps, self.keeps_hidden) == (other.is_decode, other.steps, other.keeps_hidden)
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
+    def can_run(self, other: Shape) -> bool:
+        """Whether a step of prompts of this shape can do what the other does, in one step: it computes rows of one
+        token too, and hidden states that nobody asked for are dropped."""
+        if self.is_decode or other.steps > 1 or self.keeps_hidden < other.keeps_hidden:
+            return False
+        return self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
+
     @property
     def sampler(self) -> Shape:
         """What follows a step of prompts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dovetail.engine.batch import Shape
 from dovetail.engine.plan import StepPlan
@@ -12,6 +12,7 @@ STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XL
 DISPATCH_SECONDS = 0.02  # how long a dispatch of several decode steps may take: a newcomer waits for one of them
 SHORT = 1024  # tokens of a step that is mostly one prompt's
 FEW_ROWS, FEW_TOKENS = 8, 512  # of a first request or two
+LEAST_TOKENS = 32  # of a prompt's step on a CPU
 LONG = 4096  # tokens of a step that takes the device so long that its padding counts
 
 
@@ -27,20 +28,27 @@ class Buckets:
     least_rows: int = 64  # of a prompt's step: fewer cost no less, but on a CPU
     least_tokens: int = 128  # of a prompt's step: fewer cost little more than reading the weights; not so on a CPU
     halves: bool = True  # of those steps, for the shortest and the longest; not on a CPU either
+    few_hidden: bool = True  # two shapes for all steps that keep hidden states; on a CPU as many as others have
     tokens_a_row: int = 16  # of a prompt's step from which on its rows cost little beside them
 
     def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
-        pages = self.max_pages
-        if keeps_hidden:
-            tokens = max(plan.num_tokens, self.max_rows + 1)
-            return Shape(_up(tokens, self._hidden_tokens()), self.max_rows, pages, keeps_hidden=True)
-        if plan.is_decode:
-            rows = _up(len(plan.rows), self._decode_rows())
-            return Shape(rows, rows, pages, plan.steps)
-        rows = _up(len(plan.rows), self._mixed_rows())
-        if _up(plan.num_tokens, self._tokens(rows)) > self._most_tokens(rows):
+        if plan.is_decode and not keeps_hidden:
+            return self.decode(len(plan.rows), plan.steps)
+        return self.mixed(plan.num_tokens, len(plan.rows), keeps_hidden)
+
+    def decode(self, rows: int, steps: int = 1) -> Shape:
+        rows = _up(rows, self._decode_rows())
+        return Shape(rows, rows, self.max_pages, steps)
+
+    def mixed(self, tokens: int, rows: int, keeps_hidden: bool = False) -> Shape:
+        """Return the shape of a step with prompts."""
+        if keeps_hidden and self.few_hidden:
+            tokens = _up(max(tokens, self.max_rows + 1), self._hidden_tokens())
+            return Shape(tokens, self.max_rows, self.max_pages, keeps_hidden=True)
+        rows = _up(rows, self._mixed_rows())
+        if _up(tokens, self._tokens(rows)) > self._most_tokens(rows):
             rows = self.max_rows
-        return Shape(_up(plan.num_tokens, self._tokens(rows)), rows, pages)
+        return Shape(_up(tokens, self._tokens(rows)), rows, self.max_pages, keeps_hidden=keeps_hidden)
 
     def largest(self) -> Shape:
         return Shape(self._tokens(self.max_rows)[-1], self.max_rows, self.max_pages)
@@ -50,9 +58,11 @@ class Buckets:
         pages = self.max_pages
         shapes = [Shape(rows, rows, pages, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
         for rows in self._mixed_rows():
-            tokens = [n for n in self._tokens(rows) if n <= self._most_tokens(rows)]
-            shapes += [*(Shape(n, rows, pages) for n in tokens), Shape(tokens[0], rows, pages).sampler]
-        shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
+            own = [Shape(n, rows, pages) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
+            shapes += [*own, own[0].sampler]
+            shapes += [replace(shape, keeps_hidden=True) for shape in own if not self.few_hidden]
+        if self.few_hidden:
+            shapes += [Shape(tokens, self.max_rows, pages, keeps_hidden=True) for tokens in self._hidden_tokens()]
         return sorted(shapes, key=lambda shape: -shape.tokens)  # those that take longest to compile first
 
     def first(self) -> list[Shape]:

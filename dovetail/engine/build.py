@@ -14,10 +14,11 @@ from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Params, Weights
 from dovetail.engine.adapters import adapters_for, check_adapters
-from dovetail.engine.buckets import Buckets
+from dovetail.engine.buckets import LEAST_TOKENS, Buckets
 from dovetail.engine.engine import Engine
 from dovetail.engine.memory import bytes_beside, coarse_pages, held_bytes, num_pages, pool_bytes, round_pages
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.pace import Pace
 from dovetail.engine.program import Programs
 from dovetail.engine.runner import Runner
 from dovetail.engine.scheduler import Scheduler, SchedulerConfig
@@ -25,6 +26,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
 from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
+from dovetail.plan.here import chip_here
 
 
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
@@ -69,7 +71,17 @@ def build_engine(
         options.prefix_caching, options.policy,
     )  # fmt: skip
     runner = Runner(programs, Weights(params), pages, adapters)
-    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.multi_step)
+    pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
+    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.multi_step, pace)
+
+
+def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs) -> float | None:
+    """Guess what a token of a prompt takes on a CPU, where a step of thousands would stop all streams for seconds. None
+    elsewhere, and where the most tokens of a step are given."""
+    if not _is_cpu(programs) or options.max_num_batched_tokens:
+        return None
+    chip = chip_here(programs.devices[0])
+    return flops_per_token(cfg) / chip.bf16 if chip else None
 
 
 def programs_for(
@@ -96,7 +108,8 @@ def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: A
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
         sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
     if device.platform == "cpu":
-        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=64, halves=False)
+        sizes |= dict(few_rows=(1, 2), least_rows=8, least_tokens=LEAST_TOKENS, tokens_a_row=1024)
+        sizes |= dict(halves=False, few_hidden=False)
     return sizes
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from dovetail.core.types import Params, Weights
 from dovetail.engine.answer import completion_of, take_in, update_of, updates_of
-from dovetail.engine.buckets import DISPATCH_SECONDS, steps_in_time
+from dovetail.engine.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
 from dovetail.engine.intake import Intake, Prompt
+from dovetail.engine.limits import Limits
 from dovetail.engine.logprobs import (
     keep_logprobs,
     keep_prompt_logprobs,
@@ -26,6 +27,7 @@ from dovetail.engine.logprobs import (
     send_logprobs,
     wants_prompt_logprobs,
 )
+from dovetail.engine.pace import Pace
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import StepPlan
 from dovetail.engine.predict import Predictor, predictor
@@ -38,6 +40,7 @@ from dovetail.engine.stats import Stats
 from dovetail.engine.stops import Stops
 from dovetail.engine.text import Text
 from dovetail.engine.written import Written, go_on, written_of
+from dovetail.io.hub import Progress
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish
@@ -57,6 +60,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         seed: int | None = 0,
         multi_step: bool = True,
+        pace: Pace | None = None,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.cfg = runner.cfg
@@ -67,8 +71,7 @@ class Engine:
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
         self._multi_step = multi_step
-        self._step_seconds = DISPATCH_SECONDS  # of one decode step, learnt as they run
-        self._last_fetch = 0.0
+        self.pace = pace or Pace(scheduler.config.max_num_batched_tokens)
         self._newcomer = float("-inf")  # when the last one came while others ran
         self._inflight: deque[LaunchedStep] = deque()
         self._answers: dict[str, list[Sequence]] = {}
@@ -158,7 +161,7 @@ class Engine:
         predicted = self.predicted.decode(now.running, context)
         return replace(
             now,
-            decode_seconds=self._step_seconds if self._step_seconds != DISPATCH_SECONDS else 0.0,
+            decode_seconds=self.pace.decode_seconds if self.pace.decode_seconds != DISPATCH_SECONDS else 0.0,
             predicted_least=predicted.best if predicted else 0.0,
             predicted_most=predicted.worst if predicted else 0.0,
             generated_tokens=self._generated,
@@ -294,13 +297,15 @@ class Engine:
 
     def step(self, prompts_first: bool = False, ended_only: bool = False) -> list[Update]:
         """Plan and launch a step (see Scheduler.schedule), then take in the one before it. `ended_only`: the updates of
-        those that it ended, for a caller that waits for outputs."""
+        those that it ended, for a caller that waits for outputs. With `prompts_first` steps are as large as they may
+        be, and wait for their program to be compiled; else no sequence that decodes waits for others."""
         if self.blocked:
             raise ValueError(self.blocked)
-        plan = self.scheduler.schedule(self._steps_wanted(), prompts_first)
+        limits = None if prompts_first else self._limits()
+        plan = self.scheduler.schedule(self._steps_wanted(), prompts_first, limits)
         if plan is not None:
             try:
-                self._inflight.append(self._launch(plan))
+                self._inflight.append(self._launch(plan, waits=limits is None))
             except BaseException:  # it did not run: nothing may be found, or waited for, that it would have made
                 self.scheduler.withdraw(plan)
                 self.runner.renew()
@@ -316,14 +321,28 @@ class Engine:
     def _steps_wanted(self) -> int:
         if not self._multi_step or time.monotonic() - self._newcomer < QUIET_SECONDS:
             return 1
-        compiled = self.runner.buckets.steps_for(len(self.scheduler.running))
-        return max({*steps_in_time(self._step_seconds)} & {*compiled})
+        rows = len(self.scheduler.running)
+        compiled = self.runner.buckets.steps_for(rows)
+        return self.runner.steps_ready(rows, max({*steps_in_time(self.pace.decode_seconds)} & {*compiled}))
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
+    def _limits(self) -> Limits | None:
+        if self.runner.is_warm and self.pace.token_seconds is None:
+            return None
+        demand = self.scheduler.demand()
+        most = self.scheduler.config.max_num_batched_tokens
+        return self.runner.limits(demand, min(most, max(self.pace.tokens, demand.decoding + LEAST_TOKENS)))
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compile the steps without which nothing can be answered, and measure how long a prompt's takes."""
+        self.pace.set(self.runner.prepare(self.sampler, self.pace.tokens, progress))
+
+    def _launch(self, plan: StepPlan, waits: bool = True) -> LaunchedStep:
         requests = {request.id: request for request in map(_REQUEST, plan.rows)}.values()  # few, if each has many rows
         scoring = any(request.params.prompt_logprobs is not None for request in requests)
         scoring = scoring and any(map(wants_prompt_logprobs, plan.rows))
-        launched = self.runner.launch(plan, self.sampler, keeps_hidden=scoring)
+        launched = self.runner.launch(plan, self.sampler, scoring, waits)
+        if launched.waited:
+            self.pace.rest()
         launched.tokens.copy_to_host_async()
         send_logprobs(launched, {request.params.logprobs for request in requests})
         tokens, steps = plan.num_tokens, plan.steps
@@ -334,7 +353,9 @@ class Engine:
 
     def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[Update]:
         """`sampled`: the tokens [steps, S] of the step."""
-        self._learn_pace(launched.plan)
+        if self.runner.is_compiling:  # beside a compiler a step is slower than it is
+            self.pace.rest()
+        self.pace.fetched(launched.plan, launched.padded, bool(self._inflight))
         if launched.hidden is not None:
             keep_prompt_logprobs(launched, self.runner)
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
@@ -342,14 +363,6 @@ class Engine:
         now = time.monotonic()
         self._generated += take_in(gains, now, launched.version)
         return updates_of(gains, now, scores, ended_only)
-
-    def _learn_pace(self, plan: StepPlan) -> None:
-        """The time between two fetches is the later step's own, once steps run back to back."""
-        now = time.perf_counter()
-        if self._last_fetch and self._inflight and plan.is_decode:
-            seconds = (now - self._last_fetch) / plan.steps
-            self._step_seconds += 0.3 * (seconds - self._step_seconds)
-        self._last_fetch = now if self._inflight else 0.0  # what follows a rest says nothing of the pace
 
     # --- one sequence -------------------------------------------------------------------------------------------------
 

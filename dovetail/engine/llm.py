@@ -108,9 +108,23 @@ class LLM:
                 self.runner.warm_up(self.engine.sampler, report)
         else:
             self.runner.load_kept()
+        self._start = start
+        self._log_steps(began)
+        self.start_seconds = time.perf_counter() - start
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Have what no answer can do without before the first request comes, where the start has not compiled all: on a
+        CPU. A server does this before it is ready."""
+        if not self.runner.is_warm and not self.config.scored:
+            began = time.perf_counter()
+            with compiling(self.describe(), progress) as report:
+                self.engine.prepare(report)
+            self._log_steps(began)
+            self.start_seconds = time.perf_counter() - self._start
+
+    def _log_steps(self, began: float) -> None:
         compiled, seconds = self.runner.steps.compilations.begun, time.perf_counter() - began
         log.info("%d steps ready after %.1f s, of which %d were compiled", len(self.runner.steps), seconds, compiled)
-        self.start_seconds = time.perf_counter() - start
 
     def generate(
         self,

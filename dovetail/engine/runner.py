@@ -6,6 +6,7 @@ stay on the device, in `last` [slots + 1] (the last slot is for padding), and fe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from dovetail.core.types import Cache, Params, Weights
 from dovetail.engine.adapters import Adapters
 from dovetail.engine.batch import Packer, Shape
+from dovetail.engine.limits import Demand, Limits, limits_of
 from dovetail.engine.plan import StepPlan
 from dovetail.engine.program import Program, Programs
 from dovetail.engine.sampler import Sampler
@@ -25,6 +27,7 @@ from dovetail.engine.steps import Steps
 from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
+STAND_IN_TOKENS = 64  # of a step that stands in for those that are not compiled yet
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
 
 
@@ -39,6 +42,7 @@ class LaunchedStep:
     hidden: jax.Array | None = None
     version: int = 0
     padded: int = 0  # tokens a step computes, with those that fill its shape
+    waited: bool = False  # for its program to be compiled
 
     def fetch(self) -> np.ndarray:
         """The new tokens [steps, S]: a column for each of the plan's rows, also those that do not sample, and more."""
@@ -51,7 +55,7 @@ class Runner:
         self.cfg, self.compute, self.buckets = programs.cfg, programs.compute, programs.buckets
         self.page_size, self.platform, self.placement = programs.page_size, programs.platform, programs.placement
         self.packer = Packer(self.buckets.max_rows)
-        self.num_pages = num_pages
+        self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may take is compiled
         self._allocate()
         import_kernels(self.platform)  # a step from disk calls them and traces nothing
         self.steps = Steps(self._program, programs.devices)
@@ -81,8 +85,31 @@ class Runner:
         if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables))):
             self._allocate()
 
-    def launch(self, plan: StepPlan, sampler: Sampler, keeps_hidden: bool = False) -> LaunchedStep:
-        return self._launch(plan, self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden)), sampler)
+    def launch(self, plan: StepPlan, sampler: Sampler, keeps_hidden: bool = False, waits: bool = True) -> LaunchedStep:
+        """`waits`: see Steps.nearest."""
+        return self._launch(plan, self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden), waits), sampler)
+
+    def limits(self, demand: Demand, budget: int) -> Limits:
+        """Return what the next step may take of `demand` without waiting for a compiler, which is set to work in the
+        background on what it cannot. Where nothing can go on, all of it: the step waits."""
+        most = self.buckets.max_rows
+        if self.is_warm or not demand.rows:
+            return Limits(budget, most, most)
+        tokens = min(budget, demand.decoding + demand.tokens)
+        decode = self.buckets.decode(demand.decoding)
+        wanted = self.buckets.mixed(tokens, demand.rows, demand.scores) if demand.prompts else decode
+        if self.steps.is_ready(wanted):
+            return Limits(budget, most, most)
+        self.steps.have(wanted)
+        return limits_of(demand, budget, wanted, self.steps.ready()) or Limits(budget, most, most)
+
+    def steps_ready(self, rows: int, steps: int) -> int:
+        """Return up to how many decode steps a dispatch can take now, of `steps`; more are compiled in the
+        background."""
+        if steps > 1 and not self.is_warm and not self.steps.is_ready(shape := self.buckets.decode(rows, steps)):
+            self.steps.have(shape)
+            return 1
+        return steps
 
     def warm_up(self, sampler: Sampler, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Have the usual steps, and run each once without a sequence: what CUDA sets up for a program when it first
@@ -93,6 +120,19 @@ class Runner:
             if shape.tokens:
                 self._launch(StepPlan([]), shape, sampler)
         jax.block_until_ready(self.last)
+        self.is_warm = True
+
+    def prepare(self, sampler: Sampler, tokens: int, progress: Callable[[str, int, int], None] | None = None) -> float:
+        """Have the steps without which no request can be answered: a decode step, and a short step with prompts (of
+        `tokens` at most), which stands in for others while they are compiled. Return its seconds per token."""
+        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
+        self.steps.all((prompts, prompts.sampler, self.buckets.decode(1)), progress)
+        seconds = []
+        for _ in range(2):  # the first sets up what later runs find
+            start = time.perf_counter()
+            jax.block_until_ready(self._launch(StepPlan([]), prompts, sampler).tokens)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / prompts.tokens
 
     def load_kept(self) -> None:
         """Where compiling all steps at the start would take too long (on a CPU): the few that a first request needs,
@@ -105,9 +145,10 @@ class Runner:
         for start in range(0, len(too_many), ROWS_AT_ONCE):
             self._write_tables(too_many[start : start + ROWS_AT_ONCE])
         asked = dict(bias_ids=inputs.bias_ids, bias=inputs.bias, mask=inputs.mask)
+        waited = not self.is_warm and not self.steps.is_ready(shape)
         run = self._decode if shape.is_decode else self._prompts
         out = run(shape, flat, asked, sampler)
-        return LaunchedStep(plan, *out, version=self.weights.version, padded=shape.tokens)
+        return LaunchedStep(plan, *out, version=self.weights.version, padded=shape.tokens, waited=waited)
 
     def _decode(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
         assert self.cache is not None
@@ -135,7 +176,7 @@ class Runner:
 
     @property
     def is_compiling(self) -> bool:
-        return self.steps.busy
+        return not self.is_warm and self.steps.busy
 
     def _program(self, shape: Shape) -> Program:
         return self.programs.of(shape, self.params, self.cache)

@@ -21,6 +21,7 @@ from operator import attrgetter
 import numpy as np
 
 from dovetail.engine.blocks import BlockPool
+from dovetail.engine.limits import Demand, Limits
 from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.scheduler_config import SchedulerConfig as SchedulerConfig
 from dovetail.engine.sequence import Sequence, Status
@@ -100,16 +101,21 @@ class Scheduler:
 
     # Planning a step
 
-    def schedule(self, max_steps: int | None = None, prompts_first: bool = False) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a commit (or there is no work). The plan takes
-        `max_steps` device steps (config.multi_step unless told) where it can, else one: each number is compiled. With
-        `prompts_first` a step that prompts alone fill is left to them: more tokens per second, but decoding waits."""
+    def schedule(
+        self, max_steps: int | None = None, prompts_first: bool = False, limits: Limits | None = None
+    ) -> StepPlan | None:
+        """Return the next step, or None when nothing can be computed before a commit (or there is no work). The plan
+        takes `max_steps` device steps (config.multi_step unless given) where it can, else one: each number is compiled.
+        With `prompts_first` a step that prompts alone fill is left to them: more tokens per second, but decoding
+        waits. `limits`: the config's unless given."""
+        most = self.config.max_num_seqs
+        limits = limits or Limits(self.config.max_num_batched_tokens, most, most)
         rows: list[Row] = []
         before = self.preemptions
-        budget, stalled = self._schedule_running(rows, prompts_first and self._prompts_fill_a_step())
+        left, stalled = self._schedule_running(rows, limits, prompts_first and self._prompts_fill_a_step())
         # While the running ones are short of pages none is admitted: it would be the next to be preempted.
         short = stalled or self.preemptions > before
-        admitted, must_wait = (0, False) if short else self._admit(rows, budget)
+        admitted, must_wait = (0, False) if short else self._admit(rows, left)
         if not rows:  # no page was left for a prompt, perhaps
             return self.schedule(max_steps) if prompts_first else None
         plan = StepPlan(rows, preempted=self._preempted)
@@ -130,11 +136,21 @@ class Scheduler:
                     return True
         return False
 
-    def _schedule_running(self, rows: list[Row], only_prompts: bool) -> tuple[int, bool]:
-        """Rows for the running sequences in order; -> the budget left, and whether a sequence stood still for want of
-        budget or pages. The loop a decoding batch spends its time in: kept flat."""
+    def demand(self) -> Demand:
+        """Return what a step without limits would take. Sequences that wait for their last step's token decode too."""
+        gaps = [(seq, len(seq.tokens) + seq.pending - seq.computed) for seq in self.running]
+        prompts = [(seq, gap) for seq, gap in gaps if gap > 1]
+        coming = [(seq, len(seq.tokens)) for seq in self.waiting[: len(self._free_slots)]]
+        prompts += coming
+        scores = any(seq.request.params.prompt_logprobs is not None for seq, _ in prompts)
+        decoding = len(gaps) + len(coming) - len(prompts)
+        return Demand(decoding, len(prompts), sum(gap for _, gap in prompts), scores)
+
+    def _schedule_running(self, rows: list[Row], limits: Limits, only_prompts: bool) -> tuple[Limits, bool]:
+        """Add rows for the running sequences in order; -> what is left of the limits, and whether a sequence stood
+        still for want of it or of pages. The loop a decoding batch spends its time in: kept flat."""
         running, size = self.running, self.config.page_size
-        budget, stalled = self.config.max_num_batched_tokens, False
+        (budget, most, prompts), stalled = limits, False
         # Victims are popped off the end while this runs: they lie behind `seq`, so none with a row loses its pages.
         for i, seq in enumerate(running):
             start, known, pending = seq.computed, len(seq.tokens), seq.pending
@@ -145,11 +161,15 @@ class Scheduler:
                 continue  # the host must see a token before the next is sampled (a grammar)
             count = length - start
             if count > 1:  # a prompt leaves those behind it a token each: it does not stop their decoding
+                if not prompts:
+                    stalled = True
+                    continue
+                prompts -= 1
                 count = min(count, max(1, budget - (0 if only_prompts else len(running) - i - 1)))
             elif only_prompts and start >= seq.prompt_len:
                 continue
-            if count > budget:
-                return 0, True
+            if count > budget or len(rows) == most:
+                return Limits(0, 0, 0), True
             end = start + count
             if end > len(seq.pages) * size and not self._grow(seq, end):
                 stalled = True
@@ -161,7 +181,7 @@ class Scheduler:
             if start < known:  # then they all are: only the newest token can be pending
                 self._register(seq, start, end)
             budget -= count
-        return budget, stalled
+        return Limits(budget, most - len(rows), prompts), stalled
 
     def _register(self, seq: Sequence, before: int, after: int) -> None:
         """The tokens both known and computed grew. Pages filled by known tokens are registered before the step that
@@ -205,13 +225,13 @@ class Scheduler:
         self.preempt_all()
         self.reset_prefix_cache()
 
-    def _admit(self, rows: list[Row], budget: int) -> tuple[int, bool]:
-        """Rows for waiting sequences in strict order; -> how many joined, and whether those that still wait (if any)
-        cannot start before another ends."""
-        admitted = 0
+    def _admit(self, rows: list[Row], left: Limits) -> tuple[int, bool]:
+        """Add rows for waiting sequences in strict order; -> how many joined, and whether those that still wait (if
+        any) cannot start before another ends."""
+        admitted, budget, most = 0, left.tokens, min(left.rows, left.prompts)
         while self.waiting and self._free_slots:
             seq = self.waiting[0]
-            if budget == 0 or seq.pending:
+            if budget == 0 or admitted == most or seq.pending:
                 return admitted, False
             cached = self._take_pages(seq, budget)
             if cached is None:

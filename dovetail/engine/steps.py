@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from dovetail.engine.batch import Shape
+from dovetail.engine.limits import MOST_PADDING
 from dovetail.engine.program import Compilations, Program
-
-MOST_PADDING = 4  # times a step's tokens
 
 
 class Steps:
@@ -59,19 +58,33 @@ class Steps:
         assert program is not None, "its runner is gone"
         self.all(shape for shape in shapes if program(shape).is_kept)
 
-    def nearest(self, shape: Shape) -> Shape:
-        """The shape; or where it is not compiled yet and one that holds it is, without many times as many tokens, that
-        one, while this one is compiled in the background."""
-        if shape in self._futures and self.is_ready(shape):
+    def nearest(self, shape: Shape, waits: bool = True) -> Shape:
+        """Return the shape; or where it is not compiled yet and one that holds it is, without many times as many
+        tokens, that one, while this one is compiled in the background. Unless the caller `waits` for a compiler, any
+        shape that can run the step is taken, also one with prompts for a step that decodes."""
+        if self.is_ready(shape):
             return shape
-        holding = [other for other in list(self._futures) if other.holds(shape) and self.is_ready(other)]
-        least = min(holding, key=lambda s: (s.tokens, s.rows, s.pages), default=None)
-        self.later(shape)
-        return least if least is not None and least.tokens <= MOST_PADDING * shape.tokens else shape
+        self.have(shape)
+        ready = self.ready()
+        holding = [other for other in ready if other.holds(shape)]
+        near = [other for other in holding if other.tokens <= MOST_PADDING * shape.tokens]
+        if not waits and not near:
+            near = holding or [other for other in ready if other.can_run(shape)]
+        return min(near, key=lambda s: (s.tokens, s.rows, s.pages), default=shape)
+
+    def have(self, shape: Shape) -> None:
+        """Compile a step in the background, with the sampler that follows it."""
+        for part in (shape,) if shape.is_decode else (shape, shape.sampler):
+            self.later(part)
+
+    def ready(self) -> list[Shape]:
+        """Return the steps that can be run now."""
+        return [shape for shape in list(self._futures) if shape.tokens and self.is_ready(shape)]
 
     def is_ready(self, shape: Shape) -> bool:
-        future = self._futures.get(shape)
-        return future is not None and future.done() and future.exception() is None
+        parts = (shape, shape.sampler) if shape.tokens and not shape.is_decode else (shape,)
+        futures = [self._futures.get(part) for part in parts]
+        return all(future is not None and future.done() and future.exception() is None for future in futures)
 
     @property
     def busy(self) -> bool:

@@ -41,9 +41,9 @@ def _record_steps(engine: Engine) -> list[int]:
     """The number of steps of each plan that the engine launches from now on."""
     steps, launch = [], engine._launch
 
-    def recorded(plan):
+    def recorded(plan, **more):
         steps.append(plan.steps)
-        return launch(plan)
+        return launch(plan, **more)
 
     engine._launch = recorded  # type: ignore[method-assign]
     return steps

@@ -76,7 +76,8 @@ class Breaking:
     """Steps of which the first to run breaks."""
 
     def __init__(self, steps, how):
-        self.nearest, self._steps, self._how = steps.nearest, steps, how
+        self.nearest, self.is_ready, self.busy = steps.nearest, steps.is_ready, False
+        self._steps, self._how = steps, how
 
     def __call__(self, shape):
         return breaks(self._steps(shape), 0, self._how)

@@ -21,7 +21,8 @@ SIZES = {
     "one": Buckets(1, 2048, 128),
     "more rows than tokens": Buckets(256, 64, 32),
     "a CPU": Buckets(
-        256, 8192, 512, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=64, halves=False
+        256, 8192, 512, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=1024, halves=False,
+        few_hidden=False,
     ),
     "one step": Buckets(64, 2048, 128, multi_step=False),
 }  # fmt: skip

@@ -90,7 +90,7 @@ def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeyp
         own.launched.clear()
         for _ in range(steps):
             engine.step()
-            engine._step_seconds = 1e-3  # whatever the machine's pace
+            engine.pace.decode_seconds = 1e-3  # whatever the machine's pace
         return own.launched[:]
 
     monkeypatch.setattr("dovetail.engine.engine.QUIET_SECONDS", 1e9)

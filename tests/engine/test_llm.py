@@ -309,7 +309,7 @@ def test_a_rest_says_nothing_of_the_pace(llm, monkeypatch):
     for _ in range(4):
         llm.generate(prompt, GREEDY)  # from the second time on one token is not cached: it looks like a decode step
         clock.now += 1000
-    assert llm.engine._step_seconds < 0.1
+    assert llm.engine.pace.decode_seconds < 0.1
 
 
 @pytest.mark.parametrize(

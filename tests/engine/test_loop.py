@@ -233,10 +233,10 @@ def test_when_the_engine_dies_everybody_hears_of_it(llm, where):
     with asking(llm) as asked:
         work, left = getattr(asked.engine, where), iter(range(6))
 
-        def breaks(*args):
+        def breaks(*args, **more):
             if next(left, None) is None:
                 raise OSError("the device is gone")
-            return work(*args)
+            return work(*args, **more)
 
         asked.control("pause")
         setattr(asked.engine, where, breaks)
@@ -257,7 +257,7 @@ def test_when_the_engine_dies_everybody_hears_of_it(llm, where):
 def test_a_death_while_steps_are_taken_in_reaches_who_asked_for_it(llm):
     with paused_with(llm, "ab") as asked:
 
-        def breaks(*_):
+        def breaks(*_, **__):
             raise OSError("gone")
 
         asked.engine._commit = breaks

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 USER_ERRORS = (ValueError, OSError, ImportError)  # the caller can do something about these: see cli.errors
 PROGRESS_SECONDS = 0.1
+STEP_TOKENS = 8192  # most of a server's step on an accelerator
 PR_SET_PDEATHSIG = 1
 
 
@@ -124,7 +125,8 @@ class EngineProcess:
         from dovetail.engine.loop import EngineLoop
         from dovetail.serve.remote.commands import SLOW, Commands
 
-        llm = LLM(start.model, progress=self._progress, **vars(start.options))
+        llm = LLM(start.model, progress=self._progress, **_options(start))
+        llm.prepare(self._progress)
         gc.collect()
         gc.freeze()  # these objects live as long as the process: a collection that visits them all would delay a step
         self._loop = EngineLoop(llm.engine, self._outbox.put, self._on_end)
@@ -233,6 +235,14 @@ def _aborted(add: Add) -> Deltas:
     now = time.monotonic()
     times = DeltaTimes(add.arrival or now, finished=now)
     return Deltas([Delta(add.id, i, [], times, finished=True, finish_reason="abort") for i in range(add.params.n)])
+
+
+def _options(start: Start) -> dict[str, Any]:
+    """The engine's options, with a server's own default of the tokens of a step; on a CPU the engine derives it."""
+    import jax
+
+    most = start.options.max_num_batched_tokens or (None if jax.default_backend() == "cpu" else STEP_TOKENS)
+    return vars(start.options) | {"max_num_batched_tokens": most}
 
 
 def _info(model: str, llm: LLM) -> EngineInfo:
