@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -91,6 +92,8 @@ def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeyp
         for _ in range(steps):
             engine.step()
             engine.pace.decode_seconds = 1e-3  # whatever the machine's pace
+            while own.runner.is_compiling:  # until then one step a dispatch is taken
+                time.sleep(0.01)
         return own.launched[:]
 
     monkeypatch.setattr("dovetail.engine.engine.QUIET_SECONDS", 1e9)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
 import jax
 import pytest
+from data.conftest import small_tokenizer
 from engine.engines import GREEDY, make_llm, tokens_of
+from reference_models import reference
 
 from dovetail.engine import memory, program
 from dovetail.engine.memory import coarse_pages, held_bytes
@@ -66,3 +80,69 @@ def test_page_counts_are_coarse_and_never_far_from_what_fits():
 def test_an_engine_that_is_started_again_keeps_its_pages():
     info = EngineInfo("m", 1, 1, 96, 16, 1, "fcfs", (), False, 0, 0.0, 1, "", kv_bytes=96 * 4096)
     assert Start("m", EngineOptions(memory_fraction=0.3)).again(info).options.kv_bytes == 96 * 4096
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A model that `dovetail serve` takes."""
+    shutil.copytree(reference("llama3.1")[1], tmp_path / "model")
+    small_tokenizer().save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.thorough
+def test_a_second_dovetail_serve_compiles_nothing_nor_does_an_engine_that_is_started_again(folder, tmp_path):
+    """Each compiled program is a file, under a name made of all it depends on."""
+
+    def programs() -> set[str]:
+        return {path.name for path in (tmp_path / "cache" / "programs").iterdir()}
+
+    with serving(folder, tmp_path / "cache") as (url, engine):
+        answer = ask(url)
+        compiled = programs()
+        assert compiled
+        os.kill(engine(), signal.SIGKILL)
+        wait_for(lambda: ask(url) == answer)
+        assert programs() == compiled
+    with serving(folder, tmp_path / "cache") as (url, _):
+        assert ask(url) == answer
+        assert programs() == compiled
+
+
+@contextmanager
+def serving(model: Path, cache: Path) -> Iterator[tuple[str, Callable[[], int]]]:
+    """`dovetail serve`: its address, and the process of its engine."""
+    arguments = [str(model), "--port", "0", "--max-model-len", "128", "--max-num-seqs", "2"]
+    command = [sys.executable, "-m", "dovetail", "serve", *arguments]
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "DOVETAIL_API_KEY": ""}
+    log = cache.parent / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+    try:
+        wait_for(lambda: process.poll() is not None or re.search(r"http://127\.0\.0\.1:\d+", log.read_text()))
+        found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+        assert found, log.read_text()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        yield found[0], lambda: int(children.read_text().split()[0])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def ask(url: str) -> str | None:
+    body = {"model": "any", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        try:
+            if condition():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError("it did not come about")

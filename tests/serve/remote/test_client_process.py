@@ -23,6 +23,7 @@ from dovetail.serve.remote.wire import (
     Deltas,
     EngineFailed,
     EngineReady,
+    Progress,
     RequestRefused,
     Start,
     from_engine,
@@ -46,7 +47,9 @@ class Parent:
         self.theirs, self.inbox = theirs, self.socket.makefile("rb")
         self.service = EngineProcess(Outbox(theirs))
         self.service.start(Start("model"))
-        assert isinstance(self.read(), EngineReady)
+        while isinstance(first := self.read(), Progress):  # of what is compiled before it is ready
+            pass
+        assert isinstance(first, EngineReady)
 
     def read(self):
         size = LENGTH.unpack(self.inbox.read(LENGTH.size))[0]
