@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
 
 KEPT = 256  # compiled grammars a tokenizer keeps: the same schema comes with request after request
+# llguidance's limits, which are its defaults: given here because a refusal names them.
+LIMITS = {
+    "max_items_in_row": 2000,  # alternatives that are open at one place
+    "initial_lexer_fuel": 1_000_000,  # of the patterns, when they are compiled
+    "step_lexer_fuel": 200_000,  # of the patterns, for one token
+    "step_max_items": 50_000,  # of the grammar, for one token
+    "max_lexer_states": 250_000,
+    "max_grammar_size": 500_000,
+}
+LONGEST = 256 * 1024  # characters of a grammar: the time to compile one grows with the square of its length
+LONGEST_REASON = 500  # characters of llguidance's reason in an error: some repeat the grammar
+PROBED = 2  # tokens of each new grammar, before a request that brings it is taken
+_OVER_LIMIT = re.compile(r"max is|\blimit\b|fuel|too (big|many|large|complex)")
 
 
 class Grammar:
@@ -57,9 +71,34 @@ class Matcher:
         """Whether nothing but an end token can follow."""
         return self._matcher.is_stopped()
 
-    def _check(self) -> None:
+    def check_start(self) -> None:
+        """Raise a ValueError if the grammar allows no text, or is over a limit at its beginning. A limit that is met
+        further on ends that request (see Sampler)."""
+        for _ in range(PROBED):
+            allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+            self._check("llguidance does not take this grammar")
+            self.accept(int(allowed.nonzero()[0][-1]))  # the last: of two beginnings, the longer has the higher id
+            if self.is_done:
+                return
+
+    def _check(self, what: str = "cannot go on") -> None:
         if self._matcher.is_error():
-            raise ValueError(f"structured output cannot go on: {self._matcher.get_error()}")
+            raise ValueError(f"structured output: {_reason(self._matcher.get_error(), what)}")
+
+
+def _reason(error: str, what: str) -> str:
+    """llguidance's reason, cut to a sentence, with the limits if one was met."""
+    reason = error.partition("<non-verbose/>")[0].strip()
+    if reason.startswith("NoExtension"):
+        return "no text fits this grammar; a schema that is a reference to itself, say"
+    reason = reason if len(reason) <= LONGEST_REASON else reason[:LONGEST_REASON] + " ..."
+    if not _OVER_LIMIT.search(reason):
+        return f"{what}: {reason}"
+    limits = ", ".join(f"{name} {most:,}" for name, most in LIMITS.items())
+    return (
+        f"the grammar is too complex: {reason}. Use fewer choices or optional properties, simpler patterns, or smaller "
+        f"bounds. The limits: {limits}."
+    )
 
 
 def compile(structured: Structured, tokenizer: Tokenizer) -> Grammar:
@@ -118,10 +157,16 @@ class _Compiler:
         return found
 
     def _new(self, source: str) -> Grammar:
-        matcher = _llguidance().LLMatcher(self._tokenizer, source, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"structured output: llguidance does not take this grammar: {matcher.get_error()}")
-        return Grammar(matcher, self._words)
+        if len(source) > LONGEST:
+            raise ValueError(
+                f"structured output: the grammar has {len(source):,} characters; at most {LONGEST:,} are taken"
+            )
+        llguidance = _llguidance()
+        # Verbose errors repeat the grammar and the text so far, which belong to the user, and are megabytes long.
+        limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
+        grammar = Grammar(llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits), self._words)
+        grammar.start().check_start()
+        return grammar
 
 
 _compilers: WeakKeyDictionary[Tokenizer, _Compiler] = WeakKeyDictionary()
@@ -146,13 +191,13 @@ def _schema(schema: Any) -> str:
     if isinstance(schema, str) and schema != "object":
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"structured output: json is not a JSON schema, nor 'object': {error}") from None
     if isinstance(schema, Mapping):
         schema = dict(schema)
     try:
         return json.dumps({"type": "object"} if schema in ("object", {}) else schema)
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"structured output: json is not a JSON schema: {error}") from None
 
 

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import Response
 
 from dovetail.engine.died import EngineDied
+from dovetail.serve.log_text import traceback_text
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 5  # after a 503: a restart, or waking up, takes about that time
@@ -25,6 +26,7 @@ _TYPES = {
     404: ("not_found_error", "not_found_error"),
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),
+    409: ("conflict_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
     431: ("invalid_request_error", "invalid_request_error"),
@@ -100,7 +102,7 @@ def as_api_error(error: BaseException) -> ApiError:
             503, "the engine has stopped; try again in a moment", code="engine_died", retry_after=RETRY_SECONDS
         )
     id = uuid.uuid4().hex[:12]
-    log.error("request failed, error id %s", id, exc_info=error)
+    log.error("request failed, error id %s\n%s", id, traceback_text(error))
     return ApiError(500, f"something went wrong in the server; its log has it under {id}", code="internal_error")
 
 

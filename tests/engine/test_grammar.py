@@ -144,12 +144,24 @@ def test_the_cache_is_bounded(small, monkeypatch):
         (Structured(json="[1]"), "must be an object"),
         (Structured(regex="(["), "unclosed"),
         (Structured(grammar="start: missing"), "unknown name"),
+        (Structured(choice=tuple(f"choice {i}" for i in range(3000))), "too complex.*3001 items; max is 2000.*limits"),
+        (Structured(json={"$ref": "#"}), "no text fits"),
+        (Structured(regex="a" * (grammar.LONGEST + 1)), "at most 262,144"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_a_grammar_is_refused_in_llguidances_words(small, asked: Structured, message: str):
     with pytest.raises(ValueError, match=rf"structured output[\s\S]*{message}"):
         grammar.compile(asked, small)
+
+
+def test_a_limit_met_under_way_is_named_without_the_grammar(small):
+    matcher = grammar.compile(Structured(regex="([a-z]{1,500}){1,500}"), small).start()
+    with pytest.raises(ValueError, match="too complex") as error:
+        for _ in range(300):
+            matcher.fill(np.zeros(-(-small.vocab_size // 32), np.uint32))
+            matcher.accept(small.encode("q")[0])
+    assert "[a-z]" not in str(error.value) and len(str(error.value)) < 1000
 
 
 def test_a_token_that_may_not_come_and_a_mask_too_short(small):

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from dovetail.engine.died import EngineDied
+from dovetail.serve.log_text import traceback_text
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
     LENGTH,
@@ -226,7 +227,7 @@ def _sentence_of(error: BaseException, what: str) -> tuple[str, bool]:
     """The error's sentence, and whether the caller can act on it; an error it cannot act on is logged."""
     user = isinstance(error, USER_ERRORS)
     if not user:
-        log.error(what, exc_info=error)
+        log.error("%s\n%s", what, traceback_text(error))
     return str(error) if user else repr(error), user
 
 

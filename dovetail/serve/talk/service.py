@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dovetail.engine.params import check_room
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
-from dovetail.serve.errors import RETRY_SECONDS, ApiError, as_api_error, bad, refused
+from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad, refused
 from dovetail.serve.remote.backend import Backend
 from dovetail.serve.remote.wire import Delta
 from dovetail.serve.talk.answer import AnswerReader, Ask, Step
@@ -123,9 +123,10 @@ class Service:
             raise ticket.why or ApiError(500, "the answer ended early", code="aborted")
 
     def _read(self, delta: Delta, reader: AnswerReader, ticket: Ticket) -> Step:
-        """A sequence that neither the model nor a limit ended is an error, not an answer."""
+        """A sequence that neither the model nor a limit ended is an error, not an answer. A grammar that cannot go on
+        (it is too complex, or contradicts bad_words) is the request's own, and would end there again."""
         if delta.error is not None:
-            raise as_api_error(RuntimeError(delta.error))
+            raise bad(delta.error, code="structured_output_failed")
         if delta.finish_reason == "abort":
             raise ticket.why or ApiError(503, "the request was aborted", code="aborted")
         return reader.read(delta)
