@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from dovetail.core.json_schema import closed
 from dovetail.engine.params import Structured
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _source(structured: Structured) -> str:
 
 
 def _schema(schema: Any) -> str:
-    """The schema's text. Keys stay in their order: it is the order in which they will be written."""
+    """The schema's text, closed. Keys stay in their order: it is the order in which they will be written."""
     if isinstance(schema, str) and schema != "object":
         try:
             schema = json.loads(schema)
@@ -196,7 +197,9 @@ def _schema(schema: Any) -> str:
     if isinstance(schema, Mapping):
         schema = dict(schema)
     try:
-        return json.dumps({"type": "object"} if schema in ("object", {}) else schema)
+        return json.dumps({"type": "object"} if schema in ("object", {}) else closed(schema))
+    except ValueError as error:
+        raise ValueError(f"structured output: {error}") from None
     except (TypeError, RecursionError) as error:
         raise ValueError(f"structured output: json is not a JSON schema: {error}") from None
 

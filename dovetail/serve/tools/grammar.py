@@ -70,9 +70,9 @@ def grammar_for(
     special: the ids of those of the formats' markers that are special tokens (`special_ids` finds them).
     reasoning: lets a block of reasoning come first; with `in_reasoning`, its end must come, since the prompt opened it.
 
-    Arguments follow the tools' JSON schemas. In qwen3_coder, llama4_pythonic and gemma4 they come in the schema's order
-    and only the declared ones do; in qwen3_coder and gemma4, whose strings have no quotes to count on, a string's
-    length, pattern and format are not enforced.
+    Arguments follow the tools' JSON schemas, closed (see core.json_schema). In qwen3_coder, llama4_pythonic and gemma4
+    they come in the schema's order and only the declared ones do; in qwen3_coder and gemma4, whose strings have no
+    quotes to count on, a string's length, pattern and format are not enforced.
     """
     lark = Lark(special or {})
     allowed = _allowed(parameters_by_name(tools), choice)
@@ -124,7 +124,7 @@ def _call(lark: Lark, name: str, function: str, schema: Mapping[str, Any], opene
     written = _WRITTEN[name]
     if written.fields is None or not grammar_fields.are_declared(schema):
         written = _AS_JSON.get(name, written)
-        arguments = lark.json(grammar_fields.closed(schema))
+        arguments = lark.json(schema)
     else:
         arguments = grammar_fields.write(lark, written.fields, schema)
     before = _text(lark, written.before.removeprefix(opened).replace("{name}", function))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.core.json_schema import resolve
 from dovetail.serve.tools.lark import Lark
-from dovetail.serve.tools.schema import resolve, types_of
+from dovetail.serve.tools.schema import types_of
 
 Schema = Mapping[str, Any]
 _COUNTED = ("minItems", "maxItems", "uniqueItems", "prefixItems", "contains")
@@ -28,11 +29,6 @@ def are_declared(schema: Schema) -> bool:
     if not isinstance(properties, Mapping) or any(word in schema for word in _COMBINED):
         return False
     return bool(properties) or not schema.get("additionalProperties")
-
-
-def closed(schema: Schema) -> Schema:
-    """A function that declares no parameters takes none, although JSON Schema would allow any."""
-    return {"additionalProperties": False, **schema} if schema.get("properties") == {} else schema
 
 
 def write(lark: Lark, style: Style, schema: Schema, root: Schema | None = None) -> str:

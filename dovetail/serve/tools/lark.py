@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.core.json_schema import closed
+
 # As templates write JSON. Flexible white space would let the model write white space without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
@@ -51,8 +53,8 @@ class Lark:
         return name
 
     def json(self, schema: Mapping[str, Any], compact: bool = False) -> str:
-        """JSON that follows a schema."""
-        return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT if compact else _SPACING})}"
+        """JSON that follows a schema, without properties that it does not list."""
+        return f"%json {json.dumps({**closed(schema), 'x-guidance': _COMPACT if compact else _SPACING})}"
 
     def one_of(self, bodies: list[str]) -> str:
         return self.rule(" | ".join(bodies))

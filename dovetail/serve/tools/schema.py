@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.core.json_schema import resolve
+
 _TYPES = {
     str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array",
 }  # fmt: skip
@@ -31,17 +33,6 @@ def types_of(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
     if isinstance(declared, Mapping) and key in declared:
         return _types(declared[key], schema, 8)
     return frozenset({"string"})
-
-
-def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The target of a reference within the document; the schema itself if it is not a reference, or has no target."""
-    reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return schema
-    found: Any = root
-    for part in reference[2:].split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return schema if found is None else found
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:

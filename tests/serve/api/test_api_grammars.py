@@ -8,6 +8,7 @@ import logging
 
 import httpx
 import pytest
+from serve.api.test_api_tools import accepts
 
 from dovetail.serve.log_text import LONGEST, traceback_text
 
@@ -18,8 +19,8 @@ WITHIN = {"type": "object", "properties": {"a": MANY}, "required": ["a"]}  # ove
 CHOICES = {"structured_outputs": {"choice": [f"secret {i}" for i in range(3000)]}}
 
 
-def formatted(schema: dict) -> dict:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+def formatted(schema: dict, **more) -> dict:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
 
 
 def ask(real, **body) -> httpx.Response:
@@ -65,3 +66,72 @@ def test_an_error_in_the_log_is_bounded():
         text = traceback_text(error)
     assert len(text) <= LONGEST + 100 and text.count("secret") < 100
     assert "RuntimeError" in text and "ValueError" in text and "more characters" in text
+
+
+# As instructor 1.17 sends it in its JSON_SCHEMA mode, for a pydantic model with another in it.
+INSTRUCTOR = {
+    "messages": [{"role": "user", "content": "Tom is a cat, 4 years old, who lives in Paris."}],
+    "max_tokens": 96,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "User",
+            "schema": {
+                "$defs": {
+                    "Address": {
+                        "properties": {"city": {"title": "City", "type": "string", "maxLength": 16}},
+                        "required": ["city"], "title": "Address", "type": "object",
+                    }
+                },
+                "properties": {
+                    "name": {"title": "Name", "type": "string", "maxLength": 16},
+                    "age": {"title": "Age", "type": "integer"},
+                    "kind": {"enum": ["cat", "dog"], "title": "Kind", "type": "string"},
+                    "address": {"anyOf": [{"$ref": "#/$defs/Address"}, {"type": "null"}], "default": None},
+                },
+                "required": ["name", "age", "kind"], "title": "User", "type": "object",
+            },
+        },
+    },
+}  # fmt: skip
+
+
+def test_what_instructor_sends_is_answered_with_the_listed_properties(real):
+    choice = ask(real, **INSTRUCTOR).json()["choices"][0]
+    found = json.loads(choice["message"]["content"])
+    assert choice["finish_reason"] == "stop" and {"name", "age", "kind"} <= set(found)
+    assert set(found) <= {"name", "age", "kind", "address"} and set(found.get("address") or ()) <= {"city"}
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+LISTED, INVENTED = '{"name": "Tom"}', '{"name": "Tom", "age": 4}'
+SCHEMA = {"type": "json_schema", "name": "x", "schema": PERSON}
+TALK = {"messages": [{"role": "user", "content": "Hi"}]}
+CLAUDE = {"max_tokens": 9, **TALK}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": PERSON}}
+CLAUDE_FORMAT = {"type": "json_schema", "schema": PERSON}
+CLAUDE_TOOL = {"name": "f", "input_schema": PERSON}
+CALL = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+BODIES = {
+    "response_format": ("chat/completions", formatted(PERSON) | TALK, "%s"),
+    "strict": ("chat/completions", formatted(PERSON, strict=True) | TALK, "%s"),
+    "structured_outputs": ("completions", {"prompt": "Hi", "structured_outputs": {"json": json.dumps(PERSON)}}, "%s"),
+    "tools": ("chat/completions", {"tools": [TOOL], "tool_choice": "required"} | TALK, CALL),
+    "text.format": ("responses", {"input": "Hi", "text": {"format": SCHEMA}}, "%s"),
+    "output_config": (
+        "messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}} | CLAUDE,
+        "%s",
+    ),
+    "Anthropic's tools": ("messages", {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "any"}} | CLAUDE, CALL),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_no_route_lets_the_model_invent_properties(scripted, tokenizer, name):
+    path, body, written = BODIES[name]
+    answer = httpx.post(f"{scripted.url}/v1/{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    structured = scripted.engine.asked[-1][1].structured
+    assert accepts(structured, tokenizer, written % LISTED)
+    assert not accepts(structured, tokenizer, written % INVENTED)
