@@ -63,11 +63,14 @@ class Prompts:
         if tool_format is not None and (talk.choice != "auto" or strict):
             grammar = self._grammar(talk, tool_format, special, reasoning, bool(inside))
             params = replace(params, structured=Structured(grammar=grammar))
+        only_calls = tool_format is not None and talk.choice != "auto"
         if tool_format is None and reasoning is None:
             return Ask(prompt=prompt, params=params, **more)
 
         def new_parser() -> StreamParser:
-            return StreamParser(tool_format, reasoning, tools=talk.tools, in_reasoning=inside)
+            return StreamParser(
+                tool_format, reasoning, tools=talk.tools, in_reasoning=inside, only_calls=only_calls
+            )  # fmt: skip
 
         return Ask(
             prompt=prompt, params=params, keep=frozenset(special.values()), new_parser=new_parser,

@@ -36,6 +36,8 @@ class StreamParser:
     without a marker before it (Llama's formats) it is content, since only that tells a call from an answer in JSON.
 
     in_reasoning: whether the prompt has opened the reasoning (`ReasoningFormat.opened_by`); None: as the format says.
+    only_calls: a grammar allows nothing but calls (tool_choice "required"), so what is not one is a part of one that
+    was cut off, and never content.
     The text must come with those special tokens that are among the formats' `markers`, and without the end token.
     """
 
@@ -46,11 +48,12 @@ class StreamParser:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         in_reasoning: bool | None = None,
+        only_calls: bool = False,
         new_id: Callable[[], str] | None = None,
     ):
         self._format, self._reasoning = tool_format or ToolFormat("none"), reasoning_format
         self._parameters = parameters_by_name(tools)
-        self._new_id = new_id or self._format.new_id
+        self._new_id, self._only_calls = new_id or self._format.new_id, only_calls
         self._markers = self._format.opens + self._format.closes + self._format.bare
         self._markers += (reasoning_format.open,) if reasoning_format else ()
         self._marker = re.compile("|".join(re.escape(m) for m in sorted(self._markers, key=len, reverse=True)))
@@ -74,7 +77,8 @@ class StreamParser:
         """The text has ended. `truncated`: it was cut off (finish_reason "length") and not ended by the model.
 
         What is buffered is decided now. A marker and the beginning of a call after it, or of the next call in a list,
-        are content if the model ended there, since it wrote just that; if it was cut off, they are dropped."""
+        are content if the model ended there, since it wrote just that; if it was cut off, they are dropped, and so is
+        half a marker."""
         events = self._run()
         while self._step in (self._read_gap, self._read_call) and not self._started:
             if self._inside and not self._text and self._call is None:
@@ -83,12 +87,25 @@ class StreamParser:
                 break
             self._give_back()
             events += self._run()
+        if truncated and not self._started:
+            self._drop_half_marker()
         self._end()
         return made.merge(events + self._take())
 
     def _goes_on(self) -> bool:
-        """Whether what follows a call begins another call rather than content."""
+        """Whether what follows a call begins another call, or ends this one, rather than content."""
+        markers = self._format.opens + self._format.closes
+        if self._text and any(marker.startswith(self._text) for marker in markers):
+            return True
         return re.search("[,;{]", self._buffered + self._gap + self._text) is not None
+
+    def _drop_half_marker(self) -> None:
+        """One character is no marker yet, except where one must follow: after a call."""
+        reasoning = self._reasoning if self._step in (self._read_opening, self._read_reasoning) else None
+        markers = (reasoning.open, reasoning.close) if reasoning else self._markers
+        half = _half_marker(self._text, markers)
+        if half > 1 or (self._fresh and self._saw_marker):
+            self._text, self._space = self._text[: len(self._text) - half], "" if half else self._space
 
     def _end(self) -> None:
         if self._started:
@@ -273,6 +290,7 @@ class StreamParser:
             self._emit_content(body.lstrip() if self._saw_marker and not self._has_content else body)
 
     def _emit_content(self, text: str) -> None:
+        text = "" if self._only_calls else text
         self._has_content |= bool(text)
         self._events += [Content(text)] if text else []
 

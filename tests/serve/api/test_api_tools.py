@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import jsonschema
@@ -116,6 +117,38 @@ def test_a_call_cut_off_has_finish_reason_length(scripted, client):
     arguments = answer.message.tool_calls[0].function.arguments
     with pytest.raises(ValueError):
         json.loads(arguments)
+
+
+FUNCTION = TOOLS[0]["function"]
+CUT = {  # a request of each route, with the name of its limit, and how its text is found in an answer or an event
+    "chat/completions": ({"tool_choice": "required"} | ASK, "max_tokens", r'"content":"([^"]*)"'),
+    "responses": (
+        {"input": "Weather?", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+        "max_output_tokens",
+        r'"(?:type":"output_text","text|type":"response.output_text.delta".*?"delta)":"([^"]*)"',
+    ),
+    "messages": (
+        {
+            "messages": ASK["messages"],
+            "tools": [{"name": "weather", "input_schema": WEATHER}],
+            "tool_choice": {"type": "any"},
+        },
+        "max_tokens",
+        r'"text":"([^"]*)"',
+    ),
+}
+
+
+@pytest.mark.parametrize("path", CUT)
+def test_a_required_call_cut_off_anywhere_leaks_no_text(scripted, tokenizer, path):
+    """From half of the opening tag to half of the closing one."""
+    body, limit, text = CUT[path]
+    count = len(tokenizer.encode(CALL, add_special=False))
+    for most in [1, 2, 3, count // 2, *range(count - 7, count)]:
+        for stream in (False, True):
+            scripted.engine.texts = [CALL]
+            answer = httpx.post(f"{scripted.url}/v1/{path}", json=body | {limit: most, "stream": stream}, timeout=60)
+            assert answer.status_code == 200 and "".join(re.findall(text, answer.text)) == "", (most, answer.text)
 
 
 def test_strict_lets_the_model_choose_and_enforces_the_schema(scripted, client, tokenizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from serve.tools.test_tools import TOOLS, events_of
 
-from dovetail.serve.tools.events import Content, Reasoning
+from dovetail.serve.tools.events import Content, Reasoning, collect
 from dovetail.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_for
 from dovetail.serve.tools.stream import StreamParser, parse
 
@@ -107,7 +107,8 @@ def test_cut_anywhere_it_says_the_same(sample: str):
     for size in (1, 2, 3, 7):
         assert events_of(parser_for(sample), [text[at : at + size] for at in range(0, len(text), size)]) == whole
     for at in range(len(text)):
-        events_of(parser_for(sample), [text[:at]], truncated=True)
+        cut = collect(events_of(parser_for(sample), [text[:at]], truncated=True))
+        assert not cut.reasoning.endswith(("</", "</thin", "[/", "[/THI", "<ch", "<chan")), cut
 
 
 def test_reasoning_comes_as_it_is_written():

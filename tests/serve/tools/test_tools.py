@@ -200,6 +200,18 @@ def test_cut_off_anywhere_it_keeps_what_is_certain(sample: str):
         assert ended.calls == found.calls and ended.content.startswith(found.content)
 
 
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_cut_off_after_a_call_no_part_of_a_marker_is_content(sample: str):
+    """Wherever an answer that is only calls is cut off, nothing of it is text; nor is half the marker after a call."""
+    written, message = SAMPLES[sample]
+    text = text_of(written, message)
+    for at in range(len(text)):
+        assert not collect(events_of(parser_for(written, only_calls=True), [text[:at]], truncated=True)).content
+        found = collect(events_of(parser_for(written), [text[:at]], truncated=True))
+        if found.calls and not MESSAGES[message][0]:
+            assert not found.content, text[:at]
+
+
 # --- any arguments ----------------------------------------------------------------------------------------------------
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -250,7 +250,9 @@ def test_slips(name: str, text: str, content: str, calls: list):
 def test_the_beginning_of_a_call_is_content_only_if_the_model_stopped_there(name: str, text: str):
     assert parse(text, TOOL_FORMATS[name], truncated=True).content == "Hi"
     assert parse(text, TOOL_FORMATS[name]).content == text
-    assert parse("a <tool", TOOL_FORMATS["hermes"], truncated=True).content == "a <tool"
+    assert parse("a <tool", TOOL_FORMATS["hermes"], truncated=True).content == "a"
+    assert parse("a <tool", TOOL_FORMATS["hermes"]).content == "a <tool"
+    assert parse("1 <", TOOL_FORMATS["hermes"], truncated=True).content == "1 <"
 
 
 # --- how soon ---------------------------------------------------------------------------------------------------------
