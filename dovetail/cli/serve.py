@@ -32,6 +32,8 @@ def serve(
     api_key: str = typer.Option("", help="Requests must bring it. Seen by `ps`: prefer the file or the variable.",
                                 envvar="DOVETAIL_API_KEY", show_envvar=True, rich_help_panel=_SAFETY),
     api_key_file: Path | None = typer.Option(None, help="Keys, one per line.", rich_help_panel=_SAFETY),
+    protect_metrics: bool = typer.Option(False, help="/metrics needs a key too; otherwise it is open, as vLLM's is.",
+                                         rich_help_panel=_SAFETY),
     admin: bool = typer.Option(False, help="Routes that sleep, pause and change weights.", rich_help_panel=_SAFETY),
     admin_key: str = typer.Option("", envvar="DOVETAIL_ADMIN_KEY", show_envvar=True, help="For those.",
                                   rich_help_panel=_SAFETY),
@@ -101,6 +103,8 @@ def serve(
         raise ValueError("the admin key must differ from the API keys: those let clients ask, and not control")
     if not all(name.strip() for name in served_model_name):
         raise ValueError("--served-model-name must not be empty")
+    if protect_metrics and not keys:
+        raise ValueError("--protect-metrics needs an API key to ask for: set DOVETAIL_API_KEY, or --api-key-file")
     if generation_config not in ("auto", "none"):
         raise ValueError(f"--generation-config is auto or none; got {generation_config!r}")
     if not all(math.isfinite(each) for each in (max_body_mb, request_timeout, drain_timeout, step_timeout)):
@@ -116,6 +120,7 @@ def serve(
         allow_origins=tuple(allow_origin), allow_request_template=allow_request_template,
         special_tokens_in_text=special_tokens_in_text,
         tool_format=tool_format or None, reasoning_format=reasoning_format or None, limits=limits,
+        protect_metrics=protect_metrics,
     )  # fmt: skip
     options = EngineOptions.of(dict(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,

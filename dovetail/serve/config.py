@@ -35,6 +35,7 @@ class ServerConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None  # None: there are no admin routes
+    protect_metrics: bool = False  # whether /metrics needs a key too
     profile_dir: str | None = None  # where /start_profile writes; None: there is no such route
     allow_origins: tuple[str, ...] = ()
     allow_request_template: bool = False

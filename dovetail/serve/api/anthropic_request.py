@@ -11,6 +11,7 @@ from pydantic import Field
 from dovetail.engine.params import SamplingParams, Structured
 from dovetail.serve.api.chat_request import Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused
+from dovetail.serve.api.generation_request import LABELS
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.prompts import Conversation
 from dovetail.serve.tools.ids import from_anthropic
@@ -116,10 +117,6 @@ class OutputConfig(Body):
     refused: ClassVar = {"task_budget": Refused("use max_tokens")}
 
 
-class Metadata(Body):
-    user_id: str | None = None
-
-
 class CountRequest(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -136,6 +133,7 @@ class CountRequest(Body):
         "workspace_id": Refused("there are no workspaces"),
         "output_format": Refused("send output_config.format"),
     }
+    ignored: ClassVar = {"anthropic_version": "there is one version"}  # in a body that was made for a cloud's gateway
 
     def conversation(self) -> Conversation:
         messages = [plain for i, turn in enumerate(self.messages) for plain in turn.plain(f"messages.{i}")]
@@ -164,15 +162,18 @@ class MessagesRequest(CountRequest):
     temperature: Num | None = None
     top_p: Num | None = None
     top_k: Int | None = None
-    metadata: Metadata | None = None
     stream: Flag = False
     refused: ClassVar = {
         **CountRequest.refused,
-        "service_tier": Refused("there is one tier", ("auto", "standard_only")),
         "container": Refused("this server runs no code"),
         "inference_geo": Refused("the server runs in one place"),
-        "speed": Refused("there is one speed", ("standard",)),
         "diagnostics": Refused("there are none"),
+    }
+    ignored: ClassVar = {
+        **CountRequest.ignored,
+        "metadata": LABELS["metadata"],
+        "service_tier": LABELS["service_tier"],
+        "speed": "there is one speed",
     }
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:

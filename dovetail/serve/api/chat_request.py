@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +12,7 @@ from dovetail.serve.api.fields import Body, Flag, Int, Refused
 from dovetail.serve.api.generation_request import GenerationRequest, TopLogprobs
 from dovetail.serve.errors import bad
 from dovetail.serve.talk.prompts import EFFORTS, Conversation
+from dovetail.serve.tools.cut_json import read_cut_off
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 _TEXT_ONLY = "the model reads text only"
@@ -28,11 +28,13 @@ class Part(Body):
         name: Refused(_TEXT_ONLY)
         for name in ("image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_embeds")
     }
+    ignored: ClassVar = {"cache_control": "every prefix is cached"}
 
 
 class CalledFunction(Body):
     name: str
     arguments: str = "{}"
+    ignored: ClassVar = {"parsed_arguments": "arguments say the same"}
 
 
 class FunctionCall(Body):
@@ -54,7 +56,11 @@ class Message(Body):
     refused: ClassVar = {
         "audio": Refused(_TEXT_ONLY),
         "function_call": Refused("send tool_calls, its name since 2023"),
-        "annotations": Refused("answers have none", ([],)),
+    }
+    ignored: ClassVar = {  # what clients and gateways add to an answer that comes back in the history
+        "annotations": "templates show a message's text",
+        "parsed": "content says the same",
+        "provider_specific_fields": "they are another server's",
     }
 
     def plain(self, where: str) -> dict[str, Any]:
@@ -70,6 +76,8 @@ class Message(Body):
             found["tool_calls"] = [
                 _plain_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)
             ]
+        elif content is None and self.role == "assistant":
+            found["content"] = ""  # an answer that was cut off before its text, or refused
         elif content is None:
             raise bad(f"{where}.content is missing", f"{where}.content", "missing_required_parameter")
         return found
@@ -138,34 +146,28 @@ class ChatRequest(GenerationRequest):
     continue_final_message: Flag = False
     add_special_tokens: Flag = False
     include_reasoning: Flag = True
-    # These name the user and the cache to use. There is one cache, and it is looked up for every prompt.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     refused: ClassVar = {
         **GenerationRequest.refused,
         "audio": Refused(_TEXT_ONLY),
         "modalities": Refused(_TEXT_ONLY, (["text"],)),
-        "prediction": Refused("it would not make the answer come sooner here"),
         "web_search_options": Refused("this server does not search"),
-        "service_tier": Refused("there is one tier", ("auto", "default")),
-        "store": Refused("answers are not stored", (False,)),
-        "metadata": Refused("answers are not stored", ({},)),
-        "verbosity": Refused("ask for it in the prompt", ("medium",)),
-        "prompt_cache_retention": Refused("prefixes stay cached while there is room"),
-        "prompt_cache_options": Refused("every prefix is cached automatically"),
         "moderation": Refused("there is none"),
         "functions": Refused("send tools, their name since 2023"),
         "function_call": Refused("send tool_choice, its name since 2023"),
         "mm_processor_kwargs": Refused(_TEXT_ONLY),
+    }
+    ignored: ClassVar = {
+        **GenerationRequest.ignored,
+        "verbosity": "templates have no place for it: ask for it in the prompt",
+        "prediction": "it would not make the answer come sooner",
     }
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise bad("max_tokens is the old name of max_completion_tokens: send one of them", "max_tokens")
+        # max_tokens is the old name; with both, the new one counts, as in vLLM.
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         structured = self.response_format.structured() if self.response_format else None
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -213,11 +215,8 @@ def text_of(content: str | list[Part] | None, where: str) -> str | None:
 
 def _plain_call(call: FunctionCall, where: str) -> dict[str, Any]:
     """Templates take arguments as an object and write them in the model's own notation."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        message = f"{where}.function.arguments must be the text of a JSON object; leave out a call that was cut off"
+    arguments = read_cut_off(call.function.arguments or "{}")  # a call that max_tokens cut off comes back as it was
+    if arguments is None:
+        message = f"{where}.function.arguments must be the text of a JSON object, or its beginning"
         raise bad(message, f"{where}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

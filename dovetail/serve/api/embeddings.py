@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
 from dovetail.serve.api.delivery import JsonAnswer
 from dovetail.serve.api.fields import Body, Refused
-from dovetail.serve.api.generation_request import Tokens
+from dovetail.serve.api.generation_request import LABELS, Tokens
 from dovetail.serve.api.inputs import encoded, read_inputs, refused, usage
 from dovetail.serve.talk.service import Service
 
@@ -21,8 +21,8 @@ class EmbeddingRequest(Body):
     input: str | Batch | Tokens | TokenBatch
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = "mean"  # of the last hidden states
-    user: str | None = None
     refused: ClassVar = {"dimensions": Refused("the model was not trained to be cut short")}
+    ignored: ClassVar = LABELS
 
     def inputs(self) -> list[Any]:
         return as_many(self.input, "input")

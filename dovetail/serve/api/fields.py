@@ -1,9 +1,11 @@
-"""Body: the base of every request body. An unknown field is refused with a suggestion, and a field that other servers
-have and this one does not is refused with the reason: none is accepted and then ignored."""
+"""Body: the base of every request body. An unknown field is refused with a suggestion, and a field that changes answers
+elsewhere and cannot here is refused with the reason. One that changes no answer is ignored, and the log says so once.
+"""
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -11,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from dovetail.serve.errors import bad
+
+log = logging.getLogger(__name__)
+_noted: set[str] = set()  # ignored fields that the log has already
 
 # JSON's own types: "5" is not a number, and 1 is not a flag. Integers of 64 bits fit in a message to the engine.
 Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
@@ -29,6 +34,7 @@ class Refused(NamedTuple):
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=False)
     refused: ClassVar[Mapping[str, Refused]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}  # with the reason why no answer depends on it
 
     def need(self, name: str, where: str) -> Any:
         """The value of a field that is required for this kind of body."""
@@ -49,12 +55,16 @@ class Body(BaseModel):
     def _is_given(cls, name: Any, value: Any, known: set[str]) -> bool:
         if name in known:
             return value is not None or name in cls.required()  # null asks for the default
+        if name in cls.ignored:
+            if value is not None:
+                _note_ignored(name, cls.ignored[name])
+            return False
         if name in cls.refused:
             why, accepted = cls.refused[name]
             if value is None or any(value == each and type(value) is type(each) for each in accepted):
                 return False
             raise PydanticCustomError("refused_field", "{name} is not supported: {why}", {"name": name, "why": why})
-        close = difflib.get_close_matches(str(name), [*known, *cls.refused], n=1)
+        close = difflib.get_close_matches(str(name), [*known, *cls.refused, *cls.ignored], n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         shown = str(name)[:64].encode("utf-8", "replace").decode()
         raise PydanticCustomError("unknown_field", "unknown field {name}{hint}", {"name": shown, "hint": hint})
@@ -62,3 +72,9 @@ class Body(BaseModel):
     @classmethod
     def required(cls) -> set[str]:
         return {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+
+
+def _note_ignored(name: str, why: str) -> None:
+    if name not in _noted:
+        _noted.add(name)
+        log.warning("requests with the field %r: it is ignored, because %s (said once)", name, why)

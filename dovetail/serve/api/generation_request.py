@@ -40,10 +40,22 @@ class StreamOptions(Body):
     include_usage: Flag = False
     refused: ClassVar = {
         "continuous_usage_stats": Refused("usage comes once, at the end: include_usage", (False,)),
-        "include_obfuscation": Refused("events are not padded", (False,)),
     }
+    ignored: ClassVar = {"include_obfuscation": "events are not padded"}
 
 
+# What clients send to every server, and no answer depends on.
+LABELS = {
+    "user": "it names the caller",
+    "safety_identifier": "it names the caller",
+    "metadata": "answers are not stored",
+    "store": "answers are not stored",
+    "request_id": "the server makes an id for each answer",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "every prefix is cached, under its own tokens",
+    "prompt_cache_retention": "prefixes stay cached while there is room",
+    "prompt_cache_options": "every prefix is cached, under its own tokens",
+}
 _STRUCTURED = "send structured_outputs {json, regex, choice or grammar}"
 
 
@@ -75,7 +87,6 @@ class GenerationRequest(Body):
     return_token_ids: Flag = False
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # a label of the caller: no answer depends on it
 
     refused: ClassVar = {
         "use_beam_search": Refused("there is no beam search; n samples", (False,)),
@@ -89,6 +100,8 @@ class GenerationRequest(Body):
         "return_tokens_as_token_ids": Refused("send return_token_ids", (False,)),
         **{f"guided_{name}": Refused(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},
     }
+
+    ignored: ClassVar = LABELS
 
     def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
         """The engine's parameters. What a request leaves out comes from the model's `defaults`, else from the engine's.

@@ -10,11 +10,12 @@ from pydantic import Field
 from dovetail.engine.params import SamplingParams, Structured
 from dovetail.serve.api.chat_request import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused
-from dovetail.serve.api.generation_request import TopLogprobs
+from dovetail.serve.api.generation_request import LABELS, TopLogprobs
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.prompts import EFFORTS, Conversation
 
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"  # asks for reasoning that can be sent back: here it comes as text, and can
 _TEXT_ONLY = Refused("the model reads text only")
 _NOT_STORED = Refused("nothing is stored between requests: send the whole conversation as input")
 
@@ -26,8 +27,8 @@ class InputPart(Body):
     logprobs: list[dict[str, Any]] | None = None  # of an earlier answer: only its text is read
     refused: ClassVar = {
         "image_url": _TEXT_ONLY, "file_id": _TEXT_ONLY, "file_data": _TEXT_ONLY, "input_audio": _TEXT_ONLY,
-        "annotations": Refused("answers have none", ([],)),
     }  # fmt: skip
+    ignored: ClassVar = {"annotations": "templates show a message's text"}
 
 
 Parts = str | list[InputPart]
@@ -88,7 +89,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    refused: ClassVar = {"verbosity": Refused("ask for it in the prompt", ("medium",))}
+    ignored: ClassVar = {"verbosity": "templates have no place for it: ask for it in the prompt"}
 
 
 class ReasoningOptions(Body):
@@ -112,29 +113,26 @@ class ResponsesRequest(Body):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None  # returned with the answer
-    include: list[Literal[LOGPROBS]] | None = None  # type: ignore[valid-type]
+    include: list[Literal[LOGPROBS, ENCRYPTED]] | None = None  # type: ignore[valid-type]
     top_logprobs: TopLogprobs | None = None
     stream: Flag = False
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None  # there is one cache
+    user: str | None = None  # returned with the answer
 
     refused: ClassVar = {
         "previous_response_id": _NOT_STORED,
         "conversation": _NOT_STORED,
         "prompt": _NOT_STORED,
-        "store": Refused("answers are not stored", (False,)),
         "background": Refused("answers are not stored", (False,)),
         "truncation": Refused("shorten the input before it is sent", ("disabled",)),
-        "service_tier": Refused("there is one tier", ("auto", "default")),
-        "max_tool_calls": Refused("there are no tools that the server runs"),
-        "stream_options": Refused("events are not padded", ({}, {"include_obfuscation": False})),
         "context_management": Refused("shorten the input before it is sent", ([],)),
-        "prompt_cache_retention": Refused("prefixes stay cached while there is room"),
-        "prompt_cache_options": Refused("every prefix is cached automatically"),
         "moderation": Refused("there is none"),
         "access_programs": Refused("there are none"),
         "image": _TEXT_ONLY,
+    }
+    ignored: ClassVar = {
+        **{name: why for name, why in LABELS.items() if name not in ("user", "metadata")},
+        "max_tool_calls": "it counts tools that a server runs, and this one runs none",
+        "stream_options": "events are not padded",
     }
 
     @property
@@ -193,7 +191,7 @@ class _Turn:
             return []
         if item.type == "message" and item.role == "assistant":
             before = self.end() if self._parts.keys() & {"content", "tool_calls"} else []
-            self._parts["content"] = _text(item.need("content", where), where)
+            self._parts["content"] = _text(item.content or "", where)  # null: cut off before its text
             return before
         made = _call_result if item.type == "function_call_output" else _message
         return [*self.end(), made(item, where)]

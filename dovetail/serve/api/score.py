@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -11,7 +11,7 @@ from dovetail.serve.api.chat_request import Message, Tool
 from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
 from dovetail.serve.api.delivery import JsonAnswer
 from dovetail.serve.api.fields import Body
-from dovetail.serve.api.generation_request import Tokens
+from dovetail.serve.api.generation_request import LABELS, Tokens
 from dovetail.serve.api.inputs import encoded, read_inputs, refused, usage
 from dovetail.serve.errors import bad
 from dovetail.serve.talk.prompts import Conversation
@@ -28,6 +28,7 @@ class ScoreRequest(Body):
     input: str | Batch | Tokens | TokenBatch | None = None
     messages: Messages | Conversations | None = None
     tools: list[Tool] | None = None  # of all conversations
+    ignored: ClassVar = LABELS
 
     def conversations(self) -> list[Conversation]:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]

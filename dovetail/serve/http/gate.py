@@ -23,6 +23,7 @@ from dovetail.serve.errors import ApiError, as_api_error, bad, from_validation
 from dovetail.serve.http.long_bodies import LONG, LongBodies
 
 OPEN = {"/health", "/ping", "/ready"}  # a load balancer has no key
+METRICS = "/metrics"  # Prometheus often has none: counts and times of all requests, and the model's name
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB-F]")
 
 
@@ -59,7 +60,8 @@ class Gate:
         headers, path = Headers(scope=scope), scope["path"]
         if not self._any_host and not _is_local(headers.get("host", "")):
             raise ApiError(403, "this server has no key, so it answers to localhost and IP addresses only")
-        if path in OPEN or scope["method"] == "OPTIONS":
+        is_open = path in OPEN or (path == METRICS and not self._config.protect_metrics)
+        if is_open or scope["method"] == "OPTIONS":
             return
         if path in CONTROL_ROUTES:
             keys: Iterable[str] = (self._config.admin_key,) if self._config.admin_key else ()

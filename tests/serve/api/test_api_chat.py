@@ -7,6 +7,7 @@ import math
 import threading
 import time
 
+import httpx
 import jsonschema
 import pytest
 from serve.servers import MODEL
@@ -276,3 +277,26 @@ def test_embeddings(openai_client):
     assert last.data[0].embedding != vectors[0]
     plain = openai_client.embeddings.create(model=MODEL, input="A cat.", encoding_format="float").data[0].embedding
     assert plain == pytest.approx(vectors[0], abs=1e-3)
+
+
+def test_of_two_limits_the_newer_name_counts(scripted):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "max_completion_tokens": 2}
+    scripted.engine.texts = ["one two three four"] * 2
+    answers = [
+        httpx.post(f"{scripted.url}/v1/chat/completions", json=body | more).json() for more in ({}, {"max_tokens": 1})
+    ]
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [2, 2]
+
+
+def test_an_assistants_message_may_have_no_content(scripted):
+    """As clients send back an answer that was cut off before its text."""
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "Well?"},
+    ]
+    for path, body in (("chat/completions", {"messages": talk}), ("responses", {"input": talk})):
+        assert httpx.post(f"{scripted.url}/v1/{path}", json=body).status_code == 200
+        assert "<|im_start|>assistant\n<|im_end|>" in scripted.engine.asked[-1][0]
+    nothing = httpx.post(f"{scripted.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": None}]})
+    assert nothing.status_code == 400 and "messages.0.content is missing" in nothing.text

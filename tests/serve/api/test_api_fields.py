@@ -1,9 +1,10 @@
 """Every field of every request, one by one: each that is taken changes what the engine is asked or what the client
-reads, each that is known and not done is refused by its name. The tables are compared with the models: a new field
-needs a row."""
+reads, each that changes no answer is ignored, each that is known and not done is refused by its name. The tables are
+compared with the models: a new field needs a row."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.api import anthropic_request as anthropic
 from dovetail.serve.api import chat_request as chat
 from dovetail.serve.api import completions_request as completions
-from dovetail.serve.api import controls, embeddings, score, tokens
+from dovetail.serve.api import controls, embeddings, fields, score, tokens
 from dovetail.serve.api import generation_request as generation
 from dovetail.serve.api import responses_request as responses
 from dovetail.serve.api.fields import Body
@@ -60,6 +61,7 @@ class Table(NamedTuple):
     taken: dict[str, V | Same]
     refused: Mapping[str, Any] = NOTHING  # a value of each
     wrap: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body  # the request around the object
+    ignored: Mapping[str, Any] = NOTHING  # a value of each
 
 
 SAMPLING: dict[str, V | Same] = {
@@ -71,7 +73,7 @@ SAMPLING: dict[str, V | Same] = {
     "allowed_token_ids": V([1, 2]), "bad_words": V(["x"]), "prompt_logprobs": V(1),
     "structured_outputs": V({"regex": "a"}), "priority": V(3), "cache_salt": V("mine"),
     "skip_special_tokens": V(False, says="Fi<|im_start|>ne."), "return_token_ids": V(True), "stream": V(True),
-    "stream_options": V({"include_usage": True}, {"stream": True}), "user": Same("me", LABEL),
+    "stream_options": V({"include_usage": True}, {"stream": True}),
 }  # fmt: skip
 SAMPLING_REFUSED = {
     "use_beam_search": True, "length_penalty": 0.5, "truncate_prompt_tokens": 5,
@@ -79,6 +81,10 @@ SAMPLING_REFUSED = {
     "spaces_between_special_tokens": False, "kv_transfer_params": {}, "lora_request": {}, "thinking_token_budget": 5,
     "return_tokens_as_token_ids": True, "guided_json": {}, "guided_regex": "a", "guided_choice": ["a"],
     "guided_grammar": "a",
+}  # fmt: skip
+LABELS = {
+    "user": "me", "safety_identifier": "me", "metadata": {"a": "b"}, "store": True, "request_id": "r1",
+    "service_tier": "flex", "prompt_cache_key": "me", "prompt_cache_retention": "24h", "prompt_cache_options": {},
 }  # fmt: skip
 HELLO = {"role": "user", "content": "Hello"}
 OTHER = {"role": "user", "content": "Other"}
@@ -111,16 +117,14 @@ TABLES: dict[type[Body], Table] = {
             "chat_template": V("{{ messages }}"), "chat_template_kwargs": V({"enable_thinking": True}),
             "documents": V([{"text": "A fact."}]), "add_generation_prompt": V(False),
             "continue_final_message": V(True, {"messages": PREFILLED}), "add_special_tokens": V(True),
-            "include_reasoning": V(False, says=THOUGHT), "safety_identifier": Same("me", LABEL),
-            "prompt_cache_key": Same("me", CACHED),
+            "include_reasoning": V(False, says=THOUGHT),
         },
         {
             **SAMPLING_REFUSED,
-            "audio": {}, "modalities": ["audio"], "prediction": {}, "web_search_options": {}, "service_tier": "flex",
-            "store": True, "metadata": {"a": "b"}, "verbosity": "low", "prompt_cache_retention": "24h",
-            "prompt_cache_options": {}, "moderation": {}, "functions": [], "function_call": "auto",
-            "mm_processor_kwargs": {},
+            "audio": {}, "modalities": ["audio"], "web_search_options": {}, "moderation": {}, "functions": [],
+            "function_call": "auto", "mm_processor_kwargs": {},
         },
+        ignored=LABELS | {"verbosity": "low", "prediction": {"type": "content", "content": "x"}},
     ),
     chat.Message: Table(
         CHAT,
@@ -130,8 +134,9 @@ TABLES: dict[type[Body], Table] = {
             "tool_call_id": V("a"), "reasoning_content": V("Hm."), "reasoning": V("Hm."),
             "refusal": V("No.", {"role": "assistant", "content": None, "tool_calls": [CALLED]}),
         },
-        {"audio": {}, "function_call": {}, "annotations": [{}]},
+        {"audio": {}, "function_call": {}},
         lambda message: {"messages": [message]},
+        {"annotations": [{}], "parsed": {}, "provider_specific_fields": {}},
     ),
     chat.Part: Table(
         CHAT,
@@ -139,6 +144,7 @@ TABLES: dict[type[Body], Table] = {
         {"type": V("refusal"), "text": V("Ho"), "refusal": V("Never.", {"type": "refusal"})},
         IMAGES,
         lambda part: {"messages": [{"role": "assistant", "content": [part]}]},
+        {"cache_control": {"type": "ephemeral"}},
     ),
     chat.FunctionCall: Table(
         CHAT,
@@ -154,6 +160,7 @@ TABLES: dict[type[Body], Table] = {
         CALLED["function"],
         {"name": V("now"), "arguments": V('{"a": 1}')},
         wrap=lambda function: {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]},
+        ignored={"parsed_arguments": {}},
     ),
     chat.Tool: Table(
         CHAT, TOOLS[1], {"type": V("custom"), "function": V(TOOLS[0]["function"])}, {"custom": {}},
@@ -193,8 +200,8 @@ TABLES: dict[type[Body], Table] = {
         lambda structured: asking(structured_outputs=structured),
     ),
     generation.StreamOptions: Table(
-        CHAT, {}, {"include_usage": V(True)}, {"continuous_usage_stats": True, "include_obfuscation": True},
-        lambda options: asking(stream=True, stream_options=options),
+        CHAT, {}, {"include_usage": V(True)}, {"continuous_usage_stats": True},
+        lambda options: asking(stream=True, stream_options=options), {"include_obfuscation": True},
     ),
     completions.CompletionRequest: Table(
         "/v1/completions",
@@ -205,6 +212,7 @@ TABLES: dict[type[Body], Table] = {
             "response_format": V({"type": "json_object"}), "add_special_tokens": V(False),
         },
         {**SAMPLING_REFUSED, "suffix": "end", "prompt_embeds": "x", "max_completion_tokens": 3},
+        ignored=LABELS,
     ),
 }  # fmt: skip
 
@@ -233,15 +241,14 @@ TABLES |= {
             "parallel_tool_calls": V(False, {"tools": [FUNCTION]}, TWO_CALLS),
             "text": V({"format": {"type": "json_object"}}), "reasoning": V({"effort": "low"}),
             "metadata": V({"a": "b"}), "include": V([responses.LOGPROBS]), "top_logprobs": V(2, SCORED),
-            "stream": V(True), "user": V("me"), "safety_identifier": Same("me", LABEL),
-            "prompt_cache_key": Same("me", CACHED),
+            "stream": V(True), "user": V("me"),
         },
         {
-            "previous_response_id": "x", "conversation": "x", "prompt": {}, "store": True, "background": True,
-            "truncation": "auto", "service_tier": "flex", "max_tool_calls": 1, "stream_options": {"x": 1},
-            "context_management": [{}], "prompt_cache_retention": "24h", "prompt_cache_options": {}, "moderation": {},
-            "access_programs": [], "image": "x",
+            "previous_response_id": "x", "conversation": "x", "prompt": {}, "background": True, "truncation": "auto",
+            "context_management": [{}], "moderation": {}, "access_programs": [], "image": "x",
         },
+        ignored={name: value for name, value in LABELS.items() if name not in ("user", "metadata")}
+        | {"max_tool_calls": 1, "stream_options": {"include_obfuscation": True}},
     ),
     responses.Item: Table(
         RESPONSES,
@@ -262,8 +269,9 @@ TABLES |= {
             "type": V("refusal"), "text": V("Ho"), "refusal": V("Never.", {"type": "refusal"}),
             "logprobs": Same([{}], "an answer comes back: its text is what is read"),
         },
-        dict.fromkeys("image_url file_id file_data input_audio".split(), "x") | {"annotations": [{}]},
+        dict.fromkeys("image_url file_id file_data input_audio".split(), "x"),
         lambda part: {"input": [{"role": "user", "content": [part]}]},
+        {"annotations": [{}]},
     ),
     responses.FunctionTool: Table(
         RESPONSES,
@@ -280,7 +288,8 @@ TABLES |= {
         wrap=lambda choice: {"input": "Hello", "tools": [FUNCTION, FUNCTION | {"name": "then"}], "tool_choice": choice},
     ),
     responses.TextOptions: Table(
-        RESPONSES, {}, {"format": V(TEXT)}, {"verbosity": "low"}, lambda text: {"input": "Hello", "text": text}
+        RESPONSES, {}, {"format": V(TEXT)}, wrap=lambda text: {"input": "Hello", "text": text},
+        ignored={"verbosity": "low"},
     ),
     responses.TextFormat: Table(
         RESPONSES,
@@ -319,17 +328,19 @@ def claude(**more: Any) -> dict[str, Any]:
 
 RESULT, USE = {"type": "tool_result", "tool_use_id": "a"}, {"type": "tool_use", "id": "a", "name": "weather"}
 TABLES |= {
-    anthropic.CountRequest: Table(f"{MESSAGES}/count_tokens", {"messages": [HELLO]}, COUNTED, COUNT_REFUSED),
+    anthropic.CountRequest: Table(
+        f"{MESSAGES}/count_tokens", {"messages": [HELLO]}, COUNTED, COUNT_REFUSED, ignored={"anthropic_version": "x"}
+    ),
     anthropic.MessagesRequest: Table(
         MESSAGES,
         claude(),
         {
             **COUNTED,
             "max_tokens": V(1), "stop_sequences": V(["ne"]), "temperature": V(0.5), "top_p": V(0.5), "top_k": V(3),
-            "metadata": Same({"user_id": "me"}, LABEL), "stream": V(True),
+            "stream": V(True),
         },
-        COUNT_REFUSED
-        | {"service_tier": "x", "container": "x", "inference_geo": "x", "speed": "fast", "diagnostics": {}},
+        COUNT_REFUSED | {"container": "x", "inference_geo": "x", "diagnostics": {}},
+        ignored={"anthropic_version": "x", "metadata": {"user_id": "me"}, "service_tier": "auto", "speed": "fast"},
     ),
     anthropic.Turn: Table(
         MESSAGES, HELLO, {"role": V("assistant"), "content": V("Other")}, wrap=lambda turn: claude(messages=[turn])
@@ -385,7 +396,6 @@ TABLES |= {
         MESSAGES, {"type": "json_schema", "schema": SCHEMA}, {"type": V("text"), "schema": V(WEATHER)},
         wrap=lambda form: claude(output_config={"format": form}),
     ),
-    anthropic.Metadata: Table(MESSAGES, {}, {"user_id": Same("me", LABEL)}, wrap=lambda given: claude(metadata=given)),
 }  # fmt: skip
 
 # --- the small routes -------------------------------------------------------------------------------------------------
@@ -412,9 +422,9 @@ TABLES |= {
         {"input": "Hello"},
         {
             "model": V("other"), "input": V("Hello there"), "encoding_format": V("base64"), "pooling": V("last"),
-            "user": Same("me", LABEL),
         },
         {"dimensions": 5},
+        ignored=LABELS,
     ),
     score.ScoreRequest: Table(
         "/v1/score",
@@ -423,6 +433,7 @@ TABLES |= {
             "model": V("other"), "input": V("Hello there"), "messages": V([HELLO], UNREAD),
             "tools": V(TOOLS, UNREAD | {"messages": PREFILLED}),
         },
+        ignored=LABELS,
     ),
     controls.SleepRequest: Table("/sleep", {}, {"level": V(2)}, {"mode": "abort"}),
     controls.WakeRequest: Table("/wake_up", {}, {}, {"tags": "weights"}),
@@ -484,11 +495,12 @@ def test_every_field_of_every_request_has_a_row():
         fields = {field.alias or name for name, field in kind.model_fields.items()}
         assert set(table.taken) == fields, kind.__name__
         assert set(table.refused) == set(kind.refused), kind.__name__
+        assert set(table.ignored) == set(kind.ignored), kind.__name__
 
 
 @pytest.mark.parametrize(("kind", "name"), every("taken"))
 def test_a_field_that_is_taken_changes_the_result(server, kind, name):
-    path, base, taken, _, wrap = TABLES[kind]
+    path, base, taken, _, wrap, _ = TABLES[kind]
     row = taken[name]
     says = row.says if isinstance(row, V) else None
     without = base | row.beside
@@ -503,10 +515,23 @@ def test_a_field_that_is_taken_changes_the_result(server, kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), every("refused"))
 def test_a_field_that_is_known_and_not_done_is_refused_by_its_name(server, kind, name):
-    path, base, _, refused, wrap = TABLES[kind]
+    path, base, _, refused, wrap, _ = TABLES[kind]
     status, text, asked, called = seen(server, path, wrap(base | {name: refused[name]}))
     assert status == 400 and f"{name} is not supported" in text and not asked and not called, text
     if path.startswith("/v1/chat"):
         assert re.search(rf'"param":"[a-z_.0-9]*\b{name}"', text), text
     for accepted in (None, *kind.refused[name].accepted):  # a value that asks for nothing is not refused
         assert seen(server, path, wrap(base | {name: accepted})) == seen(server, path, wrap(base)), accepted
+
+
+@pytest.mark.parametrize(("kind", "name"), every("ignored"))
+def test_a_field_that_changes_no_answer_is_ignored_and_the_log_says_so_once(server, kind, name, caplog, monkeypatch):
+    path, base, _, _, wrap, ignored = TABLES[kind]
+    before = seen(server, path, wrap(base))
+    monkeypatch.setattr(fields, "_noted", set())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert seen(server, path, wrap(base | {name: ignored[name]})) == before
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{name!r}: it is ignored" in line and "'me'" not in line
+    assert before[0] == 200, before

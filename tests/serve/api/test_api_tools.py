@@ -14,6 +14,7 @@ from serve.servers import MODEL, Script, running
 
 from dovetail.engine.grammar import compile
 from dovetail.engine.params import Structured
+from dovetail.serve.tools.cut_json import read_cut_off
 from dovetail.serve.tools.formats import TOOL_FORMATS
 from dovetail.serve.tools.grammar import grammar_for
 from dovetail.serve.tools.stream import parse
@@ -117,6 +118,38 @@ def test_a_call_cut_off_has_finish_reason_length(scripted, client):
     arguments = answer.message.tool_calls[0].function.arguments
     with pytest.raises(ValueError):
         json.loads(arguments)
+
+
+@pytest.mark.parametrize("most", [18, 22, 26])
+def test_a_call_cut_off_may_be_sent_back(scripted, client, most):
+    """As it came, with what the tool answered; the model reads as much of it as is certain."""
+    scripted.engine.texts = [CALL, "Again?"]
+    first = client.chat.completions.create(**ASK, max_tokens=most).choices[0]
+    (call,) = first.message.tool_calls
+    given = {"role": "tool", "tool_call_id": call.id, "content": "The arguments are not JSON."}
+    second = client.chat.completions.create(**ASK | {"messages": [*ASK["messages"], first.message, given]})
+    assert second.choices[0].message.content == "Again?"
+    assert '{"name": "weather", "arguments": {' in scripted.engine.asked[-1][0]
+    item = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": call.function.arguments}
+    turns = [{"role": "user", "content": "?"}, item, {"type": "function_call_output", "call_id": "a", "output": "No."}]
+    assert client.responses.create(model=MODEL, input=turns).status == "completed"
+    broken = ASK["messages"] + [
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{a"}}]}
+    ]
+    with pytest.raises(openai.BadRequestError, match="JSON object, or its beginning"):
+        client.chat.completions.create(**ASK | {"messages": broken})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": 1}', {"a": 1}), ("{", {}), ('{"a', {}), ('{"a": ', {}), ('{"a": tr', {}), ('{"a": "x', {"a": "x"}),
+        ('{"a": "x\\', {}), ('{"a": [1, {"b": "y", "c', {"a": [1, {"b": "y"}]}), ('{"a": 1, ', {"a": 1}),
+        ("", None), ("[1]", None), ("{a", None), ('{"a": 1}}', None), ("sunny", None), ('{"a" 1', None),
+    ],
+)  # fmt: skip
+def test_the_beginning_of_an_object(text, found):
+    assert read_cut_off(text) == found
 
 
 FUNCTION = TOOLS[0]["function"]

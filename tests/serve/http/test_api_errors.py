@@ -78,7 +78,7 @@ def test_images_and_other_parts_are_refused(server):
     assert "image_url" in refused(server, CHAT, HELLO | {"messages": messages})
 
 
-CUT = {"name": "f", "arguments": '{"a'}
+BROKEN = {"name": "f", "arguments": "{a"}
 BAD = {
     "no messages": ({"model": MODEL}, "messages"),
     "empty messages": ({"messages": []}, "messages"),
@@ -89,7 +89,6 @@ BAD = {
     "temperature": (HELLO | {"temperature": -1}, "temperature"),
     "top_p": (HELLO | {"top_p": 2}, "top_p"),
     "max_tokens": (HELLO | {"max_tokens": 0}, "max_tokens"),
-    "both limits": (HELLO | {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     "n": (HELLO | {"n": 5}, "n"),
     "an empty stop": (HELLO | {"stop": ""}, "stop"),
     "logit_bias": (HELLO | {"logit_bias": {"abc": 1}}, "logit_bias"),
@@ -99,8 +98,8 @@ BAD = {
     "a template's kwarg": (HELLO | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
     "effort": (HELLO | {"reasoning_effort": "high"}, "reasoning_effort"),
     "tool_choice alone": (HELLO | {"tool_choice": "required"}, "tool_choice"),
-    "a cut call": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": CUT}]}]},
+    "a broken call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": BROKEN}]}]},
         "messages.0.tool_calls.0.function.arguments",
     ),
     "top_logprobs": (HELLO | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -219,8 +218,19 @@ def test_a_key_is_needed(guarded):
     for key in ("right", "other"):
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key).chat.completions.create(**HELLO)
     assert httpx.get(f"{guarded.url}/health").status_code == 200
-    for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+    for path in ("/v1/models", "/openapi.json", "/nothing"):
         assert httpx.get(guarded.url + path).status_code == 401
+
+
+def test_metrics_are_open_unless_protected(guarded, tokenizer):
+    assert "vllm:num_requests_running" in httpx.get(f"{guarded.url}/metrics").text
+
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer, api_keys=("right",), protect_metrics=True) as protected:
+        assert httpx.get(f"{protected.url}/metrics").status_code == 401
+        assert httpx.get(f"{protected.url}/metrics", headers={"authorization": "Bearer right"}).status_code == 200
 
 
 def test_admin_routes_need_their_own_key(guarded, server):
