@@ -6,6 +6,7 @@ adapter is called, and which load of it this is, is in its Adapter: its prefixes
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -70,22 +71,31 @@ class Adapters:
         lora, tree = read_adapter(path, self.form.cfg)
         return slot_values(self.form, tree, lora, self._dtype)
 
-    def put(self, name: str, values: Params, version: int | None = None) -> Adapter:
-        """In the slot of the one it replaces, or in a free one. No request may run on what was there."""
-        slots = range(1, self.form.slots + 1)
-        taken = {each.number for each in self._loaded.values()}
-        free = next((number for number in slots if number not in taken), None)
-        number = self._loaded[name].number if name in self._loaded else free
+    def place(self, name: str, used: Collection[int] = ()) -> int | None:
+        """Return the slot for a load of this name: that of the adapter it replaces, or a free one. None: there is none.
+        `used`: slots that requests under way run on, whose adapters may be unloaded or replaced already."""
+        own = self._loaded[name].number if name in self._loaded else None
+        if own is not None and own not in used:
+            return own
+        taken = {*used, *(each.number for each in self._loaded.values())}
+        return next((number for number in range(1, self.form.slots + 1) if number not in taken), None)
+
+    def put(self, name: str, values: Params, version: int | None = None, used: Collection[int] = ()) -> Adapter:
+        """Write an adapter into its slot (see `place`); requests that are added later get this one."""
+        number = self.place(name, used)
         if number is None:
-            raise ValueError(f"all {len(slots)} places for adapters are taken: unload one, or raise max_adapters")
+            why = ", and requests under way need them" if self.place(name) is not None else ""
+            raise ValueError(
+                f"all {self.form.slots} places for adapters are taken{why}: unload one, or raise max_adapters"
+            )
         self.tables = write_slot(self.tables, values, number - 1)
         self._loads = max(self._loads + 1, version or 0)
         self._loaded[name] = Adapter(name, version or self._loads, number)
         return self._loaded[name]
 
-    def drop(self, name: str) -> None:
-        """Its place is free; what is written there no request asks for."""
-        del self._loaded[self.find(name).name]
+    def drop(self, name: str) -> Adapter:
+        """Forget an adapter. What is written in its slot stays there for the requests that run on it."""
+        return self._loaded.pop(self.find(name).name)
 
 
 def adapters_for(cfg: ModelConfig, options: EngineOptions, dtype: Any, placement: Any = None) -> Adapters:

@@ -6,6 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class Later(Exception):
+    """Raised by a control's method that has to wait for requests to end: an EngineLoop calls it again."""
+
+
+class InUse(ValueError):
+    """Requests under way need what a control, which was asked not to wait for them, would change."""
+
+
 @dataclass(frozen=True)
 class Control:
     method: str  # of Engine; called on the engine's thread, between two steps
@@ -21,6 +29,8 @@ CONTROLS = {
     "resume": Control("resume"),
     "reset_prefix_cache": Control("reset_prefix_cache"),
     "update_weights": Control("swap_weights", idle=True, prepare="read_weights"),
-    "load_adapter": Control("put_adapter", prepare="read_adapter"),
+    "load_adapter": Control("offer_adapter", prepare="read_adapter"),
     "unload_adapter": Control("drop_adapter"),
+    "adapter_unused": Control("await_unused"),
+    "adapter_place": Control("await_place"),
 }

@@ -58,15 +58,16 @@ class Embedder:
         engine = self._engine
         for prompt in prompts:
             engine.intake.check_tokens(list(prompt))
-        number = engine.runner.adapters.find(adapter).number if adapter else 0
-        return [self._one(engine, prompt, wanted, number) for prompt in prompts]
+        _number(engine, adapter)
+        return [self._one(engine, prompt, wanted, adapter) for prompt in prompts]
 
-    def _one(self, engine: Engine, prompt: Many[int], wanted: Wanted, adapter: int) -> Any:
+    def _one(self, engine: Engine, prompt: Many[int], wanted: Wanted, adapter: str | None) -> Any:
         size = min(max(LEAST, 1 << (len(prompt) - 1).bit_length()), engine.scheduler.config.max_model_len)
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         run = self._ready(engine, size, wanted)
-        found = self._do(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt)), np.int32(adapter)))
+        # The adapter's slot is looked up where it is used: another may be there by then.
+        found = self._do(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt)), _number(engine, adapter)))
         return np.asarray(found).tolist()  # fetched here: the engine's thread has not waited for it
 
     def _ready(self, engine: Engine, size: int, wanted: Wanted) -> Any:
@@ -85,6 +86,11 @@ def _weights(engine: Engine) -> Params:
     if engine.weightless:
         raise ValueError(engine.weightless)
     return engine.runner.params
+
+
+def _number(engine: Engine, adapter: str | None) -> np.int32:
+    """The slot of an adapter; 0 for none, ValueError for one that is not loaded."""
+    return np.int32(engine.runner.adapters.find(adapter).number if adapter else 0)
 
 
 def _embed(

@@ -18,6 +18,7 @@ import numpy as np
 from dovetail.core.types import Params, Weights
 from dovetail.engine.answer import completion_of, take_in, update_of, updates_of
 from dovetail.engine.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
+from dovetail.engine.controls import Later
 from dovetail.engine.intake import Intake, Prompt
 from dovetail.engine.limits import Limits
 from dovetail.engine.logprobs import (
@@ -93,8 +94,8 @@ class Engine:
     def enqueue(self, request: Request, written: Mapping[int, Written] = NOTHING) -> None:
         if request.id in self._answers:
             raise ValueError(f"a request {request.id!r} is under way already")
-        if request.adapter and self.runner.adapters.find(request.adapter.name) != request.adapter:
-            raise ValueError(f"adapter {request.adapter.name!r} was loaded anew meanwhile: ask again")
+        if request.adapter:  # it may have been replaced since the request was checked
+            request = replace(request, adapter=self.runner.adapters.find(request.adapter.name))
         sequences = [Sequence(request, index) for index in range(request.params.n)]
         try:
             for seq in sequences:
@@ -210,29 +211,49 @@ class Engine:
         return name, self.runner.adapters.read(name, path), version
 
     def put_adapter(self, name: str, values: Params, version: int | None = None) -> int:
-        """Load an adapter, in the place of the one of that name if there is one; its version."""
+        """Load an adapter and return its version. One of that name is replaced: requests under way keep the old one, in
+        a slot of its own. ValueError if no slot is free."""
         if self.sleeping:
             raise ValueError(f"the engine sleeps (level {self.sleeping}): adapters are loaded after wake()")
-        self._check_unused(name)
         adapters, weights = self.runner.adapters, self.runner.weights
-        loaded = adapters.put(name, values, version)
+        loaded = adapters.put(name, values, version, self._used_slots())
         params = weights.params if self._dropped else adapters.rewrite(weights.params, values, loaded)
         self.runner.weights = replace(weights, params=params)
         return loaded.version
 
-    def drop_adapter(self, name: str) -> None:
-        self.runner.adapters.find(name)
-        self._check_unused(name)
-        self.runner.adapters.drop(name)
+    def offer_adapter(self, name: str, values: Params, version: int | None = None) -> int:
+        """`put_adapter`, but return 0 where a slot becomes free when requests under way have ended."""
+        return 0 if self._must_wait(name) and not self.sleeping else self.put_adapter(name, values, version)
 
-    def _check_unused(self, name: str) -> None:
-        """Requests keep the adapter they began with."""
-        sequences = [seq for each in self._answers.values() for seq in each if seq.status is not Status.FINISHED]
-        using = {seq.request.id for seq in sequences if seq.request.adapter and seq.request.adapter.name == name}
-        if using:
-            raise ValueError(
-                f"adapter {name!r} is in use, requests under way: {len(using)}; wait for them, or abort them"
-            )
+    def drop_adapter(self, name: str) -> tuple[int, int]:
+        """Unload an adapter: no new request gets it, and those under way keep it. Return its version and how many
+        these are."""
+        adapter = self.runner.adapters.drop(name)
+        return adapter.version, len({seq.request.id for seq in self._adapted() if seq.request.adapter == adapter})
+
+    def await_unused(self, version: int) -> None:
+        """Wait until no request under way has this version of an adapter; for an EngineLoop."""
+        if any(seq.request.adapter and seq.request.adapter.version == version for seq in self._adapted()):
+            raise Later
+
+    def await_place(self, name: str) -> None:
+        """Wait until there is a slot for an adapter of this name; for an EngineLoop."""
+        if self._must_wait(name):
+            raise Later
+
+    def _must_wait(self, name: str) -> bool:
+        place = self.runner.adapters.place
+        return place(name, self._used_slots()) is None and place(name) is not None
+
+    def _used_slots(self) -> set[int]:
+        return {seq.request.adapter.number for seq in self._adapted() if seq.request.adapter}
+
+    def _adapted(self) -> Iterator[Sequence]:
+        """The sequences under way that have an adapter, which they keep to their end."""
+        for sequences in self._answers.values():
+            for seq in sequences:
+                if seq.request.adapter and seq.status is not Status.FINISHED:
+                    yield seq
 
     def sleep(self, level: int = 1) -> None:
         """Give back the device's memory between two steps: the KV pool, and the weights, which level 1 keeps on the

@@ -241,11 +241,12 @@ class LLM:
         return self.engine.update_weights(params)
 
     def load_adapter(self, name: str, folder: str | Path) -> int:
-        """A LoRA adapter as PEFT writes it, in the place of the one of that name if there is one; its version."""
+        """Load a LoRA adapter as PEFT writes it, and return its version. One of that name is replaced; requests under
+        way keep the one they began with."""
         return self.engine.put_adapter(*self.engine.read_adapter(name, str(folder)))
 
     def unload_adapter(self, name: str) -> None:
-        """Its place is free for another."""
+        """Unload an adapter. Requests under way keep it; its slot is free when they have ended."""
         self.engine.drop_adapter(name)
 
     def reset_prefix_cache(self) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from dovetail.engine.controls import CONTROLS
+from dovetail.engine.controls import CONTROLS, Later
 from dovetail.engine.died import EngineDied as EngineDied
 from dovetail.engine.engine import Engine
 from dovetail.engine.sequence import Update
@@ -45,6 +45,7 @@ class EngineLoop:
         self.engine, self._on_updates, self._on_end = engine, on_updates, on_end
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
         self._lock = threading.Lock()  # so that nothing is asked after the last look at what was
+        self._later: list[_Asked] = []  # what waits for requests to end (see controls.Later)
         self._stopping = self._ended = False
         self._began: float | None = None  # what it does now; None: it waits to be asked
         self._compiled = 0.0  # when a compiler was last seen at work
@@ -114,6 +115,7 @@ class EngineLoop:
                 self._began = time.monotonic()
                 if self._can_step and not self._stopping:
                     self._hand_on(self.engine.close(self.engine.step()))
+                    self._try_later()
         except BaseException as error:
             log.exception("the engine died")
             self._cause = error
@@ -132,6 +134,7 @@ class EngineLoop:
             asked = self._asked.get()
             self._began = time.monotonic()
             self._do(asked)
+            self._try_later()
             wait = False
 
     def _do(self, asked: _Asked) -> None:
@@ -142,10 +145,20 @@ class EngineLoop:
                 self._asked.put(asked)
                 raise
         if asked.future.set_running_or_notify_cancel():
-            try:
-                asked.future.set_result(asked.function(self.engine))
-            except BaseException as error:
-                asked.future.set_exception(error)
+            self._try(asked)
+
+    def _try(self, asked: _Asked) -> None:
+        try:
+            asked.future.set_result(asked.function(self.engine))
+        except Later:
+            self._later.append(asked)
+        except BaseException as error:
+            asked.future.set_exception(error)
+
+    def _try_later(self) -> None:
+        later, self._later = self._later, []
+        for asked in later:
+            self._try(asked)
 
     def _hand_on(self, updates: list[Update]) -> None:
         if updates:
@@ -157,6 +170,8 @@ class EngineLoop:
     def _end(self) -> None:
         with self._lock:
             self._ended = True
+        for asked in self._later:
+            asked.future.set_exception(self._died())
         while not self._asked.empty():
             future = self._asked.get().future
             if future.set_running_or_notify_cancel():

@@ -149,23 +149,35 @@ def test_loaded_replaced_and_unloaded_at_run_time(llm, folders):
 
 
 def test_requests_keep_the_adapter_they_began_with(llm, folders):
-    stream = llm.stream(PROMPTS[0], GREEDY, adapter="a")
-    next(stream)
-    for change in (lambda: llm.unload_adapter("a"), lambda: llm.load_adapter("a", folders["b"])):
-        with pytest.raises(ValueError, match="adapter 'a' is in use, requests under way: 1; wait"):
-            change()
-    llm.load_adapter("c", folders["b"])  # beside it
-    assert len(list(stream)) > 0
-    llm.unload_adapter("c")
+    """Unloaded or replaced, it stays in its slot until they have ended."""
+    first, second = (tokens_of(llm.generate(PROMPTS[:1], GREEDY, adapter=name)) for name in ("a", "b"))
+    engine = llm.engine
+    engine.add("old", PROMPTS[0], GREEDY, adapter="a")
+    engine.step()
+    llm.load_adapter("a", folders["b"])  # in another slot
+    engine.add("new", PROMPTS[0], GREEDY, adapter="a")
+    assert engine.offer_adapter("a", engine.runner.adapters.read("a", folders["a"])) == 0, "no slot is free"
+    with pytest.raises(ValueError, match="all 3 places for adapters are taken, and requests under way need them"):
+        llm.load_adapter("a", folders["b"])
+    while engine.has_work:
+        engine.step()
+    assert [[list(engine.output(id).completions[0].token_ids)] for id in ("old", "new")] == [first, second]
+    assert llm.load_adapter("a", folders["a"]) > 0
 
 
-def test_a_request_that_was_checked_before_a_reload_is_refused(llm, folders):
+def test_a_request_that_was_checked_before_a_reload_gets_the_new_one(llm, folders):
+    expected = tokens_of(llm.generate(PROMPTS[:1], GREEDY, adapter="b"))
     llm.load_adapter("c", folders["a"])
     request = llm.engine.intake.request("late", PROMPTS[0], GREEDY, adapter="c")
     llm.load_adapter("c", folders["b"])
-    with pytest.raises(ValueError, match="loaded anew meanwhile"):
-        llm.engine.enqueue(request)
+    llm.engine.enqueue(request)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert [list(llm.engine.output("late").completions[0].token_ids)] == expected
+    request = llm.engine.intake.request("later", PROMPTS[0], GREEDY, adapter="c")
     llm.unload_adapter("c")
+    with pytest.raises(ValueError, match="'c' is not loaded"):
+        llm.engine.enqueue(request)
 
 
 def test_adapters_sleep_and_wake_with_the_engine(llm, folders):

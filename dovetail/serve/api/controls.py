@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from dovetail.engine.controls import InUse
 from dovetail.serve.api.arguments import arguments, described
 from dovetail.serve.api.delivery import json_answer
-from dovetail.serve.api.fields import Body, Int, Refused
-from dovetail.serve.errors import refused
+from dovetail.serve.api.fields import Body, Flag, Int, Refused
+from dovetail.serve.errors import RETRY_SECONDS, ApiError, refused
 from dovetail.serve.talk.service import Service
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class WeightsRequest(Body):
 class LoadAdapterRequest(Body):
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: Annotated[str, Field(min_length=1)]
+    wait: Flag = True  # for a place, where requests under way need all of them; false: 409
     refused: ClassVar = {
         "load_inplace": Refused("an adapter of the same name is always replaced", (True,)),
         "is_3d_lora_weight": Refused("adapters of experts are not served", (False,)),
@@ -57,6 +59,7 @@ class LoadAdapterRequest(Body):
 
 class UnloadAdapterRequest(Body):
     lora_name: Annotated[str, Field(min_length=1)]
+    wait: Flag = True  # for the requests under way to end; false: 409 while there are any
     refused: ClassVar = {"lora_int_id": Refused("an adapter is known by its name")}
 
 
@@ -88,7 +91,10 @@ CONTROL_ROUTES = {
         "Load an adapter from a folder on the server's machine, as PEFT writes it; requests name it as their model.",
         lambda service, asked: service.check_adapter(asked.lora_name),
     ),
-    "/v1/unload_lora_adapter": ControlRoute("unload_adapter", UnloadAdapterRequest, "unloaded"),
+    "/v1/unload_lora_adapter": ControlRoute(
+        "unload_adapter", UnloadAdapterRequest, "unloaded",
+        "Take no more requests for an adapter, wait for those under way, and drop it.",
+    ),
 }  # fmt: skip
 
 
@@ -132,5 +138,7 @@ def _endpoint(service: Service, route: ControlRoute) -> Callable[..., Awaitable[
 async def _done(call: Awaitable[T]) -> T:
     try:
         return await call
+    except InUse as error:
+        raise ApiError(409, str(error), code="in_use", retry_after=RETRY_SECONDS) from None
     except ValueError as error:
         raise refused(error) from None

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dovetail.engine.controls import CONTROLS
+from dovetail.engine.controls import CONTROLS, InUse
 from dovetail.serve.remote.child import Child
 from dovetail.serve.remote.wire import LoadedAdapter
 
@@ -33,6 +33,7 @@ class ControlState:
         self._dropped = False  # a sleep of level 2 dropped the weights, and none were loaded since
         self._loaded_asleep = False
         self._adapters: dict[str, LoadedWeights] = {}
+        self._replaced: set[str] = set()  # those that wait for a slot: requests for them are refused meanwhile
 
     def begin(self, child: Child) -> None:
         """Take down what the first engine was started with."""
@@ -52,7 +53,11 @@ class ControlState:
 
     async def control(self, child: Child, name: str, *args: Any) -> Any:
         """Have the engine carry out a control (see engine.controls), and remember the state that leaves it in."""
-        stamp = stamp_of(args[-1]) if name in ("update_weights", "load_adapter") else ()
+        if name == "load_adapter":
+            return await self._load_adapter(child, *args)
+        if name == "unload_adapter":
+            return await self._unload_adapter(child, *args)
+        stamp = stamp_of(args[0]) if name == "update_weights" else ()
         with self._change(CONTROLS[name].change):
             answer = await child.call(name, *args)
             self._remember(child, name, args, answer, stamp)
@@ -81,14 +86,54 @@ class ControlState:
                 self._weights = LoadedWeights(args[0], answer, stamp)
                 self._dropped, self._loaded_asleep = False, self._level > 0
                 child.set_version(answer)
-            case "load_adapter":
-                self._set_adapters(child, self._adapters | {args[0]: LoadedWeights(args[1], answer, stamp)})
-            case "unload_adapter":
-                self._set_adapters(child, {key: each for key, each in self._adapters.items() if key != args[0]})
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _load_adapter(self, child: Child, name: str, path: str, wait: bool = True) -> int:
+        """Load an adapter, and return its version. Requests under way keep one of the same name; where that leaves no
+        slot, new requests for it are refused until one is free."""
+        stamp = stamp_of(path)
+        version = await child.call("load_adapter", name, path)
+        while not version:
+            if not wait:
+                raise InUse(
+                    f"requests under way need every place for adapters, and {name!r} gets one when they have ended: "
+                    "ask again, or wait"
+                )
+            version = await self._replace_adapter(child, name, path)
+        self._set_adapters(child, self._adapters | {name: LoadedWeights(path, version, stamp)})
+        return version
+
+    async def _replace_adapter(self, child: Child, name: str, path: str) -> int:
+        """Unload the adapter of that name, wait for a slot, and load the new one there; 0: others were faster."""
+        self._replaced.add(name)
+        self._set_adapters(child, self._adapters)
+        try:
+            with suppress(ValueError):  # it is not loaded, or was unloaded while this waited
+                await child.call("unload_adapter", name)
+            await child.call("adapter_place", name)
+            return await child.call("load_adapter", name, path)
+        except ValueError:  # its files have changed since they were read: the old one is gone
+            self._forget_adapter(child, name)
+            raise
+        finally:
+            self._replaced.discard(name)
+
+    async def _unload_adapter(self, child: Child, name: str, wait: bool = True) -> None:
+        """Unload an adapter at once for new requests, and return when those under way have ended."""
+        version, users = await child.call("unload_adapter", name)
+        self._forget_adapter(child, name)
+        if users and not wait:
+            raise InUse(f"adapter {name!r} gets no more requests, and is gone when those under way have ended: {users}")
+        await child.call("adapter_unused", version)
+
+    def _forget_adapter(self, child: Child, name: str) -> None:
+        self._set_adapters(child, {key: each for key, each in self._adapters.items() if key != name})
 
     def _set_adapters(self, child: Child, adapters: dict[str, LoadedWeights]) -> None:
         self._adapters = adapters
-        child.set_adapters({name: LoadedAdapter(each.path, each.version) for name, each in adapters.items()})
+        found = {key: LoadedAdapter(each.path, each.version, key in self._replaced) for key, each in adapters.items()}
+        child.set_adapters(found)
 
     async def restore(self, child: Child) -> None:
         """Bring a new engine to the state of the last one; ValueError where that fails."""

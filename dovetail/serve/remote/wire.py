@@ -68,6 +68,7 @@ ToEngine = Start | Add | Call
 class LoadedAdapter(Struct, frozen=True):
     path: str
     version: int  # which of the engine's loads it is
+    replaced: bool = False  # another is loaded in its place, and requests are not taken until it is there
 
 
 class EngineInfo(Struct, frozen=True):

@@ -60,6 +60,9 @@ class Service:
             known = ", ".join([*self.config.names, *adapters])
             message = f"the model {name[:200]!r} is not served here; this server has {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        if adapters[name].replaced:
+            message = f"the adapter {name!r} is being replaced, when the requests under way have ended"
+            raise ApiError(503, message, param="model", code="adapter_replaced", retry_after=RETRY_SECONDS)
         return name
 
     def check_ready(self) -> None:
@@ -104,7 +107,7 @@ class Service:
                 priority=ask.priority, cache_salt=ask.cache_salt, adapter=ask.adapter,
             )  # fmt: skip
             async with aclosing(generated) as deltas:
-                delta = await _first(deltas)
+                delta = await self._first(deltas, ask)
                 while delta is not None:
                     if delta.index in unfinished:  # else a stop string ended it, and this was already on its way
                         step = self._read(delta, readers[delta.index], ticket)
@@ -121,6 +124,15 @@ class Service:
                     delta = await anext(deltas, None)
         if unfinished:
             raise ticket.why or ApiError(500, "the answer ended early", code="aborted")
+
+    async def _first(self, deltas: AsyncGenerator[Delta], ask: Ask) -> Delta | None:
+        """A ValueError before the first delta is the engine's refusal of the request. Where its adapter has gone
+        meanwhile, that is the reason."""
+        try:
+            return await anext(deltas, None)
+        except ValueError as error:
+            self.adapter_of(ask.adapter)
+            raise refused(error) from None
 
     def _read(self, delta: Delta, reader: AnswerReader, ticket: Ticket) -> Step:
         """A sequence that neither the model nor a limit ended is an error, not an answer. A grammar that cannot go on
@@ -145,14 +157,6 @@ class Service:
 async def _quietly(abort) -> None:
     with contextlib.suppress(Exception):  # a dead engine has nothing to abort
         await abort
-
-
-async def _first(deltas: AsyncGenerator[Delta]) -> Delta | None:
-    """A ValueError before the first delta is the engine's refusal of the request."""
-    try:
-        return await anext(deltas, None)
-    except ValueError as error:
-        raise refused(error) from None
 
 
 class _Clock:

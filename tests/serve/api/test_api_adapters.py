@@ -7,6 +7,10 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -14,7 +18,7 @@ import pytest
 from engine.engines import OPTIONS
 from engine.test_adapters import saved
 from reference_models import reference
-from serve.servers import MODEL, running
+from serve.servers import MODEL, hanging, running
 
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.remote.client import EngineClient
@@ -33,13 +37,19 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(tokenizer, folders):
+def slow(tmp_path_factory) -> Path:
+    """While this file exists, a step takes at least 30 ms."""
+    return tmp_path_factory.mktemp("slow") / "hang.slow"
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer, folders, slow):
     async def engine():
         given = dict(adapters={name: folders[name] for name in ("red", "green")}, max_adapters=3)
         options = EngineOptions(**OPTIONS, **given, multi_step=False, seed=None)
         return await EngineClient.start(reference("llama3.1")[1], options, limits=RestartLimits(backoff=0.05))
 
-    with running(engine, tokenizer, admin_key="boss") as found:
+    with hanging(slow.with_suffix("")), running(engine, tokenizer, admin_key="boss") as found:
         yield found
 
 
@@ -116,6 +126,84 @@ def test_a_long_request_may_name_one_that_came_later(server, client, folders):
     post(server, "/v1/load_lora_adapter", lora_name="late", lora_path=folders["green"])
     with pytest.raises(openai.BadRequestError, match="the prompt has more than"):
         tokens(client, "late", prompt=long)
+
+
+@contextmanager
+def under_way(server, client, slow, model: str) -> Iterator[Future[list[int]]]:
+    """A request that has begun and is not done: the engine is paused until the block ends."""
+    slow.touch()
+    asked = dict(model=model, prompt=PROMPT, max_tokens=200, temperature=0, stream=True)
+    while True:
+        stream = iter(client.completions.create(**asked, extra_body={"ignore_eos": True, "return_token_ids": True}))
+        begun = list(next(stream).choices[0].token_ids)
+        post(server, "/pause")
+        if server.engine.num_open:
+            break
+        post(server, "/resume")  # it was done before the pause came
+    slow.unlink()
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(lambda: [token for part in stream for token in part.choices[0].token_ids])
+        assert not rest.done()
+        try:
+            yield pool.submit(lambda: begun + rest.result())
+        finally:
+            post(server, "/resume")
+
+
+def test_a_busy_adapter_is_replaced_and_unloaded(server, client, folders, slow):
+    """Requests under way keep it; new ones get the new one, or none."""
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    names = [name for name in listed(client) if name not in (MODEL, "red")]
+    for name in names:
+        post(server, unload, lora_name=name)
+    red, long = tokens(client, "red"), tokens(client, "red", max_tokens=200)
+    with under_way(server, client, slow, "red") as before:
+        post(server, load, lora_name="red", lora_path=folders["blue"])
+        assert not before.done()
+    assert before.result() == long and tokens(client, "red") != red
+
+    post(server, load, lora_name="red", lora_path=folders["red"])
+    with under_way(server, client, slow, "red") as before:
+        busy = post(server, unload, 409, lora_name="red", wait=False)["error"]
+        assert busy["code"] == "in_use" and "when those under way have ended: 1" in busy["message"]
+        with pytest.raises(openai.NotFoundError):
+            tokens(client, "red")
+        assert not before.done() and "red" not in listed(client)
+    assert before.result() == long
+
+    post(server, load, lora_name="red", lora_path=folders["red"])
+    with under_way(server, client, slow, "red") as before, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(post, server, unload, lora_name="red")
+        while "red" in listed(client):
+            time.sleep(0.01)
+        assert not waits.done() and not before.done()
+        post(server, "/resume")
+        assert waits.result() == {"status": "unloaded"} and before.result() == long
+
+
+def test_where_no_place_is_free_a_reload_waits_for_one(server, client, folders, slow):
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    for name in ("red", "second", "third"):
+        post(server, load, lora_name=name, lora_path=folders["red"])
+    long, version = tokens(client, "red", max_tokens=200), listed(client)["red"][1]
+    with under_way(server, client, slow, "red") as before, ThreadPoolExecutor(1) as pool:
+        busy = post(server, load, 409, lora_name="red", lora_path=folders["blue"], wait=False)["error"]
+        assert "requests under way need every place" in busy["message"] and listed(client)["red"][1] == version
+        waits = pool.submit(post, server, load, lora_name="red", lora_path=folders["blue"])
+        while True:
+            answer = httpx.post(f"{server.url}/v1/completions", json={"model": "red", "prompt": PROMPT})
+            assert answer.status_code == 503 and answer.headers["retry-after"], answer.text
+            if answer.json()["error"]["code"] == "adapter_replaced":
+                break
+        assert not waits.done() and not before.done()
+        post(server, "/resume")
+        assert waits.result()["weights_version"] > version and before.result() == long
+    assert tokens(client, "red", max_tokens=200) != long
+    for name in ("second", "third"):
+        post(server, unload, lora_name=name)
+    post(server, load, lora_name="red", lora_path=folders["red"])
+    post(server, load, lora_name="blue", lora_path=folders["red"])
+    post(server, load, lora_name="late", lora_path=folders["green"])
 
 
 @pytest.mark.thorough

@@ -445,11 +445,12 @@ TABLES |= {
     ),
     controls.WeightsRequest: Table("/update_weights", {"path": "x"}, {"path": V("y")}),
     controls.LoadAdapterRequest: Table(
-        "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x"}, {"lora_name": V("b"), "lora_path": V("y")},
+        "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x"},
+        {"lora_name": V("b"), "lora_path": V("y"), "wait": V(False)},
         {"load_inplace": False, "is_3d_lora_weight": True},
     ),
     controls.UnloadAdapterRequest: Table(
-        "/v1/unload_lora_adapter", {"lora_name": "a"}, {"lora_name": V("b")}, {"lora_int_id": 1}
+        "/v1/unload_lora_adapter", {"lora_name": "a"}, {"lora_name": V("b"), "wait": V(False)}, {"lora_int_id": 1}
     ),
 }  # fmt: skip
 
