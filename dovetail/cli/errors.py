@@ -57,6 +57,9 @@ def _say(label: str, message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from dovetail.core.printable import printable
+
     # Text, not markup: a message may hold [brackets]. soft_wrap: a piped or copied error stays on one line.
-    line = Text(label, style="bold red").append(" " if label else "").append(message, style="default not bold")
+    line = Text(label, style="bold red").append(" " if label else "")
+    line.append(printable(message), style="default not bold")
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)

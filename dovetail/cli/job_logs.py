@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dovetail.core.printable import printable
+
 if TYPE_CHECKING:
     from dovetail.jobs.attempt import Attempt
     from dovetail.jobs.backends.backend import Backend
@@ -66,7 +68,7 @@ def follow_job(store: Store, id: str, rank: int = -1, as_json: bool = False) -> 
             _say_failed(next(row for row in store.attempts(id) if row.number == number), as_json)
             number += 1
         elif job.is_over:
-            detail = f": {job.detail}" if job.detail else ""
+            detail = f": {printable(job.detail)}" if job.detail else ""
             typer.echo(f"job {id} {job.status}{detail}", err=True)
             return CODES[job.status]
         else:
@@ -91,7 +93,8 @@ def _print(lines: Iterable[tuple[int, str]], attempt: Attempt, as_json: bool) ->
         if as_json:
             typer.echo(json.dumps({"attempt": attempt.number, "rank": rank, "line": line}))
         else:
-            typer.echo(f"{rank:>{width}} | {line}" if several else line)
+            text = printable(line)
+            typer.echo(f"{rank:>{width}} | {text}" if several else text)
 
 
 def _say_failed(row: Try, as_json: bool) -> None:
@@ -101,4 +104,4 @@ def _say_failed(row: Try, as_json: bool) -> None:
         found = {"attempt": row.number, "outcome": row.outcome, "failed_rank": row.failed_rank, "what": row.detail}
         typer.echo(json.dumps(found))
     else:
-        typer.echo(f"attempt {row.number}: {row.outcome}: {row.detail}", err=True)
+        typer.echo(f"attempt {row.number}: {row.outcome}: {printable(row.detail)}", err=True)

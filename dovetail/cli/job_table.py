@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dovetail.core.printable import printable
+
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from dovetail.jobs.job import Job
     from dovetail.jobs.store import Store
 
-COLUMNS = ("id", "user", "name", "accelerator", "zone", "host 0", "status", "attempts", "age", "$")
+COLUMNS = ("id", "user", "name", "accelerator", "where", "host 0", "status", "attempts", "age", "ran", "$")
+NUMERIC = ("attempts", "age", "ran", "$")
 STYLES = {"running": "green", "succeeded": "blue", "failed": "red", "stopped": "yellow", "cancelled": "dim"}
 PLAIN_FROM = 200  # rows: laying out a rich table of thousands takes seconds
 WATCH_S = 1.0
+DETAILS = 10  # reasons for waiting that are shown under a list
 
 
-def row(job: Job, now: float) -> tuple[str, ...]:
-    where = "cpu" if job.accelerator in ("", "cpu") else job.accelerator
+def row(job: Job, now: float, handle: str = "") -> tuple[str, ...]:
+    """`handle`: the backend's own id of the last attempt. `age` is since creation, `ran` the time of running."""
+    accelerator = "cpu" if job.accelerator in ("", "cpu") else job.accelerator
+    place = where(job.backend, job.zone, handle), job.host or "-"
+    times = duration(now - job.created), duration(job.seconds) if job.seconds else "-"
     dollars = f"{job.dollars:,.2f}" if job.dollars else "-"
-    age = duration((job.ended or now) - job.created)
-    place = job.zone or "-", job.host or "-"
-    return (job.id, job.user, job.name, where, *place, job.status, str(job.attempts), age, dollars)
+    return (job.id, job.user, job.name, accelerator, *place, job.status, str(job.attempts), *times, dollars)
+
+
+def where(backend: str, zone: str, handle: str) -> str:
+    """`local`, `gcp-tpu us-east5-b`, or for Slurm its partition and job id: `slurm low 4711`."""
+    return " ".join(filter(None, (backend, zone, handle if backend == "slurm" else "")))
 
 
 def duration(seconds: float) -> str:
@@ -39,12 +50,17 @@ def show(store: Store, statuses: Sequence[str], limit: int) -> None:
     """In colours and cut to the terminal's width; whole, for a pipe or where there are many."""
     jobs = store.jobs(statuses, limit)
     if len(jobs) >= PLAIN_FROM or not sys.stdout.isatty():
-        sys.stdout.write(plain(jobs))
+        sys.stdout.write(plain(jobs, store.handles("slurm")))
     else:
-        from rich.console import Console
-
-        Console(highlight=False).print(table(jobs))
+        _console().print(table(jobs, store.handles("slurm")))
     print(footer(store, jobs))
+
+
+def _console() -> Console:
+    """Return a console that prints text as it is: `[x]` and `:x:` in a job's text mean themselves."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def footer(store: Store, jobs: Sequence[Job]) -> str:
@@ -54,28 +70,30 @@ def footer(store: Store, jobs: Sequence[Job]) -> str:
     words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no jobs yet"
     more = f"; {len(jobs)} shown (--all)" if len(jobs) < sum(counts.values()) else ""
     idle = holder(store.root) or not store.has_active()
-    return words + more + ("" if idle else "\nno supervisor runs: start one with `dovetail job supervise`")
+    waiting = [f"\n{job.id} {job.name}: {printable(job.detail)}" for job in jobs if job.detail and not job.is_over]
+    rest = f"\nand {len(waiting) - DETAILS} more that wait" if len(waiting) > DETAILS else ""
+    supervisor = "" if idle else "\nno supervisor runs: start one with `dovetail job supervise`"
+    return "".join([words, more, *waiting[:DETAILS], rest, supervisor])
 
 
-def table(jobs: Iterable[Job]) -> Table:
+def table(jobs: Iterable[Job], handles: Mapping[str, str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     out, now = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0)), time.time()  # all columns in 80 characters
     for column in COLUMNS:
-        numeric = column in ("attempts", "age", "$")
-        width = {"id": 7, "status": 9, "name": 8}.get(column)  # in a narrow terminal others are cut first
-        out.add_column(column, justify="right" if numeric else "left", no_wrap=True, min_width=width)
+        width = {"id": 7, "status": 9, "name": 8, "where": 12}.get(column)  # in a narrow terminal others are cut first
+        out.add_column(column, justify="right" if column in NUMERIC else "left", no_wrap=True, min_width=width)
     for job in jobs:
-        cells = [Text(cell) for cell in row(job, now)]
+        cells = [Text(cell) for cell in row(job, now, handles.get(job.id, ""))]
         cells[6].stylize(STYLES.get(job.status, ""))
         out.add_row(*cells)
     return out
 
 
-def plain(jobs: Sequence[Job]) -> str:
+def plain(jobs: Sequence[Job], handles: Mapping[str, str]) -> str:
     now = time.time()
-    rows = [COLUMNS, *(row(job, now) for job in jobs)]
+    rows = [COLUMNS, *(row(job, now, handles.get(job.id, "")) for job in jobs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(one, widths, strict=True)) for one in rows]
     return "".join(f"{line.rstrip()}\n" for line in lines)
@@ -88,30 +106,32 @@ def watch(store: Store, statuses: Sequence[str], limit: int) -> None:
 
     def picture():
         jobs = store.jobs(statuses, limit or PLAIN_FROM)
-        return Group(table(jobs), footer(store, jobs))
+        return Group(table(jobs, store.handles("slurm")), footer(store, jobs))
 
-    with Live(picture(), refresh_per_second=4) as live:
+    with Live(picture(), console=_console(), refresh_per_second=4) as live:
         while True:
             time.sleep(WATCH_S)
             live.update(picture())
 
 
 def show_one(store: Store, job: Job) -> None:
-    from rich.console import Console
-
     from dovetail.jobs.sensitive import shown
 
-    console = Console(highlight=False)
-    console.print(table([job]))
+    console = _console()
+
+    def say(text: str, style: str = "") -> None:
+        console.print(printable(text), style=style, soft_wrap=True)
+
+    console.print(table([job], store.handles("slurm")))
     if job.detail:
-        console.print(job.detail, markup=False, soft_wrap=True)
-    console.print(shown(store.spec(job.id)).rstrip(), style="dim", markup=False, soft_wrap=True)
+        say(job.detail)
+    say(shown(store.spec(job.id)).rstrip(), "dim")
     console.print(_attempts(store, job))
     for event in store.events(job.id):
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(event.at))
         which = f" attempt {event.number}:" if event.number else ""
-        console.print(f"{at}{which} {event.what}", markup=False, soft_wrap=True)
-    console.print(f"folder: {store.where(job)}", markup=False, soft_wrap=True)
+        say(f"{at}{which} {event.what}")
+    say(f"folder: {store.where(job)}")
 
 
 def _attempts(store: Store, job: Job) -> Table:
@@ -124,18 +144,17 @@ def _attempts(store: Store, job: Job) -> Table:
         out.add_column(column)
     for one in store.attempts(job.id):
         ran = duration(one.seconds(time.time())) if one.started or one.ran else "-"
-        where = " ".join(filter(None, (one.accelerator, one.zone))) or "here"
+        place = " ".join(filter(None, (one.accelerator, where(job.backend, one.zone, one.handle))))
         hosts = one.hosts if len(one.hosts) < 40 else f"{one.hosts.partition(',')[0]} and {one.hosts.count(',')} more"
         code = "-" if one.exit_code is None else str(one.exit_code)
-        cells = (str(one.number), where, hosts or "-", ran, one.outcome or one.state or one.phase, code, one.detail)
-        out.add_row(*map(Text, cells))
+        cells = (str(one.number), place, hosts or "-", ran, one.outcome or one.state or one.phase, code, one.detail)
+        out.add_row(*(Text(printable(cell)) for cell in cells))
     return out
 
 
 def show_cost(jobs: Sequence[Job], hourly: dict[str, float]) -> None:
     """Those that have cost something, and the sum."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     out = Table(box=box.ROUNDED)
@@ -145,7 +164,7 @@ def show_cost(jobs: Sequence[Job], hourly: dict[str, float]) -> None:
         if job.dollars or hourly.get(job.id):
             now = f"{hourly[job.id]:,.2f}" if job.id in hourly else "-"
             out.add_row(job.id, job.name, job.accelerator, duration(job.seconds), now, f"{job.dollars:,.2f}")
-    console = Console(highlight=False)
+    console = _console()
     if out.row_count:
         console.print(out)
     total, rate = sum(job.dollars for job in jobs), sum(hourly.values())

@@ -157,6 +157,7 @@ class Reconciler:
         hosts = ",".join(seen.hosts) or row.hosts
         found = {
             "state": seen.state, "detail": seen.detail, "hosts": hosts, "handle": seen.handle or row.handle,
+            "zone": seen.zone or row.zone,
             "started": (row.started or time.time()) if runs else None, "absent_since": None, "misses": 0,
             "ran": row.ran if runs or not row.started else row.ran + time.time() - row.started,
             "restarts": max(row.restarts, seen.restarts),
@@ -166,11 +167,14 @@ class Reconciler:
                 self.store.change_attempt(job.id, row.number, **found)
                 self._count(job, row, seen.restarts - row.restarts)
         status = "stopping" if job.wanted == "stop" or job.status == "stopping" else seen.state
-        host = hosts.partition(",")[0]
-        if (status, host) != (job.status, job.host):
+        host, zone = hosts.partition(",")[0], seen.zone or job.zone
+        # why it waits is the job's to show; why it is stopping stays
+        detail = job.detail if status == "stopping" else seen.detail if status == "waiting" else ""
+        if (status, host, zone, detail) != (job.status, job.host, job.zone, job.detail):
             with self.store.transaction():
-                self.store.change(job.id, status=status, host=host)
-                self.store.note(job.id, row.number, f"{status}{f' on {host}' if host else ''}")
+                self.store.change(job.id, status=status, host=host, zone=zone, detail=detail)
+                if (status, host) != (job.status, job.host):
+                    self.store.note(job.id, row.number, f"{status}{f' on {host}' if host else ''}")
 
     def _count(self, job: Job, row: Try, times: int) -> None:
         """What the backend's own queue took back and starts again is a preemption, though the attempt goes on."""
@@ -229,8 +233,10 @@ class Reconciler:
                 job.id, row.number, phase="ending", outcome=found.kind, detail=found.says, ended=time.time(),
                 exit_code=seen.exit_code if seen else None, failed_rank=seen.failed_rank if seen else None,
                 hosts=(",".join(seen.hosts) if seen and seen.hosts else row.hosts), look_at=0.0, misses=0,
-                restarts=max(row.restarts, seen.restarts if seen else 0),
+                restarts=max(row.restarts, seen.restarts if seen else 0), zone=(seen and seen.zone) or row.zone,
             )  # fmt: skip
+            if seen and seen.zone:
+                self.store.change(job.id, zone=seen.zone)
             self.store.intend(job.id, row.number, "delete")
 
     def _give_back(self, job: Job, spec: Spec, row: Try) -> None:

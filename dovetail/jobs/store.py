@@ -208,6 +208,11 @@ class Store:
         found = self.rows(Try, f"SELECT {_TRY} FROM attempts WHERE job = ? ORDER BY number DESC LIMIT 1", (id,))
         return found[0] if found else None
 
+    def handles(self, backend: str) -> dict[str, str]:
+        """Return the handle of each job's last attempt, by the job's id."""
+        query = "SELECT a.job, a.handle FROM attempts a JOIN jobs j ON j.id = a.job AND j.attempts = a.number "
+        return dict(self.read(query + "WHERE j.backend = ?", (backend,)))
+
     def live(self) -> list[Try]:
         """Attempts that a backend may hold something for."""
         return self.rows(Try, f"SELECT {_TRY} FROM attempts WHERE phase != 'gone'")

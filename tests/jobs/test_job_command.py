@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,27 @@ def test_a_failure_exits_with_one_and_names_the_error(job):
     assert job("resume", "bad", "--json")["resumed"] == 1
     job("logs", "bad", "--follow")
     assert job("show", "bad", "--json")["attempts"] == 2
+
+
+@pytest.mark.usefixtures("supervised")
+def test_text_of_a_job_is_printed_as_text(job):
+    r"""printf's \\033 in the command is an escape sequence in what the job writes."""
+    command = r"printf '\033]0;title\007:x: [red]x\033[2J\rRuntimeError: :x: \033[31mno'; exit 3"
+    shown = job("create", "name=loud", f"command={command}", "-f", code=1)
+    shown += job("show", "loud") + job("list") + job("logs", "loud")
+    assert "RuntimeError: :x: no" in shown and "\x1b" not in shown and "title" not in shown.replace("]0;title", "")
+    raw = CliRunner().invoke(app, ["logs", "loud", "--json"]).stdout.splitlines()[0]
+    assert json.loads(raw)["line"].startswith("\x1b]0;title")  # whole, and escaped by JSON
+
+
+def test_age_is_since_creation_and_ran_is_running_time(job, home):
+    job("create", "name=old", "command=true")
+    store = Store(home)
+    (row,) = store.jobs()
+    store.change(row.id, created=time.time() - 7200, ended=time.time() - 3600, seconds=90.0, status="failed")
+    header, line = job("list").splitlines()[:2]
+    cells = dict(zip(re.split(r"  +", header), re.split(r"  +", line), strict=True))
+    assert (cells["age"], cells["ran"], cells["where"]) == ("2.0 h", "1.5 m", "local")
 
 
 def test_cancel_and_clean(job, home):

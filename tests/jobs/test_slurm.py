@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs.slurm_cluster import preempt, until
+from typer.testing import CliRunner
 
 import dovetail as dt
+from dovetail.cli.job import app
 from dovetail.jobs import actions
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.reaper import orphans
@@ -40,6 +42,9 @@ def test_every_process_knows_its_place_and_no_secret_but_its_own(store, monkeypa
     assert store.job(id).status == "succeeded", store.job(id).detail
     assert [log(store, id, rank) for rank in (0, 1)] == ["0 dta 0 a b s3cret []\n", "1 dtb 1 a b s3cret []\n"]
     assert store.attempts(id)[0].hosts == "dta,dtb" and store.job(id).host == "dta"
+    shown = CliRunner().invoke(app, ["list"], env={"COLUMNS": "200"}).stdout
+    shown += CliRunner().invoke(app, ["show", id], env={"COLUMNS": "200"}).stdout
+    assert shown.count(f"slurm low {store.last(id).handle}") == 3  # in the list, and for the job and its attempt
 
 
 @pytest.mark.usefixtures("supervised")
@@ -77,11 +82,24 @@ def test_cancelled_it_saves_and_leaves_nothing_behind(store):
     command = f"trap ': > \"$DOVETAIL_JOB_DIR/saved.$DOVETAIL_RANK\"; exit 85' TERM; echo up; {FOR_EVER}"
     id = job(store, name="long", command=command)
     until(lambda: log(store, id, 0) and log(store, id, 1))
+    listed = subprocess.run(["squeue", "-h", "-o", "%j"], capture_output=True, text=True, check=True).stdout
+    assert listed == f"long-dt-{id}-1\n"
     actions.cancel(store, store.job(id))
     until(lambda: store.job(id).is_over)
     assert store.job(id).status == "cancelled"
     assert all((store.home(id) / f"saved.{rank}").exists() for rank in (0, 1))
-    assert subprocess.run(["squeue", "-h", "--name", f"dt-{id}-1"], capture_output=True, check=True).stdout == b""
+    assert subprocess.run(["squeue", "-h", "--name", f"long-dt-{id}-1"], capture_output=True, check=True).stdout == b""
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_request_that_cannot_be_met_says_so(store):
+    """Created without a check, it waits; its reason is in the list."""
+    id = job(store, name="large", command="true", hosts=9)
+    until(lambda: "PartitionConfig" in store.job(id).detail)
+    shown = CliRunner().invoke(app, ["list"]).stdout
+    assert f"{id} large: Slurm: PENDING: PartitionConfig: the partition cannot meet the request" in shown
+    actions.cancel(store, store.job(id))
+    until(lambda: store.job(id).is_over)
 
 
 def test_a_create_is_made_once_and_what_nobody_wants_is_found(store):

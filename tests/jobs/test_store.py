@@ -85,7 +85,7 @@ def test_ten_thousand_jobs_are_listed_quickly(home):
     from dovetail.cli.job_table import plain
 
     jobs = store.jobs()
-    assert min(_seconds(lambda: plain(jobs)) for _ in range(3)) < 2
+    assert min(_seconds(lambda: plain(jobs, {})) for _ in range(3)) < 2
     store.close()
     command = [sys.executable, "-X", "importtime", "-m", "dovetail", "job", "list"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)

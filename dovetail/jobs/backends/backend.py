@@ -38,6 +38,7 @@ class Observed:
     exit_code: int | None = None  # of the process that decided the end; 128 + n for signal n
     failed_rank: int | None = None  # the first that failed
     handle: str = ""  # where it is known only now
+    zone: str = ""  # where it is known only now: the partition that Slurm chose
     restarts: int = 0  # how often the backend's own queue took it back, and starts it again
 
 

@@ -1,6 +1,6 @@
 """A Slurm cluster, through its commands. The home of jobs must lie on a file system that its nodes share.
 
-An attempt is a Slurm job whose name is the attempt's. Preempted, it saves, puts itself back into Slurm's queue and is
+An attempt is a Slurm job whose name ends with the attempt's. Preempted, it saves, goes back into the queue and is
 the same attempt when it starts again; where that is not allowed it ends, and the supervisor makes the next attempt.
 Exit codes are read from files that the processes write: many clusters keep no accounts, and squeue forgets in minutes.
 """
@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dovetail.jobs import script, secrets
-from dovetail.jobs.attempt import PREFIX, Attempt, Resource
+from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends import slurm_script
 from dovetail.jobs.backends.backend import LogPart, Observed, Refused, Unavailable, unasked
 from dovetail.jobs.backends.log_file import read
-from dovetail.jobs.backends.slurm_states import WAITING, Seen, expand, observed, parse
+from dovetail.jobs.backends.slurm_states import FORMAT, WAITING, Seen, expand, observed, parse
 from dovetail.jobs.outcome import deciding
 from dovetail.jobs.sensitive import inherited
 from dovetail.jobs.spec import Spec
@@ -32,7 +32,6 @@ AWAY = (
     "temporarily unable", "resource temporarily unavailable", "munge", "protocol authentication error",
     "slurm backup controller in standby", "too many", "slurmctld is busy",
 )  # fmt: skip
-FORMAT = "%i|%j|%T|%r|%N|%k"
 
 
 class Slurm:
@@ -53,8 +52,8 @@ class Slurm:
         with unasked():
             self.check(attempt.spec)
             values = secrets.read(attempt.home, attempt.spec)
-        if there := self._find(attempt.name):
-            return there
+        if there := _rows("--name", f"{slurm_script.job_name(attempt)},{attempt.name}"):
+            return there[-1].id
         folder = attempt.folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "script.sh").write_text(script.script(attempt.spec, script.interpreter(attempt.spec)))
@@ -79,24 +78,18 @@ class Slurm:
             return Observed("absent")
         if seen is None:
             return _from_files(codes, attempt.spec.processes)
-        return replace(observed(seen, attempt.spec, codes), restarts=_restarts(attempt, seen))
+        return replace(observed(seen, attempt.spec, codes), restarts=_restarts(attempt, seen), zone=seen.partition)
 
     def _seen(self, attempt: Attempt) -> Seen | None:
         """The job as squeue has it; None once it is forgotten there."""
-        by = ["--jobs", attempt.handle] if attempt.handle else ["--name", attempt.name]
+        by = ("--jobs", attempt.handle) if attempt.handle else ("--name", slurm_script.job_name(attempt))
         try:
-            text = _call(["squeue", "-h", "-t", "all", "-o", FORMAT, *by])
+            rows = [one for one in _rows(*by) if one.attempt == attempt.name]
         except ValueError as error:
             if "invalid job id" in str(error).lower():
                 return None
             raise
-        rows = [one for one in parse(text) if one.name == attempt.name]
         return rows[-1] if rows else None
-
-    def _find(self, name: str) -> str:
-        """The id of a job of this name that Slurm knows, over or not; "" for none."""
-        rows = parse(_call(["squeue", "-h", "-t", "all", "-o", FORMAT, "--name", name]))
-        return rows[-1].id if rows else ""
 
     def stop(self, attempt: Attempt, grace: float) -> None:
         """The steps are signalled, not the batch script: it waits for them. One that waits in the queue just goes."""
@@ -116,14 +109,13 @@ class Slurm:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "stop").touch()
             (folder / "deleted").touch()
-        for row in parse(_call(["squeue", "-h", "-t", "all", "-o", FORMAT, "--name", resource.name])):
-            if not row.is_over:
+        for row in _rows():  # by the end of the name: the job, whose name it begins with, may be unknown here
+            if row.attempt == resource.name and not row.is_over:
                 _call(["scancel", row.id])
 
     def list(self) -> Sequence[Resource]:
-        rows = parse(_call(["squeue", "-h", "-o", FORMAT]))
-        ours = [row for row in rows if row.comment == f"dovetail:{self.owner}" and row.name.startswith(f"{PREFIX}-")]
-        return [Resource(row.name, "", row.id) for row in ours]
+        ours = [row for row in _rows() if row.comment == f"dovetail:{self.owner}" and row.attempt and not row.is_over]
+        return [Resource(row.attempt, "", row.id) for row in ours]
 
     def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
         return read(attempt.log(rank), since)
@@ -134,6 +126,11 @@ class Slurm:
             raise ValueError(f"{attempt.name} does not run now: there is no node to open a shell on")
         node = expand(seen.nodes)[rank // attempt.spec.slurm.tasks_per_node]
         return ["srun", "--jobid", seen.id, "--overlap", "--nodelist", node, "--ntasks=1", "--pty", "sh", "-l"]
+
+
+def _rows(*options: str) -> list[Seen]:
+    """The jobs that Slurm knows, over or not."""
+    return parse(_call(["squeue", "-h", "-t", "all", "-o", FORMAT, *options]))
 
 
 def _restarts(attempt: Attempt, seen: Seen) -> int:

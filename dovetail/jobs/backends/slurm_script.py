@@ -11,12 +11,18 @@ from dovetail.jobs.spec import Spec
 RESTARTS = "restarts"  # a file: how often Slurm had put the job back when it last began
 
 
+def job_name(attempt: Attempt) -> str:
+    """The name that squeue shows: it begins with the job's name, and ends with the attempt's, by which it is found."""
+    return f"{attempt.spec.name}-{attempt.name}"
+
+
 def options(attempt: Attempt, comment: str) -> list[str]:
     """Of sbatch. A zone, where the spec names some, is a partition."""
     spec, slurm, folder = attempt.spec, attempt.spec.slurm, attempt.folder
     nodes = spec.processes // slurm.tasks_per_node
     given = {
-        "job-name": attempt.name, "comment": comment, "output": str(folder / "batch.log"), "chdir": str(attempt.home),
+        "job-name": job_name(attempt), "comment": comment,
+        "output": str(folder / "batch.log"), "chdir": str(attempt.home),
         "nodes": nodes, "ntasks": spec.processes, "ntasks-per-node": slurm.tasks_per_node, "export": "ALL",
         "partition": attempt.zone or slurm.partition, "account": slurm.account, "qos": slurm.qos, "time": slurm.time,
         "cpus-per-task": slurm.cpus_per_task, "mem": slurm.mem, "gpus-per-node": gpus(spec),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dovetail.jobs.attempt import PREFIX
 from dovetail.jobs.backends.backend import Observed
 from dovetail.jobs.outcome import deciding
 from dovetail.jobs.spec import Spec
@@ -14,6 +16,22 @@ RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED")
 # A node's end is no fault of the program's, and a limit of time is met by going on in the next job.
 TAKEN = {"PREEMPTED": "preempted", "TIMEOUT": "it reached Slurm's limit of time", "DEADLINE": "past its deadline"}
 OUT_OF_MEMORY = 137
+FORMAT = "%i|%j|%T|%r|%N|%P|%k"
+# Reasons of a pending job that time alone does not remove.
+STUCK = {
+    "PartitionConfig": "the partition cannot meet the request: change hosts or slurm.partition",
+    "PartitionNodeLimit": "it asks for more nodes than the partition allows: change hosts or slurm.partition",
+    "PartitionTimeLimit": "it asks for more time than the partition allows: change slurm.time or slurm.partition",
+    "BadConstraints": "no node has what it asks for: change slurm.constraint, cpus_per_task, mem or gpus_per_node",
+    "InvalidAccount": "slurm.account does not exist, or may not be used",
+    "InvalidQOS": "slurm.qos does not exist, or may not be used",
+    "AccountNotAllowed": "slurm.account may not use this partition",
+    "QOSNotAllowed": "slurm.qos may not be used in this partition",
+    "ReservationDeleted": "the reservation does not exist any more",
+    "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "JobHeldAdmin": "an administrator holds it",
+}
+LIMIT = "it asks for more than this limit allows one job"  # AssocMaxNodePerJobLimit and its many relatives
 
 
 @dataclass(frozen=True)
@@ -25,7 +43,14 @@ class Seen:
     state: str
     reason: str
     nodes: str
+    partition: str
     comment: str
+
+    @property
+    def attempt(self) -> str:
+        """The attempt's name, which the job's name ends with; "" where it is none of ours."""
+        found = re.search(rf"(?:^|-)({PREFIX}-[a-z0-9]+-\d+)$", self.name)
+        return found[1] if found else ""
 
     @property
     def is_over(self) -> bool:
@@ -37,16 +62,16 @@ class Seen:
 
 
 def parse(text: str) -> list[Seen]:
-    """Lines of `squeue -o "%i|%j|%T|%r|%N|%k"`."""
-    rows = [line.split("|", 5) for line in text.splitlines() if line.count("|") >= 5]
-    return [Seen(id, name, state, reason, nodes, comment.strip()) for id, name, state, reason, nodes, comment in rows]
+    """Read lines of `squeue -o FORMAT`."""
+    rows = [line.strip().split("|", 6) for line in text.splitlines() if line.count("|") >= 6]
+    return [Seen(*row) for row in rows]
 
 
 def observed(seen: Seen, spec: Spec, codes: Sequence[int | None]) -> Observed:
     """`codes`: what the processes wrote, by rank."""
     hosts = _hosts(seen.nodes, spec)
     if seen.state in WAITING:
-        return Observed("waiting", f"{seen.state}: {seen.reason}", (), handle=seen.id)
+        return Observed("waiting", _waits(seen), (), handle=seen.id)
     if seen.state in RUNNING:
         return Observed("running", seen.state, hosts, handle=seen.id)
     if seen.state in TAKEN:
@@ -59,6 +84,12 @@ def observed(seen: Seen, spec: Spec, codes: Sequence[int | None]) -> Observed:
     # COMPLETED without the processes' codes: the batch script ended before they did
     detail = f"Slurm: {seen.state}" + (f" ({seen.reason})" if seen.reason not in ("", "None") else "")
     return Observed("failed", detail, hosts, code or None, rank, seen.id)
+
+
+def _waits(seen: Seen) -> str:
+    """Why it waits: Slurm's word, and for what does not pass by itself what to do."""
+    why = STUCK.get(seen.reason, LIMIT if seen.reason.endswith("PerJobLimit") else "")
+    return f"Slurm: {seen.state}: {seen.reason}" + (f": {why}" if why else "")
 
 
 def _hosts(nodes: str, spec: Spec) -> tuple[str, ...]:
