@@ -39,15 +39,23 @@ def create(
     as_json: bool = JSON,
 ) -> None:
     """Create a job: dovetail job create name=hello command='echo hello'."""
-    from dovetail.cli.job_create import confirm, read_spec, show_only
+    from dovetail.cli.job_create import confirm, read_spec, show_only, warnings
     from dovetail.jobs import actions, gate, price, snapshot
 
     wanted, base = read_spec(spec or [])
     cost = price.price(wanted)
     price.refuse_blind_ceiling(wanted)
+    if wanted.after:
+        actions.ids_of(open_store(), wanted.after)
+    notes = [*filter(None, [gate.check_place(wanted) if check else ""]), *warnings(wanted)]
+    for line in notes:
+        typer.echo(f"warning: {line}", err=True)
     if dry_run:
-        show_only(wanted, cost.says, as_json)
+        show_only(wanted, cost.says, notes, as_json)
         actions.check(wanted, base)
+        code = snapshot.source(wanted.code, base) if wanted.code.path else None
+        if remark := gate.check(wanted, code) if check else "":
+            typer.echo(f"note: {remark}", err=True)
         return
     remarks = []
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dovetail.jobs import preflight, secrets, sensitive, snapshot
@@ -25,8 +26,7 @@ def create(
     put there what the job needs, before any supervisor hears of it. `confirm` is called once the job is known to be
     able to start, and before anything is made; it raises to stop."""
     check(spec, base)
-    for other in spec.after:
-        store.job(other)
+    spec = replace(spec, after=ids_of(store, spec.after))
     confirm()
     values = secrets.take(spec)
     digest = snapshot.take(spec.code, store.root / "snapshots", base) if spec.code.path else ""
@@ -47,6 +47,11 @@ def create(
 def check(spec: Spec, base: Path | None = None) -> None:
     """Raise ValueError or ImportError where `create` would refuse the job, and make nothing."""
     preflight.check(spec, snapshot.source(spec.code, base) if spec.code.path else None)
+
+
+def ids_of(store: Store, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the ids of jobs that are given by id, the beginning of one, or name."""
+    return tuple(store.find(name).id for name in names)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -73,6 +78,7 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
     if job.status == "succeeded":
         raise ValueError(f"job {job.id} has succeeded: create another to run it again")
     spec = changed(store.spec(job.id), words)
+    spec = replace(spec, after=ids_of(store, spec.after)) if spec.after != store.spec(job.id).after else spec
     if job.site == store.site:  # elsewhere, only that site's machines can say whether it starts
         code = store.home(job.id) / "code"
         preflight.check(spec, code if code.is_dir() else None)

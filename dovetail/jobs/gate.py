@@ -1,5 +1,6 @@
-"""Whether a recipe fits the accelerator, asked before anything is paid for, by command: the planner everywhere, and for
-pretraining the TPU's own compiler where it is installed, which needs no TPU."""
+"""What is checked before a job is created: whether its zones exist and Slurm can meet it; and, by command, whether a
+recipe fits its accelerator: the planner everywhere, and for pretraining the TPU's own compiler where it is installed,
+which needs no TPU."""
 
 from __future__ import annotations
 
@@ -8,15 +9,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dovetail.core import regions
 from dovetail.core.accelerator import Accelerator, parse
+from dovetail.jobs.backends import slurm_check
 from dovetail.jobs.spec import Spec
 
 TIMEOUT_S = 1800.0
+ANYWAY = "--no-check creates it all the same"
 
 
 def applies(spec: Spec) -> bool:
     """A training on a chip that is not this machine's own."""
     return bool(spec.recipe) and spec.device.chip is not None and spec.backend != "local"
+
+
+def check_place(spec: Spec) -> str:
+    """Return a remark, or ""; ValueError where no such place exists, or it can never give what is asked for."""
+    try:
+        if spec.backend == "slurm":
+            return slurm_check.check(spec)
+        if spec.backend in ("gcp-tpu", "gke"):
+            for zone in spec.zones:
+                regions.check_zone("zones", zone)
+            for mount in spec.mounts:
+                if mount.region:
+                    regions.check_place("mounts.region", mount.region)
+    except ValueError as error:
+        raise ValueError(f"{str(error).removesuffix('.')} ({ANYWAY})") from None
+    return ""
 
 
 def check(spec: Spec, code: Path | None = None) -> str:
@@ -60,5 +80,5 @@ def _ask(spec: Spec, device: Accelerator, words: list[str], code: Path | None) -
         return f"not compiled beforehand: it took more than {TIMEOUT_S / 60:.0f} minutes"
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1].removeprefix("error: ")
-        raise ValueError(f"{spec.recipe} does not run on {device}: {reason}; --no-check creates it all the same")
+        raise ValueError(f"{spec.recipe} does not run on {device}: {reason}; {ANYWAY}")
     return ""

@@ -167,7 +167,7 @@ class Spec:
     secrets: tuple[str, ...] = ()  # NAME=env:OTHER, NAME=file:PATH or NAME=gcp:SECRET: where each value is
     retries: Retries = field(default_factory=Retries)
     ceiling: Ceiling = field(default_factory=Ceiling)
-    after: tuple[str, ...] = ()  # ids of jobs that must have succeeded
+    after: tuple[str, ...] = ()  # jobs that must have succeeded, by id or name; the ids are what is stored
     notify: str = ""  # a line of sh, run with DOVETAIL_JOB, DOVETAIL_JOB_NAME and DOVETAIL_JOB_STATUS when it has ended
     slurm: Slurm = field(default_factory=Slurm)
     gcp: Gcp = field(default_factory=Gcp)

@@ -108,9 +108,48 @@ def test_what_costs_money_is_asked_for_first(job, monkeypatch):
     assert job(*words, "--yes", "--json")["status"] == "queued"
 
 
+TPU = ["name=tpu", "command=true", "backend=gcp-tpu", "accelerator=v6e-8", "gcp.project=lab"]
+
+
+def test_a_dry_run_shows_the_request_and_every_warning(job):
+    words = ["create", *TPU, "zones=[us-east5-b,europe-west4-a]", "--dry-run"]
+    words.append("mounts=[{source: gs://corpus, path: /data, region: us-east5}]")
+    shown = job(*words)
+    assert "warning: gs://corpus is in us-east5: read from europe-west4-a it costs $80 per TB" in shown
+    assert '"parent": "projects/lab/locations/us-east5-b"' in shown and "every process runs" in shown
+    found = job(*words, "tier=spot", "--json")
+    assert found["request"]["queued_resource"]["spot"] == {} and len(found["warnings"]) == 1
+    assert "--provisioning-model=flex-start" in job(*words, "tier=flex-start", "--json")["gcloud"]
+    sbatch = job("create", "name=s", "command=true", "backend=slurm", "hosts=2", "slurm.partition=low", "--no-check",
+                 "--dry-run", "--json")["sbatch"]  # fmt: skip
+    assert {"--job-name=s-dt-job-1", "--nodes=2", "--partition=low"} <= set(sbatch)
+    assert job("list", "--json") == []
+
+
+def test_a_new_zone_may_be_used_without_the_check(job):
+    assert job("create", *TPU, "zones=[us-new1-b]", "--dry-run", "--no-check", "--json")["request"]
+
+
+def test_after_takes_names(job, home):
+    first = job("create", "name=first", "command=true", "--json")["id"]
+    job("create", "name=second", "command=true", "after=[first]", "--json")
+    assert f"- {first}" in job("show", "second", "--json")["spec"]
+    Store(home).change(Store(home).find("second").id, status="failed", ended=1.0)
+    job("create", "name=third", "command=true", "--json")
+    job("resume", "second", "after=[third]")
+    assert f"- {Store(home).find('third').id}" in job("show", "second", "--json")["spec"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["create", *TPU, "zones=[us-eats5-b]"], "Did you mean 'us-east5'? (--no-check"),
+        (["create", *TPU, "zones=[us-east5]", "--dry-run"], "such as us-east5-a; got 'us-east5'"),
+        (
+            ["create", *TPU, "mounts=[{source: gs://x, path: /x, region: mars}]", "--dry-run"],
+            "mounts.region must be a region of Google Cloud",
+        ),
+        (["create", "name=x", "command=true", "after=[nobody]", "--dry-run"], "no job 'nobody'"),
         (["create"], "expected a job's file or key=value"),
         (["create", "none.yaml"], "there is no none.yaml"),
         (["create", "name=x", "comand=true"], "comand is not a key. Did you mean command"),

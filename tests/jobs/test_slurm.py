@@ -102,6 +102,22 @@ def test_a_request_that_cannot_be_met_says_so(store):
     until(lambda: store.job(id).is_over)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("hosts=9", "cannot meet this request (9 nodes): allocation failure: Requested node configuration"),
+        ("slurm.partition=none", "in partition none (2 nodes): invalid partition specified"),
+        ("zones=[low, none]", "in partition none"),
+    ],
+)
+def test_create_refuses_what_slurm_can_never_meet(store, given, message):
+    words = ["create", "name=x", "command=true", "backend=slurm", "hosts=2", "code.path=", given]
+    for more in ([], ["--dry-run"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert isinstance(done.exception, ValueError) and message in str(done.exception)
+    assert store.jobs() == []
+
+
 def test_a_create_is_made_once_and_what_nobody_wants_is_found(store):
     id = job(store, name="twice", command="sleep 60")
     choose = chooser(store.root, store.owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.outcome import PREEMPTED
@@ -88,3 +89,9 @@ code=$?
 echo $code > "$folder/exit.$SLURM_PROCID.part" && mv "$folder/exit.$SLURM_PROCID.part" "$folder/exit.$SLURM_PROCID"
 exit $code
 """
+
+
+def preview(spec: Spec, root: Path, zone: str) -> tuple[list[str], str]:
+    """Return (sbatch and its options, the batch script) of a job that is not created; its id will be another."""
+    attempt = Attempt("job", 1, spec, root / "jobs" / "job", "owner", zone)
+    return ["sbatch", *options(attempt, "dovetail:owner"), "batch.sh"], batch_script(attempt)

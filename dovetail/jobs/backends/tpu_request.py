@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 from dovetail.jobs.attempt import Attempt
@@ -132,3 +133,11 @@ def flex_start(attempt: Attempt, program: str = "gcloud") -> list[str]:
     words += [f"{option}={value}" for option, value in options.items() if value]
     words += [] if gcp.external_ips else ["--internal-ips"]
     return words + ([f"--valid-until-duration={round(gcp.wait_hours * 3600)}s"] if gcp.wait_hours else [])
+
+
+def preview(spec: Spec) -> dict[str, Any] | list[str]:
+    """Return what the first zone would be asked for by a job that is not created: a request, or gcloud's words."""
+    attempt = Attempt("job", 1, spec, Path(), "owner", spec.zones[0] if spec.zones else "")
+    if spec.tier == "flex-start":
+        return flex_start(attempt)
+    return {"parent": parent(attempt), "queued_resource_id": attempt.name, "queued_resource": resource(attempt)}
