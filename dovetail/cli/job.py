@@ -305,14 +305,19 @@ def web(
     port: int = typer.Option(8788, min=0, max=65535, help="On 127.0.0.1; 0 is any that is free."),
     as_json: bool = typer.Option(False, "--json", help="The address as JSON."),
 ) -> None:
-    """A page of the jobs, on this machine alone, until ctrl-C."""
+    """A page of the jobs, for who has the printed address, until ctrl-C."""
+    import platform
+
     from dovetail.jobs.backends.choose import chooser
     from dovetail.jobs.web import Pages, server
 
     store = open_store()
     with server(Pages(store, chooser(store.root, store.owner)), port) as made:
-        url = f"http://127.0.0.1:{made.server_address[1]}/"
-        _print_json({"url": url}) if as_json else _say(f"jobs at {url} (ctrl-C ends it)")
+        if as_json:
+            _print_json({"url": made.url})
+        else:
+            tunnel = f"ssh -L {made.server_port}:127.0.0.1:{made.server_port} {platform.node()}"
+            _say(f"jobs at {made.url}\nfrom another machine: {tunnel}\nctrl-C ends it; jobs go on")
         made.serve_forever()
 
 

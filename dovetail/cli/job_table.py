@@ -26,16 +26,13 @@ DETAILS = 10  # reasons for waiting that are shown under a list
 
 def row(job: Job, now: float, handle: str = "") -> tuple[str, ...]:
     """`handle`: the backend's own id of the last attempt. `age` is since creation, `ran` the time of running."""
+    from dovetail.jobs.job import where
+
     accelerator = "cpu" if job.accelerator in ("", "cpu") else job.accelerator
     place = where(job.backend, job.zone, handle), job.host or "-"
     times = duration(now - job.created), duration(job.seconds) if job.seconds else "-"
     dollars = f"{job.dollars:,.2f}" if job.dollars else "-"
     return (job.id, job.user, job.name, accelerator, *place, job.status, str(job.attempts), *times, dollars)
-
-
-def where(backend: str, zone: str, handle: str) -> str:
-    """`local`, `gcp-tpu us-east5-b`, or for Slurm its partition and job id: `slurm low 4711`."""
-    return " ".join(filter(None, (backend, zone, handle if backend == "slurm" else "")))
 
 
 def duration(seconds: float) -> str:
@@ -138,6 +135,8 @@ def _attempts(store: Store, job: Job) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
+
+    from dovetail.jobs.job import where
 
     out = Table(box=box.ROUNDED)
     for column in ("attempt", "where", "hosts", "ran", "outcome", "exit", "what"):

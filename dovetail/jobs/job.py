@@ -13,6 +13,11 @@ Wanted = Literal["run", "stop"]
 Phase = Literal["creating", "live", "ending", "gone"]
 
 
+def where(backend: str, zone: str, handle: str) -> str:
+    """Return `local`, `gcp-tpu us-east5-b`, or for Slurm its partition and its job id: `slurm low 4711`."""
+    return " ".join(filter(None, (backend, zone, handle if backend == "slurm" else "")))
+
+
 class Job(NamedTuple):
     """One row. The spec, which is long, is read apart (Store.spec). A tuple: thousands are made for one list."""
 

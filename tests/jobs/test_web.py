@@ -1,23 +1,28 @@
 """The page of jobs: what it answers, to whom, and that a browser shows it."""
 
+import contextlib
+import http.client
 import json
 import shutil
 import subprocess
 import threading
-import urllib.error
-import urllib.request
+from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner
 
+from dovetail.cli.job import app
 from dovetail.jobs import actions
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.spec import make
 from dovetail.jobs.web import Pages, curve, server
 
+TOKEN = "a-token-of-the-test"
+
 
 @pytest.fixture
 def url(store):
-    with server(Pages(store, chooser(store.root, store.owner)), 0) as made:
+    with server(Pages(store, chooser(store.root, store.owner)), 0, TOKEN) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.05,))
         thread.start()
         yield f"http://127.0.0.1:{made.server_port}"
@@ -35,10 +40,24 @@ def job(store) -> str:
     return id
 
 
-def get(address: str, **headers: str):
-    with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:
-        body = answer.read()
-        return json.loads(body) if "json" in answer.headers["Content-Type"] else body.decode()
+def ask(address: str, method: str = "GET", **headers: str):
+    """(status, headers, body) with the headers given, and no cookie of one's own; no redirect is followed."""
+    parts = urlsplit(address)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=10)
+    connection.request(method, address.removeprefix(f"http://{parts.netloc}") or "/", headers=headers)
+    with contextlib.closing(connection):
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+
+
+def cookie(url: str, token: str = TOKEN) -> str:
+    return f"dovetail-jobs-{urlsplit(url).port}={token}"
+
+
+def get(address: str):
+    status, headers, body = ask(address, Cookie=cookie(address))
+    assert status == 200, (status, body)
+    return json.loads(body) if "json" in headers["Content-Type"] else body
 
 
 def test_the_page_and_what_it_asks_for(url, job, store):
@@ -54,17 +73,58 @@ def test_the_page_and_what_it_asks_for(url, job, store):
 
 @pytest.mark.parametrize("path", ["/nothing", "/api/jobs/zzz", "/api/jobs/{job}/logs?attempt=7", "/api/jobs/../x"])
 def test_what_is_not_there_is_not_found(url, job, path):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(url + path.replace("{job}", job))
-    assert caught.value.code == 404
-    caught.value.close()
+    address = url + path.replace("{job}", job)
+    assert ask(address, Cookie=cookie(url))[0] == 404
 
 
-def test_a_page_elsewhere_cannot_ask_by_another_name(url):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        get(f"{url}/api/jobs", Host="evil.example")
-    assert caught.value.code == 403
-    caught.value.close()
+ROUTES = ["/", "/api/jobs", "/api/jobs/{job}", "/api/jobs/{job}/logs?attempt=1&rank=1", "/nothing"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_needs_the_token(url, job, path):
+    address = url + path.replace("{job}", job)
+    for headers in ({}, {"Cookie": cookie(url, "wrong")}, {"Cookie": f"dovetail-jobs-1={TOKEN}"}, {"Cookie": "\x00;="}):
+        status, _, body = ask(address, **headers)
+        assert status == 403 and "shown" not in body and "two" not in body and "dovetail job web" in body
+    assert ask(f"{address}{'&' if '?' in path else '?'}token=wrong")[0] == 403
+    assert ask(address, "POST")[0] == 403
+
+
+def test_the_address_that_is_printed_leads_to_the_page_and_leaves_the_address_bar(url):
+    status, headers, body = ask(f"{url}/?token={TOKEN}")
+    assert (status, headers["Location"], body) == (303, "/", "")
+    assert headers["Set-Cookie"] == f"{cookie(url)}; Path=/; HttpOnly; SameSite=Strict"
+    assert (
+        headers["Referrer-Policy"] == "no-referrer" and "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    )
+    assert "<title>dovetail jobs</title>" in get(url)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", ""])
+def test_a_page_elsewhere_cannot_ask_by_another_name(url, host):
+    name = host.replace("{port}", str(urlsplit(url).port))
+    assert ask(f"{url}/?token={TOKEN}", Host=name)[0] == 403
+    assert ask(f"{url}/api/jobs", Host=name, Cookie=cookie(url))[0] == 403
+
+
+def test_the_page_cancels_a_job_and_no_other_page_does(url, job, store):
+    address, own = f"{url}/api/jobs/{job}/cancel", {"Cookie": cookie(url), "X-Dovetail": "jobs", "Origin": url}
+    elsewhere = ({"X-Dovetail": ""}, {"Origin": "http://127.0.0.1:1"}, {"Origin": "null"}, {"Cookie": ""})
+    assert {ask(address, "POST", **(own | changed))[0] for changed in elsewhere} == {403}
+    assert ask(address, **own)[0] == 404  # a link cannot cancel
+    assert store.job(job).wanted == "run" and get(f"{url}/api/jobs/{job}")["may_cancel"]
+    assert ask(address, "POST", **own)[0] == 200 and store.job(job).wanted == "stop"
+    assert not get(f"{url}/api/jobs/{job}")["may_cancel"]
+    store.change(job, status="cancelled")
+    status, _, body = ask(address, "POST", **own)
+    assert status == 409 and "is over already" in json.loads(body)["error"]
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence(url):
+    port = str(urlsplit(url).port)
+    done = CliRunner().invoke(app, ["web", "--port", port])
+    assert isinstance(done.exception, ValueError)
+    assert f"127.0.0.1:{port} (Address already in use); choose another --port" in str(done.exception)
 
 
 def test_a_curve_is_thinned_and_a_torn_line_passed_over(tmp_path):
@@ -78,5 +138,7 @@ def test_a_curve_is_thinned_and_a_torn_line_passed_over(tmp_path):
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to look with")
 def test_a_browser_shows_the_job(url, job):
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
-    shown = subprocess.run([*command, f"{url}/#{job}"], capture_output=True, text=True, timeout=120, check=True).stdout
-    assert f"shown ({job}): waiting" in shown and "#1 here" in shown and "echo '&lt;b&gt;'" in shown
+    shown = subprocess.run(
+        [*command, f"{url}/?token={TOKEN}#{job}"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert f"shown ({job}): waiting" in shown and "#1 local" in shown and "echo '&lt;b&gt;'" in shown
