@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
+
+from dovetail.core.printable import printable
 
 if TYPE_CHECKING:
     from dovetail.jobs.tasks import Tasks
@@ -12,6 +16,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Many tasks for few machines: workers claim them, one at a time.", no_args_is_help=True)
 
 QUEUE = typer.Argument(help="The queue's name.")
+TASK = typer.Argument(help="The task's name.")
+FOLLOW_S = 0.3
 JSON = typer.Option(False, "--json", help="The same as JSON.")
 
 
@@ -67,7 +73,8 @@ def list_tasks(
         return
     for task in tasks:
         code = "" if task.exit_code is None else f" exit {task.exit_code}"
-        typer.echo(f"{task.name}  {task.status}{code}  {task.worker or '-'}  {task.command}  {task.detail}".rstrip())
+        line = f"{task.name}  {task.status}{code}  {task.worker or '-'}  {task.command}  {task.detail}"
+        typer.echo(printable(line).rstrip())
 
 
 @app.command()
@@ -96,9 +103,81 @@ def work(
 
 
 @app.command()
-def retry(queue: str = QUEUE, as_json: bool = JSON) -> None:
+def show(queue: str = QUEUE, task: str = TASK, as_json: bool = JSON) -> None:
+    """One task: its command, how it stands, and where its log is."""
+    import dataclasses
+    import json
+
+    tasks = _tasks(queue)
+    found = tasks.named(task)
+    whole = dataclasses.asdict(found) | {"after": tasks.needs(found), "log": str(tasks.log(found))}
+    if as_json:
+        typer.echo(json.dumps(whole))
+        return
+    for key, value in whole.items():
+        if key in ("created", "started", "ended") and value:
+            value = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
+        if key not in ("id", "claim", "lease") and value not in (None, "", []):
+            typer.echo(printable(f"{key.replace('_', ' ')}: {', '.join(value) if isinstance(value, list) else value}"))
+
+
+@app.command()
+def logs(
+    queue: str = QUEUE,
+    task: str = TASK,
+    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the task is over."),
+    as_json: bool = typer.Option(False, "--json", help="A JSON object per line."),
+) -> None:
+    """What a task has written, over all its tries."""
+    import json
+
+    for line in _lines(_tasks(queue), task, follow):
+        typer.echo(json.dumps({"line": line}) if as_json else printable(line))
+
+
+def _lines(tasks: Tasks, name: str, follow: bool) -> Iterator[str]:
+    """Whole lines, then what is left without an end."""
+    from dovetail.jobs.backends.log_file import read
+    from dovetail.jobs.tasks import OVER
+
+    position, half, found = 0, "", tasks.named(name)
+    if not follow and not tasks.log(found).exists():
+        by = f", worker {found.worker}: its log is in that worker's home of jobs" if found.worker else ""
+        raise ValueError(f"there is no log of task {name} here: it is {found.status}{by}")
+    while True:
+        over = not follow or tasks.named(name).status in OVER
+        while (part := read(tasks.log(found), position)).text:
+            position = part.position
+            *whole, half = (half + part.text).split("\n")
+            yield from whole
+        if over:
+            break
+        time.sleep(FOLLOW_S)
+    if half:
+        yield half
+
+
+@app.command()
+def cancel(queue: str = QUEUE, task: str = TASK, as_json: bool = JSON) -> None:
+    """Take a task out of the queue; one that runs gets SIGTERM, and its worker's --grace to end."""
+    import dataclasses
+    import json
+
+    tasks = _tasks(queue)
+    before = tasks.cancel(task)
+    says = f"task {task} of queue {queue} is cancelled"
+    says += f"; {before.worker} ends it within seconds" if before.status == "running" else ""
+    typer.echo(json.dumps(dataclasses.asdict(tasks.named(task))) if as_json else says)
+
+
+@app.command()
+def retry(
+    queue: str = QUEUE,
+    task: str = typer.Argument("", help="Only this one, which may have been cancelled too."),
+    as_json: bool = JSON,
+) -> None:
     """Make the tasks that failed ready again."""
     import json
 
-    count = _tasks(queue).retry()
+    count = _tasks(queue).retry(task)
     typer.echo(json.dumps({"ready": count}) if as_json else f"{count} tasks are ready again")

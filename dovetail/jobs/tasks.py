@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dovetail.jobs.store import Store
 
@@ -22,7 +23,7 @@ class Task:
     name: str
     command: str
     zones: str  # with commas; "": any
-    status: str  # ready, running, succeeded, failed
+    status: str  # ready, running, succeeded, failed, cancelled
     worker: str
     claim: int
     lease: float
@@ -36,6 +37,7 @@ class Task:
     ended: float | None
 
 
+OVER = ("succeeded", "failed", "cancelled")
 _TASK = ", ".join(Task.__dataclass_fields__)
 
 
@@ -109,10 +111,10 @@ class Tasks:
             )
             # what needs a task that failed never runs
             db.execute(
-                "UPDATE tasks SET status = 'failed', detail = 'a task that it needs has failed', ended = ?1 "
+                "UPDATE tasks SET status = 'failed', ended = ?1, detail = 'a task that it needs failed or was cancelled' "
                 "WHERE queue = ?2 AND status = 'ready' AND EXISTS "
                 "(SELECT 1 FROM needs n JOIN tasks o ON o.id = n.needs WHERE n.task = tasks.id "
-                "AND o.status = 'failed')",
+                "AND o.status IN ('failed', 'cancelled'))",
                 (now, self.queue),
             )
 
@@ -135,14 +137,43 @@ class Tasks:
         """Give it back unfinished: a preemption is no failure of the task."""
         return self._change(task, "status = 'ready', worker = '', losses = losses + 1, detail = ?", detail)
 
-    def retry(self) -> int:
-        """Make what failed ready again, its count of tries anew; how many."""
+    def retry(self, name: str = "") -> int:
+        """Make the tasks that failed ready again, or the named one if it failed or was cancelled; return how many."""
+        if name and self.named(name).status not in ("failed", "cancelled"):
+            raise ValueError(
+                f"task {name} of queue {self.queue} is {self.named(name).status}: there is nothing to retry"
+            )
+        which = "name = ? AND status IN ('failed', 'cancelled')" if name else "status = 'failed'"
         with self.store.transaction() as db:
             return db.execute(
-                "UPDATE tasks SET status = 'ready', tries = 0, losses = 0, detail = '' WHERE queue = ? "
-                "AND status = 'failed'",
-                (self.queue,),
+                "UPDATE tasks SET status = 'ready', tries = 0, losses = 0, detail = '', ended = NULL WHERE queue = ? "
+                f"AND {which}",
+                (self.queue, name) if name else (self.queue,),
             ).rowcount
+
+    def cancel(self, name: str) -> Task:
+        """Take a task out of the queue. The worker that runs it finds that its claim is gone, and ends it."""
+        with self.store.transaction() as db:
+            task = self.named(name)
+            if task.status in OVER:
+                raise ValueError(f"task {name} of queue {self.queue} is over already: {task.status}")
+            db.execute(
+                "UPDATE tasks SET status = 'cancelled', detail = 'cancelled', ended = ? WHERE id = ?",
+                (time.time(), task.id),
+            )
+        return task
+
+    def is_cancelled(self, task: Task) -> bool:
+        return self.store.read("SELECT status FROM tasks WHERE id = ?", (task.id,)) == [("cancelled",)]
+
+    def needs(self, task: Task) -> list[str]:
+        """Return the names of the tasks that must have succeeded first."""
+        query = "SELECT o.name FROM needs n JOIN tasks o ON o.id = n.needs WHERE n.task = ? ORDER BY o.id"
+        return [name for (name,) in self.store.read(query, (task.id,))]
+
+    def log(self, task: Task) -> Path:
+        """Where its worker writes what it prints; with Postgres, on the worker's own machine."""
+        return self.folder / str(task.id) / "log"
 
     def is_done(self) -> bool:
         """Whether nothing is left to run, now or later."""

@@ -25,6 +25,7 @@ from dovetail.jobs.outcome import PREEMPTED, error_line
 from dovetail.jobs.tasks import Task, Tasks
 
 POLL_S = 0.05
+BEAT_S = 2.0  # the longest time between two looks at whether the task is still ours
 TAIL = 8000
 # Its input is a pipe that the worker holds open, and nobody else: when that ends, so does the whole group.
 TIED = "exec 3<&0 </dev/null; (trap '' TERM INT; cat <&3 >/dev/null; kill -s KILL -- -$$) & exec 3<&-; "
@@ -67,11 +68,14 @@ class Worker:
             if not self._until(task, lambda: _taken(lock.fileno())):
                 return False
             code = 0 if _has_succeeded(folder) else self._run(task, folder, lock.fileno())
+        if code is None and self.tasks.is_cancelled(task):
+            (folder / "exit").unlink(missing_ok=True)  # a retry begins anew, whatever it ended with
+            return False
         if code is None or (self.stopped and code) or code == PREEMPTED:
             self.tasks.release(task, f"{self.name} was told to stop" if self.stopped else "preempted")
             return False
         # first the table, then the file: the other way round a success could be run again
-        said = self.tasks.finish(task, code, error_line(_tail(folder / "log")) if code else "")
+        said = self.tasks.finish(task, code, error_line(_tail(self.tasks.log(task))) if code else "")
         (folder / "exit").unlink(missing_ok=True)
         return said
 
@@ -81,7 +85,7 @@ class Worker:
             "DOVETAIL_TASK": task.name, "DOVETAIL_QUEUE": task.queue, "DOVETAIL_TASK_COMMAND": task.command,
             "DOVETAIL_TASK_TRY": str(task.claim), "DOVETAIL_TASK_DIR": str(folder),
         }  # fmt: skip
-        with (folder / "log").open("ab") as log:
+        with self.tasks.log(task).open("ab") as log:
             child = subprocess.Popen(
                 ["sh", "-c", TIED + RUN if self._is_tied else RUN, "task", str(folder / "exit")],
                 stdin=subprocess.PIPE if self._is_tied else subprocess.DEVNULL, stdout=log, stderr=log,
@@ -102,7 +106,8 @@ class Worker:
         """By signal, with time to save while the task is ours. The shell that writes the code is in the same group."""
         _signal(child, signal.SIGTERM)
         until = time.monotonic() + self.grace
-        while child.poll() is None and time.monotonic() < until and (self._is_ours(task) or not self._is_tied):
+        alone = not self._is_tied or self.tasks.is_cancelled(task)  # nobody else may begin it meanwhile
+        while child.poll() is None and time.monotonic() < until and (alone or self._is_ours(task)):
             time.sleep(POLL_S)
         if child.poll() is None:
             _signal(child, signal.SIGKILL)
@@ -119,7 +124,7 @@ class Worker:
     def _is_ours(self, task: Task) -> bool:
         """Renews the lease where it is time to; one that cannot be renewed is given up when half of it is over."""
         age = time.monotonic() - self._beat
-        if age <= self.lease / 4:
+        if age <= min(self.lease / 4, BEAT_S):
             return True
         try:
             kept = self.tasks.heartbeat(task, self.lease)

@@ -189,6 +189,22 @@ def test_a_supervisor_of_another_machine_is_stopped_there(job, home, monkeypatch
     assert isinstance(done.exception, ValueError) and "and this is elsewhere: stop it there" in str(done.exception)
 
 
+def test_a_task_by_command(job, home):
+    job("queue", "add", "q", r"printf 'one\033[2J\n:x: two'; exit 3", "--name", "bad")
+    job("queue", "add", "q", "true", "--name", "late", "--after", "bad")
+    done = CliRunner().invoke(app, ["queue", "logs", "q", "bad"])
+    assert "there is no log of task bad here: it is ready" in str(done.exception)
+    subprocess.run([sys.executable, "-m", "dovetail", "job", "queue", "work", "q"], capture_output=True, check=True)
+    assert job("queue", "logs", "q", "bad") == job("queue", "logs", "q", "bad", "-f") == "one\n:x: two\n"
+    shown = job("queue", "show", "q", "bad")
+    assert "status: failed\n" in shown and "exit code: 3\n" in shown and "detail: :x: two\n" in shown
+    assert job("queue", "show", "q", "late", "--json")["after"] == ["bad"]
+    assert "\x1b" not in job("queue", "list", "q") + shown
+    job("queue", "retry", "q", "bad")
+    assert job("queue", "cancel", "q", "bad") == "task bad of queue q is cancelled\n"
+    assert job("queue", "show", "q", "bad", "--json")["status"] == "cancelled"
+
+
 def test_the_supervisor_is_started_by_itself_and_survives_the_terminal(tmp_path):
     """The real thing: create in a process of its own, whose session is then hung up."""
     home = tmp_path / "home"

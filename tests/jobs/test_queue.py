@@ -90,6 +90,29 @@ def test_told_to_stop_a_worker_gives_its_task_back_saved(tasks, tmp_path):
     assert (tmp_path / "saved").exists() and (task.status, task.tries, task.losses) == ("ready", 0, 1)
 
 
+def test_a_task_that_is_cancelled_is_ended_and_may_be_retried(tasks, tmp_path):
+    tasks.add("long", f"trap 'exit 0' TERM; touch {tmp_path}/up; while :; do sleep 1 & wait; done")
+    tasks.add("waits", "true")
+    tasks.add("next", "true", after=["long"])
+    assert tasks.cancel("waits").status == "ready" and tasks.claim("w", 30).name == "long"
+    tasks.release(tasks.all()[0], "")
+    worker = Worker(tasks, lease=1.0)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    until = time.monotonic() + 30
+    while not (tmp_path / "up").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert tasks.cancel("long").status == "running"
+    thread.join(30)
+    assert not thread.is_alive()  # nothing is left to run, and the shell, which would go on for ever, has ended
+    assert statuses(tasks) == {"long": "cancelled", "waits": "cancelled", "next": "failed"}
+    assert not (tasks.folder / "1" / "exit").exists()  # a retry does not take its 0 for a success
+    with pytest.raises(ValueError, match="long of queue q is over already: cancelled"):
+        tasks.cancel("long")
+    assert tasks.retry() == 1 and tasks.retry("waits") == 1
+    assert statuses(tasks) == {"long": "cancelled", "waits": "ready", "next": "ready"}
+
+
 def start(root: Path) -> subprocess.Popen:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen([sys.executable, "-c", WORK, str(root)], env=environ)
