@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from dovetail.jobs.store import Store
 
 CODES = {"succeeded": 0, "failed": 1, "stopped": 3, "cancelled": 4}
-WAIT_S = 0.3
 
 
 def attempt_of(store: Store, job: Job, row: Try) -> tuple[Attempt, Backend]:
@@ -54,30 +52,24 @@ def show_logs(store: Store, job: Job, rank: int, number: int, as_json: bool) -> 
 
 
 def follow_job(store: Store, id: str, rank: int = -1, as_json: bool = False) -> int:
-    """Over all attempts to come; 0 where the job succeeded."""
-    from dovetail.jobs.logs import Follower
+    """Print all attempts to come; return 0 if the job succeeded. Ctrl-C ends the printing, and not the job."""
+    from dovetail.jobs import logs
+    from dovetail.jobs.backends.choose import chooser
 
-    number = max(1, store.job(id).attempts)
-    while True:
-        row = next((row for row in store.attempts(id) if row.number == number), None)
-        job = store.job(id)
-        if row is not None:
-            attempt, backend = attempt_of(store, job, row)
-            follower = Follower(backend, attempt, _ranks(attempt, rank))
-            _print(follower.follow(lambda: _is_over(store, id, number)), attempt, as_json)  # noqa: B023 (used up here)
-            _say_failed(next(row for row in store.attempts(id) if row.number == number), as_json)
-            number += 1
-        elif job.is_over:
-            detail = f": {printable(job.detail)}" if job.detail else ""
-            typer.echo(f"job {id} {job.status}{detail}", err=True)
-            return CODES[job.status]
-        else:
-            time.sleep(WAIT_S)
-
-
-def _is_over(store: Store, id: str, number: int) -> bool:
-    row = next(row for row in store.attempts(id) if row.number == number)
-    return row.phase in ("ending", "gone")
+    choose = chooser(store.root, store.owner)
+    lines = logs.follow_job(
+        store, choose, id, lambda attempt: _ranks(attempt, rank), lambda row: _say_failed(row, as_json)
+    )
+    try:
+        for attempt, which, line in lines:
+            _print([(which, line)], attempt, as_json)
+    except KeyboardInterrupt:
+        typer.echo(f"\n{logs.goes_on(store.job(id))}", err=True)
+        raise
+    job = store.job(id)
+    detail = f": {printable(job.detail)}" if job.detail else ""
+    typer.echo(f"job {id} {job.status}{detail}", err=True)
+    return CODES[job.status]
 
 
 def _ranks(attempt: Attempt, rank: int) -> list[int]:

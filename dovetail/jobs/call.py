@@ -5,6 +5,7 @@ python -m dovetail.jobs.call FOLDER
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -20,6 +21,9 @@ FAILED = 1
 def main(folder: Path) -> int:
     import cloudpickle
 
+    for stream in (sys.stdout, sys.stderr):  # into a log, which is shown as it grows
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     function, args, kwargs = cloudpickle.loads(parcel.read(folder / CALL))
     try:
         value = function(*args, **kwargs)

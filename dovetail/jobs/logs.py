@@ -1,4 +1,4 @@
-"""The logs of all ranks of an attempt, as they grow."""
+"""The logs of all ranks of a job, attempt by attempt, as they grow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.backend import Backend, Unavailable
+from dovetail.jobs.job import Job, Try
+from dovetail.jobs.store import Store
 
 POLL_S = 0.3
 
@@ -53,3 +55,52 @@ class Follower:
             if not over:
                 time.sleep(POLL_S)
         yield from self.rest()
+
+
+def follow_job(
+    store: Store,
+    choose: Callable[[str], Backend],
+    id: str,
+    ranks: Callable[[Attempt], Sequence[int]],
+    ended: Callable[[Try], None] = lambda row: None,
+    poll: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Attempt, int, str]]:
+    """Yield (attempt, rank, line) of a job from its current attempt on, until the job is over.
+
+    `ended` is called with each attempt that is over, after its last line; `poll` whenever the store is read.
+    """
+
+    def is_over() -> bool:
+        poll()
+        found = _row(store, id, number)
+        return found is None or found.phase in ("ending", "gone")
+
+    number = max(1, store.job(id).attempts)
+    while True:
+        row, job = _row(store, id, number), store.job(id)
+        if row is not None:
+            store.refuse_elsewhere(job, "look at it")
+            attempt = store.attempt(job, row)
+            follower = Follower(choose(job.backend), attempt, ranks(attempt))
+            for rank, line in follower.follow(is_over):
+                yield attempt, rank, line
+            if found := _row(store, id, number):
+                ended(found)
+            number += 1
+        elif job.is_over:
+            return
+        else:
+            poll()
+            time.sleep(POLL_S)
+
+
+def _row(store: Store, id: str, number: int) -> Try | None:
+    return next((row for row in store.attempts(id) if row.number == number), None)
+
+
+def goes_on(job: Job) -> str:
+    """Say what becomes of a job whose output is not followed any more."""
+    if job.is_over:
+        return f"job {job.id} is over: {job.status}"
+    how = f"`dovetail job logs -f {job.id}` follows it again, `dovetail job cancel {job.id}` ends it"
+    return f"job {job.id} goes on ({job.status}): {how}"

@@ -6,13 +6,14 @@ def measure(size):
     return seconds
 
 measure(8)                       # here, as ever
-measure.run(8)                   # as a job; waits, and returns the first process's value
+measure.run(8)                   # as a job; prints what it prints, and returns the first process's value
 handle = measure.submit(8)       # does not wait: handle.id is a job's, attach(id) finds it again from anywhere
 measure.map([8, 16, 32])         # one job each
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -20,12 +21,15 @@ import pickle
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.jobs import actions, parcel, presence
+from dovetail.core.printable import printable
+from dovetail.jobs import actions, logs, parcel, presence
 from dovetail.jobs.attempt import CALL as FOLDER
+from dovetail.jobs.attempt import Attempt
+from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.call import CALL, RESULT
 from dovetail.jobs.home import jobs_home
 from dovetail.jobs.job import Job
@@ -80,13 +84,21 @@ class Handle:
     def result(self, timeout: float | None = None) -> Any:
         """The value, once there is one; the function's own exception where it raised one."""
         until = None if timeout is None else time.monotonic() + timeout
-        while not self.done():
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"job {self.id} is {self.job.status} after {timeout:g} s; it goes on")
-            if not presence.holder(self.root):
+        with _explained((self,)):
+            while not self.done():
+                if until is not None and time.monotonic() > until:
+                    raise TimeoutError(f"job {self.id} is {self.job.status} after {timeout:g} s; it goes on")
                 presence.ensure(self.root)
-            time.sleep(POLL_S)
+                time.sleep(POLL_S)
         return self._answer(self.job)
+
+    def follow(self) -> None:
+        """Print what its processes print, until it is over."""
+        choose = chooser(self.root, self.store.owner)
+        lines = logs.follow_job(self.store, choose, self.id, _all_ranks, poll=lambda: presence.ensure(self.root))
+        with _explained((self,)):
+            for attempt, rank, line in lines:
+                print(f"{rank} | {printable(line)}" if attempt.spec.processes > 1 else printable(line), flush=True)
 
     def _answer(self, job: Job) -> Any:
         self.store.refuse_elsewhere(job, "its value is")
@@ -95,13 +107,29 @@ class Handle:
         names = [f"{number}.{RESULT}"] + [f"{number}.{rank}.{RESULT}"] * bool(rank)
         found = [folder / name for name in reversed(names) if (folder / name).exists()]
         if job.status not in ("succeeded", "failed") or not found:
-            raise RemoteError(
-                f"job {self.id} {job.status}: {job.detail or 'it left no result'}; dovetail job logs {self.id}"
-            )
+            why = printable(job.detail) or "it left no result"
+            raise RemoteError(f"job {self.id} {job.status}: {why}; dovetail job logs {self.id}")
         answer = pickle.loads(parcel.read(found[0]))
         if "error" in answer:
             raise answer["error"] from RemoteTraceback(answer["traceback"])
         return answer["value"]
+
+
+def _all_ranks(attempt: Attempt) -> range:
+    return range(attempt.spec.processes)
+
+
+@contextlib.contextmanager
+def _explained(handles: Sequence[Handle]) -> Iterator[None]:
+    """At ctrl-C, say what becomes of the jobs."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for handle in handles:
+            if not (job := handle.job).is_over:
+                attached = f"dovetail.jobs.remote.attach({job.id!r}).result() returns its value"
+                print(f"\n{logs.goes_on(job)}, and {attached}", file=sys.stderr)
+        raise
 
 
 def attach(id: str, root: Path | None = None) -> Handle:
@@ -122,13 +150,17 @@ class Remote:
         return self.function(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.submit(*args, **kwargs).result()
+        """Create the job, print what the function prints, and return its value."""
+        handle = self.submit(*args, **kwargs)
+        handle.follow()
+        return handle.result()
 
     def map(self, *iterables: Iterable[Any]) -> list[Any]:
         """As the built-in, a job for each; the first exception, where there is one, once all have ended."""
         handles = [self.submit(*args) for args in zip(*iterables, strict=True)]
-        while not all(handle.done() for handle in handles):
-            time.sleep(POLL_S)
+        with _explained(handles):
+            while not all(handle.done() for handle in handles):
+                time.sleep(POLL_S)
         return [handle.result() for handle in handles]
 
     def submit(self, *args: Any, **kwargs: Any) -> Handle:

@@ -111,7 +111,8 @@ class Tasks:
             )
             # what needs a task that failed never runs
             db.execute(
-                "UPDATE tasks SET status = 'failed', ended = ?1, detail = 'a task that it needs failed or was cancelled' "
+                "UPDATE tasks SET status = 'failed', ended = ?1, "
+                "detail = 'a task that it needs failed or was cancelled' "
                 "WHERE queue = ?2 AND status = 'ready' AND EXISTS "
                 "(SELECT 1 FROM needs n JOIN tasks o ON o.id = n.needs WHERE n.task = tasks.id "
                 "AND o.status IN ('failed', 'cancelled'))",

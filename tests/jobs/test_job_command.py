@@ -14,7 +14,9 @@ from dovetail.cli.job import app
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.presence import holder, only_one
 from dovetail.jobs.store import Store
+from dovetail.jobs.tasks import Tasks
 from dovetail.jobs.web import Pages
+from dovetail.jobs.worker import Worker
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_a_task_by_command(job, home):
     job("queue", "add", "q", "true", "--name", "late", "--after", "bad")
     done = CliRunner().invoke(app, ["queue", "logs", "q", "bad"])
     assert "there is no log of task bad here: it is ready" in str(done.exception)
-    subprocess.run([sys.executable, "-m", "dovetail", "job", "queue", "work", "q"], capture_output=True, check=True)
+    Worker(Tasks(Store(home), "q")).run()
     assert job("queue", "logs", "q", "bad") == job("queue", "logs", "q", "bad", "-f") == "one\n:x: two\n"
     shown = job("queue", "show", "q", "bad")
     assert "status: failed\n" in shown and "exit code: 3\n" in shown and "detail: :x: two\n" in shown

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 import traceback
 
 import numpy as np
@@ -36,9 +37,18 @@ def fails(word):
     return {}[word]
 
 
-def test_a_value_comes_back_from_another_process():
+@dt.remote(hosts=2)
+def waits(folder):
+    """Print, then end once the test has seen that."""
+    print(f"printed \x1b[31mby {os.environ['DOVETAIL_RANK']}")
+    while not (folder / "seen").exists():
+        time.sleep(0.02)
+
+
+def test_a_value_comes_back_from_another_process(capsys):
     value, process = outer.run(4, y=2)
     assert value == 14 and process != os.getpid()
+    assert capsys.readouterr().out == "seen by the log\n"
     assert outer(4, y=2) == (14, os.getpid()) and outer.__doc__ == "What it does."
 
 
@@ -52,6 +62,26 @@ def test_the_first_process_of_several_answers_and_all_are_logged():
     handle = ranks.submit()
     assert handle.result(60) == ("0", "2")
     assert attach(handle.id).result() == ("0", "2")
+
+
+def test_run_prints_while_the_function_runs_and_ctrl_c_says_what_becomes_of_it(tmp_path, store, monkeypatch):
+    printed = []
+
+    def show(line, **more):
+        """Ctrl-C, once both ranks' lines are here: the function waits for them to be seen."""
+        printed.append(line)
+        if {"0 | printed by 0", "1 | printed by 1"} <= set(printed) and "goes on" not in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("dovetail.jobs.remote.print", show, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        waits.run(tmp_path)
+    (job,) = store.jobs()
+    said = printed[-1]
+    assert f"job {job.id} goes on (running)" in said and f"dovetail job cancel {job.id}" in said
+    assert f"attach('{job.id}').result()" in said
+    (tmp_path / "seen").touch()
+    assert attach(job.id).result(60) is None
 
 
 def test_an_exception_is_raised_here_with_the_traceback_from_there():
