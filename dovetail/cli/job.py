@@ -39,6 +39,8 @@ def create(
     as_json: bool = JSON,
 ) -> None:
     """Create a job: dovetail job create name=hello command='echo hello'."""
+    from dataclasses import replace
+
     from dovetail.cli.job_create import confirm, read_spec, show_only, warnings
     from dovetail.jobs import actions, gate, price, snapshot
 
@@ -51,18 +53,16 @@ def create(
     for line in notes:
         typer.echo(f"warning: {line}", err=True)
     if dry_run:
-        show_only(wanted, cost.says, notes, as_json)
+        show_only(replace(wanted, code=snapshot.settled(wanted.code, base)), cost.says, notes, as_json)
         actions.check(wanted, base)
-        code = snapshot.source(wanted.code, base) if wanted.code.path else None
-        if remark := gate.check(wanted, code) if check else "":
+        if remark := gate.check(wanted, snapshot.command_folder(wanted.code, base)) if check else "":
             typer.echo(f"note: {remark}", err=True)
         return
     remarks = []
 
     def agree() -> None:
         confirm(wanted, cost, yes)
-        code = snapshot.source(wanted.code, base) if wanted.code.path else None
-        remarks.append(gate.check(wanted, code) if check else "")
+        remarks.append(gate.check(wanted, snapshot.command_folder(wanted.code, base)) if check else "")
 
     store = open_store()
     job = actions.create(store, wanted, base, confirm=agree)

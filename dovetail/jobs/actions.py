@@ -26,7 +26,7 @@ def create(
     put there what the job needs, before any supervisor hears of it. `confirm` is called once the job is known to be
     able to start, and before anything is made; it raises to stop."""
     check(spec, base)
-    spec = replace(spec, after=ids_of(store, spec.after))
+    spec = replace(spec, after=ids_of(store, spec.after), code=snapshot.settled(spec.code, base))
     confirm()
     values = secrets.take(spec)
     digest = snapshot.take(spec.code, store.root / "snapshots", base) if spec.code.path else ""
@@ -46,7 +46,7 @@ def create(
 
 def check(spec: Spec, base: Path | None = None) -> None:
     """Raise ValueError or ImportError where `create` would refuse the job, and make nothing."""
-    preflight.check(spec, snapshot.source(spec.code, base) if spec.code.path else None)
+    preflight.check(spec, snapshot.command_folder(spec.code, base))
 
 
 def ids_of(store: Store, names: Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
     spec = changed(store.spec(job.id), words)
     spec = replace(spec, after=ids_of(store, spec.after)) if spec.after != store.spec(job.id).after else spec
     if job.site == store.site:  # elsewhere, only that site's machines can say whether it starts
-        code = store.home(job.id) / "code"
+        code = store.home(job.id) / "code" / spec.code.cwd
         preflight.check(spec, code if code.is_dir() else None)
         secrets.keep(store.home(job.id), secrets.take(spec))
     elif secrets.names(spec):

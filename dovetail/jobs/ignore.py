@@ -68,6 +68,18 @@ def files(root: Path, exclude: Sequence[str] = ()) -> list[PurePosixPath]:
     return sorted(path for path in listed if not _is_below_ignored(path, own) and (root / path).is_file())
 
 
+def repository(root: Path) -> Path | None:
+    """Return the top folder of the git repository that `root` lies in; None where there is none, or no git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "--show-toplevel"], capture_output=True, check=False
+        )
+    except OSError:
+        return None
+    found = os.fsdecode(done.stdout).rstrip("\n")
+    return Path(found).resolve() if done.returncode == 0 and found else None
+
+
 def _by_git(root: Path) -> list[PurePosixPath] | None:
     """Tracked files and those that are not ignored; None where this is no repository, or there is no git."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

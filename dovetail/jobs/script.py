@@ -17,13 +17,21 @@ def script(spec: Spec, python: str = "") -> str:
     """`python`: an interpreter whose folder is searched first, where the spec names no environment."""
     lines = ["#!/bin/sh"]
     lines += [f"export {name}={shlex.quote(value)}" for name, _, value in (pair.partition("=") for pair in spec.env)]
-    lines += ['cd "${DOVETAIL_CODE_DIR:-$DOVETAIL_JOB_DIR}" || exit 90']
+    lines += _folder(spec.code.cwd)
     lines += _environment(spec.environment, python)
     lines += [f"{{ {line}\n}} || exit 91" for line in spec.environment.setup]
     # A caught signal lets the shell wait for its command, which saves and ends with a code of its own; a shell that
     # died of it would leave the command behind, and hide its code.
     lines += ["trap : TERM INT", spec.line]
     return "\n".join(lines) + "\n"
+
+
+def _folder(cwd: str) -> list[str]:
+    """Lines that enter the code's folder. From a subfolder, scripts find the packages of the whole."""
+    if cwd in ("", "."):
+        return ['cd "${DOVETAIL_CODE_DIR:-$DOVETAIL_JOB_DIR}" || exit 90']
+    path = '"$DOVETAIL_CODE_DIR:$DOVETAIL_CODE_DIR/src${PYTHONPATH:+:$PYTHONPATH}"'
+    return [f'cd "$DOVETAIL_CODE_DIR"/{shlex.quote(cwd)} || exit 90', f"export PYTHONPATH={path}"]
 
 
 def _environment(environment: Environment, python: str) -> list[str]:

@@ -13,6 +13,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from dovetail.jobs import ignore
@@ -35,12 +36,35 @@ def source(code: Code, base: Path | None = None) -> Path:
     return root
 
 
+def command_folder(code: Code, base: Path | None = None) -> Path | None:
+    """Return the folder of this machine that the command will see as its own; None for a job without code."""
+    if not code.path:
+        return None
+    folder = source(code, base) / code.cwd
+    if not folder.is_dir():
+        raise ValueError(f"code.cwd must be a folder of the code; there is no {folder}")
+    return folder
+
+
+def settled(code: Code, base: Path | None = None) -> Code:
+    """Return `code` as it is taken: from a subfolder of a git repository the repository, with the command run in that
+    subfolder, so that scripts find the repository's own packages."""
+    if not code.path or code.cwd:
+        return code
+    root = source(code, base).resolve()
+    top = ignore.repository(root)
+    if top is None or top == root or not ignore.files(root, code.exclude):  # git may ignore the folder itself
+        return code
+    return replace(code, path=str(top), cwd=str(PurePosixPath(root.relative_to(top))))
+
+
 def take(code: Code, folder: Path, base: Path | None = None) -> str:
     """Write the archive into `folder`, unless it is there; its digest."""
     root = source(code, base)
+    command_folder(code, base)
     paths = ignore.files(root, code.exclude)
     _check_sizes(root, paths, code)
-    _check_secrets(root, paths)
+    _check_secrets(root, paths, code)
     digest = _digest(root, paths)
     target = folder / f"{digest}.tar.gz"
     if not target.exists():
@@ -54,7 +78,7 @@ def take(code: Code, folder: Path, base: Path | None = None) -> str:
 def _check_sizes(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None:
     sizes = {path: (root / path).stat().st_size for path in paths}
     large = [f"{path} ({size / 1e6:.0f} MB)" for path, size in sizes.items() if size > code.file_mb * 1e6]
-    how = "add them to .gitignore or code.exclude"
+    how = f"add them to .gitignore or code.exclude{_narrower(code)}"
     if large:
         raise ValueError(f"code: files of more than {code.file_mb:g} MB are data, not code: {_some(large)}; {how}")
     if sum(sizes.values()) > code.total_mb * 1e6:
@@ -65,12 +89,17 @@ def _check_sizes(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None
         )
 
 
-def _check_secrets(root: Path, paths: Sequence[PurePosixPath]) -> None:
+def _narrower(code: Code) -> str:
+    """How to take less than a whole repository."""
+    return f" (the repository {code.path} is taken; code.cwd=. takes the folder {code.cwd} alone)" if code.cwd else ""
+
+
+def _check_secrets(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None:
     found = [str(path) for path in paths if SECRET_FILES.search(str(path)) or _holds_secret(root / path)]
     if found:
         raise ValueError(
             f"code: what looks like a secret would be taken along: {_some(found)}; add it to .gitignore or "
-            "code.exclude, and give its value as `secrets: [NAME=env:NAME]`"
+            f"code.exclude{_narrower(code)}, and give its value as `secrets: [NAME=env:NAME]`"
         )
 
 

@@ -55,12 +55,17 @@ class Code:
     """The working tree as it is at the job's creation; every attempt runs that."""
 
     path: str = "."  # "": no code is taken along, and the command runs in the job's own folder
+    # Folder of the code in which the command runs. If `path` lies in a git repository, `create` takes the whole of it
+    # and sets this; `.` takes `path` alone.
+    cwd: str = ""
     exclude: tuple[str, ...] = ()  # more patterns, as .gitignore has them
     file_mb: float = 20.0  # a larger file is refused: it is data, not code
     total_mb: float = 200.0
 
     def __post_init__(self) -> None:
         not_negative(self, "file_mb", "total_mb")
+        inside = not self.cwd.startswith(("/", "~")) and ".." not in self.cwd.split("/")
+        require(inside, f"cwd must be a folder below code.path, such as experiments/a; got {self.cwd!r}")
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,22 @@ def test_a_job_from_its_creation_to_its_end(job):
 
 
 @pytest.mark.usefixtures("supervised")
+def test_from_a_subfolder_the_repository_s_package_is_found(job, tmp_path, monkeypatch):
+    """A package at the root and one in src/, for a script that runs in a folder of its own."""
+    for name in ("mine", "src/ours", "trials/first"):
+        (tmp_path / "code" / name).mkdir(parents=True)
+    (tmp_path / "code" / "mine" / "__init__.py").write_text("WORD = 'mine'\n")
+    (tmp_path / "code" / "src" / "ours" / "__init__.py").write_text("WORD = 'ours'\n")
+    script = "import os, mine, ours; print(mine.WORD, ours.WORD, os.path.basename(os.getcwd()))\n"
+    (tmp_path / "code" / "trials" / "first" / "go.py").write_text(script)
+    subprocess.run(["git", "init", "-q", str(tmp_path / "code")], check=True)
+    monkeypatch.chdir(tmp_path / "code" / "trials" / "first")
+    assert "mine ours first\n" in job("create", "name=sub", "command=python go.py", "--follow")
+    assert "cwd: trials/first" in job("show", "sub", "--json")["spec"]
+    assert "No module named 'mine'" in job("create", "name=own", "command=python go.py", "code.cwd=.", "-f", code=1)
+
+
+@pytest.mark.usefixtures("supervised")
 def test_a_failure_exits_with_one_and_names_the_error(job):
     shown = job("create", "name=bad", "command=echo 'KeyError: 3'; exit 9", "-f", code=1)
     assert "exit 9: failed: KeyError: 3" in shown

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from dovetail.jobs import ignore
-from dovetail.jobs.snapshot import take, unpack
+from dovetail.jobs.snapshot import settled, take, unpack
 from dovetail.jobs.spec import Code
 
 
@@ -74,3 +74,22 @@ def test_what_is_too_large_is_refused_by_name(tree, tmp_path):
         take(Code(str(tree), file_mb=1.0), tmp_path / "out")
     with pytest.raises(ValueError, match=r"1 MB is the most; the largest are weights\.bin"):
         take(Code(str(tree), total_mb=1.0), tmp_path / "out")
+
+
+def test_from_a_subfolder_the_repository_is_taken(tree, tmp_path):
+    alone = Code(str(tree / "sub"))
+    assert settled(alone) == alone  # no repository
+    subprocess.run(["git", "init", "-q", str(tree)], check=True)
+    assert settled(Code("sub"), tree) == Code(str(tree), cwd="sub")
+    assert settled(Code(str(tree))) == Code(str(tree))
+    assert settled(Code("sub", cwd="."), tree) == Code("sub", cwd=".")
+    assert settled(Code("sub/build"), tree) == Code("sub/build")  # which git ignores
+    digest = take(settled(Code("sub"), tree), tmp_path / "out")
+    assert digest == take(Code(str(tree)), tmp_path / "out")
+    (tree / "a.pem").write_text("")
+    with pytest.raises(ValueError, match=r"a\.pem; .*code\.cwd=\. takes the folder sub alone"):
+        take(settled(Code("sub"), tree), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"code\.cwd must be a folder of the code"):
+        take(Code(str(tree), cwd="none"), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"cwd must be a folder below code\.path"):
+        Code(cwd="../elsewhere")
