@@ -98,7 +98,8 @@ def list_jobs(
     statuses = _statuses(status)
     limit = 0 if all_jobs or as_json else SHOWN
     if as_json:
-        _print_json([_job_dict(job) for job in store.jobs(statuses, limit)])
+        handles = store.handles("slurm")
+        _print_json([_job_dict(job) | {"handle": handles.get(job.id, "")} for job in store.jobs(statuses, limit)])
     elif watch:
         job_table.watch(store, statuses, limit)
     else:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dovetail.jobs.job import Job
     from dovetail.jobs.store import Store
 
-COLUMNS = ("id", "user", "name", "accelerator", "where", "host 0", "status", "attempts", "age", "ran", "$")
+COLUMNS = ("id", "user", "name", "accel.", "where", "host", "status", "attempts", "age", "ran", "$")
+CUT = ("user", "name", "accel.", "where", "host")  # in a narrow terminal, the widest first
 NUMERIC = ("attempts", "age", "ran", "$")
 STYLES = {"running": "green", "succeeded": "blue", "failed": "red", "stopped": "yellow", "cancelled": "dim"}
 PLAIN_FROM = 200  # rows: laying out a rich table of thousands takes seconds
@@ -79,10 +80,10 @@ def table(jobs: Iterable[Job], handles: Mapping[str, str]) -> Table:
 
     out, now = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0)), time.time()  # all columns in 80 characters
     for column in COLUMNS:
-        width = {"id": 7, "status": 9, "name": 8, "where": 12}.get(column)  # in a narrow terminal others are cut first
-        out.add_column(column, justify="right" if column in NUMERIC else "left", no_wrap=True, min_width=width)
+        title = Text(column, no_wrap=True, overflow="ellipsis")
+        out.add_column(title, justify="right" if column in NUMERIC else "left", no_wrap=column not in CUT)
     for job in jobs:
-        cells = [Text(cell) for cell in row(job, now, handles.get(job.id, ""))]
+        cells = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row(job, now, handles.get(job.id, ""))]
         cells[6].stylize(STYLES.get(job.status, ""))
         out.add_row(*cells)
     return out

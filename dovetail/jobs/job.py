@@ -14,8 +14,8 @@ Phase = Literal["creating", "live", "ending", "gone"]
 
 
 def where(backend: str, zone: str, handle: str) -> str:
-    """Return `local`, `gcp-tpu us-east5-b`, or for Slurm its partition and its job id: `slurm low 4711`."""
-    return " ".join(filter(None, (backend, zone, handle if backend == "slurm" else "")))
+    """Return `local`, `gcp-tpu us-east5-b`, or for Slurm its job id and partition: `slurm 4711 low`."""
+    return " ".join(filter(None, (backend, handle if backend == "slurm" else "", zone)))
 
 
 class Job(NamedTuple):

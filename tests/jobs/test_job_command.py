@@ -1,5 +1,6 @@
 """`dovetail job`, as it is typed."""
 
+import io
 import json
 import os
 import re
@@ -8,9 +9,11 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dovetail.cli.job import app
+from dovetail.cli.job_table import table
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.presence import holder, only_one
 from dovetail.jobs.store import Store
@@ -94,6 +97,20 @@ def test_age_is_since_creation_and_ran_is_running_time(job, home):
     header, line = job("list").splitlines()[:2]
     cells = dict(zip(re.split(r"  +", header), re.split(r"  +", line), strict=True))
     assert (cells["age"], cells["ran"], cells["where"]) == ("2.0 h", "1.5 m", "local")
+
+
+def test_a_list_fits_a_terminal_of_80_columns(job, home):
+    job("create", "name=a-name-that-is-longer-than-most-names-are", "command=true", "backend=slurm", "--no-check")
+    store = Store(home)
+    (row,) = store.jobs()
+    store.begin(row.id, "debug", "")
+    store.change_attempt(row.id, 1, handle="412")
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(store.jobs(), store.handles("slurm")))
+    header, line = console.file.getvalue().splitlines()
+    assert header.split()[-4:] == ["attempts", "age", "ran", "$"] and max(len(header), len(line)) <= 80
+    assert "slurm 412" in line and "waiting" in line and f"{row.id} " in line
+    assert job("list", "--json")[0]["handle"] == "412"
 
 
 def test_cancel_and_clean(job, home):

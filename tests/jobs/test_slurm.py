@@ -44,7 +44,7 @@ def test_every_process_knows_its_place_and_no_secret_but_its_own(store, monkeypa
     assert store.attempts(id)[0].hosts == "dta,dtb" and store.job(id).host == "dta"
     shown = CliRunner().invoke(app, ["list"], env={"COLUMNS": "200"}).stdout
     shown += CliRunner().invoke(app, ["show", id], env={"COLUMNS": "200"}).stdout
-    assert shown.count(f"slurm low {store.last(id).handle}") == 3  # in the list, and for the job and its attempt
+    assert shown.count(f"slurm {store.last(id).handle} low") == 3  # in the list, and for the job and its attempt
 
 
 @pytest.mark.usefixtures("supervised")
