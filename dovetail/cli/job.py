@@ -55,7 +55,8 @@ def create(
     if dry_run:
         show_only(replace(wanted, code=snapshot.settled(wanted.code, base)), cost.says, notes, as_json)
         actions.check(wanted, base)
-        if remark := gate.check(wanted, snapshot.command_folder(wanted.code, base)) if check else "":
+        code = snapshot.command_folder(wanted.code, base)
+        if remark := gate.check(wanted, code, compiles=False) if check else "":
             typer.echo(f"note: {remark}", err=True)
         return
     remarks = []

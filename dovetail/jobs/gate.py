@@ -39,8 +39,9 @@ def check_place(spec: Spec) -> str:
     return ""
 
 
-def check(spec: Spec, code: Path | None = None) -> str:
-    """A remark, or ""; ValueError with the reason where it will not run. `code`: where a recipe's file is."""
+def check(spec: Spec, code: Path | None = None, compiles: bool = True) -> str:
+    """A remark, or ""; ValueError with the reason where it will not run. `code`: where a recipe's file is. Compiling
+    may take minutes."""
     if not applies(spec):
         return ""
     if importlib.util.find_spec("jax") is None:
@@ -51,7 +52,7 @@ def check(spec: Spec, code: Path | None = None) -> str:
         return ""
     if importlib.util.find_spec("libtpu") is None:
         return "planned, and not compiled: libtpu is not installed here (pip install 'dovetail[tpu]' on x86-64 Linux)"
-    return _ask(spec, spec.device, _compile(spec), code)
+    return _ask(spec, spec.device, _compile(spec), code) if compiles else "planned; `create` compiles it too"
 
 
 def _plan(spec: Spec, device: Accelerator) -> list[str]:
