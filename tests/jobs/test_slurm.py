@@ -1,12 +1,14 @@
 """A real Slurm: two nodes on this machine, started here. Where slurmd cannot run, each test says why it was skipped."""
 
 import os
+import shlex
 import subprocess
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jobs.docs_page import console
 from jobs.slurm_cluster import preempt, until
 from typer.testing import CliRunner
 
@@ -116,6 +118,12 @@ def test_create_refuses_what_slurm_can_never_meet(store, given, message):
         done = CliRunner().invoke(app, [*words, *more])
         assert isinstance(done.exception, ValueError) and message in str(done.exception)
     assert store.jobs() == []
+
+
+def test_the_page_s_own_command_is_one_that_slurm_takes(store):
+    create = console("Story 3")[0][1]
+    done = CliRunner().invoke(app, [*shlex.split(create)[2:], "code.path=", "--dry-run"])
+    assert done.exit_code == 0 and "--partition=low" in done.stdout and "--job-name=tiny-dt-job-1" in done.stdout
 
 
 def test_a_create_is_made_once_and_what_nobody_wants_is_found(store):
