@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from email.message import Message
 from http.cookies import CookieError, SimpleCookie
 
 OWN = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
@@ -23,21 +23,21 @@ class Access:
         self.token = token or secrets.token_urlsafe(24)
         self._cookie = f"dovetail-jobs-{port}"
 
-    def is_own_name(self, headers: Mapping[str, str]) -> bool:
+    def is_own_name(self, headers: Message) -> bool:
         """Whether the address names this machine; a name that leads here by DNS is a page elsewhere (rebinding)."""
         return OWN.fullmatch(headers.get("Host") or "") is not None
 
     def is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self.token.encode())
 
-    def has_cookie(self, headers: Mapping[str, str]) -> bool:
+    def has_cookie(self, headers: Message) -> bool:
         try:
             found = SimpleCookie(headers.get("Cookie") or "").get(self._cookie)
         except CookieError:
             return False
         return found is not None and self.is_token(found.value)
 
-    def may_change(self, headers: Mapping[str, str]) -> bool:
+    def may_change(self, headers: Message) -> bool:
         """Whether our own page asks, and not another one with this browser's cookie."""
         origin = headers.get("Origin")
         return headers.get(MARK) == MARKED and origin in (None, f"http://{headers.get('Host')}")
