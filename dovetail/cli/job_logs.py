@@ -56,9 +56,14 @@ def follow_job(store: Store, id: str, rank: int = -1, as_json: bool = False) -> 
     from dovetail.jobs import logs
     from dovetail.jobs.backends.choose import chooser
 
-    choose = chooser(store.root, store.owner)
+    choose, news = chooser(store.root, store.owner), logs.waiting(store, id)
+
+    def poll() -> None:
+        if why := news():
+            typer.echo(why, err=True)
+
     lines = logs.follow_job(
-        store, choose, id, lambda attempt: _ranks(attempt, rank), lambda row: _say_failed(row, as_json)
+        store, choose, id, lambda attempt: _ranks(attempt, rank), lambda row: _say_failed(row, as_json), poll
     )
     try:
         for attempt, which, line in lines:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dovetail.core.printable import printable
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.backend import Backend, Unavailable
 from dovetail.jobs.job import Job, Try
@@ -96,6 +97,20 @@ def follow_job(
 
 def _row(store: Store, id: str, number: int) -> Try | None:
     return next((row for row in store.attempts(id) if row.number == number), None)
+
+
+def waiting(store: Store, id: str) -> Callable[[], str]:
+    """Return a function that says why the job waits, each time that has changed; "" otherwise."""
+    said = ""
+
+    def news() -> str:
+        nonlocal said
+        job = store.job(id)
+        why = job.detail if job.status == "waiting" or (job.status == "queued" and not job.attempts) else ""
+        why, said = "" if why == said else why, why
+        return f"job {id} waits: {printable(why)}" if why else ""
+
+    return news
 
 
 def goes_on(job: Job) -> str:

@@ -94,8 +94,14 @@ class Handle:
 
     def follow(self) -> None:
         """Print what its processes print, until it is over."""
-        choose = chooser(self.root, self.store.owner)
-        lines = logs.follow_job(self.store, choose, self.id, _all_ranks, poll=lambda: presence.ensure(self.root))
+        choose, news = chooser(self.root, self.store.owner), logs.waiting(self.store, self.id)
+
+        def poll() -> None:
+            presence.ensure(self.root)
+            if why := news():
+                print(why, file=sys.stderr)
+
+        lines = logs.follow_job(self.store, choose, self.id, _all_ranks, poll=poll)
         with _explained((self,)):
             for attempt, rank, line in lines:
                 print(f"{rank} | {printable(line)}" if attempt.spec.processes > 1 else printable(line), flush=True)

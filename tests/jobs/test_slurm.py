@@ -16,6 +16,7 @@ import dovetail as dt
 from dovetail.cli.job import app
 from dovetail.jobs import actions
 from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.logs import waiting
 from dovetail.jobs.reaper import orphans
 from dovetail.jobs.spec import make
 
@@ -98,6 +99,8 @@ def test_a_request_that_cannot_be_met_says_so(store):
     """Created without a check, it waits; its reason is in the list."""
     id = job(store, name="large", command="true", hosts=9)
     until(lambda: "PartitionConfig" in store.job(id).detail)
+    news = waiting(store, id)
+    assert news().startswith(f"job {id} waits: Slurm: PENDING: PartitionConfig") and news() == ""  # said once
     shown = CliRunner().invoke(app, ["list"]).stdout
     assert f"{id} large: Slurm: PENDING: PartitionConfig: the partition cannot meet the request" in shown
     actions.cancel(store, store.job(id))
