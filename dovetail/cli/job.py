@@ -33,7 +33,7 @@ def create(
         None, metavar="[SPEC.yaml] [KEY=VALUE]...", help="A job's file, and keys on top of it or in its place."
     ),
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask before what costs money."),
-    check: bool = typer.Option(True, help="First plan a recipe for its accelerator, and compile it where libtpu is."),
+    check: bool = typer.Option(True, help="First check zones, ask Slurm, plan a recipe and compile it with libtpu."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be created, and create nothing."),
     follow: bool = typer.Option(False, "--follow", "-f", help="Show its logs until it is over; exit as it did."),
     as_json: bool = JSON,

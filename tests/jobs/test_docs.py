@@ -21,7 +21,9 @@ def run(home, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     (tmp_path / "bin" / "dovetail").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m dovetail "$@"\n')
-    (tmp_path / "bin" / "dovetail").chmod(0o755)
+    (tmp_path / "bin" / "gcloud").write_text("#!/bin/sh\n")
+    for name in ("dovetail", "gcloud"):
+        (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]))
 
     def call(lines: str) -> str:

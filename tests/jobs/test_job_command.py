@@ -36,6 +36,17 @@ def job(home, tmp_path, monkeypatch):
     return call
 
 
+@pytest.fixture
+def tools(tmp_path, monkeypatch) -> None:
+    """An sbatch and a gcloud that do nothing, and no credentials to look for: machines have none of them."""
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "gcloud"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", "http://127.0.0.1:9")  # nothing is asked of it
+
+
 @pytest.mark.usefixtures("supervised")
 def test_a_job_from_its_creation_to_its_end(job):
     shown = job("create", "name=hello", "command=python say.py", "hosts=2", "--follow")
@@ -99,6 +110,7 @@ def test_age_is_since_creation_and_ran_is_running_time(job, home):
     assert (cells["age"], cells["ran"], cells["where"]) == ("2.0 h", "1.5 m", "local")
 
 
+@pytest.mark.usefixtures("tools")
 def test_a_list_fits_a_terminal_of_80_columns(job, home):
     job("create", "name=a-name-that-is-longer-than-most-names-are", "command=true", "backend=slurm", "--no-check")
     store = Store(home)
@@ -146,6 +158,7 @@ def test_what_costs_money_is_asked_for_first(job, monkeypatch):
 TPU = ["name=tpu", "command=true", "backend=gcp-tpu", "accelerator=v6e-8", "gcp.project=lab"]
 
 
+@pytest.mark.usefixtures("tools")
 def test_a_dry_run_shows_the_request_and_every_warning(job):
     words = ["create", *TPU, "zones=[us-east5-b,europe-west4-a]", "--dry-run"]
     words.append("mounts=[{source: gs://corpus, path: /data, region: us-east5}]")
@@ -161,6 +174,7 @@ def test_a_dry_run_shows_the_request_and_every_warning(job):
     assert job("list", "--json") == []
 
 
+@pytest.mark.usefixtures("tools")
 def test_a_new_zone_may_be_used_without_the_check(job):
     assert job("create", *TPU, "zones=[us-new1-b]", "--dry-run", "--no-check", "--json")["request"]
 
