@@ -12,11 +12,13 @@ import os
 import re
 import shutil
 import tarfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from dovetail.jobs import ignore
+from dovetail.jobs.archive import extract
 from dovetail.jobs.sensitive import holds_token
 from dovetail.jobs.spec import Code
 
@@ -141,14 +143,18 @@ def _write(root: Path, paths: Sequence[PurePosixPath], target: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Once: beside, then renamed."""
+    """Extract `archive` to `folder`, unless that exists: beside it first, then renamed."""
     if folder.exists():
         return
     beside = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    with tarfile.open(archive) as packed:
-        packed.extractall(beside, filter="data")
+    try:
+        with tarfile.open(archive) as packed:
+            for member in packed:
+                extract(packed, member, beside)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise ValueError(f"the code of the job, {archive}, cannot be unpacked: {error}") from error
     try:
         beside.rename(folder)
     except OSError:  # another was first

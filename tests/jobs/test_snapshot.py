@@ -1,7 +1,9 @@
 """Code as it is taken along: what belongs to it, what is refused, and that equal trees have equal names."""
 
+import io
 import os
 import subprocess
+import tarfile
 
 import pytest
 
@@ -93,3 +95,56 @@ def test_from_a_subfolder_the_repository_is_taken(tree, tmp_path):
         take(Code(str(tree), cwd="none"), tmp_path / "out")
     with pytest.raises(ValueError, match=r"cwd must be a folder below code\.path"):
         Code(cwd="../elsewhere")
+
+
+def test_unpacks_without_the_filters_that_came_with_python_3_11_4(tree, tmp_path, monkeypatch):
+    """Debian 12 has Python 3.11.2: there `extractall` and `extract` know no `filter`."""
+
+    def refuse(self, *given, **named):
+        raise TypeError("TarFile.extractall() got an unexpected keyword argument 'filter'")
+
+    for name in ("extract", "extractall"):
+        monkeypatch.setattr(tarfile.TarFile, name, refuse)
+    unpack(tmp_path / "one" / f"{take(Code(str(tree)), tmp_path / 'one')}.tar.gz", tmp_path / "out")
+    assert (tmp_path / "out" / "sub/data/small.txt").read_text() == "yes"
+
+
+def archive_of(path, *entries: tarfile.TarInfo):
+    with tarfile.open(path, "w:gz") as tar:
+        for entry in entries:
+            entry.size = 3 if entry.isreg() else 0
+            tar.addfile(entry, io.BytesIO(b"bad"))
+    return path
+
+
+def entry(name: str, kind: bytes = tarfile.REGTYPE, to: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = kind, to
+    return made
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [entry("../evil")],
+        [entry("sub/../../evil")],
+        [entry("/tmp/dovetail-evil")],
+        [entry("link", tarfile.SYMTYPE, ".."), entry("link/evil")],
+        [entry("evil", tarfile.LNKTYPE, "../outside")],
+        [entry("evil", tarfile.CHRTYPE)],
+        [entry("evil", tarfile.FIFOTYPE)],
+    ],
+)
+def test_nothing_is_written_outside_the_folder(tmp_path, entries):
+    (tmp_path / "outside").write_text("kept")
+    with pytest.raises(ValueError, match=r"cannot be unpacked: .* in the archive"):
+        unpack(archive_of(tmp_path / "a.tar.gz", *entries), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir() if ".part" not in path.name) == ["a.tar.gz", "outside"]
+    assert (tmp_path / "outside").read_text() == "kept" and not os.path.exists("/tmp/dovetail-evil")
+
+
+def test_a_torn_archive_is_named(tree, tmp_path):
+    whole = tmp_path / "one" / f"{take(Code(str(tree)), tmp_path / 'one')}.tar.gz"
+    whole.write_bytes(whole.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"{whole.name}, cannot be unpacked"):
+        unpack(whole, tmp_path / "out")

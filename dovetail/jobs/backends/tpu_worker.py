@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dovetail.jobs import secrets
+from dovetail.jobs.archive import extract
 from dovetail.jobs.attempt import CALL, Attempt
 from dovetail.jobs.backends import log_copy
 from dovetail.jobs.outcome import SIGTERM
@@ -96,7 +97,7 @@ def take(attempt: Attempt, archive: bytes, rank: int) -> bool:
                 if member.name == HEALTH and held is not None:  # every host may have one of its own
                     log_copy.merge(attempt.home / HEALTH, held.read().decode(errors="replace"))
                 elif member.name != METRICS or rank == 0:
-                    tar.extract(member, attempt.home, filter="data")
+                    extract(tar, member, attempt.home)
     except tarfile.TarError:
         return False
     return True
