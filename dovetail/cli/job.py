@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -157,10 +158,18 @@ def logs(
 
 @app.command()
 def cancel(job: str = JOB, as_json: bool = JSON) -> None:
-    """Let it save and end; `resume` goes on from there."""
+    """Let it save and end; `resume` continues from there. A second cancel kills it at once."""
     from dovetail.jobs import actions
 
-    _changed(lambda store, found: actions.cancel(store, found), job, as_json, "is told to stop")
+    def says(store: Store, after: Job) -> str:
+        if after.wanted == "kill":
+            return "is killed now, without time to save"
+        if not after.attempts:
+            return "is cancelled; it had not begun"
+        grace = store.spec(after.id).ceiling.grace
+        return f"is sent SIGTERM and has {grace:g} s to save and end (ceiling.grace); cancel again to kill it at once"
+
+    _changed(actions.cancel, job, as_json, says)
 
 
 @app.command()
@@ -172,17 +181,18 @@ def resume(
     """Start a job that was cancelled, stopped or failed again, with its budgets full."""
     from dovetail.jobs import actions
 
-    _changed(lambda store, found: actions.resume(store, found, changes or ()), job, as_json, "is queued again")
+    resumed = lambda store, found: actions.resume(store, found, changes or ())  # noqa: E731
+    _changed(resumed, job, as_json, lambda store, after: "is queued again")
 
 
-def _changed(action: Any, job: str, as_json: bool, says: str) -> None:
+def _changed(action: Callable[[Store, Job], Job], job: str, as_json: bool, says: Callable[[Store, Job], str]) -> None:
     store = open_store()
     after = action(store, store.find(job))
     _wake(store)
     if as_json:
         _print_json(_job_dict(after))
     else:
-        _say(f"job {after.id} {says}")
+        _say(f"job {after.id} {says(store, after)}")
 
 
 @app.command()

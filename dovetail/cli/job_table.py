@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 COLUMNS = ("id", "user", "name", "accel.", "where", "host", "status", "attempts", "age", "ran", "$")
 CUT = ("user", "name", "accel.", "where", "host")  # in a narrow terminal, the widest first
 NUMERIC = ("attempts", "age", "ran", "$")
-STYLES = {"running": "green", "succeeded": "blue", "failed": "red", "stopped": "yellow", "cancelled": "dim"}
+STYLES = {
+    "running": "green", "error": "red", "succeeded": "blue", "failed": "red", "stopped": "yellow", "cancelled": "dim",
+}  # fmt: skip
 PLAIN_FROM = 200  # rows: laying out a rich table of thousands takes seconds
 WATCH_S = 1.0
 DETAILS = 10  # reasons for waiting that are shown under a list

@@ -62,12 +62,14 @@ def _link(source: Path, target: Path) -> None:
 
 
 def cancel(store: Store, job: Job) -> Job:
-    """It is told to stop, saves, and ends; `resume` goes on from there."""
+    """Tell it to stop: it has `ceiling.grace` seconds to save and end, and `resume` continues from there. A second
+    cancel kills it at once."""
     if job.is_over:
         raise ValueError(f"job {job.id} is over already: it {_word(job)}")
+    wanted = "stop" if job.wanted == "run" else "kill"
     with store.transaction():
-        store.change(job.id, wanted="stop")
-        store.note(job.id, job.attempts, "asked to cancel")
+        store.change(job.id, wanted=wanted)
+        store.note(job.id, job.attempts, "asked to cancel" if wanted == "stop" else "asked to kill it at once")
     return store.job(job.id)
 
 

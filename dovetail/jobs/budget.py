@@ -29,8 +29,10 @@ def after(job: Job, spec: Spec, outcome: Outcome, ran: float, now: float) -> Nex
     """`ran`: seconds that the attempt ran."""
     if outcome.kind == "success":
         return _over("succeeded", "", "succeeded", now)
-    if job.wanted == "stop":
+    if job.wanted != "run":
         return _over("cancelled", "", "cancelled", now)
+    if outcome.kind == "cancelled":
+        return _over("cancelled", outcome.says, f"cancelled: {outcome.says}", now)
     if outcome.kind == "stopped":
         return _over("stopped", job.detail or outcome.says, f"stopped: {job.detail or outcome.says}", now)
     if outcome.kind == "mistake":

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Status = Literal["queued", "waiting", "running", "stopping", "succeeded", "failed", "stopped", "cancelled"]
+# error: the supervisor itself failed at this job; it tries again, and `detail` says why.
+Status = Literal["queued", "waiting", "running", "stopping", "error", "succeeded", "failed", "stopped", "cancelled"]
 OVER: tuple[Status, ...] = ("succeeded", "failed", "stopped", "cancelled")
-ACTIVE: tuple[Status, ...] = ("queued", "waiting", "running", "stopping")
-Wanted = Literal["run", "stop"]
+ACTIVE: tuple[Status, ...] = ("queued", "waiting", "running", "stopping", "error")
+Wanted = Literal["run", "stop", "kill"]  # stop: with time to save; kill: at once
 # creating: a create is under way, or was when the supervisor died. ending: it is over, and is being given back.
 Phase = Literal["creating", "live", "ending", "gone"]
 

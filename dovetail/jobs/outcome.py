@@ -14,8 +14,9 @@ from typing import Literal
 from dovetail.jobs.backends.backend import Observed
 from dovetail.jobs.spec import Spec
 
-# unavailable: the place had none to give; mistake: the same on every machine and at every time.
-Kind = Literal["success", "preemption", "fault", "failure", "mistake", "stopped", "unavailable"]
+# unavailable: the place had none to give; mistake: the same on every machine and at every time; stopped: by us;
+# cancelled: by a person, with the backend's own command.
+Kind = Literal["success", "preemption", "fault", "failure", "mistake", "stopped", "cancelled", "unavailable"]
 
 # The codes of train/guard/exits.py, which jobs may not import: a test holds them equal.
 PREEMPTED, QUARANTINE, HUNG, TROUBLE, LOST, ABORTED = 85, 86, 87, 88, 89, 134
@@ -71,6 +72,8 @@ def outcome(seen: Observed, spec: Spec, tail: str = "", asked: bool = False) -> 
     """`asked`: whether we had told it to stop. `tail`: the last lines of the failing rank's log."""
     if seen.state == "succeeded":
         return Outcome("success", "done")
+    if seen.state == "cancelled":
+        return _asked(Outcome("cancelled", seen.detail), asked)
     if seen.state in ("preempted", "suspended"):
         return _asked(Outcome("preemption", seen.detail or seen.state), asked)
     if seen.state == "absent":
@@ -93,7 +96,7 @@ def outcome(seen: Observed, spec: Spec, tail: str = "", asked: bool = False) -> 
 
 
 def _asked(found: Outcome, asked: bool) -> Outcome:
-    return Outcome("stopped", found.says) if asked and found.kind in ("preemption", "fault") else found
+    return Outcome("stopped", found.says) if asked and found.kind in ("preemption", "fault", "cancelled") else found
 
 
 ERROR = re.compile(r"^(?:\w+(?:\.\w+)*(?:Error|Exception|Exit)\b.*|error: .*|internal error: .*|fatal: .*)", re.I)

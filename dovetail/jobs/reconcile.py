@@ -20,6 +20,8 @@ from dovetail.jobs.spec import Spec
 from dovetail.jobs.store import Store
 
 SETTLE_S = {"local": 1.0, "slurm": 20.0, "gcp-tpu": 60.0, "gke": 30.0}  # how long "absent" must be said to be believed
+LATE_S = 10.0  # after the grace and SETTLE_S, until what has not ended by itself is ended
+TROUBLE = "the supervisor failed"
 TAIL = 16_000  # bytes of a log that are read for its last error
 
 
@@ -43,11 +45,41 @@ class Reconciler:
         after = self.store.job(id)
         return after.changed if after.wanted == job.wanted else 0.0
 
+    def trouble(self, job: Job, error: Exception, give_up: bool) -> float:
+        """Show an exception of the supervisor as the job's state; returns as `step`.
+
+        `give_up`: fail a job that has not begun. One that runs, or holds something that must be given back, is tried
+        again for ever: the exception says nothing about it.
+        """
+        why = f"{TROUBLE}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        row = self.store.last(job.id)
+        with self.store.transaction():
+            if self.store.job(job.id).detail != why:
+                self.store.note(job.id, job.attempts, why)
+            self.store.change(job.id, status="error", detail=why)
+            if give_up and (row is None or row.phase == "gone"):
+                changes = {"status": "failed", "detail": why, "ended": time.time()}
+                self._finish(job, None, budget.Next(changes, f"failed: {why}"))
+            elif give_up and row is not None and row.phase == "creating":
+                self._end(job, row, Outcome("mistake", why))
+        after = self.store.job(job.id)
+        return after.changed if after.wanted == job.wanted else 0.0
+
+    def recover(self, job: Job) -> float:
+        """Clear what `trouble` showed, after a step that went well; returns as `step`."""
+        now, row = self.store.job(job.id), self.store.last(job.id)
+        if now.detail.startswith(TROUBLE) and not now.is_over:
+            self.store.change(job.id, detail="")
+        if now.status == "error":
+            self.store.change(job.id, status="queued" if row is None or row.phase == "gone" else "waiting")
+        after = self.store.job(job.id)
+        return after.changed if after.wanted == job.wanted else 0.0
+
     # --- before an attempt --------------------------------------------------------------------------------------------
 
     def _begin(self, job: Job, spec: Spec) -> Try | None:
         """The next attempt, where its time has come."""
-        if job.wanted == "stop":
+        if job.wanted != "run":
             self._finish(job, spec, budget.Next({"status": "cancelled", "ended": time.time()}, "cancelled"))
             return None
         if job.not_before > time.time() or not self._dependencies_done(job, spec):
@@ -78,7 +110,7 @@ class Reconciler:
     # --- an attempt ---------------------------------------------------------------------------------------------------
 
     def _create(self, job: Job, spec: Spec, row: Try) -> None:
-        if job.wanted == "stop":  # it may have been made: it is given back like any other
+        if job.wanted != "run":  # it may have been made: it is given back like any other
             self._end(job, row, Outcome("stopped", "cancelled before it began"))
             return
         if row.look_at > time.time():
@@ -137,6 +169,8 @@ class Reconciler:
             # sent, or about to be when the supervisor died: then the job may have heard of it
             asked = row.stop_sent is not None or (job.id, row.number, "stop") in self.store.open_intents()
             found = outcome(seen, spec, self._tail(attempt, seen), asked)
+            if found.kind == "success" and asked and job.wanted != "run":  # jobs after it must not begin
+                found = Outcome("stopped", "it ended with 0 after it was told to stop")
             self._end(job, row, found, seen)
         elif budget.is_spent(job, spec, seen.restarts - row.restarts):
             self._account(job, spec, row)
@@ -149,8 +183,10 @@ class Reconciler:
             self._stop_where_due(self.store.job(job.id), spec, row, attempt)
 
     def _is_believed(self, job: Job, row: Try) -> bool:
-        wait = SETTLE_S[job.backend] if self.settle is None else self.settle
-        return row.absent_since is not None and time.time() - row.absent_since >= wait
+        return row.absent_since is not None and time.time() - row.absent_since >= self._settle(job)
+
+    def _settle(self, job: Job) -> float:
+        return SETTLE_S[job.backend] if self.settle is None else self.settle
 
     def _record(self, job: Job, row: Try, seen: Observed) -> None:
         runs = seen.state == "running"
@@ -166,7 +202,8 @@ class Reconciler:
             with self.store.transaction():
                 self.store.change_attempt(job.id, row.number, **found)
                 self._count(job, row, seen.restarts - row.restarts)
-        status = "stopping" if job.wanted == "stop" or job.status == "stopping" else seen.state
+        stops = job.wanted != "run" or job.status == "stopping" or row.stop_sent is not None
+        status = "stopping" if stops else seen.state
         host, zone = hosts.partition(",")[0], seen.zone or job.zone
         # why it waits is the job's to show; why it is stopping stays
         detail = job.detail if status == "stopping" else seen.detail if status == "waiting" else ""
@@ -189,26 +226,35 @@ class Reconciler:
             self.store.change(job.id, seconds=seconds, dollars=dollars)
 
     def _stop_where_due(self, job: Job, spec: Spec, row: Try, attempt: Attempt) -> None:
-        """Told to stop, it saves and ends; what has not after twice its grace is ended."""
+        """Told to stop, it saves and ends; what has not when its grace is over is ended."""
+        grace = spec.ceiling.grace
+        if job.wanted == "kill":
+            if self._stop(job, spec, row, attempt, 0.0, "cancelled: killed"):
+                self._end(job, row, Outcome("stopped", "cancelled twice: killed"))
+            return
         if row.stop_sent is not None:
-            if time.time() > row.stop_sent + 2 * spec.ceiling.grace + 10:
+            if time.time() > row.stop_sent + grace + self._settle(job) + LATE_S:
                 self._end(job, row, Outcome("stopped", "it did not end by itself"))
             return
         reached = budget.ceiling(spec, job.seconds, job.dollars, price.hourly(attempt.spec))
-        why = "cancelled" if job.wanted == "stop" else reached
-        if not why:
-            return
+        why = f"cancelled: sent SIGTERM, {grace:g} s to save and end" if job.wanted == "stop" else reached
+        if why:
+            self._stop(job, spec, row, attempt, grace, why)
+
+    def _stop(self, job: Job, spec: Spec, row: Try, attempt: Attempt, grace: float, why: str) -> bool:
+        """Whether the backend took it."""
         with self.store.transaction():
             self.store.intend(job.id, row.number, "stop")
             self.store.change(job.id, status="stopping", detail=why)
         try:
-            self.backend(job.backend).stop(attempt, spec.ceiling.grace)
-        except Unavailable as error:
+            self.backend(job.backend).stop(attempt, grace)
+        except (Unavailable, ValueError) as error:
             self._missed(job, spec, row, str(error))
-            return
+            return False
         with self.store.transaction():
             self.store.settle(job.id, row.number, "stop")
             self.store.change_attempt(job.id, row.number, stop_sent=time.time())
+        return True
 
     def _tail(self, attempt: Attempt, seen: Observed) -> str:
         """The end of the log of the rank that failed."""
@@ -268,11 +314,11 @@ class Reconciler:
             self.store.change_attempt(job.id, row.number, phase="gone")
             self._finish(job, spec, follows, row.number)
 
-    def _finish(self, job: Job, spec: Spec, follows: budget.Next, number: int = 0) -> None:
+    def _finish(self, job: Job, spec: Spec | None, follows: budget.Next, number: int = 0) -> None:
         with self.store.transaction():
             self.store.change(job.id, **follows.changes)
             self.store.note(job.id, number, follows.says)
             if "ended" in follows.changes:
                 secrets.forget(self.store.home(job.id))
-                if spec.notify:
+                if spec is not None and spec.notify:
                     self.store.intend(job.id, 0, "notify")

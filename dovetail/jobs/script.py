@@ -12,6 +12,10 @@ from pathlib import Path
 
 from dovetail.jobs.spec import Environment, Spec
 
+# At SIGTERM, which the command gets too, the shell waits for it, so that it can save, and ends with its code; a shell
+# that died of the signal would leave the command behind. Nothing further of the line runs: the code must not be 0.
+STOP = "trap 'code=$?; trap : TERM INT; wait; exit $((code ? code : 143))' TERM INT"
+
 
 def script(spec: Spec, python: str = "") -> str:
     """`python`: an interpreter whose folder is searched first, where the spec names no environment."""
@@ -20,9 +24,7 @@ def script(spec: Spec, python: str = "") -> str:
     lines += _folder(spec.code.cwd)
     lines += _environment(spec.environment, python)
     lines += [f"{{ {line}\n}} || exit 91" for line in spec.environment.setup]
-    # A caught signal lets the shell wait for its command, which saves and ends with a code of its own; a shell that
-    # died of it would leave the command behind, and hide its code.
-    lines += ["trap : TERM INT", spec.line]
+    lines += [STOP, spec.line]
     return "\n".join(lines) + "\n"
 
 

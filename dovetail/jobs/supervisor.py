@@ -24,6 +24,8 @@ LOOK_S = {"local": 0.25, "slurm": 3.0, "gcp-tpu": 15.0, "gke": 10.0}  # between 
 REAP_S = 600.0
 TROUBLE_S = 5.0  # before the store is tried again
 CALLS = 8  # to backends at a time
+ERROR_S, ERROR_MAX_S = 5.0, 300.0  # before a job at which the supervisor failed is tried again: doubles each time
+ERRORS = 5  # in a row, after which a job that has not begun is given up
 
 
 class Supervisor:
@@ -37,6 +39,7 @@ class Supervisor:
         self._next_look: dict[str, float] = {}
         self._busy: set[str] = set()  # jobs that a thread is at
         self._seen: dict[str, float] = {}  # job -> its `changed` after our own last change
+        self._errors: dict[str, int] = {}  # job -> exceptions in a row
         self._reaped: float | None = None
 
     def run(self, idle: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
@@ -79,21 +82,34 @@ class Supervisor:
     def _is_due(self, job: Job) -> bool:
         """By the clock, or because somebody has changed it."""
         now = time.monotonic()
-        due = self._next_look.get(job.id, 0.0) <= now and (job.not_before <= time.time() or job.wanted == "stop")
+        due = self._next_look.get(job.id, 0.0) <= now and (job.not_before <= time.time() or job.wanted != "run")
         due |= self._seen.get(job.id) != job.changed
         if due:
             self._next_look[job.id] = now + (LOOK_S[job.backend] if self._looks is None else self._looks)
         return due
 
     def _guarded(self, job: Job) -> None:
-        """One job's trouble, or a backend that does not answer, does not keep the others waiting."""
+        """Step one job. Its trouble, or a backend that does not answer, does not keep the others waiting."""
         try:
             self._seen[job.id] = self.reconciler.step(job.id)
-        except Exception:
+            if self._errors.pop(job.id, 0) or job.status == "error":
+                self._seen[job.id] = self.reconciler.recover(job)
+        except Exception as error:
             log.exception("job %s", job.id)
-            self._seen[job.id] = job.changed
+            self._failed(job, error)
         finally:
             self._busy.discard(job.id)
+
+    def _failed(self, job: Job, error: Exception) -> None:
+        """Show the exception as the job's state, and try again later."""
+        count = self._errors[job.id] = self._errors.get(job.id, 0) + 1
+        wait = min(ERROR_MAX_S, ERROR_S * 2 ** min(count - 1, 30)) if self._looks is None else self._looks
+        self._next_look[job.id] = time.monotonic() + wait
+        try:
+            self._seen[job.id] = self.reconciler.trouble(job, error, give_up=count >= ERRORS)
+        except Exception:  # the store itself does not serve
+            log.exception("job %s: its trouble could not be recorded", job.id)
+            self._seen[job.id] = job.changed
 
     def _reap(self) -> None:
         try:

@@ -77,6 +77,42 @@ def test_cancelled_it_has_time_to_save(store):
 
 
 @pytest.mark.usefixtures("supervised")
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("echo up; sleep 60; echo SECOND", "up\n"),
+        ("echo up; sleep 60 && echo SECOND || echo THIRD", "up\n"),
+        ("echo up; while :; do sleep 60; done; echo SECOND", "up\n"),
+        # a command of the line saves, and ends with 0: the line is not done for that
+        ("sh -c 'trap \"echo saved; exit 0\" TERM; echo up; sleep 60 & wait'; echo SECOND", "up\nsaved\n"),
+        ("sh -c 'trap \"sleep 0.2; echo saved; exit 1\" TERM; echo up; sleep 60 & wait' & wait; echo SECOND",
+         "up\nsaved\n"),
+    ],
+)  # fmt: skip
+def test_cancelled_nothing_further_of_the_line_runs(store, command, says):
+    id = create(store, command)
+    later = create(store, "echo began", after=[id])
+    until(lambda: log(store, id) == "up\n")
+    actions.cancel(store, store.job(id))
+    until(lambda: store.job(id).is_over and store.job(later).is_over)
+    assert store.job(id).status == "cancelled"
+    assert log(store, id).removesuffix("Terminated\n") == says  # as some shells say
+    assert store.job(later).status == "failed" and store.attempts(later) == []
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_second_cancel_kills_at_once(store):
+    id = create(store, "trap '' TERM; echo $$; while :; do sleep 0.2; done", ceiling={"grace": 3600.0})
+    process = int(until(lambda: log(store, id).strip()))
+    actions.cancel(store, store.job(id))
+    until(lambda: store.last(id).stop_sent)
+    assert store.job(id).status == "stopping" and "3600 s to save" in store.job(id).detail
+    actions.cancel(store, store.job(id))
+    until(lambda: store.job(id).is_over)
+    assert store.job(id).status == "cancelled" and not Path(f"/proc/{process}/cwd").exists()
+
+
+@pytest.mark.usefixtures("supervised")
 def test_what_will_not_end_is_ended(store):
     id = create(store, "trap '' TERM; echo $$; while :; do sleep 0.2; done", ceiling={"grace": 0.3})
     process = int(until(lambda: log(store, id).strip()))

@@ -129,6 +129,43 @@ def test_the_page_s_own_command_is_one_that_slurm_takes(store):
     assert done.exit_code == 0 and "--partition=low" in done.stdout and "--job-name=tiny-dt-job-1" in done.stdout
 
 
+def scancel(store, id: str) -> None:
+    subprocess.run(["scancel", store.last(id).handle], check=True)
+
+
+@pytest.mark.usefixtures("supervised")
+def test_a_persons_scancel_is_a_cancel(store):
+    """Running, it saves and is not put back; in the queue it is not submitted again."""
+    command = f"trap ': > \"$DOVETAIL_JOB_DIR/saved.$DOVETAIL_RANK\"; exit 85' TERM; echo up; {FOR_EVER}"
+    id = job(store, name="run", command=command)
+    until(lambda: log(store, id, 0) and log(store, id, 1))
+    held = job(store, name="held", command="true", slurm={"extra": ["--hold"]})
+    until(lambda: store.last(held) and "JobHeldUser" in store.last(held).detail)
+    scancel(store, id)
+    scancel(store, held)
+    until(lambda: store.job(id).is_over and store.job(held).is_over)
+    for one in (id, held):
+        found = store.job(one)
+        assert (found.status, found.detail, found.attempts) == ("cancelled", "cancelled in Slurm (scancel)", 1)
+    assert all((store.home(id) / f"saved.{rank}").exists() for rank in (0, 1)) and store.last(id).restarts == 0
+    assert (store.home(id) / "attempts/1/cancelled").exists()  # for when squeue has forgotten it
+
+
+@pytest.mark.usefixtures("supervised")
+def test_cancelled_nothing_further_of_the_line_runs_and_a_second_cancel_kills(store):
+    first = job(store, name="line", command="echo up; sleep 600; echo SECOND", hosts=1)
+    deaf = job(store, name="deaf", command="trap '' TERM; echo up; while :; do sleep 1; done", hosts=1)
+    until(lambda: log(store, first) and log(store, deaf))
+    for id in (first, deaf):
+        actions.cancel(store, store.job(id))
+    until(lambda: store.job(first).is_over and store.last(deaf).stop_sent)
+    assert store.job(first).status == "cancelled" and "SECOND" not in log(store, first)
+    assert store.job(deaf).status == "stopping"
+    actions.cancel(store, store.job(deaf))
+    until(lambda: store.job(deaf).is_over)
+    assert store.job(deaf).status == "cancelled" and store.last(deaf).detail == "cancelled twice: killed"
+
+
 def test_a_create_is_made_once_and_what_nobody_wants_is_found(store):
     id = job(store, name="twice", command="sleep 60")
     choose = chooser(store.root, store.owner)

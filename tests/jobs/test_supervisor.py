@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from jobs.scripted import Scripted
 
+from dovetail.cli import job_table
 from dovetail.jobs import actions
 from dovetail.jobs.attempt import Resource
 from dovetail.jobs.backends.backend import Observed, Refused
@@ -118,6 +119,61 @@ def test_a_create_that_asked_for_nothing_ends_the_job_though_nobody_can_be_asked
     assert (
         world.store.last(answered).phase == "ending" and world.store.job(answered).detail == "no credentials are here"
     )
+
+
+def broken(*given):
+    raise TypeError("got an unexpected keyword argument 'filter'")
+
+
+def test_an_exception_of_the_supervisor_is_the_jobs_state(world, monkeypatch, capsys):
+    """It is seen at once, and a job that cannot begin does not wait for ever."""
+    monkeypatch.setattr(world.backend, "create", broken)
+    job = world.add("x")
+    world.run(ticks=2)
+    found = world.store.job(job)
+    assert (found.status, found.detail) == (
+        "error", "the supervisor failed: TypeError: got an unexpected keyword argument 'filter'",
+    )  # fmt: skip
+    job_table.show(world.store, (), 0)
+    listed = capsys.readouterr().out
+    assert "  error  " in listed and f"{job}: the supervisor failed: TypeError" in listed
+    job_table.show_one(world.store, found)
+    assert "the supervisor failed: TypeError" in capsys.readouterr().out
+    world.run()
+    found = world.store.job(job)
+    assert found.status == "failed" and "the supervisor failed: TypeError" in found.detail
+    assert [event.what for event in world.store.events(job)].count(found.detail) == 1 and world.held == []
+
+
+def test_an_exception_that_passes_leaves_the_job_as_it_was(world, monkeypatch):
+    job = world.add("x", DONE)
+    world.script[("x", 1)] = [RUNNING, RUNNING, DONE]
+    world.run(lambda: world.store.job(job).status == "running")
+    with monkeypatch.context() as patched:
+        patched.setattr(world.backend, "observe", broken)
+        world.run(ticks=20)
+        assert world.store.job(job).status == "error" and world.held == [f"dt-{job}-1"]
+    world.run()
+    found = world.store.job(job)
+    assert (found.status, found.detail, world.ends(job)) == ("succeeded", "", ["success"])
+
+
+def test_a_job_at_which_the_supervisor_fails_can_be_cancelled(world, monkeypatch):
+    monkeypatch.setattr(world.backend, "create", broken)
+    job = world.add("x")
+    world.run(ticks=2)
+    actions.cancel(world.store, world.store.job(job))
+    world.run()
+    assert world.store.job(job).status == "cancelled"
+
+
+def test_what_a_person_cancelled_in_the_backend_is_cancelled(world):
+    job = world.add("x", Observed("cancelled", "cancelled in Slurm (scancel)", ("h0",), 85), backend="slurm")
+    later = world.add("later", after=[job])
+    world.run()
+    found = world.store.job(job)
+    assert (found.status, found.detail, found.attempts) == ("cancelled", "cancelled in Slurm (scancel)", 1)
+    assert world.store.job(later).status == "failed" and world.held == []
 
 
 def test_a_question_that_fails_concludes_nothing(world):

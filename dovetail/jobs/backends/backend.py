@@ -22,10 +22,11 @@ State = Literal[
     "succeeded",  # every process ended with 0
     "failed",  # exit_code says how, where the backend knows
     "preempted",  # taken away by the backend
+    "cancelled",  # by a person, with the backend's own command (scancel)
     "suspended",  # as preempted, and it goes on costing quota until it is deleted
     "unknown",  # the question itself failed: asked again later, and nothing is concluded
 ]
-OVER: tuple[State, ...] = ("succeeded", "failed", "preempted", "suspended")
+OVER: tuple[State, ...] = ("succeeded", "failed", "preempted", "cancelled", "suspended")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Backend(Protocol):
         ...
 
     def stop(self, attempt: Attempt, grace: float) -> None:
-        """Signal the processes (SIGTERM), so that they save and end; after `grace` seconds they are ended."""
+        """Signal the processes (SIGTERM), so that they save and end; after `grace` seconds they are ended. With a grace
+        of 0 they are ended now, also where an earlier call gave them time."""
         ...
 
     def delete(self, resource: Resource) -> None:

@@ -20,7 +20,7 @@ from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends import slurm_script
 from dovetail.jobs.backends.backend import LogPart, Observed, Refused, Unavailable, unasked
 from dovetail.jobs.backends.log_file import read
-from dovetail.jobs.backends.slurm_states import FORMAT, WAITING, Seen, expand, observed, parse
+from dovetail.jobs.backends.slurm_states import CANCELLED, FORMAT, WAITING, Seen, expand, observed, parse
 from dovetail.jobs.outcome import deciding
 from dovetail.jobs.sensitive import inherited
 from dovetail.jobs.spec import Spec
@@ -77,6 +77,8 @@ class Slurm:
         if (seen is None or seen.is_over) and (attempt.folder / "deleted").exists():
             return Observed("absent")
         if seen is None:
+            if (attempt.folder / slurm_script.CANCELLED).exists():
+                return Observed("cancelled", CANCELLED)
             return _from_files(codes, attempt.spec.processes)
         return replace(observed(seen, attempt.spec, codes), restarts=_restarts(attempt, seen), zone=seen.partition)
 
@@ -92,15 +94,17 @@ class Slurm:
         return rows[-1] if rows else None
 
     def stop(self, attempt: Attempt, grace: float) -> None:
-        """The steps are signalled, not the batch script: it waits for them. One that waits in the queue just goes."""
+        """Signal the steps, not the batch script, which waits for them. A job that waits in the queue just goes."""
         (attempt.folder / "stop").touch()
         seen = self._seen(attempt)
         if seen is None or seen.is_over:
             return
         if seen.state == "PENDING":
             _call(["scancel", seen.id])
-        else:
+        elif grace > 0:
             _call(["scancel", "--signal=TERM", seen.id])
+        else:  # the one step alone: a SIGKILL for the whole job waits for Slurm's KillWait
+            _call(["scancel", "--signal=KILL", f"{seen.id}.0"])
 
     def delete(self, resource: Resource) -> None:
         if resource.attempt is not None:

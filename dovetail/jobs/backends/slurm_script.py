@@ -10,6 +10,7 @@ from dovetail.jobs.outcome import PREEMPTED
 from dovetail.jobs.spec import Spec
 
 RESTARTS = "restarts"  # a file: how often Slurm had put the job back when it last began
+CANCELLED = "cancelled"  # a file: a person ended the job with scancel
 
 
 def job_name(attempt: Attempt) -> str:
@@ -45,14 +46,19 @@ def gpus(spec: Spec) -> str:
 
 
 def batch_script(attempt: Attempt) -> str:
-    """Starts the processes, and puts a job that was preempted back into the queue."""
+    """Start the processes, and put a job that saved and ended early back into the queue, unless a person cancelled it.
+
+    While a job ends, Slurm shows COMPLETING whatever the cause. At a time limit the reason is TimeLimit, after a
+    preemption there is a PreemptTime, and a job that Slurm puts back itself has no EndTime yet: none of these is a
+    person's scancel. In a preemption's grace time the state is RUNNING.
+    """
     folder = shlex.quote(str(attempt.folder))
     image = attempt.spec.environment.image
     words = ["srun", "--kill-on-bad-exit=0", *([f"--container-image={image}"] if image else [])]
     return f"""#!/bin/sh
 trap : TERM
 folder={folder}
-rm -f "$folder"/exit.*
+rm -f "$folder"/exit.* "$folder/{CANCELLED}"
 echo "${{SLURM_RESTART_COUNT:-0}}" > "$folder/{RESTARTS}.part" && mv "$folder/{RESTARTS}.part" "$folder/{RESTARTS}"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [ "$SLURM_NTASKS" -gt 1 ] && ! getent hosts "$first" > /dev/null; then
@@ -63,7 +69,12 @@ if [ "$SLURM_NTASKS" -gt 1 ] && ! getent hosts "$first" > /dev/null; then
 fi
 {shlex.join(words)} sh "$folder/rank.sh"
 code=$?
-if grep -qx {PREEMPTED} "$folder"/exit.* && [ ! -e "$folder/stop" ]; then
+shown=" $(scontrol show job -o "$SLURM_JOB_ID") "
+case $shown in
+*" PreemptTime=2"* | *" EndTime=Unknown "*) ;;
+*" JobState=CANCELLED "* | *" JobState=COMPLETING Reason=None "*) : > "$folder/{CANCELLED}" ;;
+esac
+if grep -qx {PREEMPTED} "$folder"/exit.* && [ ! -e "$folder/stop" ] && [ ! -e "$folder/{CANCELLED}" ]; then
     # Slurm puts back what it kills, not what saves and ends before that. Then it ends this script too.
     scontrol requeue "$SLURM_JOB_ID" && sleep 300
 fi

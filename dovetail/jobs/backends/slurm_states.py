@@ -15,6 +15,7 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED")
 # A node's end is no fault of the program's, and a limit of time is met by going on in the next job.
 TAKEN = {"PREEMPTED": "preempted", "TIMEOUT": "it reached Slurm's limit of time", "DEADLINE": "past its deadline"}
+CANCELLED = "cancelled in Slurm (scancel)"
 OUT_OF_MEMORY = 137
 FORMAT = "%i|%j|%T|%r|%N|%P|%k"
 # Reasons of a pending job that time alone does not remove.
@@ -77,6 +78,8 @@ def observed(seen: Seen, spec: Spec, codes: Sequence[int | None]) -> Observed:
     if seen.state in TAKEN:
         return Observed("preempted", TAKEN[seen.state], hosts, handle=seen.id)
     code, rank = deciding([code or 0 for code in codes])
+    if seen.state == "CANCELLED":  # by a person: what Slurm itself takes away has other states
+        return Observed("cancelled", CANCELLED, hosts, code or None, rank, seen.id)
     if seen.state == "COMPLETED" and all(code == 0 for code in codes):
         return Observed("succeeded", "", hosts, 0, handle=seen.id)
     if seen.state == "OUT_OF_MEMORY":
