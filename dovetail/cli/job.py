@@ -18,6 +18,7 @@ app.add_typer(job_queue.app, name="queue")
 
 JOB = typer.Argument(help="A job's id, the beginning of it, or its name.")
 JSON = typer.Option(False, "--json", help="The same as JSON.")
+YES = typer.Option(False, "--yes", "-y", help="Delete without asking.")
 SHOWN = 40  # jobs of a list, unless more are asked for
 
 
@@ -196,12 +197,17 @@ def _changed(action: Callable[[Store, Job], Job], job: str, as_json: bool, says:
 
 
 @app.command()
-def delete(job: str = JOB, as_json: bool = JSON) -> None:
+def delete(job: str = JOB, yes: bool = YES, as_json: bool = JSON) -> None:
     """Remove a job that is over, with its logs, code and run."""
+    from dovetail.cli import job_delete
     from dovetail.jobs import actions
 
     store = open_store()
     found = store.find(job)
+    actions.refuse_delete(store, found)
+    if not yes:
+        job_delete.show(store, [found], err=as_json)
+    job_delete.confirm("Delete it with its logs, code and results?", yes)
     actions.delete(store, found)
     if as_json:
         _print_json({"deleted": [found.id]})
@@ -212,12 +218,15 @@ def delete(job: str = JOB, as_json: bool = JSON) -> None:
 @app.command()
 def clean(
     days: float = typer.Option(7.0, min=0.0, help="Delete jobs that have been over for longer than so many days."),
+    runs: bool = typer.Option(False, "--runs", help="Also succeeded jobs that left results, such as a trained run."),
     orphans: bool = typer.Option(True, help="Also give back what backends hold and no job wants."),
     release: str = typer.Option("", metavar="HOST", help="Only this: take a host out of quarantine."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would be deleted and given back, and do neither."),
+    yes: bool = YES,
     as_json: bool = JSON,
 ) -> None:
-    """Delete old jobs, unused code, and what a backend holds for no job."""
+    """Delete your own old jobs, unused code, and what a backend holds for no job."""
+    from dovetail.cli import job_delete
     from dovetail.jobs import actions, reaper
     from dovetail.jobs.backends.choose import chooser
 
@@ -227,11 +236,17 @@ def clean(
             raise ValueError(f"{release} is not in quarantine")
         _print_json({"released": release}) if as_json else _say(f"{release} is released")
         return
-    find, remove = (reaper.orphans, actions.old) if dry_run else (reaper.reap, actions.clean)
+    gone, kept = actions.old(store, days * 86400, runs=runs)
+    job_delete.show(store, gone, kept, err=as_json)
+    if gone and not dry_run:
+        job_delete.confirm(f"Delete these {len(gone)} jobs with their logs, code and results?", yes)
+    find = reaper.orphans if dry_run else reaper.reap
     reaped = find(store, chooser(store.root, store.owner)) if orphans else []
-    gone = remove(store, days * 86400)
+    if not dry_run:
+        actions.clean(store, gone)
     if as_json:
-        _print_json({"deleted": [job.id for job in gone], "reaped": [one.resource.name for one in reaped]})
+        ids = {"deleted": [job.id for job in gone], "kept": [job.id for job in kept]}
+        _print_json(ids | {"reaped": [one.resource.name for one in reaped]})
     else:
         names, would = ", ".join(one.resource.name for one in reaped), "to be " * dry_run
         given_back = f"{would}given back: {names}" if names else "nothing is held for no job"

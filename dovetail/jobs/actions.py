@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dovetail.jobs import preflight, secrets, sensitive, snapshot
+from dovetail.jobs.attempt import CALL
 from dovetail.jobs.job import OVER, Job
 from dovetail.jobs.spec import Spec, changed
 from dovetail.jobs.store import Store, new_id
+
+# In a job's folder: the rest was written by the job.
+OURS = ("code", "code.tar.gz", "attempts", CALL, "notify.log", secrets.FILE)
 
 
 def create(
@@ -103,31 +107,64 @@ def _without_values(word: str) -> str:
 
 
 def delete(store: Store, job: Job) -> None:
-    """Its rows, logs, code and run. Only what is over: then no backend holds anything for it."""
-    store.refuse_elsewhere(job, "delete it")
-    if not job.is_over:
-        raise ValueError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
-    shutil.rmtree(store.home(job.id), ignore_errors=True)
+    """Remove its rows, logs, code and run. Only what is over (then no backend holds anything for it), and one's own."""
+    refuse_delete(store, job)
+    home = store.home(job.id)
+    if home.exists():
+        shutil.rmtree(home)
     store.remove(job.id)
 
 
-def old(store: Store, older: float, statuses: Sequence[str] = OVER) -> list[Job]:
-    """Jobs of this site that have been over for so many seconds."""
+def refuse_delete(store: Store, job: Job) -> None:
+    """Raise ValueError where it may not be deleted, or not by this user."""
+    store.refuse_elsewhere(job, "delete it")
+    if job.user != store.user:
+        raise ValueError(f"job {job.id} is {job.user}'s, and only {job.user} may delete it; you are {store.user}")
+    if not job.is_over:
+        raise ValueError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
+
+
+def size(store: Store, job: Job) -> int:
+    """Bytes of its folder; what this user may not read counts as nothing."""
+    return sum(path.lstat().st_size for path in _files(store.home(job.id)) if os.path.lexists(path))
+
+
+def has_results(store: Store, job: Job) -> bool:
+    """Whether its folder holds what the job itself wrote: a training's run, checkpoints, other files."""
+    home = store.home(job.id)
+    if home.is_dir() and any(path.name not in OURS for path in home.iterdir()):
+        return True
+    given = set(snapshot.names(home / "code.tar.gz")) if job.snapshot else set()
+    written = (path.relative_to(home / "code") for path in _files(home / "code"))  # a command's working directory
+    return any(str(path) not in given and path.parent.name != "__pycache__" for path in written)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (Path(where) / name for where, _, names in os.walk(folder) for name in names)
+
+
+def old(store: Store, older: float, statuses: Sequence[str] = OVER, runs: bool = False) -> tuple[list[Job], list[Job]]:
+    """This user's jobs that have been over for `older` seconds: (those to delete, those to keep).
+
+    Succeeded jobs with results are kept, unless `runs`.
+    """
     before = time.time() - older
     over = [job for job in store.jobs(statuses) if job.is_over and (job.ended or job.changed) <= before]
-    return [job for job in over if job.site == store.site]
+    own = [job for job in over if job.site == store.site and job.user == store.user]
+    kept = [job for job in own if not runs and job.status == "succeeded" and has_results(store, job)]
+    return [job for job in own if job not in kept], kept
 
 
-def clean(store: Store, older: float = 0.0, statuses: Sequence[str] = OVER) -> list[Job]:
-    """Delete jobs that were over before so many seconds, and snapshots that no job has; those that were deleted."""
-    gone = old(store, older, statuses)
-    for job in gone:
+def clean(store: Store, jobs: Sequence[Job]) -> None:
+    """Delete `jobs`, as `delete` does, and snapshots that no job has. Where one may not be deleted, none is."""
+    for job in jobs:
+        refuse_delete(store, job)
+    for job in jobs:
         delete(store, job)
     kept = {job.snapshot for job in store.jobs()}
     for archive in (store.root / "snapshots").glob("*.tar.gz"):
         if archive.name.removesuffix(".tar.gz") not in kept:
             archive.unlink(missing_ok=True)
-    return gone
 
 
 def _word(job: Job) -> str:

@@ -11,6 +11,7 @@ the store is then there, and the rest in $DOVETAIL_JOBS_FILES, or as if DOVETAIL
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 # SQLite's write-ahead log needs memory that all its readers share, which machines do not.
@@ -45,3 +46,11 @@ def is_shared(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
     above = [(point, kind) for point, kind in found if whole.startswith(point)]
     kind = max(above, key=lambda one: len(one[0]), default=("", ""))[1]
     return kind.partition(".")[0] in NETWORK
+
+
+def user_name() -> str:
+    """Who runs this, by the process's own user id: variables such as $USER may be another's after `su`."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container whose user has no name
+        return str(os.getuid())

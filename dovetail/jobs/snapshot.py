@@ -28,6 +28,7 @@ SECRET_FILES = re.compile(
 )
 LOOKED_AT = 1 << 20  # bytes of a file that are searched
 SHOWN = 5
+DAMAGED = (tarfile.TarError, EOFError, zlib.error)  # what reading a torn archive raises
 
 
 def source(code: Code, base: Path | None = None) -> Path:
@@ -142,6 +143,15 @@ def _write(root: Path, paths: Sequence[PurePosixPath], target: Path) -> None:
                 archive.addfile(info, file)
 
 
+def names(archive: Path) -> list[str]:
+    """Return the paths of the files in it; none where it cannot be read."""
+    try:
+        with tarfile.open(archive) as packed:
+            return packed.getnames()
+    except (OSError, *DAMAGED):
+        return []
+
+
 def unpack(archive: Path, folder: Path) -> None:
     """Extract `archive` to `folder`, unless that exists: beside it first, then renamed."""
     if folder.exists():
@@ -153,7 +163,7 @@ def unpack(archive: Path, folder: Path) -> None:
         with tarfile.open(archive) as packed:
             for member in packed:
                 extract(packed, member, beside)
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except DAMAGED as error:
         raise ValueError(f"the code of the job, {archive}, cannot be unpacked: {error}") from error
     try:
         beside.rename(folder)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
-import os
 import secrets
 import threading
 import time
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dovetail.jobs import schema
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.database import Connection, Database, Sqlite
-from dovetail.jobs.home import database_url
+from dovetail.jobs.home import database_url, user_name
 from dovetail.jobs.job import ACTIVE, Event, Job, Try
 
 if TYPE_CHECKING:  # a list of jobs is shown without a reader of YAML
@@ -43,7 +41,7 @@ class Store:
     """`root` is the home of jobs. Threads may share it: each takes a connection for as long as it needs one."""
 
     def __init__(self, root: Path) -> None:
-        self.root = Path(root)
+        self.root, self.user = Path(root), user_name()
         self.root.mkdir(parents=True, exist_ok=True)
         self._database = _database(self.root)
         self._local = threading.local()
@@ -117,7 +115,7 @@ class Store:
             db.execute(
                 'INSERT INTO jobs (id, name, "user", backend, accelerator, status, snapshot, created, changed, site) '
                 "VALUES (?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?)",
-                (id, spec.name, user or _user(), spec.backend, str(spec.device), snapshot, now, now, self.site),
+                (id, spec.name, user or self.user, spec.backend, str(spec.device), snapshot, now, now, self.site),
             )
             db.execute("INSERT INTO specs VALUES (?, ?)", (id, to_text(spec)))
             self.note(id, 0, "created")
@@ -301,10 +299,3 @@ def _database(root: Path) -> Database:
     from dovetail.jobs.postgres import Postgres  # an extra
 
     return Postgres(url, root)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container whose user has no name
-        return str(os.getuid())

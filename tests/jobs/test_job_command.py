@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from dovetail.cli.job import app
 from dovetail.cli.job_table import table
+from dovetail.jobs import actions
 from dovetail.jobs.backends.choose import chooser
 from dovetail.jobs.presence import holder, only_one
+from dovetail.jobs.spec import make
 from dovetail.jobs.store import Store
 from dovetail.jobs.tasks import Tasks
 from dovetail.jobs.web import Pages
@@ -61,7 +63,7 @@ def test_a_job_from_its_creation_to_its_end(job):
     assert lines == [] and job("logs", "hello", "--rank", "1") == "1 | said\n"
     assert job("cost", "--json")["dollars"] == 0.0
     assert job("ssh", "hello", "--print").startswith("sh -c")
-    assert job("delete", "hello", "--json") == {"deleted": [row["id"]]} and job("list", "--json") == []
+    assert job("delete", "hello", "--yes", "--json") == {"deleted": [row["id"]]} and job("list", "--json") == []
 
 
 @pytest.mark.usefixtures("supervised")
@@ -129,12 +131,60 @@ def test_cancel_and_clean(job, home):
     job("create", "name=later", "command=true")
     assert job("cancel", "later", "--json")["wanted"] == "stop"
     assert "no supervisor runs" in job("list")
-    assert job("clean", "--days", "0", "--json") == {"deleted": [], "reaped": []}
+    assert job("clean", "--days", "0", "--json") == {"deleted": [], "kept": [], "reaped": []}
     store = Store(home)
     (row,) = store.jobs()
     store.change(row.id, status="cancelled", ended=1.0)
     assert job("clean", "--dry-run", "--json")["deleted"] == [row.id] and len(store.jobs()) == 1
-    assert "1 jobs deleted; nothing is held for no job" in job("clean") and store.jobs() == []
+    assert "1 jobs deleted; nothing is held for no job" in job("clean", "--yes") and store.jobs() == []
+
+
+@pytest.fixture
+def ended(store) -> dict[str, str]:
+    """Jobs that are over, by name -> id: two of ours without results, two succeeded with, one of another user."""
+    made = {}
+    for name, status, user in (
+        ("bad", "failed", ""), ("plain", "succeeded", ""), ("train", "succeeded", ""), ("out", "succeeded", ""),
+        ("hers", "failed", "somebody-else"),
+    ):  # fmt: skip
+        made[name] = store.add(make({"name": name, "command": "true", "code": {"path": ""}}), user=user).id
+        store.change(made[name], status=status, ended=1.0)
+        (store.home(made[name]) / "attempts/1").mkdir(parents=True)
+        (store.home(made[name]) / "attempts/1/rank0.log").write_text("x" * 2500)
+    for name, file in (("bad", "run/checkpoint"), ("train", "run/checkpoint"), ("out", "code/out.bin")):
+        path = store.home(made[name]) / file
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(4_000_000))
+    return made
+
+
+def test_clean_names_what_it_deletes_and_keeps_results_and_others_jobs(job, store, ended, monkeypatch):
+    with pytest.raises(ValueError, match="no terminal to ask at, so give --yes"):
+        CliRunner().invoke(app, ["clean"], catch_exceptions=False)
+    monkeypatch.setattr("dovetail.cli.job_delete.is_terminal", lambda: True)
+    shown = job("clean", code=1, input="n\n")
+    assert f"{ended['bad']}    4.0 MB  failed" in shown and f"{ended['plain']}      2 kB  succeeded" in shown
+    assert "2 jobs, 4.0 MB" in shown and "kept: 2 succeeded jobs with results (8.0 MB); --runs" in shown
+    assert "hers" not in shown and len(store.jobs()) == 5
+    job("clean", input="y\n")
+    assert {one.name for one in store.jobs()} == {"train", "out", "hers"}
+    assert (store.home(ended["train"]) / "run/checkpoint").exists()
+    assert job("clean", "--runs", "--yes", "--json")["deleted"] == [ended["out"], ended["train"]]
+    assert not store.home(ended["train"]).exists() and [one.name for one in store.jobs()] == ["hers"]
+
+
+def test_delete_asks_and_deletes_ones_own(job, store, ended, monkeypatch):
+    with pytest.raises(ValueError, match="no terminal to ask at"):
+        CliRunner().invoke(app, ["delete", "bad"], catch_exceptions=False)
+    monkeypatch.setattr("dovetail.cli.job_delete.is_terminal", lambda: True)
+    assert "4.0 MB  failed" in job("delete", "bad", code=1, input="n\n") and len(store.jobs()) == 5
+    job("delete", "bad", input="y\n")
+    theirs = "is somebody-else's, and only somebody-else may delete it"
+    with pytest.raises(ValueError, match=theirs):
+        CliRunner().invoke(app, ["delete", "hers", "--yes"], catch_exceptions=False)
+    with pytest.raises(ValueError, match=theirs):  # nor by way of the library, and then none is deleted
+        actions.clean(store, store.jobs())
+    assert len(store.jobs()) == 4
 
 
 def test_a_file_and_keys_on_top(job, tmp_path):

@@ -151,8 +151,10 @@ def test_clean_keeps_what_is_needed(store, tmp_path):
     with pytest.raises(ValueError, match="cancel it first"):
         actions.delete(store, old)
     store.change(old.id, status="failed", ended=time.time() - 100)
-    assert [job.id for job in actions.clean(store, 50)] == [old.id] and not store.home(old.id).exists()
+    gone, _ = actions.old(store, 50)
+    actions.clean(store, gone)
+    assert [job.id for job in gone] == [old.id] and not store.home(old.id).exists()
     assert len(list((store.root / "snapshots").iterdir())) == 1  # the other job's too
     store.change(new.id, status="succeeded", ended=time.time() - 100)
-    actions.clean(store, 50)
+    actions.clean(store, actions.old(store, 50)[0])
     assert list((store.root / "snapshots").iterdir()) == [] and store.jobs() == []
