@@ -187,13 +187,18 @@ def resume(
 
 
 def _changed(action: Callable[[Store, Job], Job], job: str, as_json: bool, says: Callable[[Store, Job], str]) -> None:
+    from dovetail.jobs.presence import holder
+
     store = open_store()
     after = action(store, store.find(job))
-    _wake(store)
+    if after.user == store.user:
+        _wake(store)
     if as_json:
         _print_json(_job_dict(after))
     else:
         _say(f"job {after.id} {says(store, after)}")
+        if after.user != store.user and after.site == store.site and not holder(store.root, after.user):
+            _say(f"no supervisor of {after.user} runs: {after.user} starts one with `dovetail job supervise`")
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dovetail.core.printable import printable
@@ -64,16 +64,21 @@ def _console() -> Console:
 
 
 def footer(store: Store, jobs: Sequence[Job]) -> str:
-    from dovetail.jobs.presence import holder
-
     counts = store.counts()
     words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no jobs yet"
     more = f"; {len(jobs)} shown (--all)" if len(jobs) < sum(counts.values()) else ""
-    idle = holder(store.root) or not store.has_active()
     waiting = [f"\n{job.id} {job.name}: {printable(job.detail)}" for job in jobs if job.detail and not job.is_over]
     rest = f"\nand {len(waiting) - DETAILS} more that wait" if len(waiting) > DETAILS else ""
-    supervisor = "" if idle else "\nno supervisor runs: start one with `dovetail job supervise`"
-    return "".join([words, more, *waiting[:DETAILS], rest, supervisor])
+    return "".join([words, more, *waiting[:DETAILS], rest, *_unsupervised(store)])
+
+
+def _unsupervised(store: Store) -> Iterator[str]:
+    """Yield a line for each user with jobs that no supervisor looks after."""
+    from dovetail.jobs.presence import holder
+
+    for user in sorted(user for user in store.busy_users() if not holder(store.root, user)):
+        whose, who = ("", "start") if user == store.user else (f" of {user}", f"{user} starts")
+        yield f"\nno supervisor{whose} runs: {who} one with `dovetail job supervise`"
 
 
 def table(jobs: Iterable[Job], handles: Mapping[str, str]) -> Table:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.jobs import preflight, secrets, sensitive, snapshot
+from dovetail.jobs import modes, preflight, secrets, sensitive, snapshot
 from dovetail.jobs.attempt import CALL
 from dovetail.jobs.job import OVER, Job
 from dovetail.jobs.spec import Spec, changed
@@ -36,7 +36,7 @@ def create(
     digest = snapshot.take(spec.code, store.root / "snapshots", base) if spec.code.path else ""
     id = new_id()
     home = store.home(id)
-    home.mkdir(parents=True)
+    modes.make_folder(home)
     try:
         if digest:
             _link(store.root / "snapshots" / f"{digest}.tar.gz", home / "code.tar.gz")
@@ -150,7 +150,7 @@ def old(store: Store, older: float, statuses: Sequence[str] = OVER, runs: bool =
     """
     before = time.time() - older
     over = [job for job in store.jobs(statuses) if job.is_over and (job.ended or job.changed) <= before]
-    own = [job for job in over if job.site == store.site and job.user == store.user]
+    own = [job for job in over if store.is_ours(job)]
     kept = [job for job in own if not runs and job.status == "succeeded" and has_results(store, job)]
     return [job for job in own if job not in kept], kept
 

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from dovetail.jobs import modes
 from dovetail.jobs.home import is_shared
 
 FILE = "jobs.sqlite"
+FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm")  # SQLite gives the others the mode of the first
 WAIT_S = 30  # for another writer
 
 
@@ -73,6 +75,7 @@ class Sqlite:
         self._root = root
 
     def connect(self) -> Connection:
+        modes.create(self._root / FILE)
         made = sqlite3.connect(self._root / FILE, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
         _set_journal(made, "DELETE" if is_shared(self._root) else "WAL")
         made.execute("PRAGMA synchronous = FULL")  # an intent must outlive a loss of power too

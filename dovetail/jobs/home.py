@@ -4,14 +4,13 @@
     snapshots/        code, by digest
     jobs/ID/          code/, run/ and attempts/N/rank0.log
 
-A team shares a folder, `export DOVETAIL_JOBS=/shared/lab/jobs`, or a Postgres, `postgresql://jobs@lab.example/jobs`:
+A team shares a folder (modes.py), `export DOVETAIL_JOBS=/shared/lab/jobs`, or a Postgres, `postgresql://jobs@lab.example/jobs`:
 the store is then there, and the rest in $DOVETAIL_JOBS_FILES, or as if DOVETAIL_JOBS were not set.
 """
 
 from __future__ import annotations
 
 import os
-import pwd
 from pathlib import Path
 
 # SQLite's write-ahead log needs memory that all its readers share, which machines do not.
@@ -46,11 +45,3 @@ def is_shared(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
     above = [(point, kind) for point, kind in found if whole.startswith(point)]
     kind = max(above, key=lambda one: len(one[0]), default=("", ""))[1]
     return kind.partition(".")[0] in NETWORK
-
-
-def user_name() -> str:
-    """Who runs this, by the process's own user id: variables such as $USER may be another's after `su`."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container whose user has no name
-        return str(os.getuid())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import platform
 import re
 import secrets
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.jobs import modes
 from dovetail.jobs.database import WAIT_S, Connection, Cursor
 
 CONNECT_S = 10
@@ -119,12 +119,7 @@ def _translated(query: str) -> str:
 def _site(root: Path) -> str:
     """The folder's own name in the tables, made once: machines that share the folder are one site."""
     path = root / SITE
-    if not path.exists():
-        beside = root / f"{SITE}.{secrets.token_hex(4)}"
-        beside.write_text(f"{platform.node()}:{root.resolve()} {secrets.token_hex(4)}")
-        with contextlib.suppress(FileExistsError):
-            os.link(beside, path)
-        beside.unlink()
+    modes.create(path, f"{platform.node()}:{root.resolve()} {secrets.token_hex(4)}")
     return path.read_text().strip()
 
 

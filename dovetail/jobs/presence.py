@@ -1,6 +1,7 @@
 """Whether a supervisor watches over a home of jobs, and how one comes to. Light: every `dovetail job` command asks.
 
-One per home: it holds a lock that dies with it.
+One per home and user, for a supervisor can start and signal its own user's processes alone: it holds a lock that dies
+with it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,32 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dovetail.jobs import modes
+
 PATIENCE_S = 60.0  # for a supervisor to finish the calls that it is at
-LOCK = "supervisor.lock"
-LOG = "supervisor.log"
 
 
-def holder(root: Path) -> str:
-    """Who supervises: `pid 12 on node3`; "" for nobody."""
-    path = root / LOCK
+def lock_file(root: Path, user: str = "") -> Path:
+    """Of this user's supervisor, or another's."""
+    return root / f"{_name(root, user)}.lock"
+
+
+def log_file(root: Path) -> Path:
+    return root / f"{_name(root)}.log"
+
+
+def _name(root: Path, user: str = "") -> str:
+    user = user or modes.user_name()
+    return "supervisor" if user == modes.owner(root) else f"supervisor.{user}"
+
+
+def holder(root: Path, user: str = "") -> str:
+    """Who supervises the jobs of this user, or another: `pid 12 on node3`; "" for nobody."""
+    path = lock_file(root, user)
     if not path.exists():
         return ""
+    if not os.access(path, os.R_OK):
+        return f"a process of {modes.owner(path)}, or none: {path} cannot be read"
     with path.open("r") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -38,8 +55,8 @@ def holder(root: Path) -> str:
 @contextlib.contextmanager
 def only_one(root: Path) -> Iterator[bool]:
     """Whether this process is to supervise; False where another does."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / LOCK).open("a+") as file:
+    modes.make_folder(root)
+    with open(lock_file(root), "a+", opener=modes.opener) as file:
         for _ in range(20):  # who only asks (holder) has it for a moment
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +107,7 @@ def started(root: Path) -> str:
     until = time.monotonic() + PATIENCE_S
     while not (found := holder(root)):
         if time.monotonic() > until:
-            raise ValueError(f"no supervisor started within {PATIENCE_S:g} s: {root / LOG} says why")
+            raise ValueError(f"no supervisor started within {PATIENCE_S:g} s: {log_file(root)} says why")
         time.sleep(0.05)
     return _settled(root) or found
 
@@ -113,7 +130,7 @@ def ensure(root: Path) -> None:
         return
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with (root / LOG).open("ab") as log:
+    with open(log_file(root), "ab", opener=modes.opener) as log:
         # by way of a shell that ends at once: nobody has to wait for it
         subprocess.run(
             ["sh", "-c", '"$0" "$@" &', sys.executable, "-m", "dovetail.jobs.daemon", str(root)], check=True, cwd=root,

@@ -45,7 +45,7 @@ def reap(store: Store, backends: Callable[[str], Backend], names: Sequence[str] 
         store.intend(job, number, "reap")
         try:
             backends(orphan.backend).delete(orphan.resource)
-        except Unavailable as error:
+        except (Unavailable, ValueError) as error:
             log.warning("cannot remove %s: %s", orphan.resource.name, error)
             continue
         store.settle(job, number, "reap")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from dovetail.jobs import budget, price, secrets, snapshot
+from dovetail.jobs import budget, modes, price, secrets, snapshot
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.backend import OVER, Backend, Observed, Refused, Unavailable
 from dovetail.jobs.job import Job, Try
@@ -143,7 +143,7 @@ class Reconciler:
                 self.store.change(job.id, detail="")
 
     def _prepare(self, attempt: Attempt) -> None:
-        attempt.folder.mkdir(parents=True, exist_ok=True)
+        modes.make_folder(attempt.folder)
         if attempt.snapshot and attempt.spec.backend in ("local", "slurm"):
             snapshot.unpack(attempt.home / "code.tar.gz", attempt.home / "code")
 

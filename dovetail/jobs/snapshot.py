@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from dovetail.jobs import ignore
+from dovetail.jobs import ignore, modes
 from dovetail.jobs.archive import extract
 from dovetail.jobs.sensitive import holds_token
 from dovetail.jobs.spec import Code
@@ -70,8 +70,8 @@ def take(code: Code, folder: Path, base: Path | None = None) -> str:
     _check_secrets(root, paths, code)
     digest = _digest(root, paths)
     target = folder / f"{digest}.tar.gz"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(target, os.R_OK):  # or another user's, from before the folder was shared
+        modes.make_folder(folder)
         beside = target.with_suffix(f".{os.getpid()}.part")
         _write(root, paths, beside)
         beside.replace(target)
@@ -131,7 +131,7 @@ def _is_executable(path: Path) -> bool:
 
 def _write(root: Path, paths: Sequence[PurePosixPath], target: Path) -> None:
     with (
-        target.open("wb") as raw,
+        open(target, "wb", opener=modes.opener) as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
     ):
@@ -158,7 +158,7 @@ def unpack(archive: Path, folder: Path) -> None:
         return
     beside = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    modes.make_folder(beside)
     try:
         with tarfile.open(archive) as packed:
             for member in packed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import threading
 import time
@@ -16,16 +17,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dovetail.jobs import schema
+from dovetail.jobs import database, modes, schema
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.database import Connection, Database, Sqlite
-from dovetail.jobs.home import database_url, user_name
+from dovetail.jobs.home import database_url
 from dovetail.jobs.job import ACTIVE, Event, Job, Try
 
 if TYPE_CHECKING:  # a list of jobs is shown without a reader of YAML
     from dovetail.jobs.spec import Spec
 
 T = TypeVar("T")
+FOLDERS = ("snapshots", "jobs", "queues", "places")  # of the home of jobs
+SUPERVISOR = ("supervisor.lock", "supervisor.log")  # of the folder's owner (presence.py)
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 _JOB = ", ".join(f'"{name}"' for name in Job._fields)
 _TRY = ", ".join(Try.__dataclass_fields__)
@@ -41,8 +44,8 @@ class Store:
     """`root` is the home of jobs. Threads may share it: each takes a connection for as long as it needs one."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.user = Path(root), user_name()
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root, self.user = Path(root), modes.user_name()
+        _prepare(self.root)
         self._database = _database(self.root)
         self._local = threading.local()
         self._free: list[Connection] = []
@@ -128,13 +131,18 @@ class Store:
         return self.rows(Job, f"SELECT {_JOB} FROM jobs {where} ORDER BY created DESC, id {end}", statuses)
 
     def active(self) -> list[Job]:
-        """Those of this site, which its supervisor looks after."""
-        return [job for job in self.jobs(ACTIVE) if job.site == self.site]
+        """Return this user's jobs of this site: those that this user's supervisor looks after."""
+        return [job for job in self.jobs(ACTIVE) if self.is_ours(job)]
 
-    def has_active(self) -> bool:
+    def is_ours(self, job: Job) -> bool:
+        """Whether its files are here, and its processes this user's."""
+        return job.site == self.site and job.user == self.user
+
+    def busy_users(self) -> set[str]:
+        """Return the users whose jobs of this site are not over."""
         marks = ", ".join("?" * len(ACTIVE))
-        query = f"SELECT 1 FROM jobs WHERE status IN ({marks}) AND site = ? LIMIT 1"
-        return bool(self.read(query, (*ACTIVE, self.site)))
+        query = f'SELECT DISTINCT "user" FROM jobs WHERE status IN ({marks}) AND site = ?'
+        return {user for (user,) in self.read(query, (*ACTIVE, self.site))}
 
     def counts(self) -> dict[str, int]:
         """Status -> how many."""
@@ -193,9 +201,14 @@ class Store:
         return str(self.home(job.id)) if job.site == self.site else f"{job.site.rpartition(' ')[0]}/jobs/{job.id}"
 
     def refuse_elsewhere(self, job: Job, what: str) -> None:
-        """Files of another site's job are there alone."""
+        """Raise ValueError where its files are not here, or not this user's to read."""
         if job.site != self.site:
             raise ValueError(f"job {job.id} was created at {job.site.rpartition(' ')[0]}: {what} there")
+        home = self.home(job.id)
+        if home.exists() and not os.access(home, os.R_OK | os.X_OK):
+            raise ValueError(
+                f"the files of job {job.id} are {job.user}'s alone: {job.user} runs `chmod -R g+rX {home}`"
+            )
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
@@ -289,6 +302,19 @@ class Store:
         """How many entries there were."""
         with self.transaction() as db:
             return db.execute("DELETE FROM quarantine WHERE host = ?", (host,)).rowcount
+
+
+def _prepare(root: Path) -> None:
+    """Make the folder, with the modes of what is in it; ValueError where this user cannot use it."""
+    names = (*FOLDERS, *database.FILES)
+    try:
+        modes.make_folder(root)
+    except PermissionError as error:
+        raise ValueError(
+            f"the folder of jobs, {root}, cannot be used: {error}; set DOVETAIL_JOBS to a folder that you may write"
+        ) from None
+    modes.repair(root, (*names, *SUPERVISOR))
+    modes.check(root, names)
 
 
 def _database(root: Path) -> Database:

@@ -74,7 +74,7 @@ class Supervisor:
                 self._busy.add(job.id)
                 call(self._guarded, job)
         for id, _, verb in self.store.open_intents():
-            if verb == "notify" and (job := self.store.job(id)).site == self.store.site:
+            if verb == "notify" and self.store.is_ours(job := self.store.job(id)):
                 notify(job, self.store.spec(id), self.store.home(id))
                 self.store.settle(id, 0, verb)
         return bool(jobs)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dovetail.jobs import modes
 from dovetail.jobs.outcome import PREEMPTED, error_line
 from dovetail.jobs.tasks import Task, Tasks
 
@@ -63,8 +64,8 @@ class Worker:
     def work(self, task: Task) -> bool:
         """Run one task that is ours; whether it ended, and we said so."""
         folder = self.tasks.folder / str(task.id)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("a") as lock:
+        modes.make_folder(folder)
+        with open(folder / "lock", "a", opener=modes.opener) as lock:
             if not self._until(task, lambda: _taken(lock.fileno())):
                 return False
             code = 0 if _has_succeeded(folder) else self._run(task, folder, lock.fileno())
@@ -85,7 +86,8 @@ class Worker:
             "DOVETAIL_TASK": task.name, "DOVETAIL_QUEUE": task.queue, "DOVETAIL_TASK_COMMAND": task.command,
             "DOVETAIL_TASK_TRY": str(task.claim), "DOVETAIL_TASK_DIR": str(folder),
         }  # fmt: skip
-        with self.tasks.log(task).open("ab") as log:
+        modes.touch(folder / "exit.part")  # for the next worker, who may be another user
+        with open(self.tasks.log(task), "ab", opener=modes.opener) as log:
             child = subprocess.Popen(
                 ["sh", "-c", TIED + RUN if self._is_tied else RUN, "task", str(folder / "exit")],
                 stdin=subprocess.PIPE if self._is_tied else subprocess.DEVNULL, stdout=log, stderr=log,

@@ -96,7 +96,7 @@ def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path)
     here, there = Store(home), Store(tmp_path / "there")
     mine, theirs = World(here), World(there)
     job = theirs.add("x", DONE)
-    assert [one.id for one in here.jobs()] == [job] and here.active() == [] and not here.has_active()
+    assert [one.id for one in here.jobs()] == [job] and here.active() == [] and not here.busy_users()
     mine.run()
     assert here.job(job).status == "queued"
     actions.cancel(here, here.job(job))  # who sees a job may ask for it to stop; its own supervisor does it

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.jobs import secrets
+from dovetail.jobs import modes, secrets
 from dovetail.jobs.attempt import CALL, Attempt, Resource
 from dovetail.jobs.backends import jobset, log_copy, tpu_ssh
 from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable, unasked
@@ -157,13 +157,13 @@ class Gke:
     def _append(self, attempt: Attempt, one: Pod, text: bytes) -> None:
         """A cluster tells a pod's log from its beginning: what is here already is passed over. A pod that took another
         one's place goes on in the same file."""
-        attempt.folder.mkdir(parents=True, exist_ok=True)
+        modes.make_folder(attempt.folder)
         path, mark = attempt.log(one.rank), attempt.folder / f"rank{one.rank}.pod"
         size = log_copy.size(path)
         held = json.loads(mark.read_text()) if mark.exists() else {}
         if held.get("uid") != one.uid:
             held = {"uid": one.uid, "begins": size}
-            mark.write_text(json.dumps(held))
+            modes.write_text(mark, json.dumps(held))
         log_copy.append(path, held["begins"], text)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:

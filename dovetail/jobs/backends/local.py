@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dovetail.jobs import script, secrets
+from dovetail.jobs import modes, script, secrets
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends.backend import LogPart, Observed
 from dovetail.jobs.backends.local_launcher import CLAIM, END, LAUNCH, LOCK, STOP, write
@@ -50,15 +50,15 @@ class Local:
                 f"with `dovetail job clean --release {platform.node()}`"
             )
         self.check(attempt.spec)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK).open("a") as lock:
+        modes.make_folder(folder)
+        with open(folder / LOCK, "a", opener=modes.opener) as lock:
             if _take(lock.fileno(), folder):
                 self._launch(attempt, lock.fileno())
         return ""
 
     def _launch(self, attempt: Attempt, lock: int) -> None:
         spec, folder = attempt.spec, attempt.folder
-        (folder / "script.sh").write_text(script.script(spec, script.interpreter(spec)))
+        modes.write_text(folder / "script.sh", script.script(spec, script.interpreter(spec)))
         told = {MARK: str(folder), "DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
         if attempt.snapshot:
             told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
@@ -66,7 +66,7 @@ class Local:
         command = [sys.executable, "-m", "dovetail.jobs.backends.local_launcher", str(folder), str(lock)]
         environ = inherited(os.environ) | secrets.read(attempt.home, spec) | {"PYTHONPATH": _import_path()}
         # In a session of its own, it outlives the terminal and the supervisor; secrets reach it by its environment.
-        with (folder / "launcher.log").open("ab") as log:
+        with open(folder / "launcher.log", "ab", opener=modes.opener) as log:
             subprocess.run(
                 ["sh", "-c", BACKGROUND, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
                 env=environ, cwd=folder, pass_fds=(lock,), start_new_session=True,
@@ -106,6 +106,8 @@ class Local:
     def list(self) -> Sequence[Resource]:
         found = []
         for lock in sorted((self.root / "jobs").glob(f"*/attempts/*/{LOCK}")):
+            if lock.stat().st_uid != os.getuid():  # another user's processes, in a folder that users share
+                continue
             if _is_locked(lock) and not (lock.parent / "deleted").exists():
                 found.append(Resource(f"dt-{lock.parts[-4]}-{lock.parts[-2]}"))
         return found

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dovetail.jobs import modes
+
 LOCK, LAUNCH, STOP, END, CLAIM = "local.lock", "launch.json", "stop.json", "end.json", "claim"
 POLL_S = 0.05
 FOLLOW_S = 60.0  # how long the other ranks may take to end by themselves after one has failed
@@ -39,16 +41,14 @@ def main(folder: Path, lock: int) -> None:
 def _claim(folder: Path) -> bool:
     """Once for ever: an attempt is never run a second time."""
     try:
-        os.close(os.open(folder / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(folder / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
     return True
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
-    beside = path.with_suffix(f".{os.getpid()}.part")
-    beside.write_text(json.dumps(value))
-    beside.replace(path)
+    modes.write_text(path, json.dumps(value))
 
 
 class Group:
@@ -70,7 +70,7 @@ class Group:
                 "DOVETAIL_NUM_PROCESSES": str(count),
                 "DOVETAIL_PROCESS_ID": str(rank),
             }
-        with (self.folder / f"rank{rank}.log").open("ab") as log:
+        with open(self.folder / f"rank{rank}.log", "ab", opener=modes.opener) as log:
             return subprocess.Popen(
                 ["sh", str(self.folder / "script.sh")], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=os.environ | launch["env"] | who, start_new_session=True, cwd=self.folder,

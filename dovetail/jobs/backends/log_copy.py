@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
+from dovetail.jobs import modes
+
 
 def append(path: Path, since: int, text: bytes) -> None:
     """Add what the log there has from byte `since` on; what is here already is passed over."""
     if not text:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    modes.make_folder(path.parent)
+    with open(path, "ab", opener=modes.opener) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, 2)
         if size >= since:
@@ -23,10 +25,8 @@ def merge(path: Path, text: str) -> None:
     here = path.read_text().splitlines() if path.exists() else []
     new = [line for line in text.splitlines() if line and line not in here]
     if new:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        beside.write_text("\n".join([*here, *new]) + "\n")
-        beside.replace(path)
+        modes.make_folder(path.parent)
+        modes.write_text(path, "\n".join([*here, *new]) + "\n")
 
 
 def size(path: Path) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from dovetail.jobs import modes
+
 
 class Places:
     """A file of lines, added to and never rewritten: several processes may share it."""
@@ -18,14 +20,11 @@ class Places:
     def add(self, *words: str) -> None:
         if words in self.all():
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        modes.make_folder(self._path.parent)
         line = "\t".join(words) + "\n"
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line.encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with open(self._path, "ab", buffering=0, opener=modes.opener) as file:
+            file.write(line.encode())
+            os.fsync(file.fileno())
 
     def all(self) -> list[tuple[str, ...]]:
         if not self._path.exists():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.jobs import script, secrets
+from dovetail.jobs import modes, script, secrets
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends import slurm_script
 from dovetail.jobs.backends.backend import LogPart, Observed, Refused, Unavailable, unasked
@@ -55,10 +55,12 @@ class Slurm:
         if there := _rows("--name", f"{slurm_script.job_name(attempt)},{attempt.name}"):
             return there[-1].id
         folder = attempt.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "script.sh").write_text(script.script(attempt.spec, script.interpreter(attempt.spec)))
-        (folder / "rank.sh").write_text(slurm_script.rank_script(attempt))
-        (folder / "batch.sh").write_text(slurm_script.batch_script(attempt))
+        modes.make_folder(folder)
+        modes.write_text(folder / "script.sh", script.script(attempt.spec, script.interpreter(attempt.spec)))
+        modes.write_text(folder / "rank.sh", slurm_script.rank_script(attempt))
+        modes.write_text(folder / "batch.sh", slurm_script.batch_script(attempt))
+        for rank in range(attempt.spec.processes):  # which the nodes append to
+            modes.touch(attempt.log(rank))
         options = slurm_script.options(attempt, f"dovetail:{self.owner}")
         # --export=ALL gives the nodes the environment that sbatch itself has
         environ = inherited(os.environ) | values
@@ -110,7 +112,7 @@ class Slurm:
         if resource.attempt is not None:
             job, number = resource.attempt
             folder = self.root / "jobs" / job / "attempts" / str(number)
-            folder.mkdir(parents=True, exist_ok=True)
+            modes.make_folder(folder)
             (folder / "stop").touch()
             (folder / "deleted").touch()
         for row in _rows():  # by the end of the name: the job, whose name it begins with, may be unknown here
@@ -118,7 +120,8 @@ class Slurm:
                 _call(["scancel", row.id])
 
     def list(self) -> Sequence[Resource]:
-        ours = [row for row in _rows() if row.comment == f"dovetail:{self.owner}" and row.attempt and not row.is_over]
+        rows = _rows("--user", modes.user_name())
+        ours = [row for row in rows if row.comment == f"dovetail:{self.owner}" and row.attempt and not row.is_over]
         return [Resource(row.attempt, "", row.id) for row in ours]
 
     def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:

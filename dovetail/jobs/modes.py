@@ -1,0 +1,159 @@
+"""Permissions of the files of jobs: one user's alone, unless a group shares the folder.
+
+A folder is shared on purpose when its group may write it and it has the set-group-ID bit (`chmod 2770`). What is made
+below it then has its group and its modes, whatever the umask says. Elsewhere folders are 0700 and files 0600.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+SHARED = stat.S_ISGID | stat.S_IWGRP
+
+
+def has_group(folder: Path) -> bool:
+    """Whether a group shares it on purpose."""
+    return folder.stat().st_mode & SHARED == SHARED
+
+
+def folder_mode(parent: Path) -> int:
+    """Of a folder made in `parent`."""
+    return 0o2770 | (parent.stat().st_mode & 0o005) if has_group(parent) else 0o700
+
+
+def file_mode(parent: Path) -> int:
+    return 0o660 | (parent.stat().st_mode & 0o004) if has_group(parent) else 0o600
+
+
+def make_folder(path: Path) -> None:
+    """Make it and its parents, where they do not exist."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(0o700)
+        _set(path, folder_mode(path.parent))
+
+
+def opener(path: str, flags: int) -> int:
+    """For open(): a file that it creates has the mode of its folder's files."""
+    if flags & os.O_CREAT:
+        with contextlib.suppress(FileExistsError):
+            made = os.open(path, flags | os.O_EXCL, 0o600)
+            _set(made, file_mode(Path(path).parent))
+            return made
+    return os.open(path, flags)
+
+
+def touch(path: Path) -> None:
+    """Create an empty file, where there is none."""
+    open(path, "ab", opener=opener).close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, then rename: it is there whole or not at all."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with open(beside, "w", opener=opener) as file:
+        file.write(text)
+    beside.replace(path)
+
+
+def create(path: Path, text: str = "") -> None:
+    """Create the file with this text, unless it exists. Never opens the one that exists: to close a SQLite file would
+    drop the locks that this process has on it."""
+    if path.exists():
+        return
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    with open(beside, "w", opener=opener) as file:
+        file.write(text)
+    try:
+        os.link(beside, path)
+        beside.unlink()
+    except FileExistsError:  # another was first
+        beside.unlink()
+    except OSError:  # a file system without links
+        beside.rename(path)
+
+
+def repair(root: Path, names: Sequence[str]) -> None:
+    """Give what this user owns of `names`, in `root`, its mode and group: it may have been made before the folder was
+    shared, or by a version that did not care."""
+    for path in (root / name for name in names):
+        if _repaired(path) and path.is_dir() and path.name != "jobs":  # what jobs wrote is theirs
+            for below in path.rglob("*"):
+                _repaired(below)
+
+
+def _repaired(path: Path) -> bool:
+    """Whether it needed it."""
+    try:
+        found, group = path.lstat(), path.parent.stat().st_gid
+        wanted = folder_mode(path.parent) if stat.S_ISDIR(found.st_mode) else file_mode(path.parent)
+        wrong_group = has_group(path.parent) and found.st_gid != group
+        if found.st_uid != os.getuid() or stat.S_ISLNK(found.st_mode):
+            return False
+        if wrong_group:
+            os.chown(path, -1, group)
+        if wrong_group or stat.S_IMODE(found.st_mode) != wanted:
+            os.chmod(path, wanted)
+            return True
+    except OSError:  # it is gone, or the file system has no modes
+        pass
+    return False
+
+
+def check(root: Path, names: Sequence[str]) -> None:
+    """Refuse a home of jobs which this user may not read and write, or not what is in it under `names`."""
+    for path in (root, *(root / name for name in names)):
+        needed = os.R_OK | os.W_OK | (os.X_OK if os.path.isdir(path) else 0)
+        if not os.access(path, needed) and os.path.lexists(path):
+            whose = f"belongs to {owner(path)} (mode {stat.S_IMODE(path.stat().st_mode):04o})"
+            raise ValueError(
+                f"{path} {whose}, and {user_name()} may not write it. {_share(root)}; to have jobs of your own, set "
+                "DOVETAIL_JOBS to a folder of yours"
+            )
+
+
+def _share(root: Path) -> str:
+    if has_group(root):
+        gid = root.stat().st_gid
+        return f"{root} is shared by the group {_group(gid)}: have yourself added to it"
+    how = f"chgrp GROUP {root} && chmod 2770 {root} && dovetail job list"
+    return f"To share these jobs, {owner(root)} runs `{how}`, where GROUP has both of you"
+
+
+def owner(path: Path) -> str:
+    """Its owner's name."""
+    return _name(path.stat().st_uid)
+
+
+def user_name() -> str:
+    """Who runs this, by the process's own user id: variables such as $USER may be another's after `su`."""
+    return _name(os.getuid())
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:  # a container whose user has no name
+        return str(uid)
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _set(path: Path | int, mode: int) -> None:
+    """Beyond the umask. Some file systems have no modes."""
+    with contextlib.suppress(OSError):
+        os.chmod(path, mode)

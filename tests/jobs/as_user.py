@@ -1,0 +1,65 @@
+"""Steps of `dovetail job` as several Unix users, in a process of its own, which must be root's: python as_user.py
+UMASK, with turns [[uid, gid, [words, ...]], ...] as JSON on stdin, and what each step printed as JSON on stdout. A
+group of 0 is none, and the words of root's turns are commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from typer.testing import CliRunner
+
+from dovetail.cli.job import app
+from dovetail.jobs import presence
+
+
+def call(*words: str) -> str:
+    done = CliRunner().invoke(app, words)
+    return done.output or f"{type(done.exception).__name__}: {done.exception}"
+
+
+def warm_up() -> None:
+    """Python may lie where only root can read: all that the steps load is loaded before."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["DOVETAIL_JOBS"] = f"{folder}/jobs"
+        made = json.loads(call("create", "name=x", "command=true", "--json"))["id"]
+        for words in (("list",), ("show", made), ("logs", made), ("queue", "add", "q", "true"), ("queue", "work", "q")):
+            call(*words)
+        call("cancel", made)
+        call("clean", "--yes")
+
+
+def turn(uid: int, gid: int, umask: int, steps: list[list[str]]) -> list[str]:
+    """In a child, which becomes the user."""
+    if uid == 0:
+        return [subprocess.run(words, check=True, capture_output=True, text=True).stdout for words in steps]
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.setgroups([gid] if gid else [])
+            os.setgid(uid)
+            os.setuid(uid)
+            os.umask(umask)
+            os.write(writer, json.dumps([call(*words) for words in steps]).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as answer:
+        found = answer.read()
+    os.wait()
+    return json.loads(found)
+
+
+def main(umask: str) -> None:
+    presence.ensure = lambda root: None
+    wanted, turns = os.environ["DOVETAIL_JOBS"], json.load(sys.stdin)
+    warm_up()
+    os.environ["DOVETAIL_JOBS"] = wanted
+    print(json.dumps([turn(uid, gid, int(umask, 8), steps) for uid, gid, steps in turns]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
