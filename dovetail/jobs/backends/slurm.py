@@ -104,7 +104,7 @@ class Slurm:
         if seen.state == "PENDING":
             _call(["scancel", seen.id])
         elif grace > 0:
-            _call(["scancel", "--signal=TERM", seen.id])
+            _call(["scancel", f"--signal={slurm_script.STOP}", seen.id])
         else:  # the one step alone: a SIGKILL for the whole job waits for Slurm's KillWait
             _call(["scancel", "--signal=KILL", f"{seen.id}.0"])
 

@@ -6,10 +6,11 @@ import shlex
 from pathlib import Path
 
 from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.outcome import PREEMPTED
+from dovetail.jobs.outcome import PREEMPTED, SIGTERM
 from dovetail.jobs.spec import Spec
 
 RESTARTS = "restarts"  # a file: how often Slurm had put the job back when it last began
+STOP = "URG"  # a signal that programs ignore, for rank.sh alone
 CANCELLED = "cancelled"  # a file: a person ended the job with scancel
 
 
@@ -83,20 +84,34 @@ exit $code
 
 
 def rank_script(attempt: Attempt) -> str:
-    """One process: its log and its exit code in files of its own."""
+    """One process: its log and its exit code in files of its own.
+
+    Slurm signals the processes of a step one after another. A shell whose command dies first would go on to the next:
+    so our own stop is another signal (STOP), at which the whole group gets SIGTERM at once. What ended with 0 while
+    Slurm itself ended the step counts as ended by the signal.
+    """
     told = {"DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
     if attempt.snapshot:
         told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in told.items())
     return f"""#!/bin/sh
-trap : TERM
+told= child=
+trap 'told=1' TERM
+trap 'told=1; {{ kill -s TERM -- "-$child" || kill -s TERM "$child"; }} 2> /dev/null' {STOP}
 folder={shlex.quote(str(attempt.folder))}
 exec >> "$folder/rank$SLURM_PROCID.log" 2>&1
 {exports}
 export DOVETAIL_RANK="$SLURM_PROCID"
 if [ -n "$DOVETAIL_COORDINATOR" ]; then export DOVETAIL_PROCESS_ID="$SLURM_PROCID"; fi
-sh "$folder/script.sh"
-code=$?
+setsid sh "$folder/script.sh" & child=$!
+[ -z "$told" ] || kill -s TERM "$child"  # told so before there was anything to signal
+# a signal interrupts `wait`: only when the child is gone is what it says the child's own code
+while :; do wait "$child"; code=$?; kill -0 "$child" 2> /dev/null || break; done
+wait "$child" 2> /dev/null; last=$?; [ $last = 127 ] || code=$last
+if [ $code = 0 ]; then
+    [ -n "$told" ] || sleep 0.2  # the signal that ended a command of it may be on its way to this shell too
+    [ -z "$told" ] || code={SIGTERM}
+fi
 echo $code > "$folder/exit.$SLURM_PROCID.part" && mv "$folder/exit.$SLURM_PROCID.part" "$folder/exit.$SLURM_PROCID"
 exit $code
 """
