@@ -71,7 +71,7 @@ class Pages:
             "spec": shown(spec),
             "processes": spec.processes,
             "grace": spec.ceiling.grace,
-            "may_cancel": not job.is_over and job.wanted != "stop",
+            "may_cancel": not job.is_over and job.wanted != "kill",
             "attempts": [
                 dataclasses.asdict(row) | {"where": where(job.backend, row.zone, row.handle)}
                 for row in self.store.attempts(id)

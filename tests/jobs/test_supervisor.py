@@ -136,7 +136,7 @@ def test_an_exception_of_the_supervisor_is_the_jobs_state(world, monkeypatch, ca
     )  # fmt: skip
     job_table.show(world.store, (), 0)
     listed = capsys.readouterr().out
-    assert "  error  " in listed and f"{job}: the supervisor failed: TypeError" in listed
+    assert "  error  " in listed and f"{job} x: the supervisor failed: TypeError" in listed
     job_table.show_one(world.store, found)
     assert "the supervisor failed: TypeError" in capsys.readouterr().out
     world.run()

@@ -114,6 +114,7 @@ def test_the_page_cancels_a_job_and_no_other_page_does(url, job, store):
     assert ask(address, **own)[0] == 404  # a link cannot cancel
     assert store.job(job).wanted == "run" and get(f"{url}/api/jobs/{job}")["may_cancel"]
     assert ask(address, "POST", **own)[0] == 200 and store.job(job).wanted == "stop"
+    assert ask(address, "POST", **own)[0] == 200 and store.job(job).wanted == "kill"  # a second one kills
     assert not get(f"{url}/api/jobs/{job}")["may_cancel"]
     store.change(job, status="cancelled")
     status, _, body = ask(address, "POST", **own)
