@@ -138,8 +138,12 @@ class Gke:
 
     def stop(self, attempt: Attempt, grace: float) -> None:
         """Deleting it signals every pod, which then has its terminationGracePeriodSeconds (ceiling.grace, from which
-        `grace` comes) to save; the JobSet itself goes last. Suspending it would not do: Kueue starts it again."""
-        self._space(attempt).delete("JobSet", attempt.name)
+        `grace` comes) to save; the JobSet itself goes last. Suspending it would not do: Kueue starts it again. A grace
+        of 0 ends the pods at once."""
+        space = self._space(attempt)
+        space.delete("JobSet", attempt.name)
+        for one in self._pods(attempt) if grace <= 0 else ():
+            space.delete("Pod", one["metadata"]["name"], grace=0)
 
     # --- logs ---------------------------------------------------------------------------------------------------------
 

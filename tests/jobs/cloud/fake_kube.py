@@ -67,7 +67,7 @@ class FakeKube(Loopback):
             one["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         else:
             del self.world.held[space, kind, name]
-        return 200, {"kind": "Status", "status": "Success"}
+        return 200, one if kind == "Pod" else {"kind": "Status", "status": "Success"}
 
     def _all(self, space: str, kind: str) -> list[dict]:
         return [one for (where, what, _), one in self.world.held.items() if (where, what) == (space, kind)]

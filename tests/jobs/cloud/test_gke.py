@@ -115,6 +115,16 @@ def test_told_to_stop_the_pods_are_signalled_and_it_is_gone_after_them(cluster, 
     assert held.observe(one).state == "absent"
 
 
+def test_a_stop_without_grace_ends_the_pods_at_once(cluster, tmp_path):
+    held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", ceiling={"grace": 3600})
+    held.create(one)
+    cluster.run(NAME)
+    held.stop(one, 3600)
+    assert cluster.pods(NAME) != []
+    held.stop(one, 0.0)
+    assert cluster.pods(NAME) == []
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failed_question_is_unknown(cluster, tmp_path, fault):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
