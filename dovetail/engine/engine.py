@@ -226,15 +226,19 @@ class Engine:
         return 0 if self._must_wait(name) and not self.sleeping else self.put_adapter(name, values, version)
 
     def drop_adapter(self, name: str) -> tuple[int, int]:
-        """Unload an adapter: no new request gets it, and those under way keep it. Return its version and how many
-        these are."""
-        adapter = self.runner.adapters.drop(name)
-        return adapter.version, len({seq.request.id for seq in self._adapted() if seq.request.adapter == adapter})
+        """Unload an adapter: no new request gets it, and those under way keep it, or the one that it replaced. Return
+        its version and how many these are."""
+        version = self.runner.adapters.drop(name).version
+        return version, self._users(name, version)
 
-    def await_unused(self, version: int) -> None:
-        """Wait until no request under way has this version of an adapter; for an EngineLoop."""
-        if any(seq.request.adapter and seq.request.adapter.version == version for seq in self._adapted()):
+    def await_unused(self, name: str, version: int) -> None:
+        """Wait until no request under way has this version of an adapter or an earlier one; for an EngineLoop."""
+        if self._users(name, version):
             raise Later
+
+    def _users(self, name: str, version: int) -> int:
+        requests = {seq.request.id: seq.request.adapter for seq in self._adapted()}
+        return sum(bool(each) and each.name == name and each.version <= version for each in requests.values())
 
     def await_place(self, name: str) -> None:
         """Wait until there is a slot for an adapter of this name; for an EngineLoop."""

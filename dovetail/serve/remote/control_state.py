@@ -125,7 +125,7 @@ class ControlState:
         self._forget_adapter(child, name)
         if users and not wait:
             raise InUse(f"adapter {name!r} gets no more requests, and is gone when those under way have ended: {users}")
-        await child.call("adapter_unused", version)
+        await child.call("adapter_unused", name, version)
 
     def _forget_adapter(self, child: Child, name: str) -> None:
         self._set_adapters(child, {key: each for key, each in self._adapters.items() if key != name})
