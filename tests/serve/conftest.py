@@ -1,7 +1,20 @@
 """Servers: one with the real SmolLM2 in a process of its own, and scripted ones that need no engine."""
 
+import logging
+
 import pytest
 from xla_flags import flags
+
+
+@pytest.fixture(autouse=True)
+def own_logging():
+    """The command `serve` sets up logging for its process, which here is the tests'."""
+    root, package = logging.getLogger(), logging.getLogger("dovetail")
+    handlers, levels = list(root.handlers), (root.level, package.level)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(levels[0])
+    package.setLevel(levels[1])
 
 
 @pytest.fixture(scope="session")

@@ -95,10 +95,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         start, seconds = time.monotonic(), self._drain_seconds
         self._inflight.drain()
-        if count := len(self.server_state.tasks):
-            log.warning(
-                "stopping: %d requests under way have %g s to end; a second Ctrl-C ends them now", count, seconds
-            )
+        if drained := len(self.server_state.tasks):
+            log.warning("stopping: %d requests under way have %g s; a second Ctrl-C ends them now", drained, seconds)
             await self._idle(seconds, lambda: self._hurried)
         if count := len(self.server_state.tasks):
             log.warning("stopping: %d requests are ended with an error after %.1f s", count, time.monotonic() - start)
@@ -107,7 +105,7 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):  # clients that do not read, or have not sent it all
                 connection.transport.abort()
         await super().shutdown(sockets)
-        log.warning("stopped after %.1f s", time.monotonic() - start)
+        log.log(logging.WARNING if drained else logging.INFO, "stopped after %.1f s", time.monotonic() - start)
 
     async def _idle(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
         """Wait until no request is under way, for at most `seconds`."""

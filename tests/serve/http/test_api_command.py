@@ -118,7 +118,7 @@ def test_a_seed_is_the_engines_only_where_it_was_given(smollm2_gguf, monkeypatch
     monkeypatch.setattr("dovetail.serve.http.server.serve", lambda path, options, *_: found.append(options.seed))
     monkeypatch.setattr("dovetail.serve.http.server.run", lambda _: None)
     for arguments in ([], ["--seed", "5"]):
-        result = CliRunner().invoke(app, ["serve", str(smollm2_gguf), *arguments])
+        result = CliRunner().invoke(app, ["serve", str(smollm2_gguf), "--port", "0", *arguments])
         assert result.exit_code == 0, result.output
     assert found == [None, 5]
 

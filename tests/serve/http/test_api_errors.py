@@ -317,23 +317,30 @@ def wait_for(condition, seconds=5.0):
         time.sleep(0.01)
 
 
-def test_a_full_queue_is_429_with_retry_after(slow):
-    """One has a place in the batch, two may wait."""
-    slow.engine.delay = 0.4
-    with httpx.Client() as client:
-        threads = [threading.Thread(target=post, args=(slow, CHAT, HELLO | {"max_tokens": 2})) for _ in range(3)]
+def test_a_full_queue_is_429_with_retry_after(tokenizer):
+    """One has a place in the batch, two may wait. They end when the engine's delay is 0."""
+
+    async def engine():
+        found = Script(tokenizer, delay=0.1, max_num_seqs=1)
+        found.texts = ["word " * 300] * 9
+        return found
+
+    with running(engine, tokenizer, limits=Limits(queue=2)) as server, httpx.Client() as client:
+        long, patient = HELLO | {"max_tokens": 300}, {"timeout": 60}
+        threads = [threading.Thread(target=post, args=(server, CHAT, long), kwargs=patient) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(slow.engine.asked) == 3)
-        answer = client.post(slow.url + CHAT, json=HELLO)
+        wait_for(lambda: len(server.engine.asked) == 3, 20.0)
+        answer = client.post(server.url + CHAT, json=HELLO)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         with pytest.raises(openai.RateLimitError):
-            openai.OpenAI(base_url=f"{slow.url}/v1", api_key="none", max_retries=0).chat.completions.create(**HELLO)
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0).chat.completions.create(**HELLO)
+        server.engine.delay = 0.0
         for thread in threads:
             thread.join()
-        assert client.post(slow.url + CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
-    assert "4 of them" in refused(slow, COMPLETIONS, {"prompt": ["a"] * 4}, "prompt")
-    assert post(slow, COMPLETIONS, {"prompt": ["a"] * 3, "max_tokens": 1}).status_code == 200
+        assert client.post(server.url + CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
+        assert "4 of them" in refused(server, COMPLETIONS, {"prompt": ["a"] * 4}, "prompt")
+        assert post(server, COMPLETIONS, {"prompt": ["a"] * 3, "max_tokens": 1}).status_code == 200
 
 
 def test_only_requests_without_a_place_in_the_batch_wait():

@@ -73,7 +73,7 @@ def test_while_it_drains_ready_is_503_and_streams_go_on(server, caplog):
         stream.join(30)
         assert stream.events[-1]["choices"][0]["finish_reason"] in ("stop", "length"), "it was not cut off"
         until(lambda: "stopped after" in caplog.text)
-    assert "stopping: 1 requests under way have 60 s to end" in caplog.text
+    assert "stopping: 1 requests under way have 60 s;" in caplog.text
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/ready")
 

@@ -83,11 +83,11 @@ def test_the_flag(monkeypatch, tmp_path, choice, expected):
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     seen = {}
 
-    async def serve(path, options, config, on_ready, progress):
+    async def serve(path, options, config, sock, on_ready, progress):
         seen.update(defaults=dict(config.defaults), step=config.limits.step_seconds)
 
     monkeypatch.setattr("dovetail.serve.http.server.serve", serve)
-    flags = ["serve", str(tmp_path), "--generation-config", choice, "--step-timeout", "7"]
+    flags = ["serve", str(tmp_path), "--port", "0", "--generation-config", choice, "--step-timeout", "7"]
     result = CliRunner().invoke(app, flags, env={"DOVETAIL_API_KEY": "", "DOVETAIL_ADMIN_KEY": ""})
     assert result.exit_code == 0 and seen == {"defaults": expected, "step": 7.0}, result.output
     refused = CliRunner().invoke(app, ["serve", str(tmp_path), "--generation-config", "vllm"])
