@@ -71,7 +71,14 @@ def pytest_sessionfinish(session):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+COSTLY = [line for line in (Path(__file__).parent / "costly.txt").read_text().splitlines() if line[:1] != "#"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(tuple(COSTLY)):
+            item.add_marker(pytest.mark.thorough)
     place = {name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST_FIRST)))
 

@@ -97,7 +97,7 @@ def test_packed(name, platform, gradient, axes):
     "axes", [None, pytest.param(dict(tensor=2, expert=4), marks=pytest.mark.thorough)], ids=["one device", "mesh"]
 )
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
+@pytest.mark.parametrize("tokens", corners([64, S], [64]), ids=["prefill", "decode"])
 @pytest.mark.parametrize("name", NAMES)
 def test_paged(name, tokens, platform, axes):
     placement = Placement(make_mesh(axes), SERVE) if axes else None
@@ -119,7 +119,7 @@ KERNELS = {"wide heads": "ragged_paged_attention"} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("kind", corners(["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"], ["TPU v5 lite"]))
-@pytest.mark.parametrize("tokens", [64, S], ids=["prefill", "decode"])
+@pytest.mark.parametrize("tokens", corners([64, S], [64]), ids=["prefill", "decode"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_paged_for_a_kind_of_tpu(name, tokens, kind):
     """A kernel is lowered for a chip, which a machine without one must be told of."""
@@ -163,7 +163,11 @@ def test_logits(name, platform):
     assert lower(_logits, platform, params, cfg, ints(1, 32), ints(), COMPUTES["bf16"])
 
 
-@pytest.mark.parametrize("shape", [(S, 1), (S, 4), (64, 1)], ids=["decode", "four steps", "prompts"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param((S, 1), marks=pytest.mark.thorough), (S, 4), (64, 1)],
+    ids=["decode", "four steps", "prompts"],
+)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_engine_step(platform, shape):
     cfg, params, cache = model("dense", platform)

@@ -148,9 +148,11 @@ def test_a_server_that_is_not_there(talk):
 
 def terminal(*args, typed: bytes, seconds: float = 60.0) -> tuple[int, str]:
     """`dovetail chat` in a pseudo-terminal: its exit code, and what was shown."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(sys.executable, [sys.executable, "-m", "dovetail", "chat", *args], os.environ | {"NO_COLOR": "1"})
+    terminal, theirs = pty.openpty()  # not pty.fork: this process has threads
+    command = [sys.executable, "-m", "dovetail", "chat", *args]
+    env = os.environ | {"NO_COLOR": "1"}
+    child = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
+    os.close(theirs)
     shown = b""
     with suppress(OSError):  # it has ended
         while select.select([terminal], [], [], seconds)[0] and (piece := os.read(terminal, 65536)):
@@ -159,7 +161,7 @@ def terminal(*args, typed: bytes, seconds: float = 60.0) -> tuple[int, str]:
                 os.write(terminal, typed)
                 typed = b""
     os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+    return child.wait(), shown.decode()
 
 
 def test_in_a_terminal_too_it_ends_with_an_error_where_no_server_answers():

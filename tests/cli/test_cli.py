@@ -7,10 +7,12 @@ import sys
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from dovetail.cli import errors
 from dovetail.cli.convert import parse_bytes
 from dovetail.cli.info import info
+from dovetail.cli.main import app
 from dovetail.cli.progress import bar
 from dovetail.cli.tour import _pretrain as train_on_the_way
 from dovetail.cli.tour import tour
@@ -63,9 +65,9 @@ def test_help_names_every_command_with_one_line():
 
 @pytest.mark.parametrize("command", [*([c] for c in COMMANDS), ["bench", "forward"]], ids=" ".join)
 def test_every_option_has_help(command):
-    out = dovetail(*command, "--help")
-    assert out.returncode == 0
-    for line in re.findall(r"^\W*(--\S+.*)", out.stdout, re.MULTILINE):
+    out = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
+    assert out.exit_code == 0
+    for line in re.findall(r"^\W*(--\S+.*)", out.output, re.MULTILINE):
         assert re.search(r"[A-Za-z]+ [a-z]+", line), f"no help: {line}"
 
 

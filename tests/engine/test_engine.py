@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -45,8 +46,9 @@ def check_clean(llm: LLM) -> None:
 # --- the right tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    ("caching", "steps"), corners(itertools.product((True, False), (1, 4)), [(True, 4), (False, 1)])
+)
 def test_64_prompts_together(llm, expected, caching, steps):
     engine = variant(llm, caching=caching, steps=steps)
     assert tokens_of(engine.generate(PROMPTS, GREEDY, progress=False)) == expected

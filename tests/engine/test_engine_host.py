@@ -38,11 +38,15 @@ class Device:
         self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False)
         self.buckets, self.weights = SimpleNamespace(max_rows=rows, steps=(1, 4)), SimpleNamespace(version=0)
         self.programs, self.adapters = SimpleNamespace(everywhere=None, devices=[Unknown]), None
-        self.compute = None
+        self.compute, self.is_warm, self.is_compiling = None, True, False
+        self.steps = SimpleNamespace(compilations=SimpleNamespace(begun=0, seconds=0.0))
         self.ends, self.rows = set(ends), rows
         self.launches, self.next = [], 10
 
-    def launch(self, plan, sampler, keeps_hidden: bool = False):
+    def steps_ready(self, rows: int, steps: int) -> int:
+        return steps
+
+    def launch(self, plan, sampler, keeps_hidden: bool = False, waits: bool = True):
         shape = plan.steps, self.rows
         tokens = np.arange(self.next, self.next + plan.steps * self.rows).reshape(shape)
         self.next += tokens.size
@@ -53,7 +57,7 @@ class Device:
         arrays = values.astype(np.float32), tokens * 2, -ids.astype(np.float32), ids
         launched = SimpleNamespace(
             plan=plan, tokens=OnDevice(tokens), logprobs=tuple(map(OnDevice, arrays)), hidden=None,
-            version=self.weights.version, padded=self.rows, fetch=lambda: tokens,
+            version=self.weights.version, padded=self.rows, fetch=lambda: tokens, waited=False,
         )  # fmt: skip
         self.launches.append(launched)
         return launched

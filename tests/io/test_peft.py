@@ -20,8 +20,8 @@ peft = later("peft")
 @pytest.mark.parametrize(
     "name, lora",
     [
-        ("llama3.1", Lora(4, 8.0)),
-        ("llama3.1", Lora(4, 8.0, ("q_proj", "down_proj"), rslora=True)),
+        pytest.param("llama3.1", Lora(4, 8.0), marks=pytest.mark.thorough),
+        pytest.param("llama3.1", Lora(4, 8.0, ("q_proj", "down_proj"), rslora=True), marks=pytest.mark.thorough),
         ("llama3.1", Lora(4, 8.0, ("o_proj", "gate_proj"), dora=True)),
         ("phi3", Lora(4, 8.0)),
     ],

@@ -38,12 +38,12 @@ def same(ours, others) -> None:
 @pytest.mark.parametrize(
     "name, lora",
     [
-        ("qwen3-moe", Lora(3, 6.0)),
+        pytest.param("qwen3-moe", Lora(3, 6.0), marks=pytest.mark.thorough),
         ("qwen3-moe", Lora(3, 6.0, ("gate_proj",), dropout=0.1)),  # up is beside it in one parameter
         pytest.param("mixtral", Lora(2, 4.0), marks=pytest.mark.thorough),
         ("mixtral", Lora(2, 4.0, (r".*\.0\..*w1", r".*\.1\..*w2"))),  # each layer another
         pytest.param("deepseek-v2", Lora(2, 4.0, ("down_proj",)), marks=pytest.mark.thorough),
-        ("deepseek-v3", Lora(2, 4.0, rslora=True)),
+        pytest.param("deepseek-v3", Lora(2, 4.0, rslora=True), marks=pytest.mark.thorough),
         ("gpt-oss", Lora(2, 4.0)),
         pytest.param("gemma4-moe", Lora(2, 4.0), marks=pytest.mark.thorough),
     ],
@@ -68,13 +68,19 @@ def test_saved_by_us_loaded_by_peft(name, lora, tmp_path):
     [
         ("qwen3-moe", dict(target_modules=["q_proj"], target_parameters=BOTH)),
         ("qwen3-moe", dict(target_modules="all-linear")),  # which PEFT turns into parameters, the router's too
-        ("mixtral", dict(target_modules=[], target_parameters=BOTH[:1], use_rslora=True)),
+        pytest.param(
+            "mixtral", dict(target_modules=[], target_parameters=BOTH[:1], use_rslora=True),
+            marks=pytest.mark.thorough,
+        ),
         (
             "mixtral",
             dict(target_modules=["o_proj"], target_parameters=[*BOTH, "mlp.gate.weight", "q_proj.weight"],
                  rank_pattern={"experts.down_proj": 2, "q_proj.weight": 5}, alpha_pattern={"gate_up_proj": 5}),
         ),
-        ("deepseek-v3", dict(target_modules=["q_a_proj"], target_parameters=["experts.down_proj"])),
+        pytest.param(
+            "deepseek-v3", dict(target_modules=["q_a_proj"], target_parameters=["experts.down_proj"]),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("gpt-oss", dict(target_modules=["v_proj"], target_parameters=BOTH), marks=pytest.mark.thorough),
         pytest.param(
             "gemma4-moe", dict(target_modules=[], target_parameters=["gate_up_proj", "experts.down_proj"]),

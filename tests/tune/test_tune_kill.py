@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.thorough), "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_killed_it_goes_on_bit_for_bit(kind, tmp_path):
     straight, killed = tmp_path / f"{kind}-straight", tmp_path / f"{kind}-killed"
     expected = finish(start(kind, tmp_path, straight), straight)

@@ -63,7 +63,7 @@ def test_it_serves_until_sigterm(smollm2_gguf, optimised):
             assert re.search(rf"^[-\d]+ [:,\d]+ .*{line}", printed, re.M), line
         compiling, compiled = (re.findall(rf"{word} (a step of .* rows|the sampler.* rows)", printed) for word in (
             "compiling", "compiled"))  # fmt: skip
-        assert sorted(compiling) == sorted(compiled)
+        assert set(compiled) <= set(compiling)  # none if an earlier start kept them; some may go on when it ends
         assert children and not any(_is_running(int(pid)) for pid in children)  # the engine ended with it
     finally:
         process.kill()
