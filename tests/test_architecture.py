@@ -1,6 +1,8 @@
 """The design's arrows, as a test: who may import whom, what each room may need, and how long a file may be."""
 
 import ast
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -322,3 +324,12 @@ def test_a_long_file_is_found_except_among_kernels(tmp_path):
     plant(tmp_path, "ops/kernels/gpu/long.py", "x = 1\n" * 700)
     (found,) = too_long(tmp_path)
     assert found.startswith("dovetail/ops/long.py: 601 lines")
+
+
+def test_lint_reads_the_folders_with_tracked_code_and_no_others():
+    """By name: `python -m venv env` in the checkout must not be linted."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    (named,) = re.findall(r"^CODE := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(named.split()) == sorted({name.partition("/")[0] for name in listed.stdout.split()})
