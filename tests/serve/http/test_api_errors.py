@@ -321,7 +321,7 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
     """One has a place in the batch, two may wait. They end when the engine's delay is 0."""
 
     async def engine():
-        found = Script(tokenizer, delay=0.1, max_num_seqs=1)
+        found = Script(tokenizer, delay=1.0, max_num_seqs=1)
         found.texts = ["word " * 300] * 9
         return found
 
