@@ -92,7 +92,7 @@ class Chat:
         return not (self._unreachable if self._is_terminal else failed)
 
     def _greet(self) -> bool:
-        """False where there is nobody to talk with."""
+        """Return False if no server answers."""
         if not self._is_terminal:
             return True
         with suppress(ImportError):  # not every build has it

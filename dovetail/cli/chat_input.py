@@ -1,4 +1,4 @@
-"""What a person says in `dovetail chat`: a line, or several of them."""
+"""Read the messages of `dovetail chat`: one line, or several."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def show(store: Store, jobs: Sequence[Job], kept: Sequence[Job] = (), err: bool 
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask, unless `yes`; exit 1 for a no. Without a terminal there is nobody to ask: a ValueError."""
+    """Ask, unless `yes`; exit 1 for a no. Raise ValueError without a terminal."""
     if yes:
         return
     if not is_terminal():

@@ -104,7 +104,7 @@ def work(
 
 @app.command()
 def show(queue: str = QUEUE, task: str = TASK, as_json: bool = JSON) -> None:
-    """One task: its command, how it stands, and where its log is."""
+    """Show one task: its command, its status and the path of its log."""
     import dataclasses
     import json
 
@@ -128,7 +128,7 @@ def logs(
     follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the task is over."),
     as_json: bool = typer.Option(False, "--json", help="A JSON object per line."),
 ) -> None:
-    """What a task has written, over all its tries."""
+    """Print the output of a task, over all its tries."""
     import json
 
     for line in _lines(_tasks(queue), task, follow):

@@ -51,7 +51,7 @@ def train(
 
 
 def _whose(what: str, overrides: list[str], tokens: str) -> str:
-    """Return whose the tokens of the run are, where nobody said them."""
+    """Return where the number of tokens comes from, if it was not given."""
     from dovetail.cli.plan_recipe import TOKENS_PER_WEIGHT, is_recipe
 
     if tokens or any(word.startswith(("tokens=", "steps=")) for word in overrides):

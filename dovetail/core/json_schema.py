@@ -114,7 +114,7 @@ class _Closing:
 
 
 def _sources(schema: Schema) -> list[str]:
-    """What says something of the value's properties: its own lists, a reference, each part of `allOf`, `anyOf`."""
+    """Return the keywords that describe the value's properties: its own lists, a reference, each part of `allOf`."""
     own = ["own"] if any(word in schema for word in _LISTS) else []
     parts = ["allOf"] * len(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
     return own + parts + [word for word in ("$ref", "anyOf", "oneOf") if word in schema]
