@@ -51,7 +51,7 @@ def create(
     price.refuse_blind_ceiling(wanted)
     if wanted.after:
         actions.ids_of(open_store(), wanted.after)
-    notes = [*filter(None, [gate.check_place(wanted) if check else ""]), *warnings(wanted)]
+    notes = [*filter(None, [gate.check_place(wanted, gate.ANYWAY) if check else ""]), *warnings(wanted)]
     for line in notes:
         typer.echo(f"warning: {line}", err=True)
     if dry_run:

@@ -27,8 +27,10 @@ def read_spec(words: list[str]) -> tuple[Spec, Path]:
 
 def show_only(spec: Spec, cost: str, notes: list[str], as_json: bool) -> None:
     """Print what would be asked of the backend, and the script that every process runs."""
+    from dovetail.jobs.sensitive import masked
     from dovetail.jobs.spec import to_text
 
+    spec = masked(spec)
     parts = _parts(spec)
     if as_json:
         found = {key: body for key, (_, body) in parts.items()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.jobs import modes, preflight, secrets, sensitive, snapshot
+from dovetail.jobs import gate, modes, preflight, secrets, sensitive, snapshot
 from dovetail.jobs.attempt import CALL
 from dovetail.jobs.job import OVER, Job
 from dovetail.jobs.spec import Spec, changed
@@ -88,6 +88,8 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
     if job.site == store.site:  # elsewhere, only that site's machines can say whether it starts
         code = store.home(job.id) / "code" / spec.code.cwd
         preflight.check(spec, code if code.is_dir() else None)
+        if words:
+            gate.check_place(spec)
         secrets.keep(store.home(job.id), secrets.take(spec))
     elif secrets.names(spec):
         store.refuse_elsewhere(job, "its secrets are not kept in the database, so resume it")

@@ -23,8 +23,11 @@ def applies(spec: Spec) -> bool:
     return bool(spec.recipe) and spec.device.chip is not None and spec.backend != "local"
 
 
-def check_place(spec: Spec) -> str:
-    """Return a remark, or ""; ValueError where no such place exists, or it can never give what is asked for."""
+def check_place(spec: Spec, anyway: str = "") -> str:
+    """Return a remark, or ""; ValueError where no such place exists, or it can never give what is asked for.
+
+    `anyway`: how to go on all the same, for the end of the sentence.
+    """
     try:
         if spec.backend == "slurm":
             return slurm_check.check(spec)
@@ -35,7 +38,7 @@ def check_place(spec: Spec) -> str:
                 if mount.region:
                     regions.check_place("mounts.region", mount.region)
     except ValueError as error:
-        raise ValueError(f"{str(error).removesuffix('.')} ({ANYWAY})") from None
+        raise ValueError(f"{str(error).removesuffix('.')} ({anyway})" if anyway else str(error)) from None
     return ""
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.printable import printable
-from dovetail.jobs import actions, logs, parcel, presence
+from dovetail.jobs import actions, gate, logs, parcel, presence
 from dovetail.jobs.attempt import CALL as FOLDER
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.choose import chooser
@@ -207,7 +207,8 @@ def remote(function: Callable | None = None, **options: Any) -> Any:
 
 
 def _check(spec: Spec) -> None:
-    """What a machine that does not see this one's files must be given."""
+    """Refuse a place that does not exist, and a machine without this one's files that is not given what it needs."""
+    gate.check_place(spec)
     given = spec.environment
     if spec.backend == "gcp-tpu" and not (given.lock or given.venv or given.conda):
         raise ValueError(

@@ -61,8 +61,12 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def shown(spec: Spec) -> str:
     """Return the spec as YAML, with secret values masked."""
-    text = to_text(replace(spec, env=tuple(_masked(pair) for pair in spec.env)))
-    return TOKEN.sub(MASK.encode(), text.encode()).decode()
+    return TOKEN.sub(MASK.encode(), to_text(masked(spec)).encode()).decode()
+
+
+def masked(spec: Spec) -> Spec:
+    """Return the spec with the values of secret variables masked."""
+    return replace(spec, env=tuple(_masked(pair) for pair in spec.env))
 
 
 def _masked(pair: str) -> str:

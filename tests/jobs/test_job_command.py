@@ -208,6 +208,20 @@ def test_what_costs_money_is_asked_for_first(job, monkeypatch):
 TPU = ["name=tpu", "command=true", "backend=gcp-tpu", "accelerator=v6e-8", "gcp.project=lab"]
 
 
+def test_a_dry_run_masks_what_is_named_like_a_secret(job):
+    said = job("create", "name=x", "command=true", "env=[DB_PASSWORD=hunter2,DEPTH=3]", "--dry-run")
+    assert "DB_PASSWORD=***" in said and "DEPTH=3" in said and "hunter2" not in said
+
+
+@pytest.mark.usefixtures("tools")
+def test_resume_refuses_a_zone_that_does_not_exist(job, home):
+    id = job("create", *TPU, "zones=[us-east5-b]", "--yes", "--no-check", "--json")["id"]
+    store = Store(home)
+    store.change(id, status="failed", ended=1.0)
+    with pytest.raises(ValueError, match="such as us-east5-a; got 'us-east5'$"):
+        actions.resume(store, store.job(id), ["zones=[us-east5]"])
+
+
 @pytest.mark.usefixtures("tools")
 def test_a_dry_run_shows_the_request_and_every_warning(job):
     words = ["create", *TPU, "zones=[us-east5-b,europe-west4-a]", "--dry-run"]

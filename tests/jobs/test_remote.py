@@ -133,6 +133,7 @@ def test_what_cannot_travel_is_named(store):
         ({"hots": 2}, "hots is not a key. Did you mean hosts"),
         ({"command": "ls"}, "command is not for a remote function"),
         ({"backend": "gke", "accelerator": "v6e-8"}, "on gke needs environment={'image'"),
+        ({"backend": "gcp-tpu", "accelerator": "v6e-8", "zones": ["us-east5"]}, "such as us-east5-a; got 'us-east5'$"),
     ],
 )
 def test_wrong_options_are_refused_where_they_are_written(options, message):
