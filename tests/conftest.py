@@ -47,8 +47,12 @@ def pytest_configure(config):
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
-# One worker runs all that ask the server of the real model, which takes a minute to make (tests/serve/conftest.py).
-REAL_SERVER = ("test_api_chat.py", "test_api_tools.py", "test_api_clients.py", "test_tools_grammar.py")
+# One worker runs all that ask the server of the real model, which takes a minute to make (tests/serve/conftest.py), and
+# after them the command that serves the same model: it finds the compiled steps.
+REAL_SERVER = (
+    "test_api_chat.py", "test_api_tools.py", "test_api_clients.py", "test_tools_grammar.py", "test_api_greedy.py",
+    "test_api_command.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,26 +6,16 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
-import transformers
 from engine.engines import GREEDY as LONGER
 from engine.engines import OPTIONS, tokens_of, variant
+from smollm2_greedy import NEW, greedy_tokens, mixed_prompts
 
 from dovetail.engine.llm import LLM
 from dovetail.engine.params import SamplingParams, Structured
-from dovetail.io.load import convert
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimised")]  # 135 M parameters, twice
+# 135 M parameters, compiled with all optimisations. `make test` asks the server's engine (tests/serve/api).
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("optimised")]
 
-TEXT = (
-    "The lighthouse stood at the end of a long stone pier, and every evening the keeper climbed its stairs to light "
-    "the lamp. He had done so for thirty years, through storms and through calm, and he knew each of the ships by the "
-    "sound of its engine. One night, when the fog lay so thick that he could not see his own hands, he heard a sound "
-    "that he did not know. def fibonacci(n: int) -> int: return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2). "
-    "Photosynthesis is the process by which green plants turn light, water and carbon dioxide into sugar and oxygen. "
-    "In 1969 the first people walked on the moon; they stayed for less than a day and brought back 21 kg of rock. "
-)
-NEW = 8
 GREEDY = replace(LONGER, max_tokens=NEW)
 QUESTION = [{"role": "user", "content": "List ten animals and say one thing about each."}]
 
@@ -37,33 +27,12 @@ def llm(smollm2_gguf) -> LLM:
 
 @pytest.fixture(scope="module")
 def prompts(llm) -> list[list[int]]:
-    """Mixed lengths, 3 to 30 tokens and some of 100, more than a chunk, from here and there in the text."""
-    ids = llm.tokenizer.encode(TEXT * 4)
-    lengths = [100 - i // 8 if i % 16 == 5 else 3 + i * 17 % 28 for i in range(16)]
-    return [ids[7 * i : 7 * i + length] for i, length in enumerate(lengths)]
+    return mixed_prompts(llm.tokenizer)
 
 
 @pytest.fixture(scope="module")
 def expected(smollm2_gguf, tmp_path_factory, prompts) -> list[list[int]]:
-    folder = convert(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "hf", dtype="f32")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    # those of about a length together, padded on the left: one by one they would take minutes
-    ordered = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: list[list[int]] = [[] for _ in prompts]
-    for some in (ordered[:8], ordered[8:15], ordered[15:]):
-        for i, tokens in zip(some, _generate(model, [prompts[i] for i in some]), strict=True):
-            found[i] = tokens
-    return found
-
-
-def _generate(model, prompts: list[list[int]]) -> list[list[int]]:
-    most = max(map(len, prompts))
-    ids = torch.tensor([[0] * (most - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (most - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    with torch.no_grad():
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    return out[:, most:].tolist()
+    return greedy_tokens(smollm2_gguf, tmp_path_factory.mktemp("smollm2"), prompts)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +51,6 @@ def test_16_prompts_together(llm, prompts, expected):
     assert tokens_of(engine.generate(prompts, GREEDY, progress=False)) == expected
 
 
-@pytest.mark.thorough  # a small model's are in test_engine
 def test_16_prompts_in_so_few_pages_that_some_are_preempted(llm, prompts, expected):
     engine = variant(llm, pages=40, steps=4)
     outputs = engine.generate(prompts, GREEDY, progress=False)

@@ -21,6 +21,7 @@ import pytest
 from safetensors.numpy import save_file
 from serve.servers import Script, running
 from typer.testing import CliRunner
+from xla_flags import flags
 
 from dovetail.cli.main import app
 from dovetail.cli.serve import _show
@@ -35,9 +36,10 @@ def command(*arguments: str, **env: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_it_serves_until_sigterm(smollm2_gguf, optimised):
-    size = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
-    process = command(str(smollm2_gguf), "--port", "0", "--served-model-name", "smol", *size, DOVETAIL_API_KEY="key")
+def test_it_serves_until_sigterm(smollm2_gguf):
+    size = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "32")  # as `real`
+    words = (str(smollm2_gguf), "--port", "0", "--served-model-name", "smol", *size)
+    process = command(*words, DOVETAIL_API_KEY="key", XLA_FLAGS=flags(1, quick=False))
     assert process.stdout is not None
     try:
         printed = ""
