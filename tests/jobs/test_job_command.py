@@ -218,7 +218,7 @@ def test_resume_refuses_a_zone_that_does_not_exist(job, home):
     id = job("create", *TPU, "zones=[us-east5-b]", "--yes", "--no-check", "--json")["id"]
     store = Store(home)
     store.change(id, status="failed", ended=1.0)
-    with pytest.raises(ValueError, match="such as us-east5-a; got 'us-east5'$"):
+    with pytest.raises(ValueError, match=r"such as us-east5-a; got 'us-east5'$"):
         actions.resume(store, store.job(id), ["zones=[us-east5]"])
 
 
