@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n 3 --dist loadscope
 # Tests start hundreds of processes that import the package: each would compile its sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-fast test-thorough test-tpu lint fmt install
+.PHONY: test test-fast test-thorough test-tpu test-tpu-all lint fmt install
 .DEFAULT_GOAL := test
 
 install: $(STAMP)
@@ -43,7 +43,10 @@ test-fast: $(STAMP)
 test-thorough: lint
 	$(PY) -m pytest -q -m "not tpu" --durations=25 $(PYTEST_ARGS)
 
-# Every recipe's step and every family's engine compiled for TPUs: takes libtpu (x86-64 Linux), and no TPU. Cases go to
-# the workers one by one, each on its own.
+# Steps of training and of the engine compiled for TPUs: takes libtpu (x86-64 Linux), and no TPU. Cases go to the workers
+# one by one, each on its own. `test-tpu-all`: every recipe, every family and every chip, for hours.
 test-tpu: $(STAMP)
-	$(PY) -m pytest -q -rs tests/tpu -n 2 --dist load
+	$(PY) -m pytest -q -rs tests/tpu -m "not thorough" --durations=25 -n 2 --dist load
+
+test-tpu-all: $(STAMP)
+	$(PY) -m pytest -q -rs tests/tpu --durations=25 -n 2 --dist load

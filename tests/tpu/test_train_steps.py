@@ -1,6 +1,7 @@
 """Every recipe's train step, compiled for a TPU topology that it fits: memory beside the estimate, what crosses slices.
 
-Only `make test-tpu` compiles them (tests/cli/test_compile.py has the suite's one case). Each case stands alone.
+`make test-tpu` compiles the smaller ones, `make test-tpu-all` all (tests/cli/test_compile.py has the one case of
+`make test`). Each case stands alone.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ SMALLEST = [
 MATRIX = [
     Case("smollm2-135m", "v5e:2x2"),
     Case("qwen3-0.6b", "v5e:4x4"),
+    Case("llama3-8b", "v5p:4x4x4", 2),
+]
+LARGE = [
     Case("llama3-1b", "v6e:4x4"),
     Case("gemma3-4b", "v5p:2x2x4"),
     Case("mistral-7b", "v5p:4x4x4"),
     Case("llama3-8b", "v5p:4x4x4"),
-    Case("llama3-8b", "v5p:4x4x4", 2),
     Case("llama3-8b", "v6e:16x16"),
     Case("mixtral-8x7b", "v5p:4x4x8"),
     Case("qwen3-30b-a3b", "v5p:4x4x8"),
     Case("qwen3-30b-a3b", "7x:4x4x4"),
     Case("deepseek-v3", "v5p:8x8x16"),
 ]
+ALL = [*SMALLEST, *MATRIX, *LARGE]
 
 
 def load(case: Case) -> Pretrain:
@@ -57,10 +61,10 @@ def load(case: Case) -> Pretrain:
 
 
 def test_every_recipe_has_its_case():
-    assert {case.recipe for case in [*SMALLEST, *MATRIX]} == set(recipe.shipped())
+    assert {case.recipe for case in ALL} == set(recipe.shipped())
 
 
-@pytest.mark.parametrize("case", [*SMALLEST, *MATRIX], ids=lambda case: f"{case.recipe} {case.topology} {case.slices}")
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.recipe} {case.topology} {case.slices}")
 def test_it_fits(case):
     """Without a compiler: a plan is found."""
     settings, topology = load(case), parse(case.topology)
@@ -70,7 +74,9 @@ def test_it_fits(case):
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize(Case._fields, [*SMALLEST, *MATRIX])
+@pytest.mark.parametrize(
+    Case._fields, [*SMALLEST, *MATRIX, *(pytest.param(*case, marks=pytest.mark.thorough) for case in LARGE)]
+)
 def test_compiled(libtpu, recipe, topology, slices, words, within):
     settings = load(Case(recipe, topology, slices, words))
     devices = tpu_devices(parse(topology), slices)
