@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from dovetail.engine.plan import Row
-from dovetail.engine.runner import LaunchedStep, Runner
+from dovetail.engine.runner import CHUNK, LaunchedStep, Runner
 from dovetail.engine.scheduler import Gain
 from dovetail.engine.sequence import Sequence
 from dovetail.engine.token_logprobs import Logprobs, Scores, TokenLogprob, Top
-
-CHUNK = 128  # prompt positions scored at a time: their logits are never all there at once
 
 
 def send_logprobs(launched: LaunchedStep, asked: set[int | None]) -> None:

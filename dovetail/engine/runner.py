@@ -28,6 +28,7 @@ from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of a step that stands in for those that are not compiled yet
+CHUNK = 128  # prompt positions scored at a time: their logits are never all there at once
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
 
 
@@ -171,7 +172,7 @@ class Runner:
         self.tables = self._set_rows(self.tables, slots, tables)
 
     def score(self, hidden: jax.Array, targets: np.ndarray) -> tuple[jax.Array, ...]:
-        """Log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
+        """Log-probabilities (see ops.sample.logprobs) of targets [CHUNK] after hidden states [CHUNK, D]."""
         return score(self.weights.params, hidden, targets, cfg=self.cfg, compute=self.compute, platform=self.platform)
 
     @property
@@ -179,4 +180,11 @@ class Runner:
         return not self.is_warm and self.steps.busy
 
     def _program(self, shape: Shape) -> Program:
+        if shape.keeps_hidden:  # on the compiling thread, so that the loop never waits for this one either
+            self._compile_score()
         return self.programs.of(shape, self.params, self.cache)
+
+    def _compile_score(self) -> None:
+        """Run `score` once on zeros: its program does not depend on the step whose hidden states it takes."""
+        hidden = jnp.zeros((CHUNK, self.cfg.dim), self.compute.dtype, device=self.programs.everywhere)
+        jax.block_until_ready(self.score(hidden, np.zeros(CHUNK, np.int32)))

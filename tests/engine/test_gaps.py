@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import Row, StepPlan
 from dovetail.engine.program import Program
 from dovetail.engine.sequence import Request, Sequence
+from dovetail.engine.step import score
 
 LONG = replace(GREEDY, max_tokens=120)
 PROMPT = mixed_prompts(1, least=150, most=150)[0]
@@ -78,10 +80,17 @@ def test_streams_go_on_while_the_program_of_another_is_compiled(llm, compiler):
     decode_alone(engine, "a")
     engine.add("b", PROMPT, replace(GREEDY, prompt_logprobs=1))
     assert gained(engine, 20) == {"a": 20}
-    assert any(shape.keeps_hidden for shape in compiler.asked)
+    deadline = time.monotonic() + 120
+    while not any(shape.keeps_hidden for shape in compiler.asked):
+        assert time.monotonic() < deadline, compiler.asked
+        time.sleep(0.01)
     compiler.goes_on.set()
+    for future in list(llm.runner.steps._futures.values()):
+        future.result()
+    programs = score._cache_size()
     while not engine.is_done("b"):
         engine.step()
+    assert score._cache_size() == programs, "compiled with the step, not between two steps"
     scored = engine.output("b")
     engine.abort("a")
     engine.drain()
