@@ -5,9 +5,10 @@
     run_python(code, tests=["assert add(2, 2) == 4"]).passed       # (True,)
 
 On Linux the kernel enforces it, without root: rlimits, Landlock (5.13), seccomp and, where permitted, namespaces;
-`Ran.isolation` names those that held. Elsewhere an audit hook stops what does not mean to get out, and that is no
-security boundary: see `Limits.isolation`. The program sees the standard library and what it writes below its folder,
-which is removed at the end with every process of its group.
+`Ran.isolation` names those that held. With `isolation="kernel"` a program does not start where one of ENFORCED is
+missing. Elsewhere an audit hook stops programs that do not try to escape, which is no security boundary: see
+`Limits.isolation`. The program sees the standard library and what it writes below its folder, which is removed at the
+end with every process of its group. docs/security.md says what is promised.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import contextlib
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -30,8 +30,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from dovetail.core.choice import one_of, require
+from dovetail.tune.rl.rewards.checks import Check
+from dovetail.tune.rl.rewards.watch import Report, Watch, report_of
 
-ENFORCED = {"limits", "landlock", "seccomp"}
+ENFORCED = {"capabilities", "limits", "landlock", "seccomp"}
+MEGA = 2**20
 SHOWN = 65_536  # characters of what it printed that are kept
 START = "import sys; sys.path.insert(0, sys.argv[1]); from cage.inside import main; del sys.path[0]; main({}, {})"
 SYSTEM = (
@@ -44,13 +47,13 @@ SYSTEM = (
 class Limits:
     seconds: float = 5.0  # of the clock and of CPU time
     memory: int = 512  # MB of addresses
-    file: int = 16  # MB a file, what it prints too
+    disk: int = 64  # MB that it may write, all files and what it prints together
     packages: bool = False  # whether it may import what is installed beside the standard library
     # kernel: nothing runs where the kernel cannot enforce it. any: an audit hook is enough
     isolation: str = "kernel"
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory", "file"):
+        for name in ("seconds", "memory", "disk"):
             require(getattr(self, name) > 0, f"{name} must be above 0; got {getattr(self, name)}")
         one_of("isolation", self.isolation, ("kernel", "any"))
 
@@ -75,12 +78,16 @@ class Ran:
 def run_python(source: str, *, tests: Sequence[str] = (), stdin: str = "", limits: Limits | None = None) -> Ran:
     """Run the program, then each test in its names. A program that ends its process passes none of them.
 
-    A test shares its interpreter with the program, which can make it pass without doing what it asks (an object that
-    equals everything). Where that matters, compare what a program prints for an input: that happens out of its reach.
+    `assert EXPRESSION == LITERAL` is compared in this process, with a value that the program cannot see. Any other test
+    shares its interpreter with the program, which can make it pass without doing what it asks: see `checks.py`.
     """
     limits = limits or Limits()
     require_isolation(limits)
-    return _run(source, tests, stdin, limits)
+    ran = _run(source, tests, stdin, limits)
+    if limits.isolation == "kernel" and not ran.isolated:
+        missing = ", ".join(sorted(ENFORCED - set(ran.isolation)))
+        raise OSError(f"the sandbox could not be set up, so the program did not start: {missing} did not hold")
+    return ran
 
 
 def require_isolation(limits: Limits) -> None:
@@ -103,26 +110,32 @@ def isolation_here() -> tuple[str, ...]:
 
 
 def _run(source: str, tests: Sequence[str], stdin: str, limits: Limits) -> Ran:
-    word = secrets.token_hex(16)
+    word, checks = secrets.token_hex(16), [Check.of(test) for test in tests]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dovetail-", ignore_cleanup_errors=True))
-        payload, given, out, errors, report = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(5))
-        order = {**_order(folder, limits), "source": source, "tests": list(tests), "word": word}
-        _fill(payload, json.dumps(order))
+        payload, given, out, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        report, reports = (
+            stack.enter_context(open(fd, "rb" if end == 0 else "wb")) for end, fd in enumerate(os.pipe())
+        )
+        steps = [check.steps for check in checks]
+        _fill(payload, json.dumps({**_order(folder, limits), "source": source, "tests": steps, "word": word}))
         _fill(given, stdin)
         begun = time.monotonic()
         process = subprocess.Popen(
-            _command(payload, report, limits), stdin=given, stdout=out, stderr=errors, start_new_session=True,
-            pass_fds=(payload.fileno(), report.fileno()), env=_environment(folder), cwd=folder,
+            _command(payload, reports, limits), stdin=given, stdout=out, stderr=errors, start_new_session=True,
+            pass_fds=(payload.fileno(), reports.fileno()), env=_environment(folder), cwd=folder,
         )  # fmt: skip
-        code = _end_of(process, limits.seconds)
-        return _ran(code, _lines(report, word), len(tests), _shown(out), _shown(errors), time.monotonic() - begun)
+        reports.close()
+        watch = Watch(process, report.fileno(), limits.seconds, limits.disk * MEGA)
+        code = watch.end()
+        said = report_of(bytes(watch.text), word)
+        return _ran(code, watch.stopped, said, checks, _shown(out), _shown(errors), time.monotonic() - begun)
 
 
 def _order(folder: str, limits: Limits) -> dict[str, Any]:
-    mega = 2**20
-    order = {**asdict(limits), "memory": limits.memory * mega, "file": limits.file * mega}
-    return {**order, "folder": folder, "readable": _readable(limits.packages), "parent": os.getpid()}
+    order = {**asdict(limits), "memory": limits.memory * MEGA, "disk": limits.disk * MEGA, "parent": os.getpid()}
+    required = sorted(ENFORCED) if limits.isolation == "kernel" else []
+    return {**order, "folder": folder, "readable": _readable(limits.packages), "required": required}
 
 
 def _command(payload: IO[bytes], report: IO[bytes], limits: Limits) -> list[str]:
@@ -148,45 +161,7 @@ def _fill(file: IO[bytes], text: str) -> None:
     file.seek(0)
 
 
-def _end_of(process: subprocess.Popen, seconds: float) -> int | None:
-    """Its exit code; None where it had to be stopped. Whatever it started ends with it."""
-    in_time = _wait(process, seconds)
-    # Before its id is free for another: a process that has ended keeps it until it is waited for.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    code = process.wait()
-    return code if in_time else None
-
-
-def _wait(process: subprocess.Popen, seconds: float) -> bool:
-    """Whether it ended in time. Where the system can tell, without taking its exit code yet."""
-    if hasattr(os, "pidfd_open"):
-        fd = os.pidfd_open(process.pid)
-        try:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            return bool(poll.poll(seconds * 1000))
-        finally:
-            os.close(fd)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
 # --- what it left -------------------------------------------------------------------------------------------------
-
-
-def _lines(report: IO[bytes], word: str) -> list[tuple[str, Any]]:
-    report.seek(0)
-    found = []
-    for line in report.read(2**24).splitlines():
-        with contextlib.suppress(ValueError):  # the program's own writing
-            parts = json.loads(line)
-            if isinstance(parts, list) and len(parts) == 3 and parts[0] == word:
-                found.append((parts[1], parts[2]))
-    return found
 
 
 def _shown(file: IO[bytes]) -> str:
@@ -194,22 +169,20 @@ def _shown(file: IO[bytes]) -> str:
     return file.read(SHOWN).decode("utf-8", "replace")
 
 
-def _ran(code: int | None, lines: list[tuple[str, Any]], tests: int, out: str, errors: str, seconds: float) -> Ran:
-    said: dict[str, list] = {"isolation": [], "program": [], "test": []}
-    for kind, value in lines:
-        said[kind].append(value)
-    results = (said["test"] + [None] * tests)[:tests]  # None: it did not come to it
-    error = next((e for e in [*said["program"], *results] if e), "") or _ending(code, results)
-    passed = tuple(result == "" for result in results)
-    held = tuple(said["isolation"][0]) if said["isolation"] else ()
-    return Ran(not error, passed, code, error, out, errors, seconds, held)
+def _ran(
+    code: int | None, stopped: str, said: Report, checks: Sequence[Check], out: str, errors: str, seconds: float
+) -> Ran:
+    results = [error or check.error_of(values) for check, (error, values) in zip(checks, said.tests, strict=False)]
+    late = len(results) < len(checks)  # it did not come to the last of its tests
+    error = next((e for e in [said.program, *results] if e), "") or stopped or _ending(code, late)
+    passed = tuple([not result for result in results] + [False] * (len(checks) - len(results)))
+    return Ran(not error, passed, code, error, out, errors, seconds, said.isolation)
 
 
-def _ending(code: int | None, results: list[str | None]) -> str:
-    if code is None:
-        return "it ran out of time"
-    if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
+def _ending(code: int | None, late: bool) -> str:
+    if code and code < 0:
+        names = {one.value: one.name for one in signal.Signals}  # a real-time signal has no name
+        return f"it was ended by {names.get(-code, f'signal {-code}')}"
     if code:
         return f"it ended with exit code {code}"
-    return "it ended before its tests did" if None in results else ""
+    return "it ended before its tests did" if late else ""

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from dovetail.tune.rl.rewards import sandbox
+from dovetail.tune.rl.rewards import code, sandbox
 from dovetail.tune.rl.rewards.code import Code
 from dovetail.tune.rl.rewards.deadline import time_limit
 from dovetail.tune.rl.rewards.sandbox import isolation_here
 from dovetail.tune.rl.rewards.scored import NoReward
+from dovetail.tune.rl.rewards.text import block_of
 
 ANSWER = "I would write\n```python\ndef double(n):\n    return 2 * n if n < 10 else 0\n```\nas asked."
 TESTS = ["assert double(1) == 2", "assert double(0) == 0", "assert double(50) == 100"]
@@ -35,6 +36,22 @@ def test_what_a_program_prints_for_an_input():
 def test_a_bad_program_gets_nothing_and_harms_no_other():
     texts = ["while True: pass", "def double(n): bytearray(10 * 2**30)", "import os; os._exit(0)", "nonsense(", ANSWER]
     assert Code(program_seconds=2.0)([""] * 5, texts, tests=[TESTS[:2]] * 5) == [0, 0, 0, 0, 1]
+
+
+def test_a_row_fails_alone(monkeypatch):
+    def run(program, **_):
+        raise RecursionError("deep") if "bad" in program else AssertionError
+
+    monkeypatch.setattr(code, "run_python", run)
+    bad, _ = Code()([""] * 2, ["bad", "also"], tests=[TESTS] * 2)
+    assert bad == NoReward("sandbox", "RecursionError: deep")
+
+
+def test_thousands_of_open_blocks_take_no_time():
+    """One search for each end took half a minute, and the whole batch its rewards."""
+    assert block_of("```a\n" * 40_000 + "```\n", "python") == "```a\n" * 39_999
+    assert block_of("~~~py\n1\n~~~\n```\n2\n```\n````sh\n```\n````", "py") == "1\n"
+    assert block_of("```\r\n1\r\n```\r\nand", "py") == "1\r\n" and block_of("```py\n1", "py") == "```py\n1"
 
 
 def test_what_the_time_limit_leaves_no_time_for_says_so():

@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.tune.rl.rewards import sandbox
 from dovetail.tune.rl.rewards.sandbox import Limits, isolation_here, run_python
+from dovetail.tune.rl.rewards.watch import written
 
 QUICK = Limits(seconds=10.0)
 
@@ -70,8 +71,10 @@ FORBIDDEN = {
     "memory": "bytearray(10 * 2**30)",
     "more memory": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "shared memory": "from multiprocessing import shared_memory as s; s.SharedMemory(create=True, size=100)",
-    "big file": "open('big', 'wb').write(bytes(20 * 2**20))",
+    "big file": "open('big', 'wb').write(bytes(65 * 2**20))",
     "package": "import numpy",
+    "signal by a file": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "shared mapping of a file": "import mmap; f = open('a', 'w+b'); f.truncate(9); mmap.mmap(f.fileno(), 9)",
     "name space": "import ctypes; l = ctypes.CDLL(None); assert l.unshare(0x10000000) == 0, 'no'",
 }
 
@@ -106,13 +109,37 @@ def test_what_does_not_end_is_ended(program):
 
 
 def test_endless_printing_is_bounded():
-    ran = run_python("while True: print('x' * 1000)", limits=Limits(seconds=10, file=1))
-    assert not ran.ok and len(ran.stdout) <= sandbox.SHOWN and "File too large" in ran.error
+    ran = run_python("while True: print('x' * 1000)", limits=Limits(seconds=10, disk=1))
+    assert not ran.ok and len(ran.stdout) <= sandbox.SHOWN
+    assert "File too large" in ran.error or ran.error == "it wrote more than 1 MB"
+
+
+MANY_FILES = """
+while True:
+    with open("one", "wb") as file: file.write(bytes(2**19))
+    {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["os.rename('one', f'{os.times()[4]}')", "os.unlink('one')"])
+def test_the_sum_of_what_it_writes_is_bounded(then):
+    ran = run_python("import os" + MANY_FILES.format(then=then), limits=Limits(seconds=30, disk=2))
+    assert "No space left" in ran.error or ran.error == "it wrote more than 2 MB"
+
+
+def test_what_a_process_has_written_is_counted_where_nothing_can_be_mounted(tmp_path):
+    """Also in files that were removed since."""
+    write = "open('a', 'wb').write(bytes(2**20)); import os; os.unlink('a'); print(flush=True); input()"
+    command = [sys.executable, "-c", write]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout and process.stdout.readline()
+        assert written(process.pid) >= 2**20
+    assert written(process.pid) == 0
 
 
 def test_tests_run_in_the_programs_names():
     ran = run_python("def add(a, b): return a + b", tests=["assert add(1, 2) == 3", "assert add(1, 1) == 3", "add(1)"])
-    assert ran.passed == (True, False, False) and not ran.ok and "AssertionError" in ran.error
+    assert ran.passed == (True, False, False) and not ran.ok and ran.error == "add(1, 1) must be 3, got 2"
     assert run_python("x = 1", tests=["assert x == 1"]).ok
 
 
@@ -124,6 +151,47 @@ def test_tests_run_in_the_programs_names():
 def test_a_program_that_avoids_its_tests_passes_none(program):
     ran = run_python(program, tests=["f()"], limits=QUICK)
     assert ran.passed == (False,) and not ran.ok and ran.error
+
+
+FORGER = """
+import os, sys
+frame = sys._getframe()
+while "say" not in frame.f_locals: frame = frame.f_back
+say = frame.f_locals["say"]
+fd = dict(zip(say.__code__.co_freevars, say.__closure__))["fd"].cell_contents
+"""
+FORGED = {
+    "passes": "say('program', ''); say('test', ['', []]); say('test', ['', ['True']]); os._exit(0)",
+    "deep brackets": "os.write(fd, b'[' * 200_000 + b'\\n')",
+    "an unknown kind": "say('else', 1); say(['test'], 1); say({}, 1)",
+    "another form": "say('test', 1); say('program', [1]); say('test', [[], {}]); say('isolation', 7); os._exit(0)",
+    "no text": "os.write(fd, bytes(range(256)) * 99); os.close(fd); os._exit(0)",
+    "a signal without a name": "os.kill(os.getpid(), 40)",
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_report_gains_nothing_and_raises_nothing(what):
+    ran = run_python(FORGER + FORGED[what], tests=["assert f(2) == 4", "assert f(3) == 9"], limits=QUICK)
+    assert ran.passed == (False, False) and not ran.ok and ran.error and ran.isolated
+
+
+EQUALS_ALL = "class All:\n    def __eq__(self, other): return True\ndef f(*_): return All()"
+
+
+def test_expected_values_are_compared_out_of_reach_of_the_program():
+    ran = run_python(EQUALS_ALL, tests=["assert f(2) == 4", "assert 4 == f(2), 'no'", "assert f(2)"], limits=QUICK)
+    assert ran.passed == (False, False, True) and "All cannot be compared" in ran.error
+    nosy = "import gc\ndef f(n): return [o for o in gc.get_objects() if isinstance(o, dict) and 31337 in o.values()]"
+    ran = run_python(nosy, tests=["assert f(2) == 31337"], limits=QUICK)
+    assert ran.passed == (False,) and ran.error == "f(2) must be 31337, got []"
+
+
+def test_a_test_of_several_statements():
+    program = "from collections import Counter\ndef f(n): return [n, {'a': n}, (1.0, n)]"
+    one = "import math\nx = f(2)\nassert x == [2, {'a': 2}, (True, 2.0)]\nassert set(x[2]) == set([1, 2])\nassert x"
+    ran = run_python(program, tests=[one, "x = 1\nassert f(x)[0] == 2\nassert 1", "assert f(1)[0] == "], limits=QUICK)
+    assert ran.passed == (True, False, False) and ran.error == "f(x)[0] must be 2, got 1"
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -144,7 +212,7 @@ def test_installed_packages_by_request():
 
 def test_it_ends_with_the_process_that_started_it(tmp_path):
     """Killed, that process cannot end it."""
-    program = "import time; open('begun', 'w').close(); time.sleep(60)"
+    program = "import time; time.sleep(60)"
     script = f"""
 import tempfile; tempfile.tempdir = {str(tmp_path)!r}
 from dovetail.tune.rl.rewards.sandbox import *
@@ -152,17 +220,33 @@ run_python({program!r}, limits=Limits(seconds=60))
 """
     process = subprocess.Popen([sys.executable, "-c", script])
     try:
-        wait_for(lambda: list(tmp_path.glob("*/begun")))
-        (child,) = children(process.pid)
+        (child,) = wait_for(lambda: [one for one in children(process.pid) if is_restricted(one)])
     finally:
         process.kill()
         process.wait()
     wait_for(lambda: not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text())
 
 
+def test_a_path_that_cannot_be_opened_costs_no_isolation(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, str(tmp_path / "file" / "below"), str(tmp_path / "none")))
+    ran = run_python("print(1)", limits=QUICK)
+    assert ran.ok and ran.isolated
+
+
+def test_nothing_runs_where_the_sandbox_does_not_hold(monkeypatch, tmp_path):
+    """The machine can do it, and this once it failed."""
+    isolation_here()
+    monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, "a name that is too long" * 999))
+    with pytest.raises(OSError, match="landlock did not hold"):
+        run_python(f"open({str(tmp_path / 'ran')!r}, 'w')", limits=QUICK)
+    ran = run_python("print(1)", limits=Limits(isolation="any"))
+    assert ran.ok and "landlock" not in ran.isolation and "audit" in ran.isolation
+
+
 def test_where_the_kernel_cannot_it_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation_here", lambda: ("limits", "audit"))
-    with pytest.raises(ValueError, match="needs landlock, seccomp of the kernel"):
+    with pytest.raises(ValueError, match="needs capabilities, landlock, seccomp of the kernel"):
         run_python("print(1)")
     assert run_python("print(1)", limits=Limits(isolation="any")).ok
 
@@ -225,6 +309,10 @@ def children(pid: int | None = None) -> list[int]:
         if int(parts[1]) == (pid or os.getpid()):
             found.append(int(path.parent.name))
     return found
+
+
+def is_restricted(pid: int) -> bool:
+    return "Seccomp:\t2" in Path(f"/proc/{pid}/status").read_text()
 
 
 def wait_for(holds, seconds: float = 20.0):

@@ -6,6 +6,7 @@ still learn that a path exists.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -34,7 +35,9 @@ def restrict(readable: Iterable[str], folder: str) -> None:
     attributes = struct.pack(f"{len(words)}Q", *words)
     rules = syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     for path in readable:
-        _allow(rules, path, (READ_FILE | READ_DIR) & handled)
+        # What this user cannot open is not readable for the program either: the other paths still are.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            _allow(rules, path, (READ_FILE | READ_DIR) & handled)
     _allow(rules, folder, handled & ~IOCTL_DEV)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     syscall(RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint32(0))
@@ -47,10 +50,7 @@ def _rights(found: int) -> int:
 
 
 def _allow(rules: int, path: str, rights: int) -> None:
-    try:
-        at = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
+    at = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not os.path.isdir(path):
             rights &= OF_A_FILE

@@ -1,7 +1,8 @@
 """Seccomp: the kernel refuses this process the calls that reach past it. No rights needed; works in containers.
 
-Refused: sockets, other programs, processes of its own (threads are fine), signals to others, memory that outlives the
-process or escapes its limit, and what Landlock does not see: a file's mode, owner, times. A list of what is refused
+Refused: sockets, other programs, processes of its own (threads are fine), signals to others (also those that the
+kernel sends for a file: `F_SETOWN`, `O_ASYNC`), memory that outlives the process or escapes its limit, writes that
+`watch.written` does not see, and what Landlock does not see: a file's mode, owner, times. A list of what is refused
 rather than of what is allowed, so that a newer Python or C library goes on working.
 """
 
@@ -21,7 +22,17 @@ LOAD, EQUAL, ANY_BIT, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where a call's data lie, in bytes
 CLONE_THREAD = 0x10000
 SOCK_STREAM = 1
-O_ACCMODE, O_TRUNC = 0o3, 0o1000
+O_ACCMODE, O_TRUNC, O_ASYNC = 0o3, 0o1000, 0o20000
+F_SETFL = 4
+OWNER_OF_FILE = (8, 10, 15, 1024, 1026)  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
+OWNER_OR_TERMINAL = (
+    0x5452,
+    0x8901,
+    0x8902,
+    0x5412,
+    0x541C,
+)  # ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
 
 # machine -> the kernel's name for it, and the numbers of the calls
 _X86 = """
@@ -29,6 +40,8 @@ _X86 = """
     clone 56 fork 57 vfork 58 execve 59 execveat 322 setsid 112 setpgid 109 unshare 272 setns 308
     kill 62 tgkill 234 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 tkill 200 prlimit64 302
     ptrace 101 process_vm_readv 310 process_vm_writev 311 kcmp 312
+    fcntl 72 ioctl 16 mmap 9 migrate_pages 256 move_pages 279
+    fallocate 285 copy_file_range 326 sendfile 40 splice 275 vmsplice 278 tee 276 io_setup 206 io_submit 209
     mount 165 umount2 166 pivot_root 155 chroot 161 name_to_handle_at 303 open_by_handle_at 304 mknod 133 mknodat 259
     bpf 321 perf_event_open 298 userfaultfd 323 add_key 248 request_key 249 keyctl 250 personality 135
     memfd_create 319 shmget 29 shmat 30 msgget 68 semget 64 mq_open 240
@@ -42,6 +55,8 @@ _ARM = """
     clone 220 execve 221 execveat 281 setsid 157 setpgid 154 unshare 97 setns 268
     kill 129 tgkill 131 rt_sigqueueinfo 138 rt_tgsigqueueinfo 240 tkill 130 prlimit64 261
     ptrace 117 process_vm_readv 270 process_vm_writev 271 kcmp 272
+    fcntl 25 ioctl 29 mmap 222 migrate_pages 238 move_pages 239
+    fallocate 47 copy_file_range 285 sendfile 71 splice 76 vmsplice 75 tee 77 io_setup 0 io_submit 2
     mount 40 umount2 39 pivot_root 41 chroot 51 name_to_handle_at 264 open_by_handle_at 265 mknodat 33
     bpf 280 perf_event_open 241 userfaultfd 282 add_key 217 request_key 218 keyctl 219 personality 92
     memfd_create 279 shmget 194 shmat 196 msgget 186 semget 190 mq_open 180
@@ -83,8 +98,13 @@ def _program(machine: str, pid: int) -> list[bytes]:
     lines += _only_where(calls.pop("clone"), 0, [_do(ANY_BIT, CLONE_THREAD, 0, 1)])
     lines += _only_where(calls.pop("socketpair"), 1, [_do(AND, 0xF), _do(EQUAL, SOCK_STREAM, 0, 1)])
     for call, argument in (("open", 1), ("openat", 2)):
-        if call in calls:
-            lines += _no_truncation(calls.pop(call), argument)
+        if call in calls:  # a file opened to read it cannot be emptied by that: the first versions of Landlock allow it
+            emptied = (O_TRUNC, O_TRUNC | O_ACCMODE)
+            lines += _except_where(calls.pop(call), argument, emptied, mask=O_TRUNC | O_ACCMODE)
+    lines += _except_where(calls.pop("mmap"), 3, (MAP_SHARED,), mask=MAP_SHARED | MAP_ANONYMOUS)
+    lines += _except_where(calls.pop("ioctl"), 1, OWNER_OR_TERMINAL)
+    lines += _except_async(calls["fcntl"])
+    lines += _except_where(calls.pop("fcntl"), 1, OWNER_OF_FILE)
     lines += _only_where(calls.pop("prlimit64"), 0, [_do(EQUAL, 0, 0, 1)])
     for call in OWN_ONLY:
         lines += _only_where(calls.pop(call), 0, [_do(EQUAL, pid, 0, 1)])
@@ -99,11 +119,18 @@ def _only_where(number: int, argument: int, holds: list[bytes]) -> list[bytes]:
     return [_do(EQUAL, number, 0, len(body)), *body]
 
 
-def _no_truncation(number: int, argument: int) -> list[bytes]:
-    """A file opened to read it cannot be emptied by that: the first versions of Landlock would let it."""
-    refuse = [_do(EQUAL, O_TRUNC, 1, 0), _do(EQUAL, O_TRUNC | O_ACCMODE, 0, 1), _do(RETURN, ERROR | EPERM)]
-    body = [_do(LOAD, ARGUMENTS + 8 * argument), _do(AND, O_TRUNC | O_ACCMODE), *refuse, _do(RETURN, ALLOW)]
+def _except_where(number: int, argument: int, refused: tuple[int, ...], mask: int = 0xFFFFFFFF) -> list[bytes]:
+    """The call is allowed unless its argument, in the bits of `mask`, is one of `refused`."""
+    refuse = [line for value in refused for line in (_do(EQUAL, value, 0, 1), _do(RETURN, ERROR | EPERM))]
+    body = [_do(LOAD, ARGUMENTS + 8 * argument), _do(AND, mask), *refuse, _do(RETURN, ALLOW)]
     return [_do(EQUAL, number, 0, len(body)), *body]
+
+
+def _except_async(fcntl: int) -> list[bytes]:
+    """Refuse F_SETFL with O_ASYNC, and leave the accumulator at the call's number for any other call."""
+    flags = [_do(LOAD, ARGUMENTS + 16), _do(ANY_BIT, O_ASYNC, 0, 1), _do(RETURN, ERROR | EPERM)]
+    body = [_do(LOAD, ARGUMENTS + 8), _do(EQUAL, F_SETFL, 0, len(flags)), *flags, _do(LOAD, NUMBER)]
+    return [_do(EQUAL, fcntl, 0, len(body)), *body]
 
 
 def _do(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
