@@ -1,7 +1,8 @@
 """Where compiled programs are kept, so that a second start takes seconds.
 
 XLA's own cache spares the compiler. A program that is kept whole (`compile_program`) spares tracing too, which holds
-Python's lock and takes as long: it is found by a name made of all that it depends on (`program_key`).
+Python's lock and takes as long: it is found by a name made of all that it depends on (`program_key`). To load one is to
+run what is in it, so programs are kept in a folder of this user's own, and only the user's own files are loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 
 from dovetail.io.hub import home
+from dovetail.io.own_files import own_folder, read_own
 
 log = logging.getLogger(__name__)
 NEVER = 1e9  # seconds of compilation from which on XLA's cache keeps a program
@@ -31,9 +33,19 @@ ROOMS = ("core", "engine", "models", "ops")  # whose code decides what a kept pr
 
 def keep_compiled() -> None:
     """Keep compiled programs on disk, unless the user has set a folder for them or turned that off."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(home() / "xla"))
+    if jax.config.jax_compilation_cache_dir is None and (folder := _own_cache()):  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def _own_cache() -> Path | None:
+    """XLA's cache holds machine code: where several users share DOVETAIL_HOME, each has a cache of its own."""
+    for name in ("xla", f"xla-{os.getuid()}"):
+        try:
+            return own_folder(home() / name)
+        except OSError as error:
+            log.info("compiled programs are not kept in %s: %s", home() / name, error)
+    return None
 
 
 @contextmanager
@@ -94,9 +106,10 @@ def _save(key: str, compiled: Any) -> None:
     if folder is None:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         part = folder / f"{key}.{os.getpid()}.{threading.get_ident()}.part"
         part.write_bytes(pickle.dumps(serialize(compiled)))
+        part.chmod(0o600)
         part.replace(folder / key)
         _forget_unused(folder)
     except Exception as error:
@@ -116,8 +129,8 @@ def load_program(key: str, devices: list[Any]) -> Any | None:
     if folder is None or not (folder / key).is_file():
         return None
     try:
+        payload, in_tree, out_tree = pickle.loads(read_own(own_folder(folder) / key))
         os.utime(folder / key)  # it is of use
-        payload, in_tree, out_tree = pickle.loads((folder / key).read_bytes())
         return deserialize_and_load(payload, in_tree, out_tree, devices[0].client, devices)
     except Exception as error:
         log.info("a kept program could not be used and is compiled again: %s", error)
@@ -133,11 +146,11 @@ def _forget_unused(folder: Path) -> None:
 
 
 def _folder() -> Path | None:
-    """Beside XLA's cache; None: the user wants none, or has it in a bucket."""
+    """In XLA's cache, which users may share; None: the user wants none, or has it in a bucket."""
     root = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if not root or "://" in root or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         return None
-    return Path(root) / "programs"
+    return Path(root) / f"programs-{os.getuid()}"
 
 
 def _surroundings() -> tuple[Any, ...]:

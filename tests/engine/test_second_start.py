@@ -95,7 +95,7 @@ def test_a_second_dovetail_serve_compiles_nothing_nor_does_an_engine_that_is_sta
     """Each compiled program is a file, under a name made of all it depends on."""
 
     def programs() -> set[str]:
-        return {path.name for path in (tmp_path / "cache" / "programs").iterdir()}
+        return {path.name for path in (tmp_path / "cache").glob("programs-*/*")}
 
     with serving(folder, tmp_path / "cache") as (url, engine):
         answer = ask(url)

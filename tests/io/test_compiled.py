@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -52,6 +53,9 @@ def test_a_second_process_traces_nothing(tmp_path):
 
     assert run() == "1 [0.0, 2.0, 4.0]"
     assert run() == "0 [0.0, 2.0, 4.0]"
+    (own,) = tmp_path.glob("programs-*")
+    assert own.name == f"programs-{os.getuid()}" and own.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in own.iterdir()] == [0o600]
 
 
 def test_a_damaged_file_is_as_none(folder):
@@ -63,6 +67,51 @@ def test_a_damaged_file_is_as_none(folder):
     for damaged in (b"", whole[: len(whole) // 2], b"no pickle"):
         (folder / "one").write_bytes(damaged)
         assert compiled.load_program("one", jax.devices()[:1]) is None
+
+
+class Touch:
+    """A pickle that makes a folder when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_program_that_another_user_may_have_written_is_not_loaded(folder, tmp_path_factory):
+    mark = tmp_path_factory.mktemp("other") / "mark"
+    program = folder / "one"
+    program.write_bytes(pickle.dumps(Touch(mark)))
+    for mode in (0o660, 0o602):
+        program.chmod(mode)
+        assert compiled.load_program("one", jax.devices()) is None and not mark.exists()
+    program.chmod(0o600)
+    program.rename(folder / "two")
+    program.symlink_to(folder / "two")
+    assert compiled.load_program("one", jax.devices()) is None and not mark.exists()
+    if os.getuid() == 0:  # the last two need another user
+        os.chown(folder / "two", 12345, -1)
+        assert compiled.load_program("two", jax.devices()) is None and not mark.exists()
+        os.chown(folder / "two", 0, -1)
+        os.chown(folder, 12345, -1)
+        assert compiled.load_program("two", jax.devices()) is None and not mark.exists()
+        os.chown(folder, 0, -1)
+    compiled.load_program("two", jax.devices())
+    assert mark.exists(), "the user's own is loaded: else this test shows nothing"
+
+
+def test_the_cache_of_a_shared_home_is_each_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))
+    (tmp_path / "xla").mkdir(0o777)
+    assert compiled._own_cache() == tmp_path / "xla" and (tmp_path / "xla").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "xla").rename(tmp_path / "theirs")
+    (tmp_path / "xla").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "xla-12345").mkdir()
+    assert compiled._own_cache() is None, "another user has made it"
+    (tmp_path / "xla-12345").rmdir()
+    assert compiled._own_cache() == tmp_path / "xla-12345"
 
 
 def test_a_folder_that_cannot_be_written_costs_no_more_than_the_next_compilation(folder, monkeypatch):
