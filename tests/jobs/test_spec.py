@@ -1,5 +1,6 @@
 """What a job's file may say, and what is said to one that is wrong."""
 
+import os
 import subprocess
 
 import pytest
@@ -148,6 +149,24 @@ def test_the_script_runs_the_command_with_its_environment():
     made = script(from_text(FULL))
     assert "export A=1" in made and "pip" in made and "{ echo ready\n} || exit 91" in made
     assert made.rstrip().endswith('--run-dir "$DOVETAIL_JOB_DIR/run"')
+
+
+def test_a_lock_file_with_hashes_is_installed_with_them(tmp_path):
+    """A stand-in for Python makes the venv, with a pip that prints its arguments."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && cp "$0.pip" "$3/bin/pip" && touch "$3/bin/activate"\n')
+    (tmp_path / "python.pip").write_text('#!/bin/sh\necho "$@"\n')
+    for path in (python, tmp_path / "python.pip"):
+        path.chmod(0o755)
+
+    def installed(lock: str) -> str:
+        (tmp_path / "req.lock").write_text(lock)
+        given = {"name": "x", "command": "true", "environment": {"lock": "req.lock", "python": str(python)}}
+        environment = {**os.environ, "DOVETAIL_HOME": str(tmp_path / "home"), "DOVETAIL_CODE_DIR": str(tmp_path)}
+        return subprocess.check_output(["sh", "-c", script(make(given))], env=environment, text=True).strip()
+
+    assert installed("a==1 --hash=sha256:00\n") == "install --quiet --require-hashes -r req.lock"
+    assert installed("a==1\n") == "install --quiet -r req.lock"
 
 
 def test_what_will_not_fit_is_found_before_it_is_paid_for():
