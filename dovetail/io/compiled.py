@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
+from dovetail.core.own_files import own_folder, read_own
 from dovetail.io.hub import home
-from dovetail.io.own_files import own_folder, read_own
 
 log = logging.getLogger(__name__)
 NEVER = 1e9  # seconds of compilation from which on XLA's cache keeps a program

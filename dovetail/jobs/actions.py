@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.jobs import gate, modes, preflight, secrets, sensitive, snapshot
+from dovetail.jobs import asked, gate, preflight, secrets, sensitive, snapshot
 from dovetail.jobs.attempt import CALL
 from dovetail.jobs.job import OVER, Job
 from dovetail.jobs.spec import Spec, changed
 from dovetail.jobs.store import Store, new_id
 
 # In a job's folder: the rest was written by the job.
-OURS = ("code", "code.tar.gz", "attempts", CALL, "notify.log", secrets.FILE)
+OURS = ("code", "code.tar.gz", "attempts", CALL, "notify.log", secrets.FILE, asked.FILE)
 
 
 def create(
@@ -33,13 +33,13 @@ def create(
     spec = replace(spec, after=ids_of(store, spec.after), code=snapshot.settled(spec.code, base))
     confirm()
     values = secrets.take(spec)
-    digest = snapshot.take(spec.code, store.root / "snapshots", base) if spec.code.path else ""
+    digest = snapshot.take(spec.code, store.snapshots, base) if spec.code.path else ""
     id = new_id()
     home = store.home(id)
-    modes.make_folder(home)
+    asked.make_home(home)
     try:
         if digest:
-            _link(store.root / "snapshots" / f"{digest}.tar.gz", home / "code.tar.gz")
+            _link(store.snapshots / f"{digest}.tar.gz", home / "code.tar.gz")
         secrets.keep(home, values)
         before(home)
         return store.add(spec, digest, id)
@@ -78,13 +78,22 @@ def cancel(store: Store, job: Job) -> Job:
 
 
 def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
-    """Start it again, its budgets full, where its last attempt stopped. `words`: key=value to change in its spec."""
+    """Start it again, its budgets full, where its last attempt stopped. `words`: key=value to change in its spec, which
+    only its user may do, at its site: it runs there as that user."""
     if not job.is_over:
         raise ValueError(f"job {job.id} is not over: it is {job.status}")
     if job.status == "succeeded":
         raise ValueError(f"job {job.id} has succeeded: create another to run it again")
-    spec = changed(store.spec(job.id), words)
-    spec = replace(spec, after=ids_of(store, spec.after)) if spec.after != store.spec(job.id).after else spec
+    if words and not store.is_ours(job):
+        raise ValueError(
+            f"job {job.id} runs as {job.user} at {job.site.rpartition(' ')[0] or store.root}, so only {job.user} may "
+            f"change its spec, there; got {_without_values(words[0])}. Resume it without changes, or create your own"
+        )
+    if store.is_ours(job):
+        store.check_asked(job)  # what another wrote into the table must not become the user's own
+    before = store.spec(job.id)
+    spec = changed(before, words)
+    spec = replace(spec, after=ids_of(store, spec.after)) if spec.after != before.after else spec
     if job.site == store.site:  # elsewhere, only that site's machines can say whether it starts
         code = store.home(job.id) / "code" / spec.code.cwd
         preflight.check(spec, code if code.is_dir() else None)
@@ -94,7 +103,8 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
     elif secrets.names(spec):
         store.refuse_elsewhere(job, "its secrets are not kept in the database, so resume it")
     with store.transaction():
-        store.change_spec(job.id, spec)
+        if spec != before:
+            store.change_spec(job.id, spec)
         store.change(
             job.id, wanted="run", status="queued", detail="", ended=None, not_before=0.0, preemptions=0, faults=0,
             failures=0, in_a_row=0, resumed=job.attempts,
@@ -164,7 +174,7 @@ def clean(store: Store, jobs: Sequence[Job]) -> None:
     for job in jobs:
         delete(store, job)
     kept = {job.snapshot for job in store.jobs()}
-    for archive in (store.root / "snapshots").glob("*.tar.gz"):
+    for archive in store.snapshots.glob("*.tar.gz"):
         if archive.name.removesuffix(".tar.gz") not in kept:
             archive.unlink(missing_ok=True)
 

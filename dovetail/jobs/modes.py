@@ -1,7 +1,8 @@
 """Permissions of the files of jobs: one user's alone, unless a group shares the folder.
 
 A folder is shared on purpose when its group may write it and it has the set-group-ID bit (`chmod 2770`). What is made
-below it then has its group and its modes, whatever the umask says. Elsewhere folders are 0700 and files 0600.
+below it then has its group, whatever the umask says: the store and the queues can be written by the group, a job's own
+folder can be read by the group and written by its user alone. Elsewhere folders are 0700 and files 0600.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHARED = stat.S_ISGID | stat.S_IWGRP
+EACH = 0o3770  # of a shared folder in which each user has folders: only that user can rename and remove them
+OWN = 0o3750  # of such a folder, and all below it: the group may read it
+_OWN_BITS, _BITS = stat.S_ISGID | stat.S_ISVTX, stat.S_ISGID | stat.S_ISVTX | stat.S_IWGRP
 
 
 def has_group(folder: Path) -> bool:
@@ -23,23 +27,32 @@ def has_group(folder: Path) -> bool:
     return folder.stat().st_mode & SHARED == SHARED
 
 
-def folder_mode(parent: Path) -> int:
-    """Of a folder made in `parent`."""
-    return 0o2770 | (parent.stat().st_mode & 0o005) if has_group(parent) else 0o700
+def folder_mode(path: Path, shared: int = 0o2770) -> int:
+    """Return the mode that a folder is to have, by its parent's; `shared`: in a parent that a group shares."""
+    parent = path.parent.stat().st_mode
+    if parent & _BITS == _OWN_BITS:
+        return OWN | (parent & 0o005)
+    return shared | (parent & 0o005) if parent & SHARED == SHARED else 0o700
 
 
-def file_mode(parent: Path) -> int:
-    return 0o660 | (parent.stat().st_mode & 0o004) if has_group(parent) else 0o600
+def file_mode(path: Path) -> int:
+    """Return the mode that a file is to have, by its folder's."""
+    parent = path.parent.stat().st_mode
+    if parent & _BITS == _OWN_BITS:
+        return 0o640 | (parent & 0o004)
+    if parent & SHARED != SHARED:
+        return 0o600
+    return (0o640 if path.name.startswith("supervisor") else 0o660) | (parent & 0o004)
 
 
-def make_folder(path: Path) -> None:
-    """Make it and its parents, where they do not exist."""
+def make_folder(path: Path, shared: int = 0o2770) -> None:
+    """Make it and its parents, where they do not exist; `shared` as for `folder_mode`."""
     if path.is_dir():
         return
     make_folder(path.parent)
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o700)
-        _set(path, folder_mode(path.parent))
+        _set(path, folder_mode(path, shared))
 
 
 def opener(path: str, flags: int) -> int:
@@ -47,7 +60,7 @@ def opener(path: str, flags: int) -> int:
     if flags & os.O_CREAT:
         with contextlib.suppress(FileExistsError):
             made = os.open(path, flags | os.O_EXCL, 0o600)
-            _set(made, file_mode(Path(path).parent))
+            _set(made, file_mode(Path(path)))
             return made
     return os.open(path, flags)
 
@@ -86,16 +99,18 @@ def repair(root: Path, names: Sequence[str]) -> None:
     """Give what this user owns of `names`, in `root`, its mode and group: it may have been made before the folder was
     shared, or by a version that did not care."""
     for path in (root / name for name in names):
-        if _repaired(path) and path.is_dir() and path.name != "jobs":  # what jobs wrote is theirs
+        if path.name == "jobs":  # what jobs wrote is theirs
+            _repaired(path, EACH)
+        elif _repaired(path, OWN if path.name == "snapshots" else 0o2770) and path.is_dir():
             for below in path.rglob("*"):
                 _repaired(below)
 
 
-def _repaired(path: Path) -> bool:
+def _repaired(path: Path, shared: int = 0o2770) -> bool:
     """Whether it needed it."""
     try:
         found, group = path.lstat(), path.parent.stat().st_gid
-        wanted = folder_mode(path.parent) if stat.S_ISDIR(found.st_mode) else file_mode(path.parent)
+        wanted = folder_mode(path, shared) if stat.S_ISDIR(found.st_mode) else file_mode(path)
         wrong_group = has_group(path.parent) and found.st_gid != group
         if found.st_uid != os.getuid() or stat.S_ISLNK(found.st_mode):
             return False

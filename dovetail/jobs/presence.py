@@ -79,6 +79,8 @@ def stop(root: Path) -> str:
     One that does not end when it is told to is killed, which is safe: the next one goes on from the store.
     """
     found = _settled(root)
+    if found and modes.owner(lock_file(root)) != modes.user_name():  # which process it names is another user's word
+        raise ValueError(f"{lock_file(root)} belongs to {modes.owner(lock_file(root))}: remove it")
     until = time.monotonic() + PATIENCE_S
     told = None
     while found and holder(root) == found:

@@ -119,6 +119,7 @@ class Reconciler:
         if first:
             self.store.change_attempt(job.id, row.number, state="asked")
         try:
+            self.store.check_asked(job)
             self._prepare(attempt)
             handle = self.backend(job.backend).create(attempt)
         except Unavailable as error:
@@ -157,6 +158,8 @@ class Reconciler:
             self.store.change(job.id, detail=why)
 
     def _look(self, job: Job, spec: Spec, row: Try) -> None:
+        if job.wanted == "run":  # on a TPU slice a look is what starts the program
+            self.store.check_asked(job)
         attempt = self.store.attempt(job, row, spec)
         seen = self.backend(job.backend).observe(attempt)
         if seen.state == "unknown":  # never a reason to conclude anything

@@ -108,6 +108,10 @@ class Handle:
 
     def _answer(self, job: Job) -> Any:
         self.store.refuse_elsewhere(job, "its value is")
+        if job.user != self.store.user:
+            raise ValueError(
+                f"job {job.id} is {job.user}'s, and a value is code to whoever reads it: only {job.user} may"
+            )
         folder, row = self.store.home(self.id) / FOLDER, self.store.last(self.id)
         number, rank = (row.number, row.failed_rank or 0) if row else (0, 0)
         names = [f"{number}.{RESULT}"] + [f"{number}.{rank}.{RESULT}"] * bool(rank)

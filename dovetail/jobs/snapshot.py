@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from dovetail.core.own_files import check_own_folder
 from dovetail.jobs import ignore, modes
 from dovetail.jobs.archive import extract
 from dovetail.jobs.sensitive import holds_token
@@ -70,12 +71,21 @@ def take(code: Code, folder: Path, base: Path | None = None) -> str:
     _check_secrets(root, paths, code)
     digest = _digest(root, paths)
     target = folder / f"{digest}.tar.gz"
-    if not os.access(target, os.R_OK):  # or another user's, from before the folder was shared
-        modes.make_folder(folder)
+    modes.make_folder(folder, modes.OWN)
+    if modes.has_group(folder.parent):
+        _check_own(folder)
+    if not os.access(target, os.R_OK):
         beside = target.with_suffix(f".{os.getpid()}.part")
         _write(root, paths, beside)
         beside.replace(target)
     return digest
+
+
+def _check_own(folder: Path) -> None:
+    try:
+        check_own_folder(folder)
+    except PermissionError as error:
+        raise ValueError(f"{error}, and the code of your jobs would be kept there: remove it") from None
 
 
 def _check_sizes(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None:
@@ -160,9 +170,13 @@ def unpack(archive: Path, folder: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     modes.make_folder(beside)
     try:
+        beside.chmod(0o700)  # the umask may let a group write what is extracted
         with tarfile.open(archive) as packed:
             for member in packed:
                 extract(packed, member, beside)
+        for path in beside.rglob("*"):
+            path.chmod(path.stat().st_mode & ~0o022)
+        beside.chmod(modes.folder_mode(beside))
     except DAMAGED as error:
         raise ValueError(f"the code of the job, {archive}, cannot be unpacked: {error}") from error
     try:

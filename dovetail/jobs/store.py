@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dovetail.jobs import database, modes, schema
+from dovetail.jobs import asked, database, modes, schema
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.database import Connection, Database, Sqlite
 from dovetail.jobs.home import database_url
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a list of jobs is shown without a reader of YAML
     from dovetail.jobs.spec import Spec
 
 T = TypeVar("T")
-FOLDERS = ("snapshots", "jobs", "queues", "places")  # of the home of jobs
+FOLDERS = ("jobs", "queues", "places")  # of the home of jobs, which its users share
 SUPERVISOR = ("supervisor.lock", "supervisor.log")  # of the folder's owner (presence.py)
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 _JOB = ", ".join(f'"{name}"' for name in Job._fields)
@@ -113,14 +113,15 @@ class Store:
         """A new job, queued."""
         from dovetail.jobs.spec import to_text
 
-        id, now = id or new_id(), time.time()
+        id, now, text = id or new_id(), time.time(), to_text(spec)
+        asked.keep(self.home(id), text, snapshot)  # first: a supervisor that finds the row looks for it
         with self.transaction() as db:
             db.execute(
                 'INSERT INTO jobs (id, name, "user", backend, accelerator, status, snapshot, created, changed, site) '
                 "VALUES (?, ?, ?, ?, ?, 'queued', ?, ?, ?, ?)",
                 (id, spec.name, user or self.user, spec.backend, str(spec.device), snapshot, now, now, self.site),
             )
-            db.execute("INSERT INTO specs VALUES (?, ?)", (id, to_text(spec)))
+            db.execute("INSERT INTO specs VALUES (?, ?)", (id, text))
             self.note(id, 0, "created")
         return self.job(id)
 
@@ -171,14 +172,34 @@ class Store:
     def spec(self, id: str) -> Spec:
         from dovetail.jobs.spec import from_text
 
+        return from_text(self._spec_text(id))
+
+    def _spec_text(self, id: str) -> str:
         found = self.read("SELECT text FROM specs WHERE job = ?", (id,))
         if not found:
             raise ValueError(f"no job {id!r}: `dovetail job list` shows those there are")
-        return from_text(found[0][0])
+        return found[0][0]
+
+    def check_asked(self, job: Job) -> None:
+        """Raise ValueError where others can write the store and its user did not ask for what it says."""
+        if self.is_shared:
+            asked.check(self.home(job.id), self._spec_text(job.id), job.snapshot)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other users may write the tables."""
+        return bool(database_url()) or modes.has_group(self.root)
+
+    @property
+    def snapshots(self) -> Path:
+        """This user's archives of code: what others could write would be run as this user."""
+        shared = modes.has_group(self.root)
+        return self.root / (f"snapshots.{self.user}" if shared else "snapshots")
 
     def change_spec(self, id: str, spec: Spec) -> None:
         from dovetail.jobs.spec import to_text
 
+        asked.keep(self.home(id), to_text(spec), self.job(id).snapshot)
         with self.transaction() as db:
             db.execute("UPDATE specs SET text = ? WHERE job = ?", (to_text(spec), id))
 
@@ -194,6 +215,8 @@ class Store:
                 db.execute(f"DELETE FROM {table} WHERE job = ?", (id,))
 
     def home(self, id: str) -> Path:
+        if not (id.isascii() and id.isalnum()):  # a row may be another user's
+            raise ValueError(f"a job's id must be letters and digits, got {id!r}")
         return self.root / "jobs" / id
 
     def where(self, job: Job) -> str:
@@ -313,7 +336,7 @@ def _prepare(root: Path) -> None:
         raise ValueError(
             f"the folder of jobs, {root}, cannot be used: {error}; set DOVETAIL_JOBS to a folder that you may write"
         ) from None
-    modes.repair(root, (*names, *SUPERVISOR))
+    modes.repair(root, (*names, "snapshots", *SUPERVISOR))
     modes.check(root, names)
 
 

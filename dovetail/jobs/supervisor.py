@@ -75,9 +75,16 @@ class Supervisor:
                 call(self._guarded, job)
         for id, _, verb in self.store.open_intents():
             if verb == "notify" and self.store.is_ours(job := self.store.job(id)):
-                notify(job, self.store.spec(id), self.store.home(id))
+                self._notify(job)
                 self.store.settle(id, 0, verb)
         return bool(jobs)
+
+    def _notify(self, job: Job) -> None:
+        try:
+            self.store.check_asked(job)
+            notify(job, self.store.spec(job.id), self.store.home(job.id))
+        except ValueError as error:
+            log.error("job %s: its notify was not run: %s", job.id, error)
 
     def _is_due(self, job: Job) -> bool:
         """By the clock, or because somebody has changed it."""

@@ -1,11 +1,14 @@
 """Steps of `dovetail job` as several Unix users, in a process of its own, which must be root's: python as_user.py
 UMASK, with turns [[uid, gid, [words, ...]], ...] as JSON on stdin, and what each step printed as JSON on stdout. A
-group of 0 is none, and the words of root's turns are commands."""
+group of 0 is none, and the words of root's turns are commands. Other users' words are those of `dovetail job`; or
+`! COMMAND ...`, which gives its exit code and output; `sql STATEMENT`, in the tables; `tick`, of a supervisor."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -14,11 +17,33 @@ from typer.testing import CliRunner
 
 from dovetail.cli.job import app
 from dovetail.jobs import presence
+from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.home import jobs_home
+from dovetail.jobs.store import Store
+from dovetail.jobs.supervisor import Supervisor
 
 
 def call(*words: str) -> str:
+    if words[0] == "!":
+        done = subprocess.run(words[1:], capture_output=True, text=True)
+        return f"{done.returncode} {done.stdout}{done.stderr}"
+    if words[0] == "sql":
+        with contextlib.closing(sqlite3.connect(jobs_home() / "jobs.sqlite")) as table, table:
+            return str(table.execute(words[1]).rowcount)
+    if words[0] == "tick":
+        return tick()
     done = CliRunner().invoke(app, words)
     return done.output or f"{type(done.exception).__name__}: {done.exception}"
+
+
+def tick() -> str:
+    """A supervisor that looks at each job until none of them changes."""
+    store = Store(jobs_home())
+    supervisor = Supervisor(store, chooser(store.root, store.owner), looks=0.0)
+    for _ in range(10):
+        supervisor.tick()
+    store.close()
+    return ""
 
 
 def warm_up() -> None:
@@ -30,6 +55,7 @@ def warm_up() -> None:
             call(*words)
         call("cancel", made)
         call("clean", "--yes")
+        call("tick")
 
 
 def turn(uid: int, gid: int, umask: int, steps: list[list[str]]) -> list[str]:

@@ -163,7 +163,7 @@ def test_clean_names_what_it_deletes_and_keeps_results_and_others_jobs(job, stor
         CliRunner().invoke(app, ["clean"], catch_exceptions=False)
     monkeypatch.setattr("dovetail.cli.job_delete.is_terminal", lambda: True)
     shown = job("clean", code=1, input="n\n")
-    assert f"{ended['bad']}    4.0 MB  failed" in shown and f"{ended['plain']}      2 kB  succeeded" in shown
+    assert f"{ended['bad']}    4.0 MB  failed" in shown and f"{ended['plain']}      3 kB  succeeded" in shown
     assert "2 jobs, 4.0 MB" in shown and "kept: 2 succeeded jobs with results (8.0 MB); --runs" in shown
     assert "hers" not in shown and len(store.jobs()) == 5
     job("clean", input="y\n")

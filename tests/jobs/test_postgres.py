@@ -105,6 +105,14 @@ def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path)
     with pytest.raises(ValueError, match=rf"job {job} was created at .*there: delete it there"):
         actions.delete(here, here.job(job))
     assert here.where(here.job(job)).endswith(f"there/jobs/{job}")
+    with pytest.raises(ValueError, match=r"may change its spec, there; got command=id"):
+        actions.resume(here, here.job(job), ["command=id"])
+    with here.transaction() as db:  # whoever has the password can write the tables
+        db.execute("UPDATE specs SET text = replace(text, 'command:', 'notify: id\ncommand:')")
+    actions.resume(here, here.job(job))
+    theirs.run()
+    assert there.job(job).status == "failed" and "is not the one that" in there.job(job).detail
+    assert not (there.home(job) / "notify.log").exists()
     here.quarantine("gke", "bad", job, "two results")
     assert there.quarantined("gke") == ["bad"]
     here.close(), there.close()

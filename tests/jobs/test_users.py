@@ -70,10 +70,54 @@ def test_a_group_shares_a_folder_whatever_the_umask(folder):
     assert f"no supervisor of {ALICE} runs" in said[3] and "has 0 attempts" in said[5]
     assert f"is {ALICE}'s, and only {ALICE} may delete it" in said[6] and f"job {id} is cancelled" in said[7]
     assert again[1] == "1 tasks ended here\n" and "his" in again[2] and "is shared by the group" in refused
-    for path in (home / "jobs.sqlite", *home.glob("queues/q/*/*"), *home.glob("snapshots/*")):
+    for path in (home / "jobs.sqlite", *home.glob("queues/q/*/*")):
         assert mode(path) == 0o660 and path.stat().st_gid == LAB
-    for path in (home / "jobs", home / "jobs" / id, home / "queues/q/1"):
-        assert mode(path) == 0o2770 and path.stat().st_gid == LAB
+    modes = {home / "jobs": 0o3770, home / "queues/q/1": 0o2770, home / "jobs" / id: 0o3750}
+    modes |= {home / f"snapshots.{ALICE}": 0o3750, home / "jobs" / id / "asked.yaml": 0o640}
+    for path, expected in modes.items():
+        assert mode(path) == expected and path.stat().st_gid == LAB
+
+
+@needs_root
+def test_what_a_colleague_changes_is_not_run_as_another(folder):
+    """By a command, in the files, and in the tables, which every user of the store can write."""
+    home = folder / "jobs"
+    home.mkdir()
+    os.chown(home, 0, LAB)
+    home.chmod(0o2770)
+    spec = '{name: x, command: id, code: {path: ""}}'
+    forged = (
+        'INSERT INTO jobs (id, name, "user", backend, accelerator, status, created, changed, site) '
+        "SELECT '{0}', 'forged', \"user\", backend, accelerator, 'queued', created, changed, site FROM jobs LIMIT 1"
+    )
+    made, said, _, shown = as_users(
+        home,
+        (ALICE, LAB, [("create", "name=hers", "command=sh say.sh", "--json"), ("cancel", "hers"), ("tick",)]),
+        (BOB, LAB, [
+            ("resume", "hers", "command=id"), ("resume", "hers", "notify=id"),
+            ("!", "sh", "-c", f"cd {home}/jobs/*/ && echo >> asked.yaml"),
+            ("!", "sh", "-c", f"cd {home}/jobs/*/ && touch new"),
+            ("!", "sh", "-c", f"mv {home}/jobs/* {home}/away"),
+            ("!", "sh", "-c", f"echo >> {home}/snapshots.{ALICE}/*"),
+            ("!", "sh", "-c", f"cat {home}/jobs/*/asked.yaml"),
+            ("sql", forged.format("forged")), ("sql", f"INSERT INTO specs VALUES ('forged', '{spec}')"),
+            ("sql", forged.format("../../forged")), ("sql", f"INSERT INTO specs VALUES ('../../forged', '{spec}')"),
+            ("resume", "hers"),
+            ("sql", "UPDATE specs SET text = replace(text, 'sh say.sh', 'sh evil.sh')"),
+        ]),
+        (ALICE, LAB, [("tick",)]),
+        (ALICE, LAB, [("list", "--json")]),
+    )  # fmt: skip
+    id = json.loads(made[0])["id"]
+    assert all(f"so only {ALICE} may change its spec" in one for one in said[:2]), said
+    assert all(one[0] != "0" and ("denied" in one or "not permitted" in one) for one in said[2:6]), said
+    assert said[6].startswith("0 # code:") and "is queued" in said[11], "the group may read, and run it again as it is"
+    found = {job["id"]: job for job in json.loads(shown[0])}
+    assert found[id]["status"] == found["forged"]["status"] == "failed", found
+    assert f"not the one that {ALICE} asked for" in found[id]["detail"]
+    assert f"no file asked.yaml of {ALICE}" in found["forged"]["detail"]
+    assert found["../../forged"]["status"] in ("queued", "error", "failed") and not (folder / "forged").exists()
+    assert not list(home.glob("jobs/*/attempts/*/script.sh"))
 
 
 @needs_root

@@ -24,6 +24,14 @@ def own_folder(path: Path) -> Path:
     return path
 
 
+def check_own_folder(path: Path) -> None:
+    """PermissionError unless the folder is this user's, and no other may write it."""
+    found = path.lstat()
+    _require_own(path, found)
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & OTHERS:
+        raise PermissionError(f"{path} must be a folder that only its user may write")
+
+
 def read_own(path: Path) -> bytes:
     """Read a file that this user owns and no other may write. PermissionError for any other file."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
