@@ -24,19 +24,20 @@ def main(folder: Path) -> int:
     for stream in (sys.stdout, sys.stderr):  # into a log, which is shown as it grows
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    function, args, kwargs = cloudpickle.loads(parcel.read(folder / CALL))
+    key = os.environ.pop(parcel.VARIABLE, "")  # not for the programs that the function starts
+    function, args, kwargs = cloudpickle.loads(parcel.read(folder / CALL, key))
     try:
         value = function(*args, **kwargs)
     except Exception as error:
         traceback.print_exc()
-        _answer(folder, {"error": error, "traceback": traceback.format_exc()})
+        _answer(folder, key, {"error": error, "traceback": traceback.format_exc()})
         return FAILED
     if _is_first():
-        _answer(folder, {"value": value})
+        _answer(folder, key, {"value": value})
     return 0
 
 
-def _answer(folder: Path, answer: dict[str, Any]) -> None:
+def _answer(folder: Path, key: str, answer: dict[str, Any]) -> None:
     """A value or an exception that cannot travel is an exception too, which says so."""
     import cloudpickle
 
@@ -47,7 +48,7 @@ def _answer(folder: Path, answer: dict[str, Any]) -> None:
         kind = type(answer.get("error", answer.get("value"))).__name__
         refused = TypeError(f"the {what} of the remote function ({kind}) cannot be sent back: {error}")
         data = cloudpickle.dumps({"error": refused, "traceback": answer.get("traceback", str(refused))})
-    parcel.write(folder / _name(), data)
+    parcel.write(folder / _name(), data, key)
 
 
 def _name() -> str:

@@ -1,35 +1,78 @@
-"""Values that travel between machines as files: cloudpickle, and beside it the digest by which a torn one is known."""
+"""Values that travel between machines as files: cloudpickle, and beside it a MAC made with the key of the job.
+
+To load a pickle is to run what is in it. It may come from a machine or a bucket that others reach, so it is loaded only
+where its MAC is right. The key is made with the job, is kept in a file that only its user can read, and reaches the
+job's processes as a secret does (secrets.py): in their environment and in no file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import inspect
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.own_files import read_own
+from dovetail.jobs import modes
 
-def write(path: Path, data: bytes) -> None:
-    """The digest first: a parcel that is there can be checked."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, contents in ((_digest_of(path), hashlib.sha256(data).hexdigest().encode()), (path, data)):
+KEY = "key"  # a file beside the call
+VARIABLE = "DOVETAIL_CALL_KEY"  # of the job's processes
+
+
+def make_key(folder: Path) -> str:
+    """Make the key of a call whose files are in `folder`."""
+    modes.make_folder(folder)
+    key = secrets.token_hex(32)
+    with open(folder / KEY, "x", opener=modes.opener) as file:
+        (folder / KEY).chmod(0o600)
+        file.write(key)
+    return key
+
+
+def key_of(folder: Path) -> str:
+    """Return the key that `make_key` made there."""
+    try:
+        return read_own(folder / KEY).decode()
+    except OSError as error:
+        raise ValueError(f"the key of the call cannot be read ({error}): submit it again") from None
+
+
+def write(path: Path, data: bytes, key: str) -> None:
+    """The MAC first: a parcel that is there can be checked."""
+    modes.make_folder(path.parent)
+    for target, contents in ((_mac_of(path), _mac(path, data, key).encode()), (path, data)):
         beside = target.with_suffix(target.suffix + ".part")
-        beside.write_bytes(contents)
+        with open(beside, "wb", opener=modes.opener) as file:
+            file.write(contents)
         beside.replace(target)
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, key: str) -> bytes:
+    """Return what `write` wrote with the same key and name. ValueError for anything else."""
     data = path.read_bytes()
-    found, expected = hashlib.sha256(data).hexdigest(), _digest_of(path).read_text()
-    if found != expected:
-        raise ValueError(f"{path} is not what was written: its digest is {found[:12]}, and should be {expected[:12]}")
+    try:
+        expected = _mac_of(path).read_bytes()
+    except FileNotFoundError:
+        expected = b""
+    if not hmac.compare_digest(_mac(path, data, key).encode(), expected):
+        raise ValueError(f"{path} is not what the job wrote: its MAC is wrong, so it is not loaded")
     return data
 
 
-def _digest_of(path: Path) -> Path:
-    return path.with_suffix(path.suffix + ".sha256")
+def _mac(path: Path, data: bytes, key: str) -> str:
+    """Of the name too, which has the attempt's number: an earlier result does not pass for a later one."""
+    if not key:
+        raise ValueError(f"there is no key for {path.name}: ${VARIABLE} is not set; submit the call again")
+    return hmac.new(key.encode(), path.name.encode() + b"\0" + data, hashlib.sha256).hexdigest()
+
+
+def _mac_of(path: Path) -> Path:
+    return path.with_suffix(path.suffix + ".mac")
 
 
 def packed(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

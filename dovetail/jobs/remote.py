@@ -119,7 +119,7 @@ class Handle:
         if job.status not in ("succeeded", "failed") or not found:
             why = printable(job.detail) or "it left no result"
             raise RemoteError(f"job {self.id} {job.status}: {why}; dovetail job logs {self.id}")
-        answer = pickle.loads(parcel.read(found[0]))
+        answer = pickle.loads(parcel.read(found[0], parcel.key_of(folder)))
         if "error" in answer:
             raise answer["error"] from RemoteTraceback(answer["traceback"])
         return answer["value"]
@@ -179,7 +179,7 @@ class Remote:
         folder = f'"$DOVETAIL_JOB_DIR"/{FOLDER}'
         python = "python" if self.options.get("environment") else shlex.quote(sys.executable)
         spec = self._spec(f"exec {python} -m dovetail.jobs.call {folder}")
-        job = actions.create(store, spec, before=lambda home: parcel.write(home / FOLDER / CALL, data))
+        job = actions.create(store, spec, before=lambda home: _put(home / FOLDER, data))
         store.close()
         presence.ensure(store.root)
         return Handle(job.id, store.root)
@@ -198,6 +198,10 @@ class Remote:
         spec = make(given)
         _check(spec)
         return spec
+
+
+def _put(folder: Path, data: bytes) -> None:
+    parcel.write(folder / CALL, data, parcel.make_key(folder))
 
 
 def remote(function: Callable | None = None, **options: Any) -> Any:

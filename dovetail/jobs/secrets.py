@@ -7,6 +7,8 @@ import json
 import os
 from pathlib import Path
 
+from dovetail.jobs import parcel
+from dovetail.jobs.attempt import CALL
 from dovetail.jobs.spec import Spec
 
 FILE = "secrets.json"  # in the job's folder
@@ -69,7 +71,11 @@ def keep(home: Path, values: dict[str, str]) -> None:
 
 
 def read(home: Path, spec: Spec) -> dict[str, str]:
-    """Return what `keep` wrote, for a process that starts now."""
+    """Return what `keep` wrote, for a process that starts now, and the key of a remote function."""
+    return _kept(home, spec) | ({parcel.VARIABLE: parcel.key_of(home / CALL)} if (home / CALL).is_dir() else {})
+
+
+def _kept(home: Path, spec: Spec) -> dict[str, str]:
     wanted = names(spec)
     if not wanted:
         return {}

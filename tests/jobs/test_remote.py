@@ -112,7 +112,10 @@ def test_a_torn_result_is_refused(store):
     handle.result(60)
     path = store.home(handle.id) / "call" / "1.result.pkl"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="digest"):
+    with pytest.raises(ValueError, match="its MAC is wrong"):
+        handle.result()
+    store.change(handle.id, user="somebody-else")  # whose pickle would run here
+    with pytest.raises(ValueError, match="only somebody-else may"):
         handle.result()
 
 
@@ -142,5 +145,7 @@ def test_wrong_options_are_refused_where_they_are_written(options, message):
 
 
 def test_a_parcel_is_whole_or_not_there(tmp_path):
-    parcel.write(tmp_path / "a.pkl", b"abc")
-    assert parcel.read(tmp_path / "a.pkl") == b"abc"
+    key = parcel.make_key(tmp_path)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600 and parcel.key_of(tmp_path) == key
+    parcel.write(tmp_path / "a.pkl", b"abc", key)
+    assert parcel.read(tmp_path / "a.pkl", key) == b"abc"

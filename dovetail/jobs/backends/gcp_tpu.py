@@ -221,7 +221,10 @@ class GcpTpu:
 
     def _how(self, attempt: Attempt) -> Ssh:
         gcp = attempt.spec.gcp
-        return self._ssh or (tpu_ssh.plain(gcp.ssh_user) if gcp.ssh_user else tpu_ssh.gcloud(not gcp.external_ips))
+        if self._ssh is not None:
+            return self._ssh
+        known = attempt.folder.resolve() / "known_hosts"
+        return tpu_ssh.plain(known, gcp.ssh_user) if gcp.ssh_user else tpu_ssh.gcloud(not gcp.external_ips)
 
 
 def _workers(attempt: Attempt, nodes: dict[str, Any]) -> list[Worker]:

@@ -81,7 +81,7 @@ def _container(attempt: Attempt, slices: int, mounts: list[dict[str, Any]]) -> d
         "resources": {"requests": asked, "limits": asked},
         "volumeMounts": mounts,
     }
-    if attempt.spec.secrets:
+    if attempt.spec.secrets or attempt.is_call:  # a call has a key
         held["envFrom"] = [{"secretRef": {"name": attempt.name}}]
     return held
 

@@ -11,12 +11,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 AT_ONCE = 16  # each is a process here
-# A new slice has the addresses of old ones and new host keys: remembered keys would only lock us out.
+# A key is taken at the first connection to a VM, and must be the same afterwards.
 OPTIONS = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR",
-    "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
+    "-o", "StrictHostKeyChecking=accept-new", "-o", "HashKnownHosts=no",
 )  # fmt: skip
 
 
@@ -42,20 +43,28 @@ Run = Callable[[Sequence[str], bytes, float], Done]
 
 
 def gcloud(internal: bool = False, program: str = "gcloud") -> Ssh:
-    """It makes and spreads the keys by itself, and is slow: a second or more for each call."""
+    """It makes and spreads the keys by itself, and is slow: a second or more for each call.
+
+    It remembers host keys by the id of the node, which no other slice has: a changed one is refused.
+    """
 
     def command(worker: Worker, line: str | None) -> list[str]:
         _, project, _, zone, _, node = worker.node.split("/")
         words = [program, "compute", "tpus", "tpu-vm", "ssh", node, f"--project={project}", f"--zone={zone}"]
-        words += [f"--worker={worker.index}", "--quiet", "--strict-host-key-checking=no"]
+        words += [f"--worker={worker.index}", "--quiet"]
         words += ["--internal-ip"] if internal else []
         return words if line is None else [*words, f"--command={line}"]
 
     return command
 
 
-def plain(user: str = "", program: str = "ssh", options: Sequence[str] = OPTIONS) -> Ssh:
-    """For keys that are there already (in the project's metadata, or by OS Login)."""
+def plain(known_hosts: Path, user: str = "", program: str = "ssh") -> Ssh:
+    """For keys that are there already (in the project's metadata, or by OS Login).
+
+    `known_hosts` is the file of one slice: the next has the addresses of old ones and other keys.
+    """
+    name = str(known_hosts).replace("%", "%%")  # ssh_config's escape; quoted, for it splits at spaces
+    options = (*OPTIONS, "-o", f'UserKnownHostsFile="{name}"')
 
     def command(worker: Worker, line: str | None) -> list[str]:
         if not worker.address:
@@ -63,7 +72,8 @@ def plain(user: str = "", program: str = "ssh", options: Sequence[str] = OPTIONS
                 f"rank {worker.rank} of {worker.node} has no address: see gcp.external_ips and gcp.network"
             )
         whom = f"{user}@{worker.address}" if user else worker.address
-        return [program, *options, whom] if line is None else [program, *options, whom, line]
+        words = [program, *options, "--", whom]  # a name that begins with - is no option
+        return words if line is None else [*words, line]
 
     return command
 

@@ -63,8 +63,8 @@ def standing(answer: bytes) -> Standing | None:
     if not end or found is None:
         return None
     if found[1]:
-        return Standing(found[1], log=log)  # type: ignore[arg-type]
-    return Standing("exited", int(found[2]), float(found[3]), log)
+        return Standing(found[1], log=log[:CHUNK])  # type: ignore[arg-type]
+    return Standing("exited", int(found[2]), float(found[3]), log[:CHUNK])
 
 
 def unpack(name: str) -> str:
@@ -89,14 +89,18 @@ def answers(attempt: Attempt) -> str:
 
 
 def take(attempt: Attempt, archive: bytes, rank: int) -> bool:
-    """Unpack what `answers` printed; False where it came in part."""
+    """Unpack what `answers` printed; False where it came in part.
+
+    Only the files that were asked for: others who reach the VM could add any, such as the script of the next attempt.
+    """
+    value = re.compile(rf"{CALL}/{attempt.number}\.(\d+\.)?result\.pkl(\.mac)?")
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
             for member in tar.getmembers():
                 held = tar.extractfile(member)
                 if member.name == HEALTH and held is not None:  # every host may have one of its own
                     log_copy.merge(attempt.home / HEALTH, held.read().decode(errors="replace"))
-                elif member.name != METRICS or rank == 0:
+                elif value.fullmatch(member.name) or (member.name == METRICS and rank == 0):
                     extract(tar, member, attempt.home)
     except tarfile.TarError:
         return False

@@ -4,6 +4,7 @@ import io
 import pickle
 import tarfile
 import time
+from pathlib import Path
 
 import pytest
 from jobs.cloud.slices import attempt, vms
@@ -161,26 +162,30 @@ def test_hosts_at_fault_and_curves_are_brought_here_at_the_end(tmp_path):
 def remote_function(tmp_path, function, *args):
     """A program that calls it, as `@dt.remote` packs it."""
     home = tmp_path / "home"
-    parcel.write(home / "call" / "call.pkl", parcel.packed(function, args, {}))
+    parcel.write(home / "call" / "call.pkl", parcel.packed(function, args, {}), parcel.make_key(home / "call"))
     return program(tmp_path, 'exec python -m dovetail.jobs.call "$DOVETAIL_JOB_DIR"/call')
+
+
+def result(one):
+    return parcel.read(one.home / "call" / "1.result.pkl", parcel.key_of(one.home / "call"))
 
 
 def test_what_a_remote_function_returns_comes_back(tmp_path):
     held, one = remote_function(tmp_path, lambda a, b: a + b, 20, 22)
     assert until_over(held).state == "succeeded"
-    assert pickle.loads(parcel.read(one.home / "call" / "1.result.pkl")) == {"value": 42}
+    assert pickle.loads(result(one)) == {"value": 42}
 
 
 def test_and_so_does_what_it_raises(tmp_path):
     held, one = remote_function(tmp_path, lambda: 1 / 0)
     seen = until_over(held)
     assert seen.state == "failed"
-    answer = pickle.loads(parcel.read(one.home / "call" / "1.result.pkl"))
+    answer = pickle.loads(result(one))
     assert isinstance(answer["error"], ZeroDivisionError)
 
 
 def test_a_function_that_was_never_called_has_no_answer(tmp_path):
-    (tmp_path / "home" / "call").mkdir(parents=True)
+    parcel.make_key(tmp_path / "home" / "call")
     held, _ = program(tmp_path, "true", 1, environment={"setup": ["false"]})
     assert until_over(held).exit_code == 91
 
@@ -198,7 +203,41 @@ def test_an_answer_that_cannot_be_fetched_is_asked_for_again(tmp_path):
     while (seen := held.observe()).state in ("running", "unknown") and time.monotonic() < end:
         time.sleep(0.05)
     assert seen.state == "succeeded" and not cuts
-    assert len(pickle.loads(parcel.read(one.home / "call" / "1.result.pkl"))["value"]) == 100_000
+    assert len(pickle.loads(result(one))["value"]) == 100_000
+
+
+def test_a_result_that_another_wrote_on_the_machine_is_not_loaded(tmp_path):
+    held, one = remote_function(tmp_path, lambda: 1)
+    assert until_over(held).state == "succeeded"
+    path = one.home / "call" / "1.result.pkl"
+    path.with_suffix(".pkl.mac").rename(path.with_name("2.result.pkl.mac"))
+    path.rename(path.with_name("2.result.pkl"))
+    for name in ("2.result.pkl", "call.pkl"):  # one of another attempt; the call with a digest in place of a MAC
+        with pytest.raises(ValueError, match="its MAC is wrong"):
+            parcel.read(path.with_name(name), "another key" if name == "call.pkl" else parcel.key_of(path.parent))
+
+
+def test_what_comes_back_is_what_was_asked_for(tmp_path):
+    _, one = program(tmp_path, "true")
+    wanted = [
+        "call/1.result.pkl",
+        "call/1.result.pkl.mac",
+        "call/1.3.result.pkl",
+        "run/health.jsonl",
+        "run/metrics.jsonl",
+    ]
+    hostile = [
+        "call/call.pkl",
+        "call/key",
+        "call/2.result.pkl",
+        "asked.yaml",
+        "attempts/2/script.sh",
+        "code/x.py",
+        "../x",
+    ]
+    assert tpu_worker.take(one, tpu_worker._tar(dict.fromkeys([*hostile, *wanted], b"{}\n"), "w"), 0)
+    found = sorted(str(path.relative_to(one.home)) for path in one.home.rglob("*") if path.is_file())
+    assert found == sorted(wanted) and not (one.home.parent / "x").exists()
 
 
 def test_a_setup_that_fails_ends_it(tmp_path):
@@ -221,10 +260,13 @@ def test_the_commands_of_ssh():
     assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "n1"]
     assert {"--zone=us-east5-b", "--project=p", "--worker=1", "--command=echo hi"} <= set(words)
     assert "--internal-ip" in tpu_ssh.gcloud(internal=True)(worker, None)
-    words = tpu_ssh.plain("ada")(worker, "echo hi")
-    assert words[0] == "ssh" and words[-2:] == ["ada@34.1.2.3", "echo hi"]
-    assert tpu_ssh.plain()(worker, None)[-1] == "34.1.2.3"
+    assert not any("strict-host-key-checking" in word for word in words)
+    known = Path("/a b/100%/known_hosts")
+    words = tpu_ssh.plain(known, "ada")(worker, "echo hi")
+    assert words[0] == "ssh" and words[-3:] == ["--", "ada@34.1.2.3", "echo hi"]
+    assert {"StrictHostKeyChecking=accept-new", 'UserKnownHostsFile="/a b/100%%/known_hosts"'} <= set(words)
+    assert tpu_ssh.plain(known)(worker, None)[-1] == "34.1.2.3"
     with pytest.raises(ValueError, match="no address"):
-        tpu_ssh.plain()(Worker(0, worker.node, 0), "true")
+        tpu_ssh.plain(known)(Worker(0, worker.node, 0), "true")
     assert tpu_ssh.run(["no-such-program-at-all"], b"", 1.0).code == 255
     assert "no answer within" in tpu_ssh.run(["sleep", "5"], b"", 0.05).err
