@@ -1,6 +1,6 @@
 """Permissions of the files of jobs: one user's alone, unless a group shares the folder.
 
-A folder is shared on purpose when its group may write it and it has the set-group-ID bit (`chmod 2770`). What is made
+A folder is shared on purpose when its group may write it and it has the set-group-ID bit (`chmod 3770`). What is made
 below it then has its group, whatever the umask says: the store and the queues can be written by the group, a job's own
 folder can be read by the group and written by its user alone. Elsewhere folders are 0700 and files 0600.
 """
@@ -140,7 +140,7 @@ def _share(root: Path) -> str:
     if has_group(root):
         gid = root.stat().st_gid
         return f"{root} is shared by the group {_group(gid)}: have yourself added to it"
-    how = f"chgrp GROUP {root} && chmod 2770 {root} && dovetail job list"
+    how = f"chgrp GROUP {root} && chmod 3770 {root} && dovetail job list"
     return f"To share these jobs, {owner(root)} runs `{how}`, where GROUP has both of you"
 
 

@@ -134,7 +134,7 @@ def test_a_folder_that_is_not_shared_says_so_in_a_sentence_and_can_be_shared(fol
         (ALICE, LAB, [("list",)]),  # her next command gives what is there the group and the modes
         (BOB, LAB, [("queue", "work", "q")]),
     )
-    assert said.startswith(f"ValueError: {home}/jobs.sqlite belongs to {ALICE} (mode 0600)") and "chmod 2770" in said
+    assert said.startswith(f"ValueError: {home}/jobs.sqlite belongs to {ALICE} (mode 0600)") and "chmod 3770" in said
     assert worked == ["1 tasks ended here\n"]
 
 

@@ -1,5 +1,6 @@
 """A job on each cloud from its creation to its end, as the daemon would run it: only the far ends are stand-ins."""
 
+import json
 import os
 import sys
 import time
@@ -97,6 +98,9 @@ def test_a_function_runs_on_gke(store, remote, tmp_path, monkeypatch):
             if last.phase == "live" and last.state == "waiting":
                 cluster.run(name)
             elif last.phase == "live":
+                (secret,) = [one for (_, kind, _), one in cluster.world.held.items() if kind == "Secret"]
+                monkeypatch.setenv("DOVETAIL_CALL_KEY", secret["stringData"]["DOVETAIL_CALL_KEY"])
+                assert '"secretRef"' in json.dumps(cluster.jobset(name))
                 cluster.finish(name, [call.main(tmp_path / "vms" / "b" / "jobs" / handle.id / "call")])
             elif last.phase == "ending":
                 cluster.end_pods(name)
