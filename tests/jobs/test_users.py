@@ -106,7 +106,7 @@ def test_what_a_colleague_changes_is_not_run_as_another(folder):
             ("sql", "UPDATE specs SET text = replace(text, 'sh say.sh', 'sh evil.sh')"),
         ]),
         (ALICE, LAB, [("tick",)]),
-        (ALICE, LAB, [("list", "--json")]),
+        (ALICE, LAB, [("list", "--json"), ("resume", "hers")]),
     )  # fmt: skip
     id = json.loads(made[0])["id"]
     assert all(f"so only {ALICE} may change its spec" in one for one in said[:2]), said
@@ -114,7 +114,7 @@ def test_what_a_colleague_changes_is_not_run_as_another(folder):
     assert said[6].startswith("0 # code:") and "is queued" in said[11], "the group may read, and run it again as it is"
     found = {job["id"]: job for job in json.loads(shown[0])}
     assert found[id]["status"] == found["forged"]["status"] == "failed", found
-    assert f"not the one that {ALICE} asked for" in found[id]["detail"]
+    assert f"not the one that {ALICE} asked for" in found[id]["detail"] and "not the one that" in shown[1]
     assert f"no file asked.yaml of {ALICE}" in found["forged"]["detail"]
     assert found["../../forged"]["status"] in ("queued", "error", "failed") and not (folder / "forged").exists()
     assert not list(home.glob("jobs/*/attempts/*/script.sh"))

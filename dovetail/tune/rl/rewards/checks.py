@@ -4,12 +4,14 @@
 
 A program shares its interpreter with the statements of its tests and can make any of them pass: by an object that
 equals everything, or by writing the report itself. It cannot do so where the expected value is not in its process. So
-`assert EXPRESSION == LITERAL` is split here, and every other statement runs as it is.
+`assert EXPRESSION == LITERAL` is split here, also in a function of asserts that is called with the program's function
+(`def check(candidate): ...`, as in HumanEval), and every other statement runs as it is.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ class Check:
     @classmethod
     def of(cls, test: str) -> Check:
         try:
-            body = ast.parse(test).body
+            body = _inlined(ast.parse(test).body)
             split = [(statement, _split(statement)) for statement in body]
         except (SyntaxError, ValueError, *TOO_DEEP):  # reported by the sandbox, which runs it as it is
             return cls((("run", test),))
@@ -47,6 +49,54 @@ class Check:
                 source = [source for kind, source in self.steps if kind == "value"][number]
                 return f"{source[:80]} must be {expected[:40]}, got {found[number][:40]}"
         return ""
+
+
+def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Replace `def check(candidate)` of nothing but asserts, and `check(f)`, by these asserts with f in them."""
+    checks = {one.name: one for one in body if isinstance(one, ast.FunctionDef) and _has_asserts_alone(one)}
+    named = [node.id for one in body for node in ast.walk(one) if isinstance(node, ast.Name)]
+    calls = [one.value.func.id for one in body if _is_call(one)]  # type: ignore[attr-defined]
+    # one that is used in another way too must stay, and the expected values stay with it
+    checks = {name: one for name, one in checks.items() if 0 < calls.count(name) == named.count(name)}
+    found: list[ast.stmt] = []
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name) if statement is checks.get(name):
+                continue
+            case ast.Expr(ast.Call(ast.Name(name), [ast.Name(given)], [])) if name in checks:
+                rename = _Rename(checks[name].args.args[0].arg, given)
+                found += [rename.visit(copy.deepcopy(one)) for one in checks[name].body]
+            case _:
+                found.append(statement)
+    return found
+
+
+def _is_call(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Expr(ast.Call(ast.Name(), [ast.Name()], [])):
+            return True
+    return False
+
+
+def _has_asserts_alone(function: ast.FunctionDef) -> bool:
+    """Other statements would have names of their own, which are not the program's. A text is a docstring."""
+    plain = all(isinstance(one, ast.Assert | ast.Pass) or _is_text(one) for one in function.body)
+    bound = any(isinstance(one, ast.Lambda | ast.NamedExpr | ast.comprehension) for one in ast.walk(function))
+    given = function.args
+    one_argument = len(given.args) == 1 and not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
+    return plain and not bound and one_argument and not function.decorator_list
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+class _Rename(ast.NodeTransformer):
+    def __init__(self, before: str, after: str) -> None:
+        self.before, self.after = before, after
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.after, node.ctx) if node.id == self.before else node
 
 
 def _split(statement: ast.stmt) -> tuple[str, str] | None:

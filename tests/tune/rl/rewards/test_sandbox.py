@@ -182,9 +182,12 @@ EQUALS_ALL = "class All:\n    def __eq__(self, other): return True\ndef f(*_): r
 def test_expected_values_are_compared_out_of_reach_of_the_program():
     ran = run_python(EQUALS_ALL, tests=["assert f(2) == 4", "assert 4 == f(2), 'no'", "assert f(2)"], limits=QUICK)
     assert ran.passed == (False, False, True) and "All cannot be compared" in ran.error
-    nosy = "import gc\ndef f(n): return [o for o in gc.get_objects() if isinstance(o, dict) and 31337 in o.values()]"
-    ran = run_python(nosy, tests=["assert f(2) == 31337"], limits=QUICK)
-    assert ran.passed == (False,) and ran.error == "f(2) must be 31337, got []"
+    nosy = FORGER.replace('"say"', '"payload"').partition("say =")[0] + "payload = frame.f_locals['payload']\n"
+    nosy += "def f(n): return [n, '31337' in str(payload['tests'])]"
+    check = "def check(candidate):\n    assert candidate(2) == 31337\ncheck(f)"
+    for test in ("assert f(2) == 31337", check):
+        ran = run_python(nosy, tests=[test], limits=QUICK)
+        assert ran.passed == (False,) and ran.error == "f(2) must be 31337, got [2, 0]"
 
 
 def test_a_test_of_several_statements():
@@ -192,6 +195,17 @@ def test_a_test_of_several_statements():
     one = "import math\nx = f(2)\nassert x == [2, {'a': 2}, (True, 2.0)]\nassert set(x[2]) == set([1, 2])\nassert x"
     ran = run_python(program, tests=[one, "x = 1\nassert f(x)[0] == 2\nassert 1", "assert f(1)[0] == "], limits=QUICK)
     assert ran.passed == (True, False, False) and ran.error == "f(x)[0] must be 2, got 1"
+
+
+def test_a_function_of_asserts_is_compared_out_of_reach_too():
+    check = (
+        "M = {}\ndef check(candidate):\n    'all'\n    assert candidate(2) == 4, 'two'\n    assert candidate(3) == 9\n"
+    )
+    forged = FORGER + "say('program', ''); say('test', ['', []]); os._exit(0)"
+    for program, passed in (("def f(n): return n * n", True), (EQUALS_ALL, False), (forged, False)):
+        assert run_python(program, tests=[check + "check(f)"], limits=QUICK).passed == (passed,)
+    other = "def check(candidate):\n    n = 3\n    assert candidate(n) == 9\ncheck(f)"
+    assert run_python("n = 2\ndef f(n): return n * n", tests=[other, "assert n == 2"], limits=QUICK).ok
 
 
 def test_nothing_is_left_behind(tmp_path, monkeypatch):
