@@ -78,6 +78,7 @@ def test_a_group_shares_a_folder_whatever_the_umask(folder):
         assert mode(path) == expected and path.stat().st_gid == LAB
 
 
+@pytest.mark.slow
 @needs_root
 def test_what_a_colleague_changes_is_not_run_as_another(folder):
     """By a command, in the files, and in the tables, which every user of the store can write."""
