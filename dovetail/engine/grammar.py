@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -18,7 +20,10 @@ from dovetail.engine.params import Structured
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
 
-KEPT = 256  # compiled grammars a tokenizer keeps: the same schema comes with request after request
+T = TypeVar("T")
+KEPT_BYTES = 512 * 2**20  # of compiled grammars that a tokenizer keeps: the same schema comes with many requests
+MOST_BYTES = 4 * KEPT_BYTES  # of those and the grammars of requests that wait or run
+STACK_BYTES = 512 * 2**20  # llguidance recurses over rules that name each other; 8 MiB end at 3,000 of them
 # llguidance's limits, which are its defaults: given here because a refusal names them.
 LIMITS = {
     "max_items_in_row": 2000,  # alternatives that are open at one place
@@ -37,8 +42,8 @@ _OVER_LIMIT = re.compile(r"max is|\blimit\b|fuel|too (big|many|large|complex)")
 class Grammar:
     """A compiled grammar; each sequence walks it with a Matcher of its own."""
 
-    def __init__(self, prototype: Any, words: int):
-        self._prototype, self._words = prototype, words
+    def __init__(self, prototype: Any, words: int, size: int = 0):
+        self._prototype, self._words, self.size = prototype, words, size
 
     def start(self) -> Matcher:
         return Matcher(self._prototype.deep_copy(), self._words)
@@ -145,31 +150,77 @@ class _Compiler:
         except Exception as error:  # it raises what its Rust side gives
             raise ValueError(f"llguidance cannot read this model's tokenizer: {error}") from error
         self._words = -(-self._tokenizer.vocab_size // 32)
-        self._kept: dict[str, Grammar] = {}
+        self._kept: dict[bytes, Grammar] = {}  # by a hash of the source
+        self._live: WeakSet[Grammar] = WeakSet()  # those, and the ones that only requests still hold
         self._lock = threading.Lock()  # requests are checked on other threads than the engine's
 
     def compile(self, source: str) -> Grammar:
-        found = self._kept.get(source) or self._new(source)
+        key = hashlib.sha256(source.encode()).digest()
+        found = self._kept.get(key) or self._new(source)
         with self._lock:
-            self._kept.pop(source, None)
-            self._kept[source] = found  # last: the first is the one unused for longest
-            while len(self._kept) > KEPT:
-                self._kept.pop(next(iter(self._kept)))
+            self._live.add(found)
+            self._kept.pop(key, None)
+            self._kept[key] = found  # last: the first is the one unused for longest
+            self._drop_until(KEPT_BYTES)
         return found
+
+    def _drop_until(self, most: int) -> None:
+        while sum(each.size for each in self._kept.values()) > most:
+            self._kept.pop(next(iter(self._kept)))
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            self._drop_until(max(KEPT_BYTES - size, 0))
+            if sum(each.size for each in self._live) + size > MOST_BYTES:
+                raise ValueError(
+                    f"structured output: the grammars of requests under way take all of the {MOST_BYTES >> 20:,} MiB "
+                    "that are set aside for grammars; try again when some of them have ended"
+                )
 
     def _new(self, source: str) -> Grammar:
         if len(source) > LONGEST:
             raise ValueError(
                 f"structured output: the grammar has {len(source):,} characters; at most {LONGEST:,} are taken"
             )
+        self._make_room(size := _size_of(source))
         llguidance = _llguidance()
         # Verbose errors repeat the grammar and the text so far, which belong to the user, and are megabytes long.
         limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
-        grammar = Grammar(llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits), self._words)
+        make = lambda: llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=limits)  # noqa: E731
+        grammar = Grammar(_on_a_large_stack(make), self._words, size)
         grammar.start().check_start()
         return grammar
 
 
+def _size_of(source: str) -> int:
+    """Estimate the bytes of a compiled grammar by its length and its literals: llguidance does not report them.
+    Measured: 8 MB for 1,500 literals in 14 kB, 46 MB for 5,000, 274 MB for 15,000; 3 to 14 MB for schemas of 60 to 190
+    kB, which are overestimated."""
+    literals = len({*re.split('["/]', source)})
+    return 120 * len(source) + 4000 * literals + literals**2
+
+
+def _on_a_large_stack(make: Callable[[], T]) -> T:
+    """Call `make` on a thread with a stack of STACK_BYTES, of which only what is used takes memory. Where a stack ends,
+    the process ends: no error could be caught."""
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(make())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _stack_lock:  # the size is that of all threads that are started meanwhile
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=work, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+_stack_lock = threading.Lock()
 _compilers: WeakKeyDictionary[Tokenizer, _Compiler] = WeakKeyDictionary()
 
 

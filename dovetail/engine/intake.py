@@ -67,7 +67,7 @@ class Intake:
                 f"min_tokens={params.min_tokens} after a prompt of {len(tokens)} tokens is more than "
                 f"max_model_len={self._config.max_model_len} holds"
             )
-        self._sampler.check(params)
+        sampling = self._sampler.prepare(params)
         if self._tokenizer is None and params.stop and text:
             raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
         if params.prompt_logprobs is not None:
@@ -75,7 +75,7 @@ class Intake:
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
         arrival = time.monotonic() if arrival is None else arrival
         found = None if adapter is None else self._adapters.find(adapter)
-        return Request(id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text)
+        return Request(id, tuple(tokens), params, arrival, priority, found, cache_salt, seed, text, sampling)
 
     def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):

@@ -26,7 +26,7 @@ from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sampling_state import FIXED, SamplingState
+from dovetail.engine.sampling_state import FIXED, SamplingPlan, SamplingState
 from dovetail.engine.sequence import Sequence
 from dovetail.ops.sample import FOREVER, SampleInputs
 
@@ -66,8 +66,9 @@ class Sampler:
 
     # --- one sequence -------------------------------------------------------------------------------------------------
 
-    def check(self, params: SamplingParams) -> None:
-        """ValueError for what these parameters ask and this model cannot do; grammars are compiled (and kept)."""
+    def prepare(self, params: SamplingParams) -> SamplingPlan:
+        """Return what the n sequences of a request share; ValueError for what this model cannot do. Tokenizing words
+        and compiling a grammar may take seconds: call it on another thread than the engine's."""
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab:
@@ -77,9 +78,13 @@ class Sampler:
         for name in ("bad_words", "structured"):
             if getattr(params, name) and self.tokenizer is None:
                 raise ValueError(f"{name} needs the model's tokenizer, and this engine was started without one")
-        self._fixed_mask(params, self._bad_words(params))
-        if params.structured:
-            compile_grammar(params.structured, self.tokenizer)
+        words = self._bad_words(params)
+        return SamplingPlan(
+            mask=self._fixed_mask(params, words),
+            early=self._bits(without=(*self.eos_ids, *params.stop_token_ids)) if params.min_tokens else None,
+            bad=tuple(word for word in words if len(word) > 1),
+            grammar=compile_grammar(params.structured, self.tokenizer) if params.structured else None,
+        )
 
     def start(self, seq: Sequence) -> SamplingState:
         """The sequence's state, made on the first call. Sets `seq.single_step` where the host must see each token: such
@@ -106,17 +111,17 @@ class Sampler:
         # what truncates has no meaning at temperature 0, and off it costs nothing
         top_k, top_p, min_p = (0, 1.0, 0.0) if params.greedy else (params.top_k, params.top_p, params.min_p)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        words = self._bad_words(params)
+        plan = seq.request.sampling or self.prepare(params)
         return SamplingState(
             floats=(params.temperature, top_p, min_p, *penalties),
             ints=(min(top_k, self.vocab), seed >> 32, seed & 0xFFFFFFFF),
             bias=params.logit_bias,
             penalized=penalties != (0, 0, 1),
-            mask=self._fixed_mask(params, words),
-            early=self._bits(without=(*self.eos_ids, *params.stop_token_ids)) if params.min_tokens else None,
+            mask=plan.mask,
+            early=plan.early,
             early_until=seq.prompt_len + params.min_tokens if params.min_tokens else 0,
-            bad=tuple(word for word in words if len(word) > 1),
-            matcher=compile_grammar(params.structured, self.tokenizer).start() if params.structured else None,
+            bad=plan.bad,
+            matcher=plan.grammar.start() if plan.grammar else None,
             top_logprobs=params.logprobs,
         )
 

@@ -1,4 +1,5 @@
-"""SamplingState: what the sampler keeps with a sequence, made of its SamplingParams once."""
+"""SamplingPlan: what a request asks of the sampler, made once in intake. SamplingState: what the sampler keeps with
+each of its sequences."""
 
 from __future__ import annotations
 
@@ -8,13 +9,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dovetail.engine.grammar import Matcher
+from dovetail.engine.grammar import Grammar, Matcher
 
 # the numbers of SampleInputs that stay as they are from a sequence's first token to its last
 FIXED = (
     "temperature", "top_p", "min_p", "presence", "frequency", "repetition", "seed_hi", "seed_lo", "top_k",
     "top_logprobs",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingPlan:
+    """What takes long to make of SamplingParams (words tokenized, masks, a grammar compiled), for all n sequences.
+    W = ceil(V / 32) words of mask, V vocabulary."""
+
+    mask: np.ndarray | None = None  # [W] uint32: allowed_token_ids and bad words of one token
+    early: np.ndarray | None = None  # [W] uint32: what holds until min_tokens are there
+    bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    grammar: Grammar | None = None
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dovetail.engine.params import SamplingParams
-from dovetail.engine.sampling_state import SamplingState
+from dovetail.engine.sampling_state import SamplingPlan, SamplingState
 from dovetail.engine.text import Text
 from dovetail.engine.token_logprobs import Logprobs, Scores, TokenLogprob
 
@@ -43,6 +43,7 @@ class Request:
     cache_salt: str | None = None
     seed: int = 0  # params.seed, or one drawn when the request came
     text: bool = True  # False: the caller makes the text of the tokens, and looks for `params.stop` in it
+    sampling: SamplingPlan | None = None  # of `params`; None: the sampler makes it with the first sequence
 
 
 @dataclass(slots=True)

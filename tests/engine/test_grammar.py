@@ -127,12 +127,49 @@ def test_compiled_once_by_content(small):
 
 
 def test_the_cache_is_bounded(small, monkeypatch):
-    monkeypatch.setattr(grammar, "KEPT", 2)
     first, second = Structured(regex="x"), Structured(regex="y")
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 2 * grammar.compile(first, small).size)
     kept, gone = grammar.compile(first, small), grammar.compile(second, small)
     assert grammar.compile(first, small) is kept  # used again, so it goes last
     grammar.compile(Structured(regex="z"), small)
     assert grammar.compile(first, small) is kept and grammar.compile(second, small) is not gone
+
+
+def test_what_the_grammars_of_requests_hold_is_bounded_too(small, monkeypatch):
+    held = grammar.compile(Structured(regex="held1"), small)
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 0)
+    monkeypatch.setattr(grammar, "MOST_BYTES", held.size + 100)
+    with pytest.raises(ValueError, match="try again"):
+        grammar.compile(Structured(regex="held2"), small)
+    del held
+    assert grammar.compile(Structured(regex="held2"), small)
+
+
+def test_many_literals_count_for_more_than_their_length(small):
+    many = grammar.compile(Structured(grammar="start: " + " ".join(f'"w{i}"' for i in range(1500))), small)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
+    assert 6e6 < many.size < 30e6, "8 MB were measured"
+    assert grammar.compile(Structured(json=schema), small).size < many.size
+
+
+def _refs(count: int) -> Structured:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return Structured(json={"$defs": chain | {f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"})
+
+
+DEEP = {
+    "schemas that refer to each other": _refs(4000),
+    "rules": Structured(grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "z"'),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_a_deep_grammar_does_not_end_the_process(small, case):
+    """llguidance recurses: on a usual stack of 8 MiB such a grammar is a segmentation fault."""
+    try:
+        grammar.compile(DEEP[case], small)
+    except ValueError as error:  # one that it refuses is as well
+        assert "structured output" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_a_grammar_guides_and_ends_a_sequence(make_tokenizer):
     size = tokenizer.vocab_size + 37  # a model's vocabulary is often padded
     sampler = Sampler(size, SLOTS, tokenizer, tokenizer.eos_ids)
     plain, guided = make(slot=1), make(structured=Structured(choice=("yes", "no")), min_tokens=30)
-    sampler.check(guided.request.params)
+    sampler.prepare(guided.request.params)
     assert sampler.needs_host(guided) and not sampler.needs_host(plain)
     logits = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
     logits[:, -1] = 50
@@ -290,15 +290,27 @@ def test_what_the_host_must_see_may_not_run_ahead(sampler):
 def test_what_this_model_cannot_do_is_refused(sampler, ask: dict, message: str):
     large = Sampler(1000, 1, Letters(), (EOS,)) if "512" in message else sampler
     with pytest.raises(ValueError, match=message):
-        large.check(SamplingParams(**ask))
+        large.prepare(SamplingParams(**ask))
 
 
 def test_without_a_tokenizer_words_and_grammars_are_refused():
     bare = Sampler(V, 1)
-    bare.check(SamplingParams(logit_bias={3: 1.0}))
+    bare.prepare(SamplingParams(logit_bias={3: 1.0}))
     for name, value in (("bad_words", ("a",)), ("structured", Structured(regex="a"))):
         with pytest.raises(ValueError, match=f"{name} needs the model's tokenizer"):
-            bare.check(SamplingParams(**{name: value}))
+            bare.prepare(SamplingParams(**{name: value}))
+
+
+def test_what_a_request_asks_is_made_once_for_all_its_sequences(monkeypatch):
+    texts = []
+    monkeypatch.setattr(Letters, "encode", lambda self, text, **_: texts.append(text) or [ord(c) - 32 for c in text])
+    sampler = Sampler(V, SLOTS, Letters(), eos_ids=(EOS,))
+    params = SamplingParams(n=3, bad_words=("bad", "c"), allowed_token_ids=(1, 2, 3), min_tokens=2)
+    request = Request("r", (1, 2), params, sampling=sampler.prepare(params))
+    asked = len(texts)
+    states = [sampler.start(Sequence(request, index=i)) for i in range(3)]
+    assert asked and len(texts) == asked, "tokenized again, on the engine's thread"
+    assert all(state.mask is states[0].mask and state.early is states[0].early for state in states)
 
 
 def test_history_row_of_a_prompt(sampler):

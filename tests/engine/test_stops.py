@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import repeat
+
 import numpy as np
 import pytest
 
@@ -73,3 +76,64 @@ def test_who_is_looked_at_token_by_token():
     for seq in (plain, stopped):  # without a text, the caller looks for stop strings
         stops.watch(seq)
         assert not seq.by_token
+
+
+class Pieces:
+    """A detokenizer: token i is the i-th piece."""
+
+    def __init__(self, pieces: list[str]):
+        self._pieces = pieces
+
+    def push(self, token: int) -> str:
+        return self._pieces[token]
+
+    def flush(self) -> str:
+        return ""
+
+
+def shown(pieces: list[str], stops: tuple[str, ...]) -> tuple[list[str], str | None]:
+    """Return what is shown after each piece and the stop string found, by searching the whole text each time."""
+    text, out, count = "", [], 0
+    for piece in pieces:
+        text += piece
+        if found := [(text.find(stop), stop) for stop in stops if stop in text]:
+            return [*out, text[count : min(found)[0]]], min(found)[1]
+        sizes = range(min(len(text), 10), 0, -1)
+        held = next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+        out.append(text[count : len(text) - held])
+        count = max(count, len(text) - held)
+    return [*out, text[count:]], None
+
+
+def test_stop_strings_are_found_as_in_the_whole_text():
+    rng = random.Random(0)
+    ended = 0
+    for _ in range(2000):
+        pieces, stops = (
+            ["".join(rng.choices("ab", k=rng.randint(least, 4))) for _ in range(rng.randint(1, most))]
+            for least, most in ((0, 12), (2, 3))
+        )
+        text, found, out = Text(Pieces(pieces), tuple(stops), False), None, []  # type: ignore[arg-type]
+        for token in range(len(pieces)):
+            found = text.push(token)
+            out.append(text.take(ended=found is not None))
+            if found is not None:
+                break
+        out += [] if found is not None else [text.take(ended=True)]
+        assert (out, found) == shown(pieces, tuple(stops))
+        assert text.whole == "".join(out)
+        ended += found is not None
+    assert 500 < ended < 1900
+
+
+@pytest.mark.parametrize("unit", ["b", "a" * 254 + "bb"], ids=["no beginning", "half of each"])
+def test_a_token_costs_a_few_comparisons_however_long_the_stop_strings_are(unit, monkeypatch):
+    compared = []
+    monkeypatch.setattr("dovetail.engine.text.repeat", lambda end: compared.append(end) or repeat(end))
+    pieces = [unit[i % len(unit)] for i in range(2048)]
+    stops = tuple("a" * 255 + chr(200 + i) for i in range(16))
+    text = Text(Pieces(pieces), stops, False)  # type: ignore[arg-type]
+    for token in range(len(pieces)):
+        text.push(token)
+        text.take()
+    assert len(compared) <= 3 * len(pieces), "each size of each stop string was compared before: 255 for each token"

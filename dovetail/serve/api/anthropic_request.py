@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dovetail.engine.params import SamplingParams, Structured
 from dovetail.serve.api.chat_request import Name
-from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused
+from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, StopList
 from dovetail.serve.api.generation_request import LABELS
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.prompts import Conversation
@@ -158,7 +158,7 @@ class CountRequest(Body):
 
 class MessagesRequest(CountRequest):
     max_tokens: Int
-    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    stop_sequences: StopList | None = None
     temperature: Num | None = None
     top_p: Num | None = None
     top_k: Int | None = None

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from dovetail.serve.errors import bad
@@ -22,6 +22,26 @@ Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Num = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Token = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
+
+
+def _at_most(count: int, size: int) -> Callable[[str | list[str]], str | list[str]]:
+    """Return a check of one text or several: at most `count`, each of at most `size` characters."""
+
+    def check(given: str | list[str]) -> str | list[str]:
+        texts = [given] if isinstance(given, str) else given
+        if len(texts) > count:
+            raise ValueError(f"expected at most {count} strings, got {len(texts)}")
+        if (longest := max(map(len, texts), default=0)) > size:
+            raise ValueError(f"expected strings of at most {size} characters, got one of {longest}")
+        return given
+
+    return check
+
+
+# Each stop string is compared with each new token's text, and each bad word is tokenized and compared at each step.
+Stops = Annotated[str | list[str], AfterValidator(_at_most(16, 256))]
+StopList = Annotated[list[str], AfterValidator(_at_most(16, 256))]
+Words = Annotated[str | list[str], AfterValidator(_at_most(64, 256))]
 
 
 class Refused(NamedTuple):

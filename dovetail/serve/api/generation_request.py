@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from dovetail.engine.params import MAX_LOGPROBS, SamplingParams, Structured
-from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, Token
+from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, Stops, Token, Words
 from dovetail.serve.errors import bad, refused
 
-Texts = str | Annotated[list[str], Field(max_length=64)]
 TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)]
 Tokens = Annotated[list[Token], Field(max_length=65536)]
 
@@ -72,13 +71,13 @@ class GenerationRequest(Body):
     repetition_penalty: Num | None = None
     logit_bias: dict[str, Num] | None = None
     seed: Int | None = None
-    stop: Texts | None = None
+    stop: Stops | None = None
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: Flag | None = None
     ignore_eos: Flag | None = None
     min_tokens: Int | None = None
     allowed_token_ids: Tokens | None = None
-    bad_words: Texts | None = None
+    bad_words: Words | None = None
     prompt_logprobs: Int | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Int = 0  # the lowest goes first; needs a server with --policy priority

@@ -140,6 +140,14 @@ class Delta(Struct, array_like=True, gc=False):
         later.tokens, later.logprobs = self.tokens, self.logprobs
         return later
 
+    def cut(self, count: int) -> Delta:
+        """Take the first `count` tokens out of this delta, as a delta that does not end the sequence."""
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        first = Delta(self.id, self.index, self.tokens[:count], self.times, logprobs, cached_tokens=self.cached_tokens)
+        first.weights_version, self.tokens = self.weights_version, self.tokens[count:]
+        self.logprobs = None if self.logprobs is None else self.logprobs[count:]
+        return first
+
 
 class Progress(Struct, tag="progress", array_like=True):
     what: str
