@@ -26,12 +26,16 @@ ADAPTER = typer.Option(
 
 def serve(
     model: str = typer.Argument("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
-    host: str = typer.Option("127.0.0.1", help="Where to listen; 0.0.0.0 is every interface."),
+    host: str = typer.Option("127.0.0.1", help="Where to listen; 0.0.0.0 is every interface, and needs a key."),
     port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free."),
     served_model_name: list[str] = typer.Option([], help="What requests call the model; may be repeated."),
     api_key: str = typer.Option("", help="Requests must bring it. Seen by `ps`: prefer the file or the variable.",
                                 envvar="DOVETAIL_API_KEY", show_envvar=True, rich_help_panel=_SAFETY),
     api_key_file: Path | None = typer.Option(None, help="Keys, one per line.", rich_help_panel=_SAFETY),
+    allow_unauthenticated: bool = typer.Option(False, help="Serve without a key on --host other than localhost.",
+                                               rich_help_panel=_SAFETY),
+    share_prefix_cache: bool = typer.Option(False, help="Requests of one API key find the prefixes of another's.",
+                                            rich_help_panel=_SAFETY),
     protect_metrics: bool = typer.Option(False, help="/metrics needs a key too; otherwise it is open, as vLLM's is.",
                                          rich_help_panel=_SAFETY),
     admin: bool = typer.Option(False, help="Routes that sleep, pause and change weights.", rich_help_panel=_SAFETY),
@@ -45,11 +49,14 @@ def serve(
     special_tokens_in_text: bool = typer.Option(True, help="Text of requests that spells a special token, such as "
                                                 "<|im_end|>, becomes that token; otherwise it stays text.",
                                                 rich_help_panel=_SAFETY),
-    profile_dir: Path | None = typer.Option(None, help="Routes that write a trace here.", rich_help_panel=_SAFETY),
+    profile_dir: Path | None = typer.Option(None, help="Routes that write a trace here; needs --admin.",
+                                            rich_help_panel=_SAFETY),
     max_body_mb: float = typer.Option(16.0, min=0.001, help="The largest request.", rich_help_panel=_SAFETY),
     max_prompt_tokens: int = typer.Option(0, min=0, help="0: what the model takes.", rich_help_panel=_SAFETY),
     max_n: int = typer.Option(64, min=1, help="The most answers to one prompt.", rich_help_panel=_SAFETY),
     max_queue: int = typer.Option(1024, min=1, help="Prompts that may wait; then 429.", rich_help_panel=_SAFETY),
+    max_connections: int = typer.Option(4096, min=1, help="Open connections; then idle ones make room, or 503.",
+                                        rich_help_panel=_SAFETY),
     request_timeout: float = typer.Option(600.0, min=0.1, help="Seconds a request may take.", rich_help_panel=_SAFETY),
     drain_timeout: float = typer.Option(30.0, min=0.0, help="Seconds to end what is under way at SIGTERM.",
                                         rich_help_panel=_SAFETY),
@@ -111,6 +118,7 @@ def serve(
         raise ValueError("--max-body-mb, --request-timeout, --drain-timeout and --step-timeout take finite numbers")
     limits = Limits(
         body_bytes=int(max_body_mb * 2**20), prompt_tokens=max_prompt_tokens or None, n=max_n, queue=max_queue,
+        connections=max_connections,
         request_seconds=request_timeout, drain_seconds=drain_timeout,
         step_seconds=step_timeout,
     )  # fmt: skip
@@ -120,7 +128,8 @@ def serve(
         allow_origins=tuple(allow_origin), allow_request_template=allow_request_template,
         special_tokens_in_text=special_tokens_in_text,
         tool_format=tool_format or None, reasoning_format=reasoning_format or None, limits=limits,
-        protect_metrics=protect_metrics,
+        protect_metrics=protect_metrics, allow_unauthenticated=allow_unauthenticated,
+        share_prefix_cache=share_prefix_cache,
     )  # fmt: skip
     options = EngineOptions.of(dict(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
@@ -199,6 +208,6 @@ def _show(config, info) -> None:
     if config.api_keys and os.environ.get("DOVETAIL_API_KEY") not in config.api_keys:
         console.print("Both read the key from DOVETAIL_API_KEY: export it where you run them.", style="dim")
     if config.is_open:
-        console.print("Anybody who can reach this machine may ask: set DOVETAIL_API_KEY.", style="yellow")
+        console.print("Everybody who can reach this machine may use it: set DOVETAIL_API_KEY.", style="yellow")
     if os.environ.get("DOVETAIL_ADMIN_KEY") and config.admin_key is None:
         console.print("DOVETAIL_ADMIN_KEY is set, but without --admin there are no admin routes.", style="dim")

@@ -26,7 +26,12 @@ from dovetail.ops.adapter import choose
 
 Pooling = Literal["mean", "last"]
 Wanted = Literal["mean", "last", "score"]  # a pooled vector, or the last token's score
+Cancelled = Callable[[], bool]  # whether nobody waits for the answer any more
 LEAST = 16
+
+
+def _never() -> bool:
+    return False
 
 
 class Embedder:
@@ -38,28 +43,37 @@ class Embedder:
         self._compiled, self._lock = {}, threading.Lock()
 
     def embed(
-        self, prompts: Many[Many[int]], pooling: Pooling = "mean", adapter: str | None = None
+        self,
+        prompts: Many[Many[int]],
+        pooling: Pooling = "mean",
+        adapter: str | None = None,
+        cancelled: Cancelled = _never,
     ) -> list[list[float]]:
-        """One vector [D] a prompt; ValueError for a bad one, before any is computed."""
+        """One vector [D] a prompt; ValueError for a bad one, before any is computed, and once it is cancelled."""
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling is mean or last; got {pooling!r}")
-        return self._each(prompts, pooling, adapter)
+        return self._each(prompts, pooling, adapter, cancelled)
 
-    def score(self, prompts: Many[Many[int]], adapter: str | None = None) -> list[float]:
+    def score(self, prompts: Many[Many[int]], adapter: str | None = None, cancelled: Cancelled = _never) -> list[float]:
         """One number a prompt, of a model that gives scores; ValueError as of `embed`."""
         if not self._engine.cfg.scored:
             raise ValueError(
                 "the model has no score: it was not trained as a reward model (Hugging Face's "
                 "ForSequenceClassification with one label, as `dovetail reward` makes them)"
             )
-        return self._each(prompts, "score", adapter)
+        return self._each(prompts, "score", adapter, cancelled)
 
-    def _each(self, prompts: Many[Many[int]], wanted: Wanted, adapter: str | None) -> list[Any]:
+    def _each(self, prompts: Many[Many[int]], wanted: Wanted, adapter: str | None, cancelled: Cancelled) -> list[Any]:
         engine = self._engine
         for prompt in prompts:
             engine.intake.check_tokens(list(prompt))
         _number(engine, adapter)
-        return [self._one(engine, prompt, wanted, adapter) for prompt in prompts]
+        found = []
+        for prompt in prompts:
+            if cancelled():
+                raise ValueError(f"cancelled after {len(found)} of {len(prompts)} prompts")
+            found.append(self._one(engine, prompt, wanted, adapter))
+        return found
 
     def _one(self, engine: Engine, prompt: Many[int], wanted: Wanted, adapter: str | None) -> Any:
         size = min(max(LEAST, 1 << (len(prompt) - 1).bit_length()), engine.scheduler.config.max_model_len)

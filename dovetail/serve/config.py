@@ -17,6 +17,7 @@ class Limits:
     prompt_tokens: int | None = None  # None: as many as the model takes
     n: int = 64
     queue: int = 1024  # prompts that wait for their first token
+    connections: int = 4096  # open at once, idle ones included
     request_seconds: float = 600.0
     drain_seconds: float = 30.0  # after SIGTERM, for requests under way
     step_seconds: float = 300.0  # for one step of the engine, which then counts as dead; 0: no limit
@@ -35,8 +36,10 @@ class ServerConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None  # None: there are no admin routes
+    allow_unauthenticated: bool = False  # serve without a key on other interfaces than the loopback
+    share_prefix_cache: bool = False  # requests of one key may find the prefixes of another's
     protect_metrics: bool = False  # whether /metrics needs a key too
-    profile_dir: str | None = None  # where /start_profile writes; None: there is no such route
+    profile_dir: str | None = None  # where /start_profile, which needs the admin key, writes; None: no such route
     allow_origins: tuple[str, ...] = ()
     allow_request_template: bool = False
     special_tokens_in_text: bool = True  # a request's text that spells a special token becomes that token
@@ -44,6 +47,12 @@ class ServerConfig:
     reasoning_format: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, for what a request leaves out
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def separates_callers(self) -> bool:
+        """Whether each API key has prefixes of its own: by what is cached, and how fast, one could test what others
+        asked."""
+        return len(set(self.api_keys)) > 1 and not self.share_prefix_cache
 
     @property
     def is_open(self) -> bool:

@@ -155,11 +155,21 @@ class Script:
 
     async def embed(self, prompts, pooling, adapter=None):
         self.called.append(("embed", pooling))
+        await self._forward()
         return [[float(len(prompt)), 1.0] for prompt in prompts]
 
     async def score(self, prompts, adapter=None):
         self.called.append(("score", prompts))
+        await self._forward()
         return [len(prompt) / 2 for prompt in prompts]
+
+    async def _forward(self):
+        """Take as long as an answer of 300 tokens."""
+        try:
+            await asyncio.sleep(300 * self.delay)
+        except asyncio.CancelledError:
+            self.ended.append("left")
+            raise
 
     async def start_profile(self, folder):
         self.called.append(("start_profile", folder))

@@ -98,7 +98,11 @@ CONTROL_ROUTES = {
 }  # fmt: skip
 
 
+PROFILE_ROUTES = ("/start_profile", "/stop_profile")
+
+
 def profile(service: Service, folder: str) -> APIRouter:
+    """Profiles slow all requests down and fill the server's disk: the gate checks the admin key."""
     router = APIRouter()
 
     @router.post("/start_profile")

@@ -42,7 +42,7 @@ def routes(service: Service) -> APIRouter:
 async def _embeddings(service: Service, body: EmbeddingRequest, adapter: str | None) -> dict[str, Any]:
     prompts = await read_inputs(service, lambda most: encoded(service, body.inputs(), most), "input")
     try:
-        vectors = await service.backend.embed(prompts, body.pooling, adapter)
+        vectors = await service.forward(service.backend.embed(prompts, body.pooling, adapter), len(prompts))
     except ValueError as error:
         raise refused(error, "input") from None
     form = _base64 if body.encoding_format == "base64" else list

@@ -75,7 +75,7 @@ async def _score(service: Service, body: ScoreRequest, adapter: str | None) -> d
 
     prompts = await read_inputs(service, encode, name)
     try:
-        scores = await service.backend.score(prompts, adapter)
+        scores = await service.forward(service.backend.score(prompts, adapter), len(prompts))
     except ValueError as error:
         raise refused(error, name) from None
     data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]

@@ -56,9 +56,9 @@ def routed(
         status.state,
     ):
         app.include_router(router(service))
-    if config.profile_dir is not None:
-        app.include_router(controls.profile(service, config.profile_dir))
     if config.admin_key is not None:
         app.include_router(controls.admin(service))
+        if config.profile_dir is not None:
+            app.include_router(controls.profile(service, config.profile_dir))
     handle_errors(app)
     return app

@@ -30,6 +30,13 @@ def check_start(config: ServerConfig, options: EngineOptions) -> None:
             raise ValueError(
                 f"--allow-origin must be * or a scheme, host and port, such as https://example.com:8443; got {origin!r}"
             )
+    if config.is_open and not config.allow_unauthenticated:
+        raise ValueError(
+            f"--host {config.host} without an API key lets everybody who reaches this machine use the model: set "
+            "DOVETAIL_API_KEY or --api-key-file, or pass --allow-unauthenticated if that is meant"
+        )
+    if config.profile_dir is not None and config.admin_key is None:
+        raise ValueError("--profile-dir needs --admin: /start_profile and /stop_profile take the admin key")
     _check_adapters(options)
     if config.profile_dir is not None:  # the last one: it makes the folder
         _check_profile_dir(Path(config.profile_dir))

@@ -16,13 +16,15 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dovetail.serve.api.controls import CONTROL_ROUTES
+from dovetail.serve.api.controls import CONTROL_ROUTES, PROFILE_ROUTES
 from dovetail.serve.api.delivery import while_connected
+from dovetail.serve.caller import set_caller
 from dovetail.serve.config import ServerConfig, is_loopback
 from dovetail.serve.errors import ApiError, as_api_error, bad, from_validation
 from dovetail.serve.http.long_bodies import LONG, LongBodies
 
 OPEN = {"/health", "/ping", "/ready"}  # a load balancer has no key
+OPEN_BYTES = 4096  # of a body that comes where no key is asked for: none of these routes reads one
 METRICS = "/metrics"  # Prometheus often has none: counts and times of all requests, and the model's name
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB-F]")
 
@@ -45,8 +47,7 @@ class Gate:
             await send(message)
 
         try:
-            self._check(scope)
-            body = await self._body(scope, receive)
+            body = await self._body(scope, receive, self._check(scope))
             if isinstance(body, Response):
                 await body(scope, receive, watched)
             else:
@@ -56,50 +57,55 @@ class Gate:
             if not started:
                 await api_error.response(scope["path"])(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> int:
+        """Raise for a request that may not pass; return the most bytes that its body may have."""
         headers, path = Headers(scope=scope), scope["path"]
         if not self._any_host and not _is_local(headers.get("host", "")):
             raise ApiError(403, "this server has no key, so it answers to localhost and IP addresses only")
         is_open = path in OPEN or (path == METRICS and not self._config.protect_metrics)
         if is_open or scope["method"] == "OPTIONS":
-            return
-        if path in CONTROL_ROUTES:
+            return min(OPEN_BYTES, self._config.limits.body_bytes)
+        if path in CONTROL_ROUTES or path in PROFILE_ROUTES:
             keys: Iterable[str] = (self._config.admin_key,) if self._config.admin_key else ()
         else:
             keys = self._config.api_keys
-        if keys and not _is_one_of(_key(headers), keys):
+        key = _key(headers)
+        if keys and not _is_one_of(key, keys):
             raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        set_caller(key if self._config.separates_callers else None)
+        return self._config.limits.body_bytes
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | Response:
+    async def _body(self, scope: Scope, receive: Receive, most: int) -> bytes | Response:
         """Read the whole body, so that its size and time are bounded in one place. A long one may already be answered
         here: then the answer is returned."""
-        limits, headers, body = self._config.limits, Headers(scope=scope), bytearray()
+        headers, body = Headers(scope=scope), bytearray()
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > limits.body_bytes:
-            raise _too_large(limits.body_bytes)
-        ended = await self._read(receive, body, LONG)
+        if length.isdigit() and int(length) > most:
+            raise _too_large(most)
+        ended = await self._read(receive, body, min(LONG, most), most)
         if len(body) <= LONG:
             _check_type(body, headers.get("content-type", ""))
             check_text(body)
             return bytes(body)
         async with self._long.place():
             if not ended:
-                await self._read(receive, body, limits.body_bytes)
+                await self._read(receive, body, most, most)
             _check_type(body, headers.get("content-type", ""))
             answer = await while_connected(receive, self._long.answer(scope, body))
         if answer is None:
             raise bad("the client disconnected while its request was read")
         return answer
 
-    async def _read(self, receive: Receive, body: bytearray, upto: int) -> bool:
-        """Append what arrives to `body`, until it is complete (True) or longer than `upto` (False)."""
-        limits = self._config.limits
+    async def _read(self, receive: Receive, body: bytearray, upto: int, most: int) -> bool:
+        """Append what arrives to `body`, until it is complete (True) or longer than `upto` (False); 413 for more than
+        `most` bytes."""
+        seconds = self._config.limits.body_seconds
         try:
-            ended = await asyncio.wait_for(_read(receive, body, min(upto, limits.body_bytes)), limits.body_seconds)
+            ended = await asyncio.wait_for(_read(receive, body, upto), seconds)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
-        if len(body) > limits.body_bytes:
-            raise _too_large(limits.body_bytes)
+            raise ApiError(408, f"the body did not come within {seconds:g} s") from None
+        if len(body) > most:
+            raise _too_large(most)
         return ended
 
 

@@ -6,11 +6,13 @@ import asyncio
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +33,9 @@ from dovetail.serve.remote.wire import EngineInfo
 log = logging.getLogger(__name__)
 END_SECONDS = 5.0  # for the engine to abort the requests that are ended, and for their errors to be sent
 CLOSE_SECONDS = 3  # for connections to close
+BACKLOG = 2048  # connections that the system keeps until they are accepted
+ACCEPTED = 16  # of them at a time, so that a burst does not exceed the limit on open files
+OTHER_FILES = 128  # that the process may have open besides connections
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -82,8 +87,14 @@ class Server(uvicorn.Server):
         self._hurried = False
         # uvicorn's loggers use the root's handlers; an access log would write one line per request.
         options: dict[str, Any] = dict(log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
-        options |= dict(http=Connection, ws="none", lifespan="on")
+        http = partial(Connection, most=connection_limit(config.limits.connections))
+        options |= dict(http=http, ws="none", lifespan="on", backlog=ACCEPTED)
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_SECONDS, **options))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # asyncio's own number is also how many it accepts before it looks at any of them
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Unlike uvicorn's, this does not raise the signal again: `serve` does, when the engine has ended too."""
@@ -112,6 +123,20 @@ class Server(uvicorn.Server):
         end = time.monotonic() + seconds
         while self.server_state.tasks and time.monotonic() < end and not or_else():
             await asyncio.sleep(0.05)
+
+
+def connection_limit(wanted: int) -> int:
+    """Return how many connections the process may have open: `wanted`, or what its limit on open files leaves. That
+    limit is raised if the system allows it: where it is reached, no connection can be accepted at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted + OTHER_FILES:
+        soft = wanted + OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + OTHER_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted + OTHER_FILES:
+            most = max(soft - OTHER_FILES, soft // 2)
+            log.warning("at most %d connections: the limit on open files (ulimit -n) is %d", most, soft)
+            return most
+    return wanted
 
 
 def url(config: ServerConfig) -> str:

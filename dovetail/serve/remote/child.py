@@ -118,12 +118,17 @@ class Child:
             self._send(Call(0, "abort", [id]))
 
     async def call(self, name: str, *args: Any) -> Any:
-        """A command's answer. ValueError, with the engine's own sentence, for a call it refuses."""
+        """A command's answer. ValueError, with the engine's own sentence, for a call it refuses. Being cancelled
+        cancels it there too, if it is one that can end early."""
         number = next(self._numbers)
         self._send(Call(number, name, list(args)))
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             return await future
+        except asyncio.CancelledError:
+            if self.is_alive:
+                self._send(Call(0, "cancel", [number]))
+            raise
         finally:
             del self._calls[number]
 

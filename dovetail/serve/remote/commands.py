@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from dovetail.engine.controls import CONTROLS
-from dovetail.engine.embed import Embedder, Pooling
+from dovetail.engine.embed import Cancelled, Embedder, Pooling
 from dovetail.engine.loop import EngineLoop
 from dovetail.engine.stats import Stats
 
-# These wait for files, compilers or several steps, and run in a thread.
-SLOW = {"embed", "score", "start_profile", "stop_profile"} | {
-    name for name, control in CONTROLS.items() if control.prepare
-}
+# These run the model over many prompts, in threads of their own; they end early when their caller has left.
+FORWARDS = {"embed", "score"}
+# These wait for files or compilers, and run in a thread.
+SLOW = {"start_profile", "stop_profile"} | {name for name, control in CONTROLS.items() if control.prepare}
 
 
 class Commands:
@@ -40,11 +40,13 @@ class Commands:
     def stats(self) -> Stats:
         return self._loop.engine.stats()
 
-    def embed(self, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None) -> list[list[float]]:
-        return self._embedder.embed(prompts, pooling, adapter)
+    def embed(
+        self, cancelled: Cancelled, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None
+    ) -> list[list[float]]:
+        return self._embedder.embed(prompts, pooling, adapter, cancelled)
 
-    def score(self, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
-        return self._embedder.score(prompts, adapter)
+    def score(self, cancelled: Cancelled, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
+        return self._embedder.score(prompts, adapter, cancelled)
 
     def start_profile(self, folder: str) -> None:
         with self._lock:

@@ -116,7 +116,11 @@ class EngineProcess:
     def __init__(self, outbox: Outbox):
         self._outbox = outbox
         self.ended, self.code = threading.Event(), 0
+        # Three pools, so that none of these waits for another: embeddings take minutes, a grammar seconds.
+        self._intake = ThreadPoolExecutor(4, thread_name_prefix="intake")
+        self._forwards = ThreadPoolExecutor(2, thread_name_prefix="forward")
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="command")
+        self._cancels: dict[int, threading.Event] = {}  # by the number of a call that can be cancelled
         self._checking: set[str] = set()  # requests that have come and are not in the engine's queue yet
         self._lock = threading.Lock()
         self._progress_sent = 0.0
@@ -124,14 +128,14 @@ class EngineProcess:
     def start(self, start: Start) -> None:
         from dovetail.engine.llm import LLM
         from dovetail.engine.loop import EngineLoop
-        from dovetail.serve.remote.commands import SLOW, Commands
+        from dovetail.serve.remote.commands import FORWARDS, SLOW, Commands
 
         llm = LLM(start.model, progress=self._progress, **_options(start))
         llm.prepare(self._progress)
         gc.collect()
         gc.freeze()  # these objects live as long as the process: a collection that visits them all would delay a step
         self._loop = EngineLoop(llm.engine, self._outbox.put, self._on_end)
-        self._commands, self._slow = Commands(self._loop), SLOW
+        self._commands, self._slow, self._forward_names = Commands(self._loop), SLOW, FORWARDS
         self._outbox.put(EngineReady(_info(start.model, llm)))
 
     def _progress(self, what: str, done: int, total: int) -> None:
@@ -156,7 +160,7 @@ class EngineProcess:
         if isinstance(message, Add):
             self._checking.add(message.id)
             if message.params.structured or message.params.bad_words:  # a grammar may take a second to compile
-                self._pool.submit(self._add, message)
+                self._intake.submit(self._add, message)
             else:
                 self._add(message)
         elif isinstance(message, Call):
@@ -171,8 +175,13 @@ class EngineProcess:
             self._pool.submit(self._loop.stop)
         elif call.name == "abort":
             self._answer(call, self._abort(*call.args))
+        elif call.name == "cancel":
+            self._cancel(*call.args)
         elif (command := self._commands.find(call.name)) is None:
             self._outbox.put(CallAnswer(call.number, error=f"the engine knows no command {call.name!r}", user=False))
+        elif call.name in self._forward_names:
+            cancelled = self._cancels[call.number] = threading.Event()
+            self._answer(call, self._forwards.submit(command, cancelled.is_set, *call.args))
         elif call.name in self._slow:
             self._answer(call, self._pool.submit(command, *call.args))
         else:
@@ -184,7 +193,13 @@ class EngineProcess:
         elif call.number:
             self._outbox.put(CallAnswer(call.number, result))
 
+    def _cancel(self, number: int) -> None:
+        """End a call whose caller has left, if it is one that can end early."""
+        if (cancelled := self._cancels.get(number)) is not None:
+            cancelled.set()
+
     def _answer_future(self, call: Call, future: Future) -> None:
+        self._cancels.pop(call.number, None)
         error = future.exception()
         if error is None:
             self._answer(call, future.result())

@@ -13,10 +13,11 @@ from dovetail.serve.errors import ApiError, bad
 
 
 class Ticket:
-    """One prompt's place. `end` is called once, when its time is over; `why` is then the error for the client."""
+    """A request's place. `prompts`: the number of sequences of each of its prompts. `end` is called once, when its time
+    is over; `why` is then the error for the client."""
 
-    def __init__(self, end: Callable[[], None], sequences: int):
-        self._end, self.sequences = end, sequences
+    def __init__(self, end: Callable[[], None], prompts: list[int]):
+        self._end, self.prompts, self.sequences = end, prompts, sum(prompts)
         self.arrival = time.monotonic()
         self.begun = False  # its first token has come
         self.why: ApiError | None = None
@@ -42,7 +43,7 @@ class Inflight:
         """`more`: the number of sequences of each new prompt. Too many to wait are refused: with 429, or with 400 where
         trying again would not help."""
         most, running = self._limits.queue, sum(ticket.sequences for ticket in self._tickets if ticket.begun)
-        queued = [ticket.sequences for ticket in self._tickets if not ticket.begun]
+        queued = [count for ticket in self._tickets if not ticket.begun for count in ticket.prompts]
         if _waiting(more, self._batch) > most:
             alone = f"{self._batch} sequences run at once and {most} prompts may wait"
             raise bad(f"prompt: {len(more)} of them are more than this server takes ({alone}); send fewer", "prompt")
@@ -52,8 +53,8 @@ class Inflight:
             raise ApiError(429, message, code="queue_full", retry_after=1)
 
     @contextmanager
-    def ticket(self, end: Callable[[], None], sequences: int) -> Iterator[Ticket]:
-        ticket = Ticket(end, sequences)
+    def ticket(self, end: Callable[[], None], prompts: list[int]) -> Iterator[Ticket]:
+        ticket = Ticket(end, prompts)
         self._tickets[ticket] = None
         seconds = self._limits.request_seconds
         late = ApiError(504, f"the request took longer than the {seconds:g} s that one may take", code="timeout")

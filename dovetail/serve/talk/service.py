@@ -7,11 +7,13 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from dovetail.engine.params import check_room
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.serve.caller import salted
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad, refused
 from dovetail.serve.remote.backend import Backend
@@ -23,6 +25,7 @@ from dovetail.serve.talk.prompts import Prompts
 from dovetail.serve.talk.token_text import TokenText
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Service:
@@ -100,11 +103,11 @@ class Service:
         id = uuid.uuid4().hex
         readers: dict[int, AnswerReader] = {}  # by index, made with the first tokens: 64 at once take milliseconds
         unfinished = set(range(ask.params.n))
-        place = self.inflight.ticket(lambda: self._abort(id), ask.params.n)
+        place = self.inflight.ticket(lambda: self._abort(id), [ask.params.n])
         with place as ticket, _Clock(self.metrics, ticket, ask) as clock:
             generated = self.backend.generate(
                 id, ask.prompt, ask.engine_params,
-                priority=ask.priority, cache_salt=ask.cache_salt, adapter=ask.adapter,
+                priority=ask.priority, cache_salt=salted(ask.cache_salt), adapter=ask.adapter,
             )  # fmt: skip
             async with aclosing(generated) as deltas:
                 delta = await self._first(deltas, ask)
@@ -126,6 +129,17 @@ class Service:
                     delta = await anext(deltas, None)
         if unfinished:
             raise ticket.why or ApiError(500, "the answer ended early", code="aborted")
+
+    async def forward(self, work: Coroutine[Any, Any, T], prompts: int) -> T:
+        """Await an answer that has no tokens (embeddings, scores), with a place and a time as those that have."""
+        task = asyncio.ensure_future(work)
+        with self.inflight.ticket(task.cancel, [1] * prompts) as ticket:
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if ticket.why is None:  # the client has left
+                    raise
+                raise ticket.why from None
 
     async def _first(self, deltas: AsyncGenerator[Delta], ask: Ask) -> Delta | None:
         """A ValueError before the first delta is the engine's refusal of the request. Where its adapter has gone

@@ -166,7 +166,10 @@ def test_what_cannot_be_served_is_refused_before_an_engine_is_started(no_engine,
     ("--tool-format hermez", "--tool-format: expected a tool-call format, got 'hermez'; it is one of"),
     ("--reasoning-format r1", "--reasoning-format: expected a reasoning format, got 'r1'"),
     ("--max-num-batched-tokens 1 --max-num-seqs 5", "max_num_batched_tokens must be at least max_num_seqs"),
-    ("--profile-dir {file}/traces", "--profile-dir {file}/traces cannot be written to (Not a directory)"),
+    ("--profile-dir {file}/traces --admin", "--profile-dir {file}/traces cannot be written to (Not a directory)"),
+    ("--profile-dir {tmp}/traces", "--profile-dir needs --admin"),
+    ("--host 0.0.0.0", "--host 0.0.0.0 without an API key lets everybody"),
+    ("--host ::", "pass --allow-unauthenticated"),
     ("--adapter a={tmp}/none", "--adapter a: {tmp}/none is no adapter"),
     ("--adapter a={lora} --max-adapter-rank 4", "--adapter a: {lora}: the adapter's rank is 8, and there is room"),
     ("--adapter a={lora} --max-adapters 0", "max_adapters must be at least the number of adapters to load; got 0"),
@@ -176,7 +179,7 @@ def test_what_cannot_be_served_is_refused_before_an_engine_is_started(no_engine,
     ("--dtype float99", "dtype must be one of"),
     ("--policy lifo", "policy must be one of"),
     ("--allow-origin example.com", "--allow-origin must be * or a scheme"),
-    ("--host no-such-host.invalid", "cannot listen on no-such-host.invalid:0"),
+    ("--host no-such-host.invalid --allow-unauthenticated", "cannot listen on no-such-host.invalid:0"),
     ("--request-timeout inf", "take finite numbers"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_a_sentence_and_starts_no_engine(no_engine, smollm2_gguf, tmp_path, arguments, sentence):
@@ -186,5 +189,6 @@ def test_a_wrong_flag_is_a_sentence_and_starts_no_engine(no_engine, smollm2_gguf
     (tmp_path / "file").touch()
     (tmp_path / "broken/adapter_config.json").write_text("{")
     (tmp_path / "cut/adapter_model.safetensors").write_bytes(b"")
-    said = refused(str(smollm2_gguf), "--port", "0", *(part.format(**names) for part in arguments.split()))
+    given = (part.format(**names) for part in arguments.split())
+    said = refused(str(smollm2_gguf), "--port", "0", *given, DOVETAIL_ADMIN_KEY="boss")
     assert sentence.format(**names) in said, said

@@ -6,14 +6,16 @@ import asyncio
 import json
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 from serve.servers import MODEL, Script, running
 
-from dovetail.serve.config import Limits
+from dovetail.serve.config import Limits, ServerConfig
 from dovetail.serve.errors import ApiError
+from dovetail.serve.http.long_bodies import AT_ONCE, LONG
 from dovetail.serve.talk.inflight import Inflight
 
 pytestmark = pytest.mark.slow
@@ -251,10 +253,46 @@ def test_admin_routes_need_their_own_key(guarded, server):
 
 
 def test_profiles_where_a_folder_was_given(guarded, server):
-    right = {"authorization": "Bearer right"}
-    assert httpx.post(f"{guarded.url}/start_profile", headers=right).status_code == 200
+    right, boss = ({"authorization": f"Bearer {key}"} for key in ("right", "boss"))
+    for path in ("/start_profile", "/stop_profile"):
+        assert httpx.post(guarded.url + path, headers=right).status_code == 401, "it takes the admin key"
+    assert httpx.post(f"{guarded.url}/start_profile", headers=boss).status_code == 200
     assert ("start_profile", "traces") in guarded.engine.called
     assert httpx.post(f"{server.url}/start_profile").status_code == 404
+
+
+def test_each_of_several_keys_has_prefixes_of_its_own(guarded, server):
+    """cached_tokens and the time to the first token would tell one caller what another has asked."""
+
+    def salt(found, key, path=CHAT, body=HELLO, **more):
+        headers = {"authorization": f"Bearer {key}"}
+        assert post(found, path, body | more, headers=headers).status_code == 200
+        return found.engine.asked[-1][3]
+
+    mine, again, others = salt(guarded, "right"), salt(guarded, "right"), salt(guarded, "other")
+    assert mine == again and mine != others and None not in (mine, others)
+    assert "right" not in mine and "other" not in others
+    assert salt(guarded, "other", cache_salt="x") not in (mine, others, salt(guarded, "right", cache_salt="x"))
+    assert salt(guarded, "other", COMPLETIONS, {"prompt": "Hi"}) == others
+    assert salt(guarded, "right", "/v1/responses", {"input": "Hi"}) == mine
+    assert salt(server, "none") is None and salt(server, "none", cache_salt="x") == "x"
+
+
+def test_one_key_or_an_option_shares_prefixes():
+    many = ServerConfig(names=("a",), api_keys=("one", "two"))
+    assert many.separates_callers and not replace(many, share_prefix_cache=True).separates_callers
+    assert not replace(many, api_keys=("one", "one")).separates_callers
+
+
+def test_bodies_are_not_read_where_no_key_is_asked_for(guarded):
+    """They would take the few places for long bodies."""
+    long, places = b" " * (LONG + 1), guarded.app.user_middleware[-1].kwargs["long"]._places
+    for method, path in (("GET", "/health"), ("POST", "/ready"), ("GET", "/metrics"), ("OPTIONS", CHAT)):
+        for content in (long, iter([long[:5000], long])):
+            answer = httpx.request(method, guarded.url + path, content=content)
+            assert answer.status_code == 413, (method, path, answer.text)
+    assert places._value == AT_ONCE
+    assert httpx.request("GET", f"{guarded.url}/health", content=b"").status_code == 200
 
 
 def test_other_origins_and_hosts(guarded, server):
@@ -350,11 +388,11 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
 def test_only_requests_without_a_place_in_the_batch_wait():
     async def count() -> None:
         inflight = Inflight(Limits(queue=1), batch=4)
-        with inflight.ticket(lambda: None, 2) as first, inflight.ticket(lambda: None, 2) as second:
+        with inflight.ticket(lambda: None, [2]) as first, inflight.ticket(lambda: None, [2]) as second:
             inflight.check([1])
             with pytest.raises(ApiError, match="0 requests are waiting, and this server takes no more than 1"):
                 inflight.check([1, 1])
-            with inflight.ticket(lambda: None, 3), pytest.raises(ApiError, match="1 requests are waiting"):
+            with inflight.ticket(lambda: None, [3]), pytest.raises(ApiError, match="1 requests are waiting"):
                 inflight.check([1])
             first.begun = second.begun = True
             second.sequences = 1  # the other has ended
@@ -384,6 +422,34 @@ def test_a_client_that_leaves_aborts_its_request(slow, stream):
     wait_for(lambda: slow.engine.ended == ["left"], 0.6)  # before its time is over
     assert len(slow.app.state.service.inflight) == 0
     assert 'finished_reason="abort"} 1' in httpx.get(f"{slow.url}/metrics").text
+
+
+FORWARDS = {"/v1/embeddings": {"input": ["a", "b"]}, "/v1/score": {"input": "a"}}
+
+
+@pytest.mark.parametrize("path", FORWARDS)
+def test_embeddings_and_scores_have_a_place_a_time_and_an_end(slow, path):
+    inflight = slow.app.state.service.inflight
+    with pytest.raises(httpx.ReadTimeout):
+        post(slow, path, FORWARDS[path], timeout=0.3)
+    wait_for(lambda: slow.engine.ended == ["left"] and len(inflight) == 0, 30.0)
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(post(slow, path, FORWARDS[path], timeout=30)))]
+    threads[0].start()
+    wait_for(lambda: len(inflight) == 1 or answers, 30.0)
+    threads[0].join()
+    assert [answer.status_code for answer in answers] == [504] and answers[0].json()["error"]["code"] == "timeout"
+
+
+def test_every_prompt_of_an_embedding_waits():
+    async def count() -> None:
+        inflight = Inflight(Limits(queue=3), batch=1)
+        with inflight.ticket(lambda: None, [1] * 3):
+            inflight.check([1])
+            with pytest.raises(ApiError, match="2 requests are waiting"):
+                inflight.check([1, 1])
+
+    asyncio.run(count())
 
 
 def test_a_stop_ends_requests_under_way_after_the_limit(slow):

@@ -1,4 +1,4 @@
-"""Heads of requests: those that are too large are refused, and those that do not come close their connection."""
+"""Connections: heads that are too large, or do not come; clients that hold many connections, or do not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import httpx
 import pytest
 from serve.servers import Script, running
 
+from dovetail.serve.config import Limits
 from dovetail.serve.http import connection
+from dovetail.serve.http import server as http_server
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +25,17 @@ def server(tokenizer):
         return Script(tokenizer)
 
     with running(engine, tokenizer) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def narrow(tokenizer):
+    """A server that takes three connections."""
+
+    async def engine():
+        return Script(tokenizer)
+
+    with running(engine, tokenizer, limits=Limits(connections=3)) as found:
         yield found
 
 
@@ -94,3 +107,61 @@ def test_a_slow_answer_is_not_cut_off_by_the_time_for_heads(server, monkeypatch)
     server.engine.texts = ["one two three four five six"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi"}, timeout=30)
     assert answer.json()["choices"][0]["text"] == "one two three four five six"
+
+
+def test_idle_connections_make_room_for_new_ones(narrow):
+    silent = [connect(narrow) for _ in range(8)]  # no key, no request
+    try:
+        assert httpx.get(f"{narrow.url}/ready", timeout=30).status_code == 200
+        assert len(narrow.server.server_state.connections) <= 3
+        assert read_all(silent[0]) == b"", "the one that was idle for longest is closed"
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_requests_under_way_keep_their_connections_and_others_get_503(narrow, monkeypatch):
+    monkeypatch.setattr(narrow.engine, "delay", 0.5)
+    narrow.engine.texts = ["word " * 200 + "end"] * 3
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 300}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+    head += f"\r\ncontent-length: {len(body)}"
+    busy = [connect(narrow) for _ in range(3)]
+    try:
+        for sock in busy:
+            sock.sendall(f"{head}\r\nconnection: close\r\n\r\n".encode() + body)
+        for sock in busy:
+            assert sock.recv(15).startswith(b"HTTP/1.1 200")  # its answer has begun
+        refused = httpx.get(f"{narrow.url}/ready", timeout=30)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+        assert refused.json()["error"]["code"] == "too_many_connections"
+        narrow.engine.delay = 0.0
+        assert all(b"end" in read_all(sock) for sock in busy)
+    finally:
+        for sock in busy:
+            sock.close()
+
+
+def test_the_limit_on_open_files_is_raised_or_bounds_the_connections(monkeypatch):
+    files, most = [256], http_server.OTHER_FILES
+    monkeypatch.setattr(http_server.resource, "setrlimit", lambda _, given: files.append(given[0]))
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (files[-1], 100_000))
+    assert http_server.connection_limit(4096) == 4096 and files[-1] == 4096 + most
+    assert http_server.connection_limit(2000) == 2000 and files[-1] == 4096 + most, "it is not lowered"
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda _: (256, 512))
+    assert http_server.connection_limit(4096) == 512 - most
+
+
+def test_a_client_that_does_not_read_loses_its_connection(server, monkeypatch):
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+    sock = connect(server)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(30)
+        asked = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        with pytest.raises((ConnectionError, BrokenPipeError)):
+            while True:  # answers fill the buffers, then the server stops reading and closes
+                sock.sendall(asked * 100)
+    finally:
+        sock.close()
+    assert httpx.get(f"{server.url}/ready", timeout=30).status_code == 200

@@ -208,6 +208,18 @@ def test_a_slow_reader_gets_all_and_slows_no_other(harness, engine, llm):
     assert harness.run(main()) == tokens_of(llm.generate(PROMPTS[:4], LONG))
 
 
+def test_embeddings_end_when_their_caller_leaves(harness, engine):
+    async def main():
+        many = [asyncio.create_task(engine.embed([PROMPTS[0]] * 50_000)) for _ in range(2)]  # as many as run at once
+        await engine.stats()  # they have arrived
+        for task in many:
+            task.cancel()
+        (one,) = await engine.embed([PROMPTS[0]])
+        return one
+
+    assert len(harness.run(main())) > 1
+
+
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 

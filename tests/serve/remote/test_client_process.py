@@ -13,6 +13,7 @@ from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
 
 import dovetail.engine.llm
 from dovetail.engine.llm import LLM
+from dovetail.serve.remote.commands import Commands
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.process import EngineProcess
 from dovetail.serve.remote.wire import (
@@ -157,6 +158,32 @@ def test_a_step_that_takes_long_is_seen_but_not_a_compiler(parent, monkeypatch):
     may_go.set()
     while not parent.read().deltas[-1].finished:
         pass
+
+
+def test_embeddings_hold_up_neither_grammars_nor_commands_and_can_be_cancelled(parent, monkeypatch):
+    def forever(self, cancelled, prompts, pooling, adapter=None):
+        while not cancelled():
+            time.sleep(0.01)
+        raise ValueError("cancelled")
+
+    monkeypatch.setattr(Commands, "embed", forever)
+    for number in range(1, 9):
+        parent.service.take(Call(number, "embed", [[[1]], "mean"]))
+    monkeypatch.setattr(parent.llm.engine.intake, "request", _without_words(parent.llm.engine.intake.request))
+    parent.service.take(Add("a", PROMPTS[0], replace(CHECKED, n=1)))
+    while not parent.read().deltas[-1].finished:
+        pass
+    for number in range(1, 9):
+        parent.service.take(Call(0, "cancel", [number]))
+    parent.service.take(Call(0, "cancel", [99]))  # one that has ended, or never was
+    answers = [parent.read() for _ in range(8)]
+    assert {answer.number: answer.error for answer in answers} == dict.fromkeys(range(1, 9), "cancelled")
+    assert not parent.service._cancels
+
+
+def _without_words(request):
+    """The tests' engine has no tokenizer."""
+    return lambda id, prompt, params, **more: request(id, prompt, replace(params, bad_words=()), **more)
 
 
 def test_what_it_cannot_read_or_does_not_know(parent):
