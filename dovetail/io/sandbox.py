@@ -1,15 +1,14 @@
 """The Jinja environment of chat templates: they come with downloaded models, so they get text, loops and nothing else.
 
 What is refused: private and mutating attributes, ranges over 100,000, more than MAX_PASSES loop passes and macro calls,
-huge repeats, powers and field widths. It is not a limit on memory: a template that doubles a string often enough still
-grows, as in any other in-process renderer.
+and operations whose result would be too large (see sandbox_bounds). It is not a limit on the memory or the time of a
+whole rendering: a template that a client brings is rendered in a process with such limits (serve.talk).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,13 +18,18 @@ from typing import Any, NoReturn, cast
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, pass_eval_context
+from jinja2.visitor import NodeTransformer
+
+from dovetail.io import sandbox_bounds as bounds
 
 MAX_PASSES = 2_000_000
-MAX_WIDTH = 100_000
-MAX_TEXT = 1 << 26
+MAX_DATE = 1000  # characters of a date's format
+_JINJAS: dict[str, Callable[..., Any]] = dict(FILTERS)
 
 
 class Refusal(TemplateError):
@@ -113,6 +117,21 @@ class Generation(Extension):
             self.tick()
             yield value
 
+    def joined(self, *values: Any) -> str:
+        """`a ~ b`."""
+        return "".join(map(str, bounds.bounded(values)))
+
+
+class _Joins(NodeTransformer):
+    """Replaces `a ~ b` by a call: it is the one operator that a sandbox cannot intercept."""
+
+    def __init__(self, extension: Extension):
+        self._extension = extension
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._extension.call_method("joined", node.nodes, lineno=node.lineno)
+
 
 class TemplateNamespace(Namespace):
     """Jinja's namespace(), without private names: those would let a template stand in for Python's own protocols."""
@@ -135,24 +154,48 @@ def _public(name: str) -> None:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """Join what a template, a macro or a block has written."""
+        return "".join(bounds.bounded(pieces))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         # Jinja's own answer is an undefined value, which prints as nothing and hides the attempt.
         raise SecurityError(f"reaching for {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*" and _size(left) * _size(right) > MAX_TEXT:
-            raise SecurityError("a repeat of more than 64 MiB")
-        if operator == "**" and (_size(left) > MAX_TEXT or abs(right) > 64):
-            raise SecurityError("a power of numbers this large")
-        if operator == "%" and isinstance(left, str):
-            _check_format(left)
+        if operator == "+":
+            bounds.check_sum(left, right)
+        elif operator == "*":
+            bounds.check_repeat(left, right)
+        elif operator == "**":
+            bounds.check_power(left, right)
+        elif isinstance(left, str | bytes):
+            bounds.check_percent(left, right)
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @functools.wraps(wrapped)
+        def checked(*args: Any, **kwargs: Any) -> str:
+            bounds.check_format(value.__self__, (*args, kwargs))
+            return wrapped(*args, **kwargs)
+
+        return checked
+
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(obj, "__self__", None), str):  # 'a'.ljust(10**9)
-            _check_widths(args, kwargs)
+        text = getattr(obj, "__self__", None)
+        if isinstance(text, str | bytes):  # 'a'.ljust(10**9)
+            bounds.check_widths((*args, *kwargs.values()))
+            if obj.__name__ == "join" and args:
+                args = (bounds.bounded(args[0], text), *args[1:])
+            elif (check := bounds.METHODS.get(obj.__name__)) is not None:
+                check(text, *args, **kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -165,39 +208,72 @@ class Sandbox(ImmutableSandboxedEnvironment):
             else:
                 tick = counter.call_method("tick", lineno=node.lineno)
                 node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        tree = _Joins(counter).visit(tree)
         tree.set_environment(self)
         return tree
 
 
-def _size(value: Any) -> int | float:
-    if isinstance(value, int | float):
-        return 1 if isinstance(value, bool) else abs(value)
-    return len(value) if hasattr(value, "__len__") else 1
-
-
-def _check_widths(args: tuple, kwargs: dict) -> None:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > MAX_WIDTH:
-            raise SecurityError(f"a width of {value:,} (at most {MAX_WIDTH:,})")
-
-
-def _check_format(text: str) -> None:
-    if re.search(r"%[^%a-zA-Z]*(\d{6}|\*)", text):
-        raise SecurityError("a format with a field this wide")
-
-
 def _bounded(filter_: Callable) -> Callable:
+    """A filter that checks widths and the text of what it is given."""
+
     @functools.wraps(filter_)  # keeps Jinja's pass_environment mark
     def checked(*args: Any, **kwargs: Any) -> Any:
-        _check_widths(args, kwargs)
+        bounds.check_widths((*args, *kwargs.values()))
+        bounds.check_text(*args, *kwargs.values())
         return filter_(*args, **kwargs)
 
     return checked
 
 
 def _format(text: str, *args: Any, **kwargs: Any) -> str:
-    _check_format(text)
+    bounds.check_percent(text, (kwargs or args))
     return text % (kwargs or args)
+
+
+def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = (each if isinstance(each, str) else _text(each) for each in (text, old, new))
+    bounds.check_replace(text, old, new, count)
+    return text.replace(old, new, -1 if count is None else count)
+
+
+@pass_eval_context
+def _join(context: EvalContext, values: Iterable, between: Any = "", attribute: str | int | None = None) -> str:
+    items = values if attribute is None else map(make_attrgetter(context.environment, attribute), values)
+    between = _text(between)
+    return between.join(map(_text, bounds.bounded(items, between)))
+
+
+def _text(value: Any) -> str:
+    bounds.check_text(value)
+    return str(value)
+
+
+def _indent(text: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    text = _text(text)
+    bounds.check_widths((width,))
+    size = len(width) if isinstance(width, str) else width
+    bounds.check_size(len(text) + (text.count("\n") + 1) * size)
+    return _JINJAS["indent"](text, width, first, blank)
+
+
+def _round(value: float, precision: int = 0, method: str = "common") -> float:
+    if abs(precision) > 300:
+        raise SecurityError(f"a precision of {precision:,} digits")
+    return _JINJAS["round"](value, precision, method)
+
+
+@functools.wraps(FILTERS["sum"])
+def _sum(environment: Any, values: Iterable, attribute: str | int | None = None, start: Any = 0) -> Any:
+    if not isinstance(start, int | float):
+        raise SecurityError(f"a sum of {type(start).__name__}s")
+    return _JINJAS["sum"](environment, values, attribute, start)
+
+
+def _finalize(value: Any) -> Any:
+    """What {{ }} writes."""
+    if not isinstance(value, str):
+        bounds.check_text(value)
+    return value
 
 
 def _tojson(
@@ -208,6 +284,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes <, > and & for HTML, which would put \u003c into prompts.
+    size, step = bounds.check_text(value), max(map(len, separators or ("",)))
+    step += len(indent) if isinstance(indent, str) else abs(indent or 0)
+    bounds.check_size(size * (1 + step))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -216,6 +295,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > MAX_DATE:
+        raise SecurityError(f"a date's format of {len(format):,} characters")
     return _RUN.get().now.strftime(format)
 
 
@@ -225,10 +306,13 @@ def _dict(*args: Any, **kwargs: Any) -> dict:
 
 
 def _environment() -> Sandbox:
-    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    env.filters |= {"tojson": _tojson, "format": _format}
-    for name in ("tojson", "indent", "center", "batch", "slice", "wordwrap"):
+    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=_finalize)
+    env.filters |= {"tojson": _tojson, "format": _format, "replace": _replace, "join": _join, "string": _text}
+    env.filters |= {"indent": _indent, "round": _round, "sum": _sum}
+    for name in ("center", "batch", "slice", "truncate", "pprint", "title", "urlencode", "e", "escape", "forceescape"):
         env.filters[name] = _bounded(env.filters[name])
+    for name in ("urlize", "wordwrap", "xmlattr"):  # of web pages and terminals; they are slow on long text
+        del env.filters[name]
     del env.globals["lipsum"]
     env.globals |= {
         "raise_exception": _raise_exception,

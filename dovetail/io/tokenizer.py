@@ -143,6 +143,10 @@ class Tokenizer:
 
     def chat(self, tools: Any = None, chat_template: str | None = None) -> ChatTemplate:
         """The template to use: the one given (a name or Jinja source), else tool_use with tools, else default."""
+        return ChatTemplate(self.chat_source(tools, chat_template), self.special_tokens)
+
+    def chat_source(self, tools: Any = None, chat_template: str | None = None) -> str:
+        """The source of that template, which is not compiled."""
         name = chat_template or ("tool_use" if tools is not None and "tool_use" in self.chat_templates else "default")
         source = self.chat_templates.get(name, chat_template)
         if source is None:
@@ -152,7 +156,7 @@ class Tokenizer:
                 "chat_template.jinja beside its tokenizer.json or pass chat_template='<Jinja source>'; a base model "
                 "takes plain text instead"
             )
-        return ChatTemplate(source, self.special_tokens)
+        return source
 
     def apply_chat(
         self,

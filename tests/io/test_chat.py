@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from dovetail.io import sandbox
+from dovetail.io import sandbox, sandbox_bounds
 from dovetail.io.chat import ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -363,6 +363,7 @@ def test_spans_of_text_that_is_changed_afterwards_are_refused():
 
 # --- what a template may not do ---------------------------------------------------------------------
 
+LAUGHS = "{% set n = namespace(a=[1]) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
 ATTACKS = {
     "class": "{{ ''.__class__ }}",
     "class by filter": "{{ '' | attr('__class__') }}",
@@ -397,12 +398,41 @@ ATTACKS = {
     "justify": "{{ 'a'.ljust(999999999) }}",
     "indent": "{{ messages | tojson(indent=999999999) }}",
     "unknown call": "{{ open('/etc/passwd') }}",
+    "round": "{{ 1 | round(4000000, 'ceil') }}",
+    "str.format": "{{ '{:200000000}'.format(1) }}",
+    "str.format by a field": "{{ '{:{}}'.format(1, 200000000) }}",
+    "str.format_map": "{{ '{a:200000000}'.format_map({'a': 1}) }}",
+    "str.format of long text": "{{ ('{0}' * 10000).format('a' * 10000) | length }}",
+    "percent of long text": "{{ (('%(a)s' * 10000) % {'a': 'a' * 10000}) | length }}",
+    "replace": "{{ ('a' * 10000) | replace('a', 'a' * 10000) | length }}",
+    "replace by map": "{{ ['a' * 10000] | map('replace', 'a', 'a' * 10000) | first | length }}",
+    "replace by method": "{{ ('a' * 10000).replace('', 'a' * 10000) | length }}",
+    "bytes": "{{ ('a' * 10000).encode().replace('a'.encode(), ('a' * 10000).encode()) | length }}",
+    "join": "{{ (['a' * 10000] * 10000) | join | length }}",
+    "join by attribute": "{{ ([{'a': 'a' * 10000}] * 10000) | join(attribute='a') | length }}",
+    "join by method": "{{ ('a' * 10000).join([''] * 10000) | length }}",
+    "tabs": "{{ ('\\t' * 10000).expandtabs(99999) | length }}",
+    "translate": "{{ ('a' * 10000).translate({97: 'a' * 10000}) | length }}",
+    "spaces": "{{ ('\\n' * 10000) | indent(99999, true, true) | length }}",
+    "json indent": "{{ ([1] * 10000) | tojson(indent=99999) | length }}",
+    "json separators": "{{ ([1] * 10000) | tojson(separators=('a' * 10000, ':')) | length }}",
+    "a sum of lists": "{{ ([[1] * 10000] * 10000) | sum(start=[]) | length }}",
+    "sums": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "joins": "{% set n = namespace(a='a') %}{% for i in range(40) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "lists": "{% set n = namespace(a=[1]) %}{% for i in range(40) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "nested lists": LAUGHS + "{{ n.a }}",
+    "nested lists as text": LAUGHS + "{{ n.a | string | length }}",
+    "nested lists as JSON": LAUGHS + "{{ n.a | tojson | length }}",
+    "nested lists joined": LAUGHS + "{{ n.a ~ '' }}",
+    "a captured block": "{% set b %}{% for i in range(10000) %}{{ 'a' * 10000 }}{% endfor %}{% endset %}{{ b }}",
+    "a date": "{{ strftime_now('%Y' * 1000000) }}",
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_template_is_refused_with_its_line(attack, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_PASSES", 20_000)
+    monkeypatch.setattr(sandbox_bounds, "MAX_PARTS", 10_000)
     messages = [say("user", "hi")]
     with pytest.raises(ValueError, match=r"chat template, line 3\b"):
         ChatTemplate("first\n\n" + ATTACKS[attack]).render(messages)
@@ -412,6 +442,23 @@ def test_a_hostile_template_is_refused_with_its_line(attack, monkeypatch):
 def test_the_limit_is_far_from_real_chats(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_PASSES", 50_000)
     assert ChatTemplate(QWEN3).render([USER, say("assistant", "ok")] * 1000)
+
+
+def test_the_output_is_bounded_too():
+    with pytest.raises(ValueError, match="more than 67,108,864 characters"):
+        ChatTemplate("{% for i in range(10000) %}{{ 'a' * 10000 }}{% endfor %}").render([USER])
+
+
+def test_ordinary_text_is_untouched():
+    source = (
+        "{{ 'a' ~ 1 ~ none }} {{ [1, 'b'] | join('-') }} {{ messages | join(attribute='role') }} "
+        "{{ 'aba' | replace('a', 'c') }} {{ 'aaa' | replace('a', 'b', 2) }} {{ 5 | replace(5, 6) }} "
+        "{{ 2.567 | round(1) }} {{ [1, 2] | sum }} {{ '{:>5}|{}'.format(1, 'x') }} {{ ', '.join(['a', 'b']) }} "
+        "{{ 'a' | indent(2, true) }} {{ [1] + [2] }} {{ 'a' + 'b' }}{{ 'a\\tb'.expandtabs(2) }} {{ none }} {{ 1.5 }} "
+        "{{ {'a': 1} }} {{ '%d%%' % 5 }}"
+    )
+    said = "a1None 1-b user cbc bba 6 2.6 3     1|x a, b   a [1, 2] aba b None 1.5 {'a': 1} 5%"
+    assert ChatTemplate(source).render([USER]) == said
 
 
 def test_ordinary_arithmetic_is_untouched():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -30,7 +29,8 @@ def routes(service: Service) -> APIRouter:
         """A conversation's next message."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        ask = await asyncio.to_thread(service.prompts.ask, talk, params, adapter=adapter, **body.ask_options)
+        make = service.prompts.ask
+        ask = await service.in_thread(talk.template, make, talk, params, adapter=adapter, **body.ask_options)
         service.check([ask])
         chat = _Chat(service, body, ask)
         if body.stream:

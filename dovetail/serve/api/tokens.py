@@ -53,7 +53,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a prompt, or of messages as the model's template writes them."""
         service.adapter_of(body.model)
-        return json_answer(await asyncio.to_thread(_tokenize, service, body))
+        return json_answer(await service.in_thread(body.chat_template, _tokenize, service, body))
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:

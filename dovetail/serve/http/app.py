@@ -26,6 +26,7 @@ def make_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> Fa
     async def lifespan(_: FastAPI):
         yield
         long.close()
+        app.state.service.close()
         await backend.close()
 
     app = routed(backend, tokenizer, config, lifespan)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dovetail.engine.params import SamplingParams, Structured
+from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.answer import Ask
+from dovetail.serve.talk.request_templates import RequestTemplates
 from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
 from dovetail.serve.tools.grammar import grammar_for
 from dovetail.serve.tools.spelled import spell
@@ -44,6 +46,7 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig, max_len: int):
         self._tokenizer, self._config, self._max_len = tokenizer, config, max_len
         self.max_tokens = min(max_len - 1, config.limits.prompt_tokens or max_len)  # of a prompt
+        self._request_templates = RequestTemplates()
         self._literal = None if config.special_tokens_in_text else LiteralText(tokenizer)
         source = "\n".join(tokenizer.chat_templates.values())
         names = [tokenizer.token(token) for token in tokenizer.special_ids]
@@ -87,13 +90,24 @@ class Prompts:
             if self.tool_format is None or self.tool_format.name != "hermes":
                 raise bad("tools is not supported: the model's chat template does not read them", "tools")
             messages, tools = spell(messages, tools or ()), None
+        own, source = self.is_own(talk.template), self._source(talk)
+        names = self._tokenizer.special_tokens
+        kwargs |= dict(
+            add_generation_prompt=talk.add_generation_prompt, continue_final_message=talk.continue_final_message
+        )
         try:
-            return self._tokenizer.apply_chat(
-                messages, tools, talk.add_generation_prompt, chat_template=talk.template,
-                continue_final_message=talk.continue_final_message, **kwargs,
-            )  # fmt: skip
+            if own:
+                return ChatTemplate(source, names).render(messages, tools, **kwargs)
+            return self._request_templates.render(source, names, messages, tools, **kwargs)
         except ValueError as error:
-            raise bad(str(error), "messages") from None
+            raise bad(str(error), "messages" if own else "chat_template") from None
+
+    def is_own(self, template: str | None) -> bool:
+        """Whether a request's template is one of the model's, by its name, or none is given."""
+        return template is None or template in self._tokenizer.chat_templates
+
+    def close(self) -> None:
+        self._request_templates.close()
 
     def encode(self, text: str, add_special: bool = True, most: int | None = None, rendered: bool = False) -> list[int]:
         """Tokenize a request's text, or one that `text` has `rendered` with a chat template.
@@ -123,7 +137,7 @@ class Prompts:
     def _source(self, talk: Conversation) -> str:
         tools = list(talk.tools) or None
         try:
-            return self._tokenizer.chat(tools, talk.template).source
+            return self._tokenizer.chat_source(tools, talk.template)
         except ValueError as error:
             raise bad(str(error), "messages") from None
 

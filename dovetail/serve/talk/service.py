@@ -7,8 +7,10 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from dovetail.engine.params import check_room
@@ -36,6 +38,7 @@ class Service:
         self.inflight = Inflight(config.limits, backend.info.max_num_seqs)
         self.prompts = Prompts(tokenizer, config, self.max_len)
         self.token_text = TokenText(tokenizer)
+        self._templates = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._aborts: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks
 
     @property
@@ -129,6 +132,16 @@ class Service:
                     delta = await anext(deltas, None)
         if unfinished:
             raise ticket.why or ApiError(500, "the answer ended early", code="aborted")
+
+    async def in_thread(self, template: str | None, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call the function in a thread: one for all requests that bring a template, which may take seconds each, and
+        those that others share."""
+        pool = None if self.prompts.is_own(template) else self._templates
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        self._templates.shutdown(wait=False, cancel_futures=True)
+        self.prompts.close()
 
     async def forward(self, work: Coroutine[Any, Any, T], prompts: int) -> T:
         """Await an answer that has no tokens (embeddings, scores), with a place and a time as those that have."""

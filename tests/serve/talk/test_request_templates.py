@@ -1,0 +1,71 @@
+"""Templates that requests bring are rendered in a process that has limits."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from serve.servers import Script, running
+
+from dovetail.io.chat import ChatTemplate
+from dovetail.serve.talk.request_templates import RequestTemplates
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ bos_token }}{{ tools }}{{ kind }}"
+# Each operation is small enough for the sandbox.
+ENDLESS = "{% for i in range(99999) %}{% if 'b' in 'a' * 50000000 %}{% endif %}{% endfor %}"
+HUNGRY = "{% set n = namespace(a=[]) %}{% for i in range(500) %}{% set n.a = n.a + ['a' * 5000000 ~ i] %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def templates():
+    found = RequestTemplates()
+    yield found
+    found.close()
+
+
+def test_it_renders_as_the_server_itself_does(templates):
+    special, more = {"bos_token": "<s>"}, dict(add_generation_prompt=False, continue_final_message=True, kind="é\ufdd0")
+    for source in (CHATML, "{% if %}", "{{ raise_exception('no') }}", "{{ ''.__class__ }}"):
+        try:
+            expected = ChatTemplate(source, special).render(HELLO, None, **more)
+        except ValueError as error:
+            with pytest.raises(ValueError, match="chat template") as found:
+                templates.render(source, special, HELLO, None, **more)
+            assert str(found.value) == str(error)
+        else:
+            assert templates.render(source, special, HELLO, None, **more) == expected
+    assert templates._process is not None and templates._process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "why"), [(ENDLESS, "2 s of processor time"), (HUNGRY, "memory|Memory")])
+def test_a_template_without_end_is_ended_alone(templates, source, why):
+    with pytest.raises(ValueError, match=why):
+        templates.render(source, {}, HELLO, None)
+    assert templates.render(CHATML, {}, HELLO, None) == "<user>HelloNone"
+
+
+@pytest.mark.slow
+def test_the_server_renders_them_there_and_names_the_field(tokenizer, monkeypatch):
+    async def engine():
+        return Script(tokenizer)
+
+    inside = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda self, *a, **b: inside.append(self.source) or render(self, *a, **b)
+    )
+    with running(engine, tokenizer, allow_request_template=True) as server:
+
+        def post(path, **body):
+            return httpx.post(server.url + path, json={"messages": HELLO} | body, timeout=60)
+
+        assert post(CHAT, chat_template=CHATML, chat_template_kwargs={"kind": "K"}).status_code == 200
+        assert server.engine.asked[-1][0].endswith("NoneK") and inside == [], "it was rendered in the server"
+        assert post("/tokenize", chat_template=CHATML).json()["count"] > 3
+        answer = post(CHAT, chat_template="{{ '{:200000000}'.format(1) }}")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template"
+        assert inside == [] and post(CHAT).status_code == 200 and len(inside) == 1
+        process = server.app.state.service.prompts._request_templates._process
+    assert process.wait(30) is not None, "it ends with the server"
