@@ -183,6 +183,8 @@ def _convert(hint: Any, value: Any, path: str, default: Any = None) -> Any:
         value = value.text if hint is str and not isinstance(plain, str) else plain
     if origin is tuple:
         return _tuple(args, value, path)
+    if origin is Mapping:
+        return _mapping(value, path)
     return _scalar(hint, value, path)
 
 
@@ -210,6 +212,25 @@ def _tuple(args: tuple, value: Any, path: str) -> tuple:
     if len(args) != len(value):
         raise ValueError(_wrong(path, f"a list of {len(args)}", value))
     return tuple(_convert(a, v, f"{path}.{i}") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+
+
+def _mapping(value: Any, path: str) -> dict[str, Any]:
+    """Keys that belong to someone else, who checks them (a reward of `rewards`): any values that YAML can hold."""
+    if not isinstance(value, Mapping):
+        raise ValueError(_wrong(path, "a mapping of keys to values", value))
+    for key in value:
+        if not isinstance(key, str):
+            raise ValueError(f"{path} must have text as keys; got {kind_of(key)}")
+    return {key: _untyped(each) for key, each in value.items()}
+
+
+def _untyped(value: Any) -> Any:
+    """The same value with everything that was typed at a terminal read as YAML."""
+    if isinstance(value, Typed):
+        return parsed(value)
+    if isinstance(value, Mapping):
+        return {key: _untyped(each) for key, each in value.items()}
+    return [_untyped(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _scalar(hint: Any, value: Any, path: str) -> Any:
@@ -289,4 +310,6 @@ def _differing(settings: Any, default: Any) -> dict[str, Any]:
 def _plain(value: Any, usual: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return _differing(value, usual if type(usual) is type(value) else None)
-    return [_plain(v, None) for v in value] if isinstance(value, tuple) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(each, None) for key, each in value.items()}
+    return [_plain(v, None) for v in value] if isinstance(value, tuple | list) else value

@@ -1,7 +1,8 @@
 """Recipes: what is read, what is refused and how it says so, layering, overrides, and the way back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -36,6 +37,7 @@ class Cake:
     note: str = ""
     corner: tuple[int, int] = (0, 0)
     glaze: int | str | None = None
+    guests: tuple[Mapping[str, Any], ...] = ()
 
 
 PARTS = {"parts": [{"name": "flour"}]}
@@ -115,6 +117,22 @@ def test_a_shipped_recipe_by_name_with_overrides(shelf):
 def test_a_section_or_a_list_can_be_given_whole(shelf):
     cake = recipe.load("plain", ["oven={degrees: 90}", "oven.fan=false", "parts=[{name: egg}]"], Cake)
     assert cake.oven == Oven(90, False) and cake.parts == (Part("egg"),)
+
+
+def test_mappings_of_any_keys_are_read_changed_and_written(shelf):
+    """`rewards` holds such mappings; the class of the reward checks their keys."""
+    (shelf / "party.yaml").write_text("base: plain\nguests:\n  - {kind: aunt, seats: 1}\n  - {kind: cat, of: [1]}\n")
+    given = ["guests.0.seats=2", "guests.1.of=[b]", "guests.2.kind=dog", "guests.2.at.home=true"]
+    cake = recipe.load(str(shelf / "party.yaml"), given, Cake)
+    assert cake.guests == (
+        {"kind": "aunt", "seats": 2}, {"kind": "cat", "of": ["b"]}, {"kind": "dog", "at": {"home": True}},
+    )  # fmt: skip
+    assert recipe.read(Cake, yaml_text.parse(recipe.to_yaml(cake))) == cake
+    assert recipe.change(cake, {"slices": 3}).guests == cake.guests
+    assert recipe.load("plain", ["guests=[{kind: x}]"], Cake).guests == ({"kind": "x"},)
+    for wrong, message in ((["aunt"], "guests.0 must be a mapping"), ([{1: 2}], "guests.0 must have text as keys")):
+        with pytest.raises(ValueError, match=message):
+            recipe.read(Cake, {**PARTS, "guests": wrong})
 
 
 def test_of_alternatives_the_later_one_counts(shelf):

@@ -10,8 +10,12 @@ import pytest
 from corners import corners
 from safetensors.numpy import load_file
 from tune.rl.plain_rewards import failing, low_tokens
-from tune.rl.small_runs import PROMPTS, run
+from tune.rl.small_runs import PROMPTS, RECIPE, run
 from tune.small_models import metrics, model_folder
+from typer.testing import CliRunner
+
+from dovetail.cli.main import app
+from dovetail.core import yaml_text
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +47,23 @@ def test_grpo_learns_and_its_sampler_agrees_with_its_trainer(place):
     assert len(said) == 12 * 32 and {line["step"] for line in said} == set(range(1, 13))
     assert [line["version"] for line in said if line["step"] == 5] == [4] * 32
     assert said[0]["prompt"] and said[0]["rewards"] == {"low_tokens": said[0]["reward"]}
+
+
+def test_the_command_runs_a_recipe_with_rewards(place):
+    """As docs/rl.md prints it, at a tiny size."""
+    (place / "sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in PROMPTS))
+    rewards = [{"kind": "number", "column": "answer"}, {"kind": "length", "most": 32, "weight": 0.1}]
+    recipe = {
+        **{key: value for key, value in RECIPE.items() if key != "show"},
+        "model": model_folder(place), "data": {"path": str(place / "sums.jsonl")}, "rewards": rewards, "steps": 1,
+    }  # fmt: skip
+    (place / "sums.yaml").write_text(yaml_text.write(recipe))
+    given = ["rl", str(place / "sums.yaml"), "rewards.1.weight=0.5", "--run-dir", str(place / "command"), "--quiet"]
+    out = CliRunner().invoke(app, given)
+    assert out.exit_code == 0, out.output
+    assert set(metrics(place / "command")[0]) >= {"reward/number", "reward/length"}
+    kept = yaml_text.parse((place / "command" / "recipe.yaml").read_text())["rewards"]
+    assert kept == [rewards[0], {**rewards[1], "weight": 0.5}]
 
 
 ALGORITHMS = {
