@@ -293,6 +293,15 @@ def dump(settings: Any) -> dict[str, Any]:
     return _differing(settings, None)
 
 
+def whole(settings: Any) -> Any:
+    """Return every key with its value, defaults included, as a mapping that `read` turns into the same settings."""
+    if dataclasses.is_dataclass(settings):
+        return {f.name: whole(getattr(settings, f.name)) for f in dataclasses.fields(settings) if f.init}
+    if isinstance(settings, Mapping):
+        return {key: whole(value) for key, value in settings.items()}
+    return [whole(value) for value in settings] if isinstance(settings, tuple | list) else settings
+
+
 def to_yaml(settings: Any) -> str:
     return yaml_text.write(dump(settings))
 

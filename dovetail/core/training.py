@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.recipe import Count
@@ -231,6 +231,11 @@ class Training:
         return int(first), int(end)
 
     # --- what each kind of training says of itself --------------------------------------------------------------------
+
+    @property
+    def effective(self) -> Self:
+        """The same training with values in place of those that another key decides (`loss.*` by `algo`)."""
+        return self
 
     @property
     def weights(self) -> str:

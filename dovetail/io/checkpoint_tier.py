@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from dovetail.io import manifest
 from dovetail.io.digest import digest
-from dovetail.io.manifest import Leaf, Manifest
+from dovetail.io.manifest import Damaged, Leaf, Manifest, NotOurs
 from dovetail.io.orbax_writer import TIMEOUT_S, Arrays, Writer
 
 # How storage fails: tensorstore raises ValueError for a full disk, jax RuntimeError for a barrier. The rest are bugs.
@@ -191,6 +191,18 @@ class Tier:
 
     def close(self) -> None:
         self._saver.close()
+
+
+def manifests(folder: str) -> list[Manifest]:
+    """Return the manifests of the whole checkpoints in a folder, without reading their arrays."""
+    where, found = _path(folder), []
+    for path in where.iterdir() if where.is_dir() else ():
+        if FOLDER.fullmatch(path.name) and Tier._is_whole(path):
+            try:
+                found.append(manifest.read(path))
+            except (Damaged, NotOurs):  # a restore says so
+                continue
+    return found
 
 
 def _seal(folder: Any, step: int, meta: dict[str, Any], leaves: dict[str, Leaf]) -> None:

@@ -10,13 +10,22 @@ from dovetail.core.training import Training
 
 
 def changes(stored: Mapping[str, Any], settings: Training) -> dict[str, str]:
-    """Dotted key -> `key old -> new`. `stored` is a checkpoint's, as core.recipe.dump made it, with what was derived
-    filled in, as in `settings`."""
+    """Dotted key -> `key old -> new`. `stored` is a checkpoint's recipe (train.recorded); both it and `settings` have
+    what was derived filled in."""
     try:
-        before = recipe.read(type(settings), stored)
+        before = recipe.read(type(settings), stored).effective
     except ValueError as error:  # keys have been renamed since, or their checks are stricter
         return {"": f"the recipe in the checkpoint is another version's ({error})"}
-    return {key: f"{key} {_text(old)} -> {_text(new)}" for key, old, new in recipe.differences(before, settings)}
+    found = recipe.differences(before, settings.effective)
+    return {key: f"{key} {_text(old)} -> {_text(new)}" for key, old, new in found}
+
+
+def rows_key_of(stored: Mapping[str, Any], cls: type[Training]) -> dict[str, Any] | None:
+    """Return the rows_key of a checkpoint's recipe, as this version writes it; None where it cannot be read."""
+    try:
+        return recipe.read(cls, stored).rows_key
+    except ValueError:
+        return None
 
 
 def _text(value: Any) -> str:

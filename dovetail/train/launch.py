@@ -77,12 +77,13 @@ def launch(
             stack.enter_context(only_run(folder, first))
             with Goodput(folder / "goodput.json" if first else None, age=time.monotonic() - began) as goodput:
                 with goodput.span("prepare"):
+                    settings, kept = _as_begun(settings, folder)
                     settings = settle(settings)
                 if not settings.total_steps:
                     raise ValueError("epochs are counted in examples that are read, and here none are: set steps")
                 ready = _prepared(settings, objective)
                 if first:
-                    explain(ready.derived.explain())
+                    explain([*kept, *ready.derived.explain()])
                 with goodput.span("prepare"):
                     opened = open_rows(settings, ready)
                 from dovetail.train.run import run
@@ -98,6 +99,14 @@ def _is_first() -> bool:
     import jax
 
     return jax.process_index() == 0
+
+
+def _as_begun(settings: S, folder: Path) -> tuple[S, list[str]]:
+    """With the defaults of the run that `folder` holds (train.recorded). Every process reads the same files, and none
+    writes before all have done so."""
+    from dovetail.train.recorded import as_begun, newest_meta
+
+    return as_begun(settings, newest_meta(folder, settings.checkpoint.durable))
 
 
 def _peers(cluster: Cluster | None, settings: Training, last_words: LastWords) -> AbstractContextManager[Peers | None]:

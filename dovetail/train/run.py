@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from dovetail.core.chips import chip_of
-from dovetail.core.recipe import to_yaml
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.whole_file import write_whole
@@ -26,6 +25,7 @@ from dovetail.train.loop import Loop
 from dovetail.train.position import Position
 from dovetail.train.predict import predict
 from dovetail.train.prepare import Ready
+from dovetail.train.recorded import recipe_text
 from dovetail.train.report import page, predicted
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import Remarks, RunMetrics, Work
@@ -64,7 +64,7 @@ def run(
     with Saves(ready, folder, goodput, remarks) as saves, stop:
         at = saves.open()
         if first:
-            write_whole(folder / "recipe.yaml", to_yaml(settings))
+            write_whole(folder / "recipe.yaml", recipe_text(settings))
         expected = _expected(ready, folder, remarks) if first else None
         with (
             RunMetrics(

@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any
 
 from dovetail.core.compute import compute_of
-from dovetail.core.recipe import dump
 from dovetail.io.checkpoint import Checkpoints
-from dovetail.train.changes import changes
+from dovetail.train.changes import changes, rows_key_of
 from dovetail.train.guard.stop import Together
 from dovetail.train.position import Position
 from dovetail.train.prepare import Ready
+from dovetail.train.recorded import record
 from dovetail.train.report.goodput import Goodput
 
 
@@ -66,7 +66,7 @@ class Saves:
         """(the newest good checkpoint, the recipe that it was saved with)."""
         state, meta, step = self.checkpoints.restore(self._ready.form)
         key = self._settings.rows_key
-        if meta["data"] != key:
+        if key not in (meta["data"], rows_key_of(meta["recipe"], type(self._settings))):
             changed = changes(meta["recipe"], self._settings)
             told = [text for name, text in changed.items() if name.partition(".")[0] in ("", *key)]
             raise ValueError(
@@ -85,7 +85,7 @@ class Saves:
         return bool(minutes) and self._by_clock.is_due(time.monotonic() - self._saved_at > 60 * minutes, step)
 
     def save(self, at: Position, durable: bool) -> None:
-        meta = {"cursor": at.cursor, "data": self._settings.rows_key, "recipe": dump(self._settings)}
+        meta = {"cursor": at.cursor, "data": self._settings.rows_key, **record(self._settings)}
         with self._goodput.span("checkpoint"):
             far = True if durable and self._settings.checkpoint.durable else None
             self.checkpoints.save(at.step, at.state, meta, far)

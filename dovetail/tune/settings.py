@@ -44,7 +44,7 @@ class Samples:
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Training):
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
-    BASES: ClassVar = HELD  # what a recipe's `base` may say that is no recipe to start from
+    BASES: ClassVar = ("", *HELD)  # what a recipe's `base` may say that is no recipe to start from
 
     epochs: float = 0.0  # in place of steps: passes over the data, from which their number is counted
     batch: int = 8

@@ -210,6 +210,15 @@ class Rl(Tuning):
         return replace(ALGORITHMS[self.algo], **own)
 
     @property
+    def effective(self) -> Rl:
+        if self.algo == "gkd":  # which reads distillation in place of loss
+            return self
+        wanted = self.wanted
+        made = policy_loss(wanted.policy or "clipped", eps_low=wanted.eps_low, eps_high=wanted.eps_high)
+        own = {name: getattr(made, name) for name in ("eps_low", "eps_high") if hasattr(made, name)}
+        return replace(self, loss=replace(wanted, **own))
+
+    @property
     def has_critic(self) -> bool:
         return self.algo == "ppo"
 
