@@ -52,14 +52,14 @@ def _row(name: str) -> tuple:
     from dovetail.core import recipe
     from dovetail.core.chips import CHIPS
     from dovetail.core.spec import matmul_flops, num_params
-    from dovetail.models.registry import read_model
+    from dovetail.io.outline import config_of
     from dovetail.models.spec import spec
     from dovetail.plan.derive import smallest
     from dovetail.plan.plans import num_experts
     from dovetail.train.settings import Pretrain
 
     settings = recipe.load(name, (), Pretrain)
-    cfg = read_model(settings.model)
+    cfg = config_of(settings.model)
     size = num_params(spec(cfg))
     active = f" ({human(matmul_flops(spec(cfg)) / 2)} active)" if num_experts(cfg) > 1 else ""
     tokens = settings.total_steps * settings.tokens_per_step
@@ -89,10 +89,10 @@ def show(console, name: str, overrides: list[str], chip: str, devices: int, slic
 
 
 def _model_of(settings):
-    from dovetail.models.registry import read_model
+    from dovetail.io.outline import config_of
     from dovetail.models.score import scored
 
-    cfg = read_model(settings.model)
+    cfg = config_of(settings.model)
     return scored(cfg) if settings.scores else cfg
 
 

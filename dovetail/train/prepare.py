@@ -19,8 +19,8 @@ from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.registry import read_model
 from dovetail.models.score import scored
 from dovetail.plan.derive import Derived, derive
 from dovetail.train.compiler import compiled, options_of
@@ -167,7 +167,7 @@ def prepare(
     settings: Training, objective: Objective, devices: Sequence[Any] | None = None, platform: str | None = None
 ) -> Ready:
     """Lay a recipe over the devices that are there, or over those given (of a topology that is not, say)."""
-    cfg = scored(read_model(settings.model)) if settings.scores else read_model(settings.model)
+    cfg = scored(config_of(settings.model)) if settings.scores else config_of(settings.model)
     devices = list(devices if devices is not None else _all_but(settings.spare_devices))
     first = devices[0]
     own = set(jax.local_devices())

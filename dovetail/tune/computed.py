@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleRows
-from dovetail.models.registry import read_model
+from dovetail.io.outline import config_of
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
 from dovetail.tune.distill import likeliest
@@ -43,7 +43,7 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
             lambda params, batch, ctx: {"reference": target_logprobs(params, ready.cfg, batch, ctx)},
         )  # fmt: skip
     if isinstance(settings, Distill) and settings.distillation.teacher == "disk":
-        cfg, k = read_model(settings.teacher), settings.distillation.top_k
+        cfg, k = config_of(settings.teacher), settings.distillation.top_k
 
         def words(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
             return dict(zip(("teacher_words", "teacher_logprobs"), likeliest(params, cfg, batch, ctx, k), strict=True))
@@ -72,7 +72,7 @@ def with_columns(
 def _compute(wanted: Computed, rows: ExampleRows, settings: Tuning, ready: Ready) -> Values:
     """`rows` have the column `document`."""
     same = wanted.weights == settings.weights
-    cfg = ready.cfg if same else read_model(wanted.weights)
+    cfg = ready.cfg if same else config_of(wanted.weights)
     frozen = ready.frozen if same and settings.lora else None
     if frozen is None:
         frozen = frozen_model(wanted.weights, settings.held, settings.precision.compute).load(cfg, ready.placement)

@@ -9,8 +9,8 @@ from typing import Any
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.registry import read_model
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Frozen, Objective, StepContext
 from dovetail.tune.distill import distill as distill_objective
@@ -41,7 +41,7 @@ def objective(settings: Any) -> Objective:
     policy, teacher = policy_of(settings), None
     if settings.distillation.teacher == "live":
         teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)
-    teacher_cfg = read_model(settings.teacher)
+    teacher_cfg = config_of(settings.teacher)
     found = distill_objective(
         settings.distillation, lambda params, ctx: _student(policy, params, ctx),
         (lambda params, ctx: ctx.frozen["teacher"]) if teacher else None, teacher_cfg, policy.specs, policy.export,

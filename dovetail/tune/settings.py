@@ -10,10 +10,10 @@ from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.recipe import dump
 from dovetail.core.training import Optimizer, Precision, Training
 from dovetail.data.tuning import TuningData
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD, SCHEMES
 from dovetail.models.lora import Lora, lora_spec
-from dovetail.models.registry import read_model
 from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.preference_settings import Preference, RewardLoss
 
@@ -187,9 +187,9 @@ class Distill(Tuning):
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
-        live = ((read_model(self.teacher), self.held),) if self.distillation.teacher == "live" else ()
+        live = ((config_of(self.teacher), self.held),) if self.distillation.teacher == "live" else ()
         return (*super().frozen, *live)
 
     def check_model(self, cfg: ModelConfig) -> None:
         super().check_model(cfg)
-        check_teacher(cfg, read_model(self.teacher))
+        check_teacher(cfg, config_of(self.teacher))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from dovetail.data import corpus
+from dovetail.data import corpus, hub_dataset
 from dovetail.data.readers import read
 from dovetail.data.settings import Source
 from dovetail.data.sources import find, split
@@ -210,3 +210,35 @@ def test_several_kinds_in_a_folder(tmp_path):
 def test_paths_that_mean_nothing(path, settings, message):
     with pytest.raises(ValueError, match=message):
         documents(path, **settings)
+
+
+def test_datasets_of_the_hub_are_read_by_split_and_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_dataset, "fetch_dataset", lambda hub_id, patterns: tmp_path / hub_id)
+    files = (
+        "org/one/README.md", "org/one/train.jsonl", "org/one/test.jsonl", "org/all/part.jsonl",
+        "org/many/main/train-0.jsonl", "org/many/main/test-0.jsonl", "org/many/other/train-0.jsonl",
+    )  # fmt: skip
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path, [name]) if name.endswith(".jsonl") else path.write_text("about it")
+    many = "hf://datasets/org/many"
+    wanted = {
+        "org/one": ["train.jsonl"], "org/all": ["part.jsonl"], "hf://datasets/org/one/test.jsonl": ["test.jsonl"],
+        f"{many}/main": ["main/train-0.jsonl"], f"{many}/*/test-*": ["main/test-0.jsonl"],
+    }  # fmt: skip
+    for path, ends in wanted.items():
+        texts = documents(path)
+        assert len(texts) == len(ends) and all(map(str.endswith, texts, ends)), path
+    with pytest.raises(ValueError, match=r"several folders \(main, other\): name one, such as .*org/many/main"):
+        documents("org/many")
+    with pytest.raises(ValueError, match=r"expected files ending in .*it holds test.jsonl, train.jsonl"):
+        documents("hf://datasets/org/one/no*")
+
+
+def test_a_dataset_that_is_neither_here_nor_cached_says_how_to_pull_it(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match=r"no folder 'org/absent' here.*`dovetail pull org/absent --dataset`"):
+        find(Source("org/absent"))
+    with pytest.raises(ValueError, match=r"there is no 'org/absent\.jsonl'"):
+        find(Source("org/absent.jsonl"))

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.core.recipe import SHIPPED
 from dovetail.io import hub, wheel
+from dovetail.io.outline import config_of
 
 pytestmark = pytest.mark.slow
 
@@ -97,11 +99,25 @@ def test_what_is_not_understood_says_what_is(name, tmp_path, monkeypatch):
     assert "Did you mean" not in str(error.value)
 
 
+def test_a_local_model_hides_a_known_name_and_that_is_said(tmp_path, monkeypatch, caplog):
+    """In every command: they all ask `resolve`, or `config_of` for the architecture."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
+    assert config_of("smollm2-135m").dim == 576, "a folder without a model, such as a run's, hides nothing"
+    shipped = json.loads((SHIPPED / "models/tiny.json").read_text())
+    (tmp_path / "smollm2-135m/config.json").write_text(json.dumps(shipped))
+    assert hub.resolve("smollm2-135m") == Path("smollm2-135m")
+    assert config_of("smollm2-135m").dim == config_of("tiny").dim == shipped["hidden_size"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and said[0].startswith("smollm2-135m: using the folder of this name here (")
+
+
 def test_a_hub_id_that_is_not_cached_offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(OSError, match="no folder 'org/no-such-model' here") as error:
         hub.resolve("org/no-such-model")
     assert "\n" not in str(error.value)
+    assert "`dovetail pull org/no-such-model` where the hub can be reached" in str(error.value)
 
 
 # --- the wheel --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from dovetail.core.types import Batch, Column, Params
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.registry import read_model
 from dovetail.ops.token_loss import Allowed, TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
 from dovetail.train.routers import loads_of
@@ -57,7 +57,7 @@ def columns(settings: Rl) -> dict[str, Column]:
     found |= {"support": Column("int32", width=settings.sampling.top_k)} if settings.has_support else {}
     if not settings.has_masks:
         return found
-    words = -(-read_model(settings.model).vocab // 32)
+    words = -(-config_of(settings.model).vocab // 32)
     return found | {"mask": Column("int32"), "masks": Column("uint32", width=words, table=True)}
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from dovetail.core.mesh import Placement, make_mesh
 from dovetail.core.types import Batch, Params
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.registry import read_model
 from dovetail.ops.token_loss import token_logprobs
 from dovetail.train.objective import hidden_states, step_context
 from dovetail.train.prepare import Ready
@@ -59,7 +59,7 @@ class Scorer:
 
     @functools.cached_property
     def _teacher_cfg(self) -> ModelConfig:
-        return read_model(self._settings.teacher)
+        return config_of(self._settings.teacher)
 
     def _load(self) -> Any:
         """Of adapters, their base: no second copy where that lies."""

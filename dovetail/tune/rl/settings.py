@@ -13,8 +13,8 @@ from dovetail.core.recipe import dump
 from dovetail.core.spec import num_params
 from dovetail.core.training import Eval, Optimizer, Precision
 from dovetail.data.tuning import TuningData
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.registry import read_model
 from dovetail.models.spec import kv_bytes_per_token, spec
 from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.rl.algorithms import ALGORITHMS, TAUGHT, Loss
@@ -233,12 +233,12 @@ class Rl(Tuning):
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
-        return (*super().frozen, *(((read_model(self.teacher), self.held),) if self.is_taught else ()))
+        return (*super().frozen, *(((config_of(self.teacher), self.held),) if self.is_taught else ()))
 
     def check_model(self, cfg: ModelConfig) -> None:
         super().check_model(cfg)
         if self.is_taught:
-            check_teacher(cfg, read_model(self.teacher))
+            check_teacher(cfg, config_of(self.teacher))
 
     @property
     def has_reference(self) -> bool:
