@@ -4,19 +4,30 @@ from pathlib import Path
 
 import typer
 
+from dovetail.cli.show_config import OPTION
+
 
 def pretrain(
-    recipe: str = typer.Argument(..., help="A shipped recipe's name (`dovetail recipes` lists them), or a YAML file."),
+    recipe: str = typer.Argument("", help="A shipped recipe's name (`dovetail recipes` lists them), or a YAML file."),
     overrides: list[str] = typer.Argument(None, help="Keys to change, such as optimizer.lr=1e-3 steps=500."),
     run_dir: str = typer.Option("", "--run-dir", help="Where the run is kept; default runs/RECIPE."),
     export_hf: int = typer.Option(
         None, "--export-hf", min=1, help="Steps between exports to a Hugging Face folder (checkpoint.export_hf)."
     ),
+    show_config: bool = OPTION,
     quiet: bool = typer.Option(False, help="No live line."),
 ) -> None:
     """Train a model from a recipe; started again, it goes on where it stopped."""
     from dovetail.core.host import process_age
 
+    if show_config:
+        from dovetail.cli.show_config import show_config as show
+        from dovetail.train.settings import Pretrain
+
+        show(Pretrain, recipe or "-", overrides or [])
+        return
+    if not recipe:
+        raise ValueError("say what to train: dovetail pretrain RECIPE (`dovetail recipes` lists them)")
     code = run(recipe, overrides or [], run_dir, export_hf, show=not quiet, age=process_age())
     if code:
         raise typer.Exit(code)
@@ -49,7 +60,7 @@ def run(
         settings = load(recipe, overrides, Pretrain)
         console = Console(stderr=True, highlight=False)
         ended = pretrain_settings(
-            settings, Path(run_dir) if run_dir else run_folder(Path(recipe).stem), stop=stop, since=since, show=show,
+            settings, Path(run_dir) if run_dir else run_folder(recipe), stop=stop, since=since, show=show,
             explain=lambda lines: show and console.print("\n".join(lines), style="dim", soft_wrap=True),
             bar=bar if show else None, last_words=last_words,
         )  # fmt: skip
@@ -70,6 +81,12 @@ def say_end(console, ended) -> None:
 
     if ended.code:
         console.print(meaning(ended.code), style="bold")
+    elif not ended.trained:
+        console.print(
+            f"nothing was trained: the run in {ended.folder} has done all its {ended.step:,} steps; raise steps (or "
+            "epochs) to train further, or give another --run-dir for a new run",
+            style="bold", markup=False, soft_wrap=True,
+        )  # fmt: skip
     page = ended.folder / "report.html"
     if page.exists():
         found = read(ended.folder)

@@ -1,5 +1,6 @@
 """`dovetail sft`, `dpo`, `distill`, `reward`, `rl`, `merge`: a model's later schooling, on whatever machine this is."""
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -7,39 +8,61 @@ from typing import Any
 
 import typer
 
+from dovetail.cli.show_config import OPTION
+
 RECIPE = typer.Argument(
-    ..., help="A YAML file, or `-` for none: then model=, data.path= and steps= or epochs= must be given."
+    None,
+    metavar="[RECIPE]",
+    help="A YAML file. Without one (or with `-`), --model and --data, or model= and data=, say what to train.",
 )
-OVERRIDES = typer.Argument(None, help="Keys to change, such as lora.rank=16 optimizer.lr=2e-4 steps=500.")
-RUN_DIR = typer.Option("", "--run-dir", help="Where the run is kept; default runs/RECIPE.")
+OVERRIDES = typer.Argument(
+    None, metavar="[KEY=VALUE]...", help="Keys to change, such as lora.rank=16 optimizer.lr=2e-4 steps=500."
+)
+MODEL = typer.Option("", "--model", help="The model to train: a folder, .gguf file, hub id or name. As model=.")
+DATA = typer.Option("", "--data", help="The records: a file, a folder or a dataset of the hub. As data.path=.")
+RUN_DIR = typer.Option("", "--run-dir", help="Where the run is kept; default runs/RECIPE or runs/MODEL.")
 QUIET = typer.Option(False, help="No live line.")
 
 
-def sft(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
-    """Fine-tune on conversations; started again, it goes on where it stopped."""
-    _tune("sft", recipe, overrides, run_dir, quiet)
+def _command(name: str, help: str) -> Callable[..., None]:
+    """Return the command of one kind of training: all take the same arguments."""
+
+    def command(
+        recipe: str = RECIPE,
+        overrides: list[str] = OVERRIDES,
+        model: str = MODEL,
+        data: str = DATA,
+        run_dir: str = RUN_DIR,
+        show_config: bool = OPTION,
+        quiet: bool = QUIET,
+    ) -> None:
+        recipe, words = _given(recipe, overrides, model, data)
+        if show_config:
+            from dovetail.cli.show_config import show_config as show
+
+            show(_kind(name)[0], recipe, words)
+        else:
+            _tune(name, recipe, words, run_dir, quiet)
+
+    command.__name__, command.__doc__ = name, help
+    return command
 
 
-def dpo(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
-    """Learn from preferences: DPO, IPO, KTO, ORPO, SimPO."""
-    _tune("dpo", recipe, overrides, run_dir, quiet)
+sft = _command("sft", "Fine-tune on conversations; started again, it goes on where it stopped.")
+dpo = _command("dpo", "Learn from preferences: DPO, IPO, KTO, ORPO, SimPO.")
+distill = _command("distill", "Learn from a larger model.")
+reward = _command("reward", "Train a reward model: scores of answers, learnt from pairs.")
+rl = _command("rl", "Learn from rewards of its own answers: GRPO, DAPO, GSPO, RLOO, PPO.")
 
 
-def distill(
-    recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET
-) -> None:
-    """Learn from a larger model."""
-    _tune("distill", recipe, overrides, run_dir, quiet)
-
-
-def reward(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
-    """Train a reward model: scores of answers, learnt from pairs."""
-    _tune("reward", recipe, overrides, run_dir, quiet)
-
-
-def rl(recipe: str = RECIPE, overrides: list[str] = OVERRIDES, run_dir: str = RUN_DIR, quiet: bool = QUIET) -> None:
-    """Learn from rewards of its own answers: GRPO, DAPO, GSPO, RLOO, PPO."""
-    _tune("rl", recipe, overrides, run_dir, quiet)
+def _given(recipe: str | None, overrides: list[str] | None, model: str, data: str) -> tuple[str, list[str]]:
+    """Return the recipe (`-` for none) and all overrides. A first word with an = is an override, not a recipe."""
+    words = list(overrides or [])
+    if recipe and "=" in recipe and not Path(recipe).is_file():
+        recipe, words = None, [recipe, *words]
+    words += [f"model={model}"] if model else []
+    words += [f"data.path={data}"] if data else []
+    return recipe or "-", words
 
 
 def merge(
@@ -93,7 +116,7 @@ _OBJECTIVES = {
 }  # fmt: skip
 
 
-def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, quiet: bool) -> None:
+def _tune(name: str, recipe: str, overrides: list[str], run_dir: str, quiet: bool) -> None:
     import time
 
     from rich.console import Console
@@ -103,15 +126,21 @@ def _tune(name: str, recipe: str, overrides: list[str] | None, run_dir: str, qui
     from dovetail.cli.progress import bar
     from dovetail.core.host import process_age
     from dovetail.train.guard.stop import Stop
+    from dovetail.train.pretrain import run_folder
 
+    if recipe == "-" and not overrides:
+        raise ValueError(
+            f"say what to train: dovetail {name} RECIPE, or dovetail {name} --model MODEL --data FILE; --show-config "
+            "lists all keys"
+        )
     since = time.monotonic() - process_age()
     console = Console(stderr=True, highlight=False)
     with Stop(ends_process=True) as stop:
         cls, run = _kind(name)
-        settings = read_settings(cls, recipe, overrides or [])
-        stem = Path(settings.model if recipe == "-" else recipe).stem
+        settings = read_settings(cls, recipe, overrides)
+        folder = Path(run_dir) if run_dir else run_folder(settings.model if recipe == "-" else recipe, name)
         ended = run(
-            settings, Path(run_dir) if run_dir else Path("runs") / f"{stem}-{name}", stop=stop, since=since,
+            settings, folder, stop=stop, since=since,
             show=not quiet, bar=None if quiet else bar, last_words=last_words,
             explain=lambda lines: quiet or console.print("\n".join(lines), style="dim", soft_wrap=True),
             told=lambda line: quiet or console.print(line, style="dim", soft_wrap=True),

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from dovetail.core import yaml_text
 from dovetail.core.choice import did_you_mean
+from dovetail.core.foreign_names import IN_SECTION, OURS
 from dovetail.core.overrides import Typed, flat, kind_of, parsed, place, split
 
 T = TypeVar("T")
@@ -72,8 +73,18 @@ def change(settings: T, overrides: Sequence[str] | Mapping[str, Any]) -> T:
 
 def _overridden(cls: type[T], mapping: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> T:
     pairs = flat(overrides) if isinstance(overrides, Mapping) else [split(text) for text in overrides]
+    pairs = [(_whole_path(cls, path, value), value) for path, value in pairs]
     below = _without_rivals(cls, mapping, [path[0] for path, _ in pairs])
     return read(cls, place(below, pairs))
+
+
+def _whole_path(cls: type, path: list[str], value: Any) -> list[str]:
+    """The path of a section's main key, where text is given for the section itself: `data=chats.jsonl` is data.path."""
+    text = parsed(value) if isinstance(value, Typed) else value
+    if len(path) > 1 or not isinstance(text, str) or not has_key(cls, path[0]):
+        return path
+    main = getattr(section_of(typing.get_type_hints(cls)[path[0]]), "MAIN", None)
+    return [*path, main] if main else path
 
 
 def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -86,6 +97,9 @@ def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]
         raise ValueError(f"recipe {path}: {error}") from error
     if not isinstance(mapping, dict):
         raise ValueError(f"recipe {path}: a recipe is a mapping of keys to values; this is {kind_of(mapping)}")
+    if dataclasses.is_dataclass(cls):
+        whole = {key: _whole_path(cls, [str(key)], value)[1:] for key, value in mapping.items()}
+        mapping = {key: {whole[key][0]: value} if whole[key] else value for key, value in mapping.items()}
     if mapping.get("base") in getattr(cls, "BASES", ()):  # a value of the settings' own key of that name
         return mapping
     base = mapping.pop("base", None)
@@ -130,7 +144,7 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
     for key in mapping:
         if key not in fields:
-            raise ValueError(_unknown(_join(path, key), path, key, fields))
+            raise ValueError(_unknown(cls, path, key, fields))
     hints = typing.get_type_hints(cls, include_extras=True)
     given = {
         key: _convert(hints[key], value, _join(path, key), _default(fields[key], start))
@@ -145,12 +159,31 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
         raise ValueError(_join(path, str(error))) from error
 
 
-def _unknown(full: str, path: str, key: Any, fields: Mapping[str, Any]) -> str:
+def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
+    full, ours = _join(path, key), (IN_SECTION if path else OURS).get(str(key), "")
+    if ours.startswith("--"):
+        return f"{full} is not a key. Use the option {ours}."
+    if ours and has_key(cls, ours):
+        return f"{full} is not a key. Did you mean {_join(path, ours)}?"
     close = did_you_mean(key, fields)
     where = f"the keys of {path}" if path else "the keys of a recipe"
     known = "" if close else f" {where[0].upper()}{where[1:]} are {', '.join(fields)}."
     hint = re.sub(r"'(.*)'", lambda m: _join(path, m[1]), close)
     return f"{full} is not a key.{hint}{known}"
+
+
+def has_key(cls: type, dotted: str) -> bool:
+    """Whether settings of this class have the key, such as `lora.rank`."""
+    name, _, rest = dotted.partition(".")
+    hint = typing.get_type_hints(cls).get(name) if name in {f.name for f in dataclasses.fields(cls) if f.init} else None
+    section = section_of(hint)
+    return hint is not None and (not rest or (section is not None and has_key(section, rest)))
+
+
+def section_of(hint: Any) -> type | None:
+    """Return the settings class of a key that is a section, also of one that may be null; None of any other key."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return next((member for member in members if dataclasses.is_dataclass(member)), None)  # pyright: ignore
 
 
 def _join(path: str, key: Any) -> str:

@@ -24,14 +24,14 @@ REMATS = ("none", "dots", "attention", "full")  # from the most memory to the mo
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: str = "adamw"
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0  # the greatest global norm of a gradient; 0: no clipping
-    momentum: float = 0.95  # of Muon, for the weights that are matrices
+    name: str = "adamw"  # adamw, muon or adafactor
+    lr: float = 3e-4  # the learning rate after the warmup
+    beta1: float = 0.9  # Adam's decay of the mean of gradients
+    beta2: float = 0.95  # Adam's decay of the mean of squared gradients
+    eps: float = 1e-8  # Adam's term against division by 0
+    weight_decay: float = 0.1  # decoupled weight decay, multiplied by the learning rate
+    clip: float = 1.0  # clip gradients to this global norm; 0: do not clip
+    momentum: float = 0.95  # Muon's momentum, for the weights that are matrices
 
     def __post_init__(self) -> None:
         one_of("name", self.name, OPTIMIZERS)
@@ -47,10 +47,10 @@ class Optimizer:
 class Schedule:
     """The learning rate over the run: warmup, then the named curve down to `final` of it."""
 
-    name: str = "cosine"
-    warmup: int = 0  # steps
+    name: str = "cosine"  # how the rate falls after the warmup: cosine, wsd, linear or constant
+    warmup: int = 0  # steps over which the learning rate rises to lr
     decay: float = 0.2  # wsd: the last share of the run, in which the rate falls
-    final: float = 0.1  # the share of lr left at the end
+    final: float = 0.1  # the share of lr that is left at the end
 
     def __post_init__(self) -> None:
         one_of("name", self.name, SCHEDULES)
@@ -61,9 +61,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Precision:
-    compute: str = "bf16"  # tf32: f32 whose products a GPU makes in TF32, several times as fast
-    params: str = "f32"  # the masters; bf16 ones are updated with stochastic rounding
-    logits: str = ""  # what the loss's logits are held in; as compute, unless given
+    compute: str = "bf16"  # what is computed in: bf16, f32, or tf32 (f32 with a GPU's TF32 products)
+    params: str = "f32"  # what trained weights are held in: f32, or bf16 with stochastic rounding
+    logits: str = ""  # what the loss's logits are held in: bf16 or f32; default: as compute
 
     def __post_init__(self) -> None:
         one_of("compute", self.compute, ("bf16", "f32", "tf32"))
@@ -75,11 +75,11 @@ class Precision:
 class Health:
     spike: float = 10.0  # a gradient norm above this multiple of its running geometric mean is a spike
     warmup: int = 20  # steps before spikes are judged
-    replays: int = 1  # of a bad step on the same batch, to tell data from hardware
+    replays: int = 1  # times that a bad step is repeated on its batch, to tell bad data from bad hardware
     max_skips: int = 10  # batches left out before the run stops
-    max_rollbacks: int = 2
-    hang_seconds: float = 1800.0  # without a step, after which every thread's stack is written; 0: never
-    lost_seconds: float = 20.0  # without a sign of life from one process, after which all of them end
+    max_rollbacks: int = 2  # times that the run goes back to a checkpoint before it stops
+    hang_seconds: float = 1800.0  # write every thread's stack after so long without a step; 0: never
+    lost_seconds: float = 20.0  # end all processes after so long without a sign of life from one
 
     def __post_init__(self) -> None:
         require(self.lost_seconds >= 2, f"lost_seconds must be at least 2; got {self.lost_seconds}")
@@ -89,12 +89,12 @@ class Health:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = 500  # steps; 0: not by steps
-    minutes: float = 0.0  # 0: not by the clock
-    keep: int = 3  # the newest ones
-    keep_every: int = 0  # and every multiple of this many steps, for good; 0: none
+    every: int = 500  # steps between checkpoints; 0: none by steps
+    minutes: float = 0.0  # minutes between checkpoints; 0: none by the clock
+    keep: int = 3  # how many of the newest checkpoints to keep
+    keep_every: int = 0  # also keep every checkpoint whose step is a multiple of this; 0: none
     durable: str = ""  # a second folder or bucket, slower and safer
-    durable_every: int = 0  # steps
+    durable_every: int = 0  # steps between copies into the durable folder
     export_hf: int = 0  # steps between exports to a Hugging Face folder; 0: none
 
     def __post_init__(self) -> None:
@@ -112,9 +112,9 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Eval:
     every: int = 0  # steps between measurements of the held-out loss; 0: none
-    batches: int = 8
-    command: str = ""  # run as a process of its own on the exported folder
-    command_every: int = 0  # steps
+    batches: int = 8  # held-out batches of one measurement
+    command: str = ""  # a command to run beside the training on the exported folder
+    command_every: int = 0  # steps between runs of the command
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "command_every")
@@ -130,12 +130,12 @@ class Eval:
 class Mesh:
     """Devices along each axis; their product, without slices, is the number of devices. 0 is derived."""
 
-    data: int = 0
-    fsdp: int = 0
-    expert: int = 1
-    tensor: int = 1
-    context: int = 1  # the sequence, split over devices
-    slices: int = 1  # groups of devices joined by the slower network; each holds an equal part of `data`
+    data: int = 0  # devices with a copy of the weights, for other rows; 0: derived
+    fsdp: int = 0  # devices that share one copy of the weights; 0: derived
+    expert: int = 1  # devices that share the experts; 0: derived
+    tensor: int = 1  # devices that split each projection; 0: derived
+    context: int = 1  # devices that split each row; 0: derived
+    slices: int = 1  # groups of devices joined by a slower network; each holds an equal part of `data`
 
     def __post_init__(self) -> None:
         not_negative(self, "data", "fsdp", "expert", "tensor", "context")
@@ -154,10 +154,10 @@ DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 class Training:
     ALTERNATIVES: ClassVar = (("steps", "tokens"),)  # giving one puts away the other of a recipe below
 
-    model: str  # the name of a shipped config, or a config.json, or the folder that holds one
+    model: str  # a folder, a .gguf file, a catalogue name, a hub id, or a shipped architecture
     batch: int  # rows of one step over all devices
     length: int  # tokens of one row
-    steps: Count = 0
+    steps: Count = 0  # how long to train
     tokens: Count = 0  # in place of steps: 10B, 300M
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
@@ -166,15 +166,15 @@ class Training:
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     mesh: Mesh = Mesh()
-    remat: str = ""
-    scan: bool | None = None  # equal layers as a loop: compile time stays flat in depth
-    accumulate: int = 0  # microsteps per step
-    per_device: int = 0  # rows of one microstep on one device
-    ema: float = 0.0  # decay of an average of the weights; 0: none is kept
-    seed: int = 0
-    log_every: int = 1
-    profile: str = ""  # "10:13": trace steps 10, 11 and 12
-    init: str = ""  # a folder of weights to start from
+    remat: str = ""  # what is recomputed in the backward pass: none, dots, attention or full; default: derived
+    scan: bool | None = None  # compile equal layers as a loop: compile time stays flat in depth; default: derived
+    accumulate: int = 0  # microsteps per step; 0: derived
+    per_device: int = 0  # rows of one microstep on one device; 0: derived
+    ema: float = 0.0  # decay of an average of the weights, such as 0.999; 0: none is kept
+    seed: int = 0  # seed of new weights and of dropout
+    log_every: int = 1  # steps between lines of metrics
+    profile: str = ""  # steps to trace: 10:13 traces steps 10, 11 and 12
+    init: str = ""  # weights to start from, if they are not the model's: a folder, a name or a hub id
 
     def __post_init__(self) -> None:
         require(bool(self.model), "model must name a model or a config.json; it is empty")

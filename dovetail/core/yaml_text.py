@@ -63,3 +63,9 @@ def parse(text: str) -> Any:
 
 def write(mapping: Any) -> str:
     return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def write_inline(value: Any) -> str:
+    """Return a value on one line, as it may stand behind `key=`."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n").removesuffix("...").strip()

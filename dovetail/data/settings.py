@@ -31,10 +31,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Data:
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # where the documents are, each with a path and a weight
     tokenizer: str = ""  # "": the model's own; "bytes": raw UTF-8 (ids 0 to 255, 256 ends a document); or a path
-    packing: str = "concat"
-    seed: int = 0
+    packing: str = "concat"  # how documents fill rows: see data.pack
+    seed: int = 0  # seed of the order of documents and of what is held out
     cache: str = ""  # where tokens are kept; "": data/ in Dovetail's home
     held_out: float = 0.0  # for evaluation: below 1 a share of the documents, from 1 on a number of rows
 

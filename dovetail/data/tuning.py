@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 from dovetail.core.choice import one_of, require
 
@@ -17,13 +18,13 @@ class Keys:
     messages: str = ""  # a conversation: messages, or ShareGPT's conversations
     role: str = ""  # of a message: role, or from
     content: str = ""  # of a message: content, or value
-    tools: str = ""
+    tools: str = ""  # the tools that a conversation may call
     system: str = ""  # a system prompt beside the conversation
     prompt: str = ""  # prompt, or Alpaca's instruction
     input: str = ""  # what belongs to an instruction, as Alpaca has it
     completion: str = ""  # completion, or Alpaca's output
-    chosen: str = ""
-    rejected: str = ""
+    chosen: str = ""  # the better answer of a pair
+    rejected: str = ""  # the worse answer of a pair
     label: str = ""  # true: a completion to learn from; false: one to avoid
     margin: str = ""  # of a preference: by how much the chosen one should lead
 
@@ -50,13 +51,15 @@ class TuningSource:
 
 @dataclass(frozen=True)
 class TuningData:
+    MAIN: ClassVar = "path"  # `data: chats.jsonl` is data.path
+
     path: str = ""  # JSONL, Parquet or a Hugging Face dataset on disk: a file, a folder, a pattern
     sources: tuple[TuningSource, ...] = ()  # in place of path: several
     format: str = "auto"  # which of a record's forms to take, where it has several
     keys: Keys = Keys()
     template: str = ""  # a file with the chat template to use; "": the tokenizer's own
     overlong: str = "turns"  # what is longer than a row loses its oldest turns, is cut at its end, or is left out
-    seed: int = 0
+    seed: int = 0  # seed of the order of examples and of what is held out
     held_out: float = 0.0  # for evaluation: below 1 a share of the records, from 1 on a number of rows
 
     def __post_init__(self) -> None:

@@ -33,12 +33,12 @@ ALL = "all-linear"
 class Lora:
     """What PEFT's adapter_config.json says, by our names."""
 
-    rank: int = 16
+    rank: int = 16  # the rank of the adapters' matrices
     alpha: float = 32.0  # the update is multiplied by alpha / rank
     targets: tuple[str, ...] = (ALL,)  # ends of Hugging Face's module names, such as q_proj, or patterns of whole ones
-    dropout: float = 0.0  # of the adapters' inputs
-    rslora: bool = False  # alpha / sqrt(rank) instead
-    dora: bool = False  # the norm of each row of a weight is trained apart from its direction
+    dropout: float = 0.0  # dropout of the adapters' inputs
+    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
+    dora: bool = False  # train the norm of each row of a weight apart from its direction (DoRA)
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, f"rank must be at least 1; got {self.rank}")

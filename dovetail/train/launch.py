@@ -39,6 +39,7 @@ class Ended:
     folder: Path  # metrics.jsonl, checkpoints, exports, report.html
     step: int  # the last update
     metrics: dict[str, Any]  # of the last step reported, with the last held-out measures
+    trained: int = 0  # steps of this start; 0 where the run was done already
 
 
 def _last_words(error: BaseException) -> tuple[int, str]:
@@ -92,7 +93,7 @@ def launch(
                     ready, folder, opened.rows, opened.held_out, opened.tokenizer, opened.samples, goodput=goodput,
                     show=show, stop=stop, on_hang=(lambda line: peers.tell(HUNG, line)) if peers else None,
                 )  # fmt: skip
-    return Ended(ran.code, folder, ran.at.step, _last_metrics(folder))
+    return Ended(ran.code, folder, ran.at.step, _last_metrics(folder), ran.at.step - ran.began)
 
 
 def _is_first() -> bool:

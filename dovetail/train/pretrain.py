@@ -38,15 +38,18 @@ def pretrain(recipe: str | Path | Pretrain, *, run_dir: str | Path = "", show: b
     that fails ends them all.
     """
     if isinstance(recipe, Pretrain):
-        settings, name = recipes.change(recipe, overrides), Path(recipe.model).stem
+        settings, name = recipes.change(recipe, overrides), recipe.model
     else:
-        settings, name = recipes.load(str(recipe), overrides, Pretrain), Path(recipe).stem
+        settings, name = recipes.load(str(recipe), overrides, Pretrain), str(recipe)
     return pretrain_settings(settings, Path(run_dir) if run_dir else run_folder(name), show=show)
 
 
-def run_folder(name: str) -> Path:
-    """Where a run is kept unless it is said otherwise."""
-    return Path("runs") / name
+def run_folder(name: str, training: str = "") -> Path:
+    """Return where a run is kept unless it is said otherwise. `name`: of its recipe or its model; `training`: if it is
+    not pretraining."""
+    path = Path(name)
+    stem = path.stem if path.suffix in (".yaml", ".yml", ".gguf", ".json") else path.name  # Qwen3-0.6B has no suffix
+    return Path("runs") / (f"{stem}-{training}" if training else stem)
 
 
 def pretrain_settings(settings: Pretrain, folder: Path, *, bar: Bar | None = None, **how: Any) -> Ended:

@@ -39,6 +39,7 @@ IN_GOOD_ORDER = (0, PREEMPTED, 130)  # exit codes of runs whose last state is sa
 class Ran:
     code: int  # of train.guard.exits, 0 or 130
     at: Position  # where it ended
+    began: int  # the step after which it began: 0 of a new run
     checkpoints: Checkpoints
     goodput: Goodput
     remarks: list[str]  # made before the first step
@@ -63,6 +64,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     with Saves(ready, folder, goodput, remarks) as saves, stop:
         at = saves.open()
+        began = at.step
         if first:
             write_whole(folder / "recipe.yaml", recipe_text(settings))
         expected = _expected(ready, folder, remarks) if first else None
@@ -91,7 +93,7 @@ def run(
         if first and at.step and code in IN_GOOD_ORDER:
             page.write(folder)
         saves.refuse_lost(at.step)
-    return Ran(code, at, saves.checkpoints, goodput, remarks.early)
+    return Ran(code, at, began, saves.checkpoints, goodput, remarks.early)
 
 
 def _expected(ready: Ready, folder: Path, remarks: Remarks) -> predicted.Predicted | None:

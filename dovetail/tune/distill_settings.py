@@ -54,8 +54,8 @@ class Distillation:
 
     kind: str = "forward"  # KL(teacher || student); reverse; or jsd, with beta between the two (GKD)
     beta: float = 0.5  # jsd: 0 is forward, 1 is reverse
-    alpha: float = 0.5
-    temperature: float = 1.0
+    alpha: float = 0.5  # the weight of the divergence from the teacher; 1 - alpha is that of cross entropy
+    temperature: float = 1.0  # of both distributions
     top_k: int = 0  # the teacher's likeliest words, over which both distributions are renormalised; 0: all words
     teacher: str = "live"  # run beside the student; or disk: its likeliest words are in the rows
     features: Features = Features()

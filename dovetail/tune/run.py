@@ -22,6 +22,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
 from dovetail.train.prepare import Ready
+from dovetail.train.pretrain import run_folder
 from dovetail.train.rows import Opened
 from dovetail.tune.computed import computed_for, with_columns
 from dovetail.tune.samples import Sampler
@@ -58,7 +59,7 @@ def given_settings(
         settings, name = recipes.change(recipe, given), recipe.model
     else:
         settings, name = recipes.load(str(recipe), given, cls), str(recipe)
-    folder = Path(run_dir) if run_dir else Path("runs") / f"{Path(name).stem}-{cls.__name__.lower()}"
+    folder = Path(run_dir) if run_dir else run_folder(name, cls.__name__.lower())
     return settings, records, folder
 
 

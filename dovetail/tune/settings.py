@@ -18,6 +18,7 @@ from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.preference_settings import Preference, RewardLoss
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
+EPOCHS = 3.0  # unless a recipe says how long to train; as transformers' num_train_epochs
 SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
@@ -27,9 +28,9 @@ DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(
 class Samples:
     """What the model says to a few prompts as it learns, for the report."""
 
-    every: int = 0  # steps; 0: never
-    prompts: tuple[str, ...] = ()  # as a user's message, where the tokenizer has a chat template
-    tokens: int = 64  # at most, of an answer
+    every: int = 0  # steps between samples of what the model answers; 0: never
+    prompts: tuple[str, ...] = ()  # what to ask: as a user's message, where the tokenizer has a chat template
+    tokens: int = 64  # the most tokens of an answer
 
     def __post_init__(self) -> None:
         not_negative(self, "every")
@@ -46,17 +47,19 @@ class Tuning(Training):
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
     BASES: ClassVar = ("", *HELD)  # what a recipe's `base` may say that is no recipe to start from
 
-    epochs: float = 0.0  # in place of steps: passes over the data, from which their number is counted
+    epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
     batch: int = 8
     length: int = 1024
     optimizer: Optimizer = OPTIMIZER
     data: TuningData = DATA
     lora: Lora | None = None  # adapters are trained, and the weights stay as they are
-    base: str = ""  # how weights that stay as they are are held; as they are computed with, unless given
-    from_adapter: str = ""  # a folder: adapters to go on with in place of new ones
+    base: str = ""  # how weights that are not trained are held: bf16, f32, int8 or nf4 (QLoRA); default: as compute
+    from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
     samples: Samples = Samples()
 
     def __post_init__(self) -> None:
+        if not (self.steps or self.tokens or self.epochs):
+            object.__setattr__(self, "epochs", EPOCHS)
         super().__post_init__()
         one_of("base", self.base, ("", *HELD))
         require(
@@ -182,7 +185,7 @@ class Reward(Tuning):
 class Distill(Tuning):
     """Learning from a teacher's distribution of the next word."""
 
-    teacher: str  # a folder or a name, as `model` is
+    teacher: str  # the model to learn from: a folder, a name or a hub id
     distillation: Distillation = DISTILLATION
 
     @property

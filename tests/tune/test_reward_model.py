@@ -127,7 +127,8 @@ def test_epochs_stand_in_the_place_of_steps():
     counted = given.with_steps(rows=11)
     assert (counted.steps, counted.epochs, counted.total_steps) == (7, 0.0, 7)
     assert recipe.change(given, {"steps": 9}).with_steps(11).steps == 9  # one puts away the other
-    for wrong in ({}, {"epochs": 1, "steps": 2}, {"epochs": 1, "tokens": 99}):
+    assert recipe.create(Sft, {"model": "llama"}).epochs == 3  # as transformers, where nothing says how long
+    for wrong in ({"epochs": 1, "steps": 2}, {"epochs": 1, "tokens": 99}):
         with pytest.raises(ValueError, match="steps, tokens or epochs must say how long to train"):
             recipe.create(Sft, {"model": "llama", **wrong})
     with pytest.raises(ValueError, match="warmup must end within the run"):

@@ -18,8 +18,8 @@ class Loss:
     policy: str | None = None  # of tune.rl.losses.LOSSES
     advantage: str | None = None  # of tune.rl.advantages.ADVANTAGES
     aggregation: str | None = None  # of tune.rl.losses.AGGREGATIONS
-    eps_low: float | None = None
-    eps_high: float | None = None
+    eps_low: float | None = None  # the policy's ratio is clipped below 1 - eps_low
+    eps_high: float | None = None  # and above 1 + eps_high (cispo: above eps_high)
     beta: float | None = None  # what the KL from the reference weighs; 0: no reference is run
     kl: str = "k3"  # its estimate: k2 or k3
     entropy: float = 0.0  # what is added to the gain for each nat

@@ -14,10 +14,10 @@ TOOL_CHOICES = ("", "auto", "required")
 class Sampling:
     """How the policy answers: from this very distribution it is trained."""
 
-    temperature: float = 1.0
+    temperature: float = 1.0  # of sampled answers; the policy is trained at it too
     top_k: int = 0  # 0: all words
     top_p: float = 1.0  # of the top_k words
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts at which an answer ends
     tool_choice: str = ""  # of agents: auto or required keep their calls to the server's grammar; "": nothing does
     parallel_tool_calls: bool = True  # False: the grammar ends a turn after one
 
@@ -79,9 +79,9 @@ class Critic:
     """Of algo=ppo: a second model, with a value in the place of words."""
 
     weight: float = 0.5  # of its loss beside the policy's
-    clip: float = 0.2
-    gamma: float = 1.0
-    lam: float = 0.95
+    clip: float = 0.2  # how far a value may move in one update
+    gamma: float = 1.0  # discount of later rewards
+    lam: float = 0.95  # GAE's lambda
     beta: float = 0.0  # what each token's KL from the reference takes from the reward
 
     def __post_init__(self) -> None:
@@ -93,8 +93,8 @@ class Critic:
 class Exam:
     """On held-out prompts (data.held_out): of each `samples` answers, every `eval.every` steps."""
 
-    samples: int = 8
-    prompts: int = 64  # at most
+    samples: int = 8  # answers to each held-out prompt
+    prompts: int = 64  # the most held-out prompts of one evaluation
     right: float = 1.0  # the least reward of an answer that is right
 
     def __post_init__(self) -> None:

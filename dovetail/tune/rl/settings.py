@@ -40,9 +40,9 @@ class Rl(Tuning):
     length: int = 0  # tokens of a row; 0: the longest prompt and answer
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
-    algo: str = "grpo"
-    prompts: int = 8  # of a step
-    group_size: int = 8  # answers to each
+    algo: str = "grpo"  # grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, gkd or reverse_kl
+    prompts: int = 8  # prompts of a step
+    group_size: int = 8  # answers to each prompt
     max_prompt: int = 512  # tokens; longer prompts are left out
     max_tokens: int = 256  # of an answer; of an episode in an environment, all that is written after its prompt
     updates: int = 1  # per rollout, each on its share of the answers
@@ -55,7 +55,7 @@ class Rl(Tuning):
     exam: Exam = EXAM
     teacher: str = ""  # of gkd and reverse_kl: a folder or a name, as `model` is
     distillation: Distillation = ON_POLICY  # of gkd: which divergence from the teacher
-    rewards: tuple[Mapping[str, Any], ...] = ()  # see tune.rl.rewards
+    rewards: tuple[Mapping[str, Any], ...] = ()  # what is paid for: a list of kinds or functions, see docs/rl.md
     reward_seconds: float = 60.0  # that a reward may take for a group
     environment: str = ""  # file.py:Class or package.module:Class, for agents; "": a prompt and its answer
     show_every: int = 10  # steps between tables of completions; 0: none

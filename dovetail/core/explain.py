@@ -1,0 +1,94 @@
+"""Every key of a recipe with its value, its default and its meaning: for `--show-config`.
+
+A key's meaning is the comment beside it, or above it, in the class that declares it; a section's is the class's
+docstring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.core import yaml_text
+from dovetail.core.recipe import section_of, whole
+
+REQUIRED, OFF = "(required)", "-"  # in place of a default; in place of the value of a key whose section is not set
+_FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str  # dotted
+    value: str
+    default: str
+    meaning: str
+
+    @property
+    def is_set(self) -> bool:
+        return self.value not in (self.default, OFF)
+
+
+def explained(cls: type, settings: Any = None) -> list[Key]:
+    """Return the keys of a class of settings, with the values of `settings`, or with the defaults."""
+    return list(_keys(cls, settings, None, "", settings is None))
+
+
+def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iterator[Key]:
+    """values, defaults: instances of cls, or None. unset: `values` is None because nothing was given."""
+    hints, said = typing.get_type_hints(cls), meanings(cls)
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        name, section = path + field.name, section_of(hints[field.name])
+        default = getattr(defaults, field.name) if defaults is not None else _default(field)
+        value = getattr(values, field.name) if values is not None else default if unset else OFF
+        if section is None:
+            shown = OFF if value is OFF else REQUIRED if value is dataclasses.MISSING else _text(value)
+            yield Key(name, shown, REQUIRED if default is dataclasses.MISSING else _text(default), said[field.name])
+            continue
+        given = value if dataclasses.is_dataclass(value) else None
+        usual = default if dataclasses.is_dataclass(default) else None
+        yield from _keys(section, given, usual, f"{name}.", unset=False)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _text(value: Any) -> str:
+    """As YAML, on one line."""
+    plain = whole(value)
+    return yaml_text.write_inline(plain) if isinstance(plain, list | dict | str) or plain is None else _number(plain)
+
+
+def _number(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@functools.cache
+def meanings(cls: type) -> dict[str, str]:
+    """Return the comment of each field, of the class that declared it last."""
+    found = {field.name: "" for field in dataclasses.fields(cls)}
+    for each in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(each):
+            found |= {name: text for name, text in _comments(each).items() if text and name in found}
+    return found
+
+
+def _comments(cls: type) -> dict[str, str]:
+    found, above = {}, []
+    for line in inspect.getsource(cls).splitlines():
+        if line.startswith("    # "):
+            above.append(line[6:])
+        elif match := _FIELD.fullmatch(line):
+            found[match[1]] = match[2] or " ".join(above)
+            above = []
+        else:
+            above = []
+    return found

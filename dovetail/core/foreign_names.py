@@ -1,0 +1,37 @@
+"""What transformers, TRL, PEFT and Unsloth call the keys of a recipe: an unknown key gets the right one proposed."""
+
+from __future__ import annotations
+
+# At the top of a recipe, where those libraries' settings are flat. A key is proposed where the training has it.
+OURS = {
+    "model_name": "model", "model_name_or_path": "model", "teacher_model_name_or_path": "teacher",
+    "dataset": "data.path", "dataset_name": "data.path", "dataset_path": "data.path", "train_file": "data.path",
+    "chat_template": "data.template", "chat_template_path": "data.template", "output_dir": "--run-dir",
+    "run_dir": "--run-dir", "num_train_epochs": "epochs", "num_epochs": "epochs", "max_steps": "steps",
+    "batch_size": "batch", "train_batch_size": "batch", "per_device_train_batch_size": "per_device",
+    "per_device_batch_size": "per_device", "gradient_accumulation_steps": "accumulate", "max_length": "length",
+    "max_seq_length": "length", "seq_length": "length", "learning_rate": "optimizer.lr", "lr": "optimizer.lr",
+    "optim": "optimizer.name", "weight_decay": "optimizer.weight_decay", "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2", "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.clip",
+    "warmup_steps": "schedule.warmup", "warmup": "schedule.warmup", "warmup_ratio": "schedule.warmup",
+    "lr_scheduler_type": "schedule.name", "lr_scheduler": "schedule.name", "bf16": "precision.compute",
+    "fp16": "precision.compute", "dtype": "precision.compute", "gradient_checkpointing": "remat",
+    "logging_steps": "log_every", "save_steps": "checkpoint.every", "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval.every", "r": "lora.rank", "rank": "lora.rank", "lora_r": "lora.rank", "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets", "use_rslora": "lora.rslora", "use_dora": "lora.dora",
+    "load_in_4bit": "base", "load_in_8bit": "base", "beta": "preference.beta", "loss_type": "preference.loss",
+    "label_smoothing": "preference.label_smoothing", "num_generations": "group_size",
+    "max_completion_length": "max_tokens", "max_new_tokens": "max_tokens", "max_prompt_length": "max_prompt",
+    "num_iterations": "updates", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k", "epsilon": "loss.eps_low", "epsilon_high": "loss.eps_high",
+    "reward_funcs": "rewards", "reward_functions": "rewards",
+}  # fmt: skip
+# In a section of ours: lora.r, optimizer.learning_rate.
+IN_SECTION = {
+    "r": "rank", "lora_r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
+    "use_rslora": "rslora", "use_dora": "dora", "learning_rate": "lr", "adam_beta1": "beta1", "adam_beta2": "beta2",
+    "betas": "beta1", "epsilon": "eps", "adam_epsilon": "eps", "max_grad_norm": "clip", "warmup_steps": "warmup",
+    "type": "name", "loss_type": "loss", "save_steps": "every", "eval_steps": "every", "save_total_limit": "keep",
+    "chat_template": "template", "temp": "temperature", "dtype": "compute",
+}  # fmt: skip
