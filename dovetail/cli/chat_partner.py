@@ -7,12 +7,14 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from dovetail.cli.remote import DONE, ServerError, client_options, explained, read_event, read_models, refusal
 
 Messages = list[dict[str, str]]
 Pieces = Generator[str, None, None]
+ADAPTER = "adapter"  # what the engine in this process calls the only one it has
 SILENCE = 600.0  # seconds; a person waits as long as they like, and has ctrl-C
 
 
@@ -44,10 +46,17 @@ class Local:
     def __init__(self, model: str, **engine: Any):
         from dovetail.cli.progress import bar
         from dovetail.engine.llm import LLM
+        from dovetail.io.adapter_folder import base_of
+        from dovetail.io.tokenizer import Tokenizer
 
+        base, self._adapter = base_of(model), None
+        if base:  # an adapter's folder: its base, with the adapter on it
+            self._adapter, engine = ADAPTER, engine | {"adapters": {ADAPTER: model}}
         with bar() as progress:
-            self._llm = LLM(model, max_num_seqs=1, seed=None, progress=progress, **engine)
-        self._model, self.finish_reason = model, None
+            self._llm = LLM(base or model, max_num_seqs=1, seed=None, progress=progress, **engine)
+        own = base and (Path(model) / "tokenizer.json").is_file()
+        self._tokenizer = Tokenizer.from_folder(model) if own else self._llm.tokenizer
+        self._model, self.finish_reason = f"{model} on {base}" if base else model, None
 
     def describe(self) -> str:
         return f"{self._model}, in this process, started in {self._llm.start_seconds:.1f} s"
@@ -56,11 +65,11 @@ class Local:
         from dovetail.engine.params import SamplingParams, check_room
 
         params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-        assert self._llm.tokenizer is not None  # only dummy weights have none
-        prompt = self._llm.tokenizer.encode_chat(messages)
+        assert self._tokenizer is not None  # only dummy weights have none
+        prompt = self._tokenizer.encode_chat(messages)
         check_room("max_tokens", options.max_tokens, len(prompt), self._llm.engine.scheduler.config.context)
         self.finish_reason = None
-        with _between_steps() as interrupted, closing(self._llm.stream(prompt, params)) as updates:  # type: ignore[type-var]
+        with _between_steps() as interrupted, closing(self._llm.stream(prompt, params, self._adapter)) as updates:  # type: ignore[type-var]
             for update in updates:
                 if update.text:
                     yield update.text

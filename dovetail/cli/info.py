@@ -66,9 +66,12 @@ def _model(name: str) -> list[tuple[str, str]]:
     from dovetail.cli.progress import bar
     from dovetail.core.compute import compute_of
     from dovetail.io import hub
+    from dovetail.io.adapter_folder import base_of
     from dovetail.io.load import own_dtype, summary
     from dovetail.io.outline import outline
 
+    if base := base_of(name):
+        return [*_adapter(name), *_model(base)[:-1]]
     where = name
     if name in hub.CATALOGUE:
         with bar() as progress:
@@ -76,6 +79,26 @@ def _model(name: str) -> list[tuple[str, str]]:
     cfg, stored = outline(where)
     stored = compute_of(stored or "bf16")
     return [*summary(cfg, stored.dtype, compute_of(own_dtype(stored.name))), ("from", name)]
+
+
+def _adapter(folder: str) -> list[tuple[str, str]]:
+    """Return rows of what an adapter is."""
+    import math
+    from pathlib import Path
+
+    from dovetail.io.adapter_folder import read_adapter_config
+    from dovetail.io.safetensor_folder import SafetensorFolder
+
+    path = Path(folder).expanduser()
+    said, stored = read_adapter_config(path), SafetensorFolder(path)
+    count = sum(math.prod(shape) for shape, _ in stored.tensors().values())
+    targets = said.get("target_modules") or said.get("target_parameters") or "all-linear"
+    return [
+        ("adapter", f"{'DoRA' if said.get('use_dora') else 'LoRA'} of rank {said['r']}, alpha {said['lora_alpha']:g}"),
+        ("adapted", targets if isinstance(targets, str) else ", ".join(targets)),
+        ("its parameters", f"{count / 1e6:,.2f} M"),
+        ("base", str(said["base_model_name_or_path"])),
+    ]
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -88,8 +88,10 @@ def serve(
     import math
     import sys
     from dataclasses import replace
+    from functools import partial
 
     from dovetail.cli.progress import bar
+    from dovetail.io.adapter_folder import base_of
     from dovetail.io.hub import resolve
     from dovetail.serve.config import Limits, ServerConfig
     from dovetail.serve.http.checks import check_start
@@ -116,6 +118,12 @@ def serve(
         raise ValueError(f"--generation-config is auto or none; got {generation_config!r}")
     if not all(math.isfinite(each) for each in (max_body_mb, request_timeout, drain_timeout, step_timeout)):
         raise ValueError("--max-body-mb, --request-timeout, --drain-timeout and --step-timeout take finite numbers")
+    of_base: dict[str, str] = {}
+    if base := base_of(model):  # an adapter's folder: its base is served, and the adapter under the name that was given
+        if len(served_model_name) > 1:
+            raise ValueError(f"{model} is an adapter, which is served under one name: give --served-model-name once")
+        of_base = {(served_model_name or [model])[0]: model}
+        model, served_model_name = base, [base]
     limits = Limits(
         body_bytes=int(max_body_mb * 2**20), prompt_tokens=max_prompt_tokens or None, n=max_n, queue=max_queue,
         connections=max_connections,
@@ -135,14 +143,16 @@ def serve(
         dtype=dtype or None, max_model_len=max_model_len or None, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, memory_fraction=memory_fraction,
         tensor_parallel=tensor_parallel, prefix_caching=prefix_caching, policy=policy, seed=seed,
-        adapters=adapters_named(adapter, config.names), max_adapters=max_adapters, max_adapter_rank=max_adapter_rank,
+        adapters=of_base | adapters_named(adapter, (*config.names, *of_base)), max_adapters=max_adapters,
+        max_adapter_rank=max_adapter_rank,
     ))  # fmt: skip
     check_start(config, options)
     with listening_socket(host, port) as sock, bar() as progress:
         path = resolve(model, progress)
         if generation_config == "auto":
             config = replace(config, defaults=read_defaults(path))
-        run(serving(path, options, config, sock, _show, None if in_file else progress))
+        shown = next(iter(options.adapters)) if base else config.names[0]
+        run(serving(path, options, config, sock, partial(_show, shown), None if in_file else progress))
 
 
 def adapters_named(given: list[str], names: tuple[str, ...] = ()) -> dict[str, str]:
@@ -173,21 +183,23 @@ def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
     return keys
 
 
-def _show(config, info) -> None:
-    """What a first-time user needs: where it is, and three lines to try it."""
+def _show(shown: str, config, info) -> None:
+    """What a first-time user needs: where it is, and three lines to try it with the model called `shown`."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     from dovetail.serve.http.server import url as address
 
-    url, name = address(config), json.dumps(config.names[0])
+    url, name = address(config), json.dumps(shown)
     header, start, key = "", "", '"none"'
     if config.api_keys:  # by the variable's name: what is printed here ends in logs
         header = '-H "Authorization: Bearer $DOVETAIL_API_KEY" '
         start, key = "import os\n", 'os.environ["DOVETAIL_API_KEY"]'
     text = Text()
-    text.append(f"{url}/v1", style="bold cyan").append(f"  {config.names[0]}\n", style="bold")
+    text.append(f"{url}/v1", style="bold cyan").append(f"  {shown}\n", style="bold")
+    if shown not in config.names:
+        text.append(f"an adapter of {config.names[0]}, which is served too\n")
     text.append(f"started in {info.start_seconds:.1f} s; {info.description}", style="dim")
     if info.prediction:
         text.append(f"\n{info.prediction}", style="dim")

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dovetail.io.hub import name_here
 from dovetail.io.safetensor_folder import SafetensorFolder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,6 +39,21 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
     _check_numbers(folder, said)
     return said
+
+
+def base_of(folder: str | Path) -> str | None:
+    """Return the name of the model that an adapter belongs to, as `hub.resolve` takes it; None where `folder` is a
+    model of its own, or no folder."""
+    path = Path(folder).expanduser()
+    if not (path / CONFIG).is_file() or (path / "config.json").is_file():
+        return None
+    base = read_adapter_config(path).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"{path} is a LoRA adapter whose {CONFIG} names no base_model_name_or_path: name its base yourself, such "
+            f"as `dovetail serve BASE --adapter {path.resolve().name}={path}`"
+        )
+    return name_here(base)
 
 
 def check_servable(folder: Path, most: int | None) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.recipe import SHIPPED
 from dovetail.io.lock import locked
 from dovetail.io.wheel import fetch_member
 from dovetail.io.whole_file import write_whole
 from dovetail.models.published import PUBLISHED
-from dovetail.models.registry import shipped_models, shipped_shapes
 
 # Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
 Progress = Callable[[str, int, int], None]
@@ -102,12 +102,28 @@ def local(name: str) -> Path | None:
 def _known_as(name: str) -> str:
     if name in CATALOGUE:
         return "the model of the catalogue"
-    return "the shipped architecture" if name in (*shipped_models(), *shipped_shapes()) else ""
+    shipped = any((SHIPPED / kind / f"{name}.json").is_file() for kind in ("models", "shapes"))
+    return "the shipped architecture" if shipped else ""
 
 
 @functools.cache  # once for each process
 def _say_hidden(name: str, known: str) -> None:
     logger.warning("%s: using the folder of this name here (%s), not %s", name, Path(name).resolve(), known)
+
+
+def name_for_others(name: str) -> str:
+    """Return what other libraries know a model by: the hub id of a catalogue's or shipped name, the absolute path of a
+    folder or file here, and a hub id as it is."""
+    if here := local(name):
+        return str(here.resolve())
+    if name in CATALOGUE:
+        return CATALOGUE[name].hub_id
+    return PUBLISHED.get(name, name)
+
+
+def name_here(hub_id: str) -> str:
+    """Return the catalogue's name of a model on the hub, whose weights may come from elsewhere; else the same."""
+    return next((name for name, entry in CATALOGUE.items() if entry.hub_id == hub_id), hub_id)
 
 
 def pull(name: str, progress: Progress | None = None, source: str = "auto") -> Path:

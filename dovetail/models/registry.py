@@ -59,6 +59,11 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
 def read_config(path: str | Path) -> ModelConfig:
     """A config.json file, or the folder that holds one."""
     path = Path(path)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{path} is a LoRA adapter, not a model: merge it into its base (`dovetail merge BASE {path} OUT`), or "
+            f"train it further with model=BASE and from_adapter={path}"
+        )
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: a model folder needs a config.json")

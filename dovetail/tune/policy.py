@@ -16,6 +16,7 @@ from dovetail.core.compute import compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
 from dovetail.core.types import Params
+from dovetail.io.hub import name_for_others
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import frozen_form, pack
@@ -51,7 +52,7 @@ def policy_of(settings: Tuning) -> Policy:
         params=lambda params, ctx: attach(ctx.frozen, params, lora, ctx.key),
         frozen=frozen_model(settings.weights, settings.held, settings.precision.compute),
         initial=functools.partial(_initial, settings=settings) if settings.from_adapter or lora.dora else None,
-        export=functools.partial(_export_adapter, lora=lora, base=settings.weights),
+        export=functools.partial(_export_adapter, lora=lora, base=name_for_others(settings.weights)),
     )
 
 

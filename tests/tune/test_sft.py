@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from later import later
 from tune.small_models import LORA, RUN, chats, metrics, model_folder
 
@@ -49,11 +49,14 @@ def test_it_learns(how, tmp_path):
     assert (ended.folder / "report.html").exists()
 
 
-def test_the_exported_adapter_is_what_was_trained_for_peft_too(tmp_path):
+def test_the_exported_adapter_is_what_was_trained_for_peft_too(tmp_path, monkeypatch):
+    """Also where the model was named by a relative path, and PEFT runs in another folder."""
     folder = model_folder(tmp_path)
-    ended = dt.sft(model=folder, data=chats(), lora=LORA, steps=4, run_dir=tmp_path / "run", **RUN)
+    monkeypatch.chdir(tmp_path)
+    ended = dt.sft(model=Path(folder).name, data=chats(), lora=LORA, steps=4, run_dir=tmp_path / "run", **RUN)
     exported = ended.folder / "export/step_4"
-    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), exported)
+    monkeypatch.chdir("/")
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(exported)
     merged = dt.merge(folder, exported, tmp_path / "merged")
     ids = [5, 17, 33, 200, 9]
     ours = load(merged, dtype="f32").logits(ids)
