@@ -19,6 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
+from dovetail.core.note import NOTE
 from dovetail.engine.batch import NUMBERS, Shape
 from dovetail.engine.buckets import Buckets
 from dovetail.engine.sampler import MAX_BIAS
@@ -82,7 +83,7 @@ class Program(NamedTuple):
         key, counts = self.key, counts or Compilations()
         step = load_program(key, devices)
         if step is None:
-            level = logging.INFO if ahead else logging.WARNING  # a user waits for this one
+            level = logging.INFO if ahead else NOTE  # a user waits for this one
             log.log(level, "compiling %s, once: it is kept", self.title)
             counts.begin()
             start = time.perf_counter()

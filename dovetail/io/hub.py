@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.note import NOTE
 from dovetail.core.recipe import SHIPPED
 from dovetail.io.lock import locked
 from dovetail.io.wheel import fetch_member
@@ -108,7 +109,7 @@ def _known_as(name: str) -> str:
 
 @functools.cache  # once for each process
 def _say_hidden(name: str, known: str) -> None:
-    logger.warning("%s: using the folder of this name here (%s), not %s", name, Path(name).resolve(), known)
+    logger.log(NOTE, "%s: using the folder of this name here (%s), not %s", name, Path(name).resolve(), known)
 
 
 def name_for_others(name: str) -> str:

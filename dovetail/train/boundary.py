@@ -86,7 +86,7 @@ class Boundary:
 
     @cached_property
     def _evaluator(self) -> Evaluate:
-        with self._goodput.span("compile"):
+        with self._goodput.span("compile"), self._metrics.waiting("compiling the evaluation"):
             return self._ready.evaluate()
 
     def _sample(self, at: Position, samples: Samples) -> None:

@@ -124,7 +124,11 @@ class Loop:
         bound = self.ready.bucket(self.source.documents(index) if self.ready.platform == "cuda" else 1)
         if (rows, bound, entries) not in self._steps:
             began = time.monotonic()
-            with self.goodput.span("compile"), self.watchdog.suspend("compiling"):
+            with (
+                self.goodput.span("compile"),
+                self.watchdog.suspend("compiling"),
+                self.metrics.waiting("compiling the training step"),
+            ):
                 self._steps[rows, bound, entries] = self.ready.compile(bound, rows, entries)
             self._clock += time.monotonic() - began  # no part of a step's time
         return self._steps[rows, bound, entries]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform as machine
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dovetail.train.recorded import recipe_text
 from dovetail.train.report import page, predicted
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import Remarks, RunMetrics, Work
+from dovetail.train.report.waiting import waiting_alone
 from dovetail.train.rows import Batches, Rows, Samples, Source
 from dovetail.train.saves import Saves
 
@@ -63,7 +65,8 @@ def run(
     goodput, stop, remarks = goodput or Goodput(), stop or Stop(), Remarks()
     folder.mkdir(parents=True, exist_ok=True)
     with Saves(ready, folder, goodput, remarks) as saves, stop:
-        at = saves.open()
+        with waiting_alone("reading the weights") if show and first else nullcontext():
+            at = saves.open()
         began = at.step
         if first:
             write_whole(folder / "recipe.yaml", recipe_text(settings))

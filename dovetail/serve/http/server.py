@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from dovetail.core.note import NOTE
 from dovetail.engine.options import EngineOptions
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
@@ -107,7 +108,7 @@ class Server(uvicorn.Server):
         start, seconds = time.monotonic(), self._drain_seconds
         self._inflight.drain()
         if drained := len(self.server_state.tasks):
-            log.warning("stopping: %d requests under way have %g s; a second Ctrl-C ends them now", drained, seconds)
+            log.log(NOTE, "stopping: %d requests under way have %g s; a second Ctrl-C ends them now", drained, seconds)
             await self._idle(seconds, lambda: self._hurried)
         if count := len(self.server_state.tasks):
             log.warning("stopping: %d requests are ended with an error after %.1f s", count, time.monotonic() - start)
@@ -116,7 +117,7 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):  # clients that do not read, or have not sent it all
                 connection.transport.abort()
         await super().shutdown(sockets)
-        log.log(logging.WARNING if drained else logging.INFO, "stopped after %.1f s", time.monotonic() - start)
+        log.log(NOTE if drained else logging.INFO, "stopped after %.1f s", time.monotonic() - start)
 
     async def _idle(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
         """Wait until no request is under way, for at most `seconds`."""

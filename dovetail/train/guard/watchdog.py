@@ -76,7 +76,9 @@ class Watchdog:
             while not self._done.wait(pause):
                 # Should a C call keep Python's lock, this thread cannot run. Then faulthandler's own, which needs no
                 # lock, writes the stacks and ends the process (with exit code 1): this line puts it off each time.
-                faulthandler.dump_traceback_later(self.hang_seconds + 4 * pause, exit=True)
+                # Not sys.stderr: a notebook's has no file descriptor.
+                later = self.hang_seconds + 4 * pause
+                faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__ or 2)
                 silent = time.monotonic() - self._last
                 if silent > self.hang_seconds and not self._suspended:
                     self._report(silent)

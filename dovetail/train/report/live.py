@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Display
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
+
+from dovetail.train.report.waiting import waiting
 
 LEARNING = {
     "loss": "loss {:.4f}", "reward_accuracy": "in order {:.1%}", "reward_margin": "margin {:.3g}",
@@ -101,6 +104,10 @@ class Live:
         """Above the line; a `value` is what a reader compares with the loss, and stands out."""
         style = "bold" if value is not None else "dim"
         self._console.print(Text(f"  {text}", style), soft_wrap=True)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Count the seconds of what is long and silent: see train.report.waiting."""
+        return waiting(what, self._console, self.remark, in_place=self._display is None)
 
     def above(self, what: RenderableType) -> None:
         self._console.print(what)

@@ -138,6 +138,10 @@ class RunMetrics:
         if self._live and text:
             self._live.remark(text)
 
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Show how long something silent takes, such as a compilation."""
+        return self._live.waiting(what) if self._live else contextlib.nullcontext()
+
     def show(self, step: int, passage: Passage) -> None:
         if self._live:
             self._live.above(passage.shown)
