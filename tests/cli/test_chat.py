@@ -294,7 +294,8 @@ def test_a_local_engine_refuses_a_limit_beyond_its_context():
     tokenizer = SimpleNamespace(encode_chat=lambda messages: [1] * 5)
     config = SimpleNamespace(context=16)
     local = Local.__new__(Local)
-    local._llm = SimpleNamespace(tokenizer=tokenizer, engine=SimpleNamespace(scheduler=SimpleNamespace(config=config)))
+    local._llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace(config=config)))
+    local._tokenizer = tokenizer
     with pytest.raises(ValueError, match="max_tokens=12 after a prompt of 5 tokens"):
         next(local.answer([user("hi")], Options(0, 12)))
 
