@@ -22,9 +22,10 @@ def pretrain(
 
     if show_config:
         from dovetail.cli.show_config import show_config as show
+        from dovetail.core.recipe import load
         from dovetail.train.settings import Pretrain
 
-        show(Pretrain, recipe or "-", overrides or [])
+        show(Pretrain, load(recipe, overrides or [], Pretrain) if recipe else None)
         return
     if not recipe:
         raise ValueError("say what to train: dovetail pretrain RECIPE (`dovetail recipes` lists them)")

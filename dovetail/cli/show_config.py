@@ -9,15 +9,15 @@ WIDEST = 32  # of a column: a longer value moves only its own line
 HEAD = ("key", "value", "default", "meaning")
 
 
-def show_config(cls: type, recipe: str, overrides: list[str]) -> None:
-    """Print the keys of a training's class on stdout, with a recipe's values; those that are not defaults stand out."""
+def show_config(cls: type, settings: Any) -> None:
+    """Print the keys of a training's class on stdout, with the values of `settings` (None: the defaults); those that
+    are not defaults stand out."""
     from rich.console import Console
     from rich.text import Text
 
-    from dovetail.cli.tune import read_settings
     from dovetail.core.explain import explained
 
-    keys = explained(cls, read_settings(cls, recipe, overrides) if recipe != "-" or overrides else None)
+    keys = explained(cls, settings)
     rows: list[tuple[Any, ...]] = [HEAD, *((key.name, key.value, key.default, key.meaning) for key in keys)]
     wide = [max(min(len(row[column]), WIDEST) for row in rows) for column in range(3)]
     styles = ["bold", *("bold cyan" if key.is_set else "" for key in keys)]

@@ -40,7 +40,8 @@ def _command(name: str, help: str) -> Callable[..., None]:
         if show_config:
             from dovetail.cli.show_config import show_config as show
 
-            show(_kind(name)[0], recipe, words)
+            cls = _kind(name)[0]
+            show(cls, read_settings(cls, recipe, words) if recipe != "-" or words else None)
         else:
             _tune(name, recipe, words, run_dir, quiet)
 
