@@ -16,7 +16,7 @@ class Ticket:
     """A request's place. `prompts`: the number of sequences of each of its prompts. `end` is called once, when its time
     is over; `why` is then the error for the client."""
 
-    def __init__(self, end: Callable[[], None], prompts: list[int]):
+    def __init__(self, end: Callable[[], object], prompts: list[int]):
         self._end, self.prompts, self.sequences = end, prompts, sum(prompts)
         self.arrival = time.monotonic()
         self.begun = False  # its first token has come
@@ -53,7 +53,7 @@ class Inflight:
             raise ApiError(429, message, code="queue_full", retry_after=1)
 
     @contextmanager
-    def ticket(self, end: Callable[[], None], prompts: list[int]) -> Iterator[Ticket]:
+    def ticket(self, end: Callable[[], object], prompts: list[int]) -> Iterator[Ticket]:
         ticket = Ticket(end, prompts)
         self._tickets[ticket] = None
         seconds = self._limits.request_seconds

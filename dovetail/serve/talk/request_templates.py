@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from dovetail.serve.talk.template_process import CPU_SECONDS, MEMORY, packed, read
 
-log = logging.getLogger(__name__)
 SECONDS = 30.0  # in which an answer comes, its process started and the machine busy
 
 
@@ -29,8 +27,8 @@ class RequestTemplates:
         self,
         source: str,
         special_tokens: Mapping[str, str],
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
         **options: Any,
     ) -> str:
         """The prompt's text, as ChatTemplate.render gives it; ValueError where that fails or exceeds a limit."""
