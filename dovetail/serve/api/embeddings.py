@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Response
 
 from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
-from dovetail.serve.api.delivery import JsonAnswer
+from dovetail.serve.api.delivery import JsonAnswer, encode
 from dovetail.serve.api.fields import Body, Refused
 from dovetail.serve.api.generation_request import LABELS, Tokens
 from dovetail.serve.api.inputs import encoded, read_inputs, refused, usage
@@ -46,7 +48,10 @@ async def _embeddings(service: Service, body: EmbeddingRequest, adapter: str | N
     except ValueError as error:
         raise refused(error, "input") from None
     form = _base64 if body.encoding_format == "base64" else list
-    data = [{"object": "embedding", "index": i, "embedding": form(vector)} for i, vector in enumerate(vectors)]
+    data = []
+    for i, vector in enumerate(vectors):  # encoded one by one: thousands at once would hold the event loop for a second
+        data.append(msgspec.Raw(encode({"object": "embedding", "index": i, "embedding": form(vector)})))
+        await asyncio.sleep(0)
     return {"object": "list", "data": data, "model": service.name_of(adapter), "usage": usage(prompts)}
 
 

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Sequence
 from os import PathLike
 from typing import Any, Literal
 
+import numpy as np
+
 from dovetail.engine.died import EngineDied as EngineDied
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.params import SamplingParams
@@ -182,7 +184,11 @@ class EngineClient:
         adapter: str | None = None,
     ) -> list[list[float]]:
         """A vector of length 1 for each prompt, from the model's final hidden states."""
-        return await self._call("embed", [list(prompt) for prompt in prompts], pooling, adapter)
+        vectors = []
+        for each in await self._call("embed", [list(prompt) for prompt in prompts], pooling, adapter):
+            vectors.append(np.frombuffer(each, "<f4").tolist())
+            await asyncio.sleep(0)  # other tasks run between them
+        return vectors
 
     async def score(self, prompts: Sequence[Sequence[int]], adapter: str | None = None) -> list[float]:
         """The score of each prompt, by a reward model; ValueError for another."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from dovetail.engine.controls import CONTROLS
 from dovetail.engine.embed import Cancelled, Embedder, Pooling
@@ -42,8 +43,10 @@ class Commands:
 
     def embed(
         self, cancelled: Cancelled, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None
-    ) -> list[list[float]]:
-        return self._embedder.embed(prompts, pooling, adapter, cancelled)
+    ) -> list[bytes]:
+        """Little-endian float32, which the HTTP process decodes one by one."""
+        vectors = self._embedder.embed(prompts, pooling, adapter, cancelled)
+        return [np.asarray(vector, "<f4").tobytes() for vector in vectors]
 
     def score(self, cancelled: Cancelled, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
         return self._embedder.score(prompts, adapter, cancelled)

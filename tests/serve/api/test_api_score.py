@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from data.conftest import small_tokenizer
@@ -11,6 +14,7 @@ from engine.test_score import CHAT, PROMPTS, judge, theirs
 from serve.servers import MODEL, Script, running
 
 from dovetail.engine.options import EngineOptions
+from dovetail.serve.api.embeddings import EmbeddingRequest, _embeddings
 from dovetail.serve.remote.client import EngineClient
 
 
@@ -38,6 +42,26 @@ def test_one_number_per_text(scripted, tokenizer, path):
     both = post(scripted, {"input": ["Hello", "Hello there, you"]}).json()["data"]
     counts = [len(tokenizer.encode(text)) for text in ("Hello", "Hello there, you")]
     assert [(one["index"], one["score"]) for one in both] == [(i, count / 2) for i, count in enumerate(counts)]
+
+
+def test_many_vectors_do_not_hold_the_event_loop(scripted):
+    asked, turns = EmbeddingRequest(input=[[5]] * 500), 0
+
+    async def main():
+        async def other():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(other())
+        answer = await _embeddings(scripted.app.state.service, asked, None)
+        beside.cancel()
+        return answer
+
+    answer = msgspec.json.decode(msgspec.json.encode(scripted.run(main())))
+    assert [(each["index"], each["embedding"]) for each in answer["data"]] == [(i, [1.0, 1.0]) for i in range(500)]
+    assert turns >= 500
 
 
 @pytest.mark.parametrize(
