@@ -75,5 +75,8 @@ app.add_typer(job.app, name="job")
 
 
 def main() -> None:
+    from dovetail.core.libtpu import quiet_libtpu
+
+    quiet_libtpu()
     logging.basicConfig(format="%(message)s")  # before a library sets its own, with names of modules
     errors.run(app)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dovetail.core.chips import CHIPS, Chip
 from dovetail.core.choice import did_you_mean
+from dovetail.core.libtpu import NO_CHIPS
 
 # a chip of core.chips -> (libtpu's name of it, sides of its torus)
 TPUS = {
@@ -22,12 +23,8 @@ TPUS = {
     "TPU7x": ("tpu7x", 3),
 }  # fmt: skip
 ALSO = {"7x": "TPU7x", "tpu7x": "TPU7x", "v5litepod": "v5e", "v5lite": "v5e"}
-# Neither chips nor metadata to look for; several such processes may run at once, for none holds a chip.
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v4-8", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}  # fmt: skip
+# Several such processes may run at once, for none holds a chip.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **NO_CHIPS, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @dataclass(frozen=True)
