@@ -1,7 +1,7 @@
 """The learning rate of each step: a linear warmup, then the named curve.
 
 The k-th update (k from 1, so step k - 1) of a run of n, with w of warmup, gets lr * k / w until it is whole, and then
-lr * share, where x goes from 0 at the curve's start to 1 at the last update:
+lr * share, where x goes from 0 at the curve's start (without a warmup, the first update) to 1 at the last update:
 
     cosine    final + (1 - final) * (1 + cos(pi x)) / 2
     linear    final + (1 - final) * (1 - x)
@@ -41,10 +41,10 @@ def learning_rate(schedule: Schedule, lr: float, total_steps: int) -> Callable[[
 
 
 def _curve_start(schedule: Schedule, total_steps: int) -> int:
-    """The last update at the full rate: the end of the warmup, or of wsd's stable stretch."""
-    if schedule.name != "wsd":
-        return schedule.warmup
-    return max(schedule.warmup, total_steps - round(schedule.decay * total_steps))
+    """Return the last update at the full rate: the end of the warmup (without one, the first update), or of wsd's
+    stable stretch."""
+    first = max(schedule.warmup, 1)
+    return first if schedule.name != "wsd" else max(first, total_steps - round(schedule.decay * total_steps))
 
 
 def _share(schedule: Schedule, x: jax.Array) -> jax.Array:

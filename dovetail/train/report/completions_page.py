@@ -80,15 +80,19 @@ _SCRIPT = """
   };
   let found = [], shown = 0, groups = new Map();
 
-  const rank = row => {
-    const [low, high] = groups.get(row[1]);
+  const rank = row => {  // by reward; answers that share the highest or lowest reward are all shown by the filter
+    const {low, high} = groups.get(row[1]);
     return row[5] === null || low === high ? '' : row[5] === high ? 'best' : row[5] === low ? 'worst' : '';
+  };
+  const label = row => {  // of one answer alone: a tie is neither the best nor the worst
+    const of = rank(row), same = groups.get(row[1]).count.get(row[5]);
+    return same === 1 ? of : '';
   };
   const card = row => {
     const [, group, member, , said, reward, rewards, problems, tokens, finish, version] = row;
-    const made = make('article', 'wrote ' + rank(row)), head = make('header');
+    const made = make('article', 'wrote ' + label(row)), head = make('header');
     head.append(make('b', '', reward === null ? 'no reward' : figure(reward)));
-    if (rank(row)) head.append(make('span', 'tag', rank(row) + ' of its prompt'));
+    if (label(row)) head.append(make('span', 'tag', label(row) + ' of its prompt'));
     if (names.length > 1) names.forEach((name, i) => {
       if (rewards[i] !== undefined) head.append(make('span', '', name + ' ' + figure(rewards[i])));
     });
@@ -141,8 +145,11 @@ _SCRIPT = """
     const step = steps[+field('at').value], here = rows.filter(row => row[0] === step), chosen = field('group').value;
     groups = new Map();
     for (const row of here) {
-      const [low, high] = groups.get(row[1]) || [Infinity, -Infinity];
-      groups.set(row[1], row[5] === null ? [low, high] : [Math.min(low, row[5]), Math.max(high, row[5])]);
+      const of = groups.get(row[1]) || {low: Infinity, high: -Infinity, count: new Map()};
+      groups.set(row[1], of);
+      if (row[5] === null) continue;
+      [of.low, of.high] = [Math.min(of.low, row[5]), Math.max(of.high, row[5])];
+      of.count.set(row[5], (of.count.get(row[5]) || 0) + 1);
     }
     const all = make('option', '', `all ${groups.size}`);
     all.value = '';

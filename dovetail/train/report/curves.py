@@ -51,6 +51,7 @@ svg.chart .share{font-weight:600;fill:var(--ink)}
 svg.chart .mark{stroke:var(--bad);stroke-dasharray:4 3}
 svg.chart .cursor{stroke:var(--dim);stroke-dasharray:2 2;visibility:hidden}
 svg.chart .told{fill:var(--ink);visibility:hidden}
+p.explained{margin:0 0 2px;padding:0 22px 0 52px;color:var(--dim);font-size:12px}
 """
 
 # Where the pointer is, the chart says what was there. A chart's points travel in its data-points.
@@ -77,8 +78,10 @@ for (const svg of document.querySelectorAll('svg.chart[data-points]')) {
 
 
 def chart(title: str, series: Sequence[Series], *, form: Callable[[float], str], marks: Sequence[Mark] = (),
-          width: int = 520, height: int = 230, log: bool = False, zero: bool = False) -> str:  # fmt: skip
-    """Curves over the steps. `form` writes a value; `zero`: the axis begins there. Empty where there is nothing."""
+          width: int = 520, height: int = 230, log: bool = False, zero: bool = False,
+          about: str = "") -> str:  # fmt: skip
+    """Curves over the steps. `form` writes a value; `zero`: the axis begins there; `about`: a sentence below. Empty
+    where there is nothing."""
     series = [replace(s, points=_finite(s.points, log)) if s.style != "area" else s for s in series]
     series = [s for s in series if s.points]
     if not series:
@@ -91,10 +94,16 @@ def chart(title: str, series: Sequence[Series], *, form: Callable[[float], str],
     parts += [_names(series, width - RIGHT), f'<line class="cursor" y1="{TOP}" y2="{height - BOTTOM}"/>']
     parts.append(_text(width - RIGHT, 16, "", "told", "end"))
     data = escape(json.dumps(_hover_data(frame, series, form), separators=(",", ":")), quote=True)
-    return _svg(title, width, height, parts, f' data-points="{data}"')
+    return _svg(title, width, height, parts, f' data-points="{data}"') + _explained(about)
 
 
-def bars(title: str, shares: Sequence[tuple[str, float]], *, width: int = 520, height: int = 230) -> str:
+def _explained(about: str) -> str:
+    return f'<p class="explained">{escape(about)}</p>' if about else ""
+
+
+def bars(
+    title: str, shares: Sequence[tuple[str, float]], *, width: int = 520, height: int = 230, about: str = ""
+) -> str:
     """Named shares of a whole, by their logarithm: a ten-thousandth is what such a chart is looked at for."""
     if not shares:
         return ""
@@ -114,7 +123,7 @@ def bars(title: str, shares: Sequence[tuple[str, float]], *, width: int = 520, h
         parts.append(f'<rect class="area" {bar} style="fill:var(--c0)"/>')
         parts.append(_text(x, y - 5, _percent(share), "share", "middle"))
         parts.append(_text(x, base + 16, name, "", "middle"))
-    return _svg(title, width, height, parts)
+    return _svg(title, width, height, parts) + _explained(about)
 
 
 def smooth(points: Points, log: bool = False) -> list[tuple[float, float]]:

@@ -102,8 +102,6 @@ class RunMetrics:
             speed["memory"] = memory
         if self._goodput:
             speed["goodput"] = self._goodput.share
-        if self._predicted:
-            speed |= self._predicted.line(many)
         self._write({"step": step, **values, **speed})
         if self._live:
             self._recent = [*self._recent, (many, seconds, tokens, split({**values, **speed}))][-WINDOW:]

@@ -16,7 +16,8 @@ from dovetail.train.report.completions import turns, written
 from dovetail.train.report.curves import Mark, Series, chart, smooth
 from dovetail.train.report.goodput import KINDS, OTHER
 from dovetail.train.report.live import clock_text, short
-from dovetail.train.report.summary import RunRecord, read, summary, when
+from dovetail.train.report.names import name_of
+from dovetail.train.report.summary import RunRecord, read, step_times, summary, when
 
 PAGE = "report.html"
 # Of a health event: told in columns of their own, or too long to tell.
@@ -121,7 +122,7 @@ def _curves(run: RunRecord) -> str:
         first, small, drawn = _loss(run, marks, width=1060, height=340), [], lambda name: False
     small += _common(run, marks)
     own = [name for name in _own(run) if not drawn(name)]
-    small += [chart(name.replace("_", " "), _own_lines(run, name), form=lambda v: f"{v:.3g}") for name in own]
+    small += [_named(name, _own_lines(run, name), form=lambda v: f"{v:.3g}") for name in own]
     grid = "".join(_card(each) for each in small if each)
     return (_card(first, "card wide") if first else "") + (f'<div class="two">{grid}</div>' if grid else "")
 
@@ -132,7 +133,13 @@ def _loss(run: RunRecord, marks: Sequence[Mark], width: int = 520, height: int =
     lines = [Series("each step", loss, "raw"), Series("training", smooth(loss, falls))]
     held_out = f"held out, {run.held_out_of}" if run.held_out_of else "held out"
     lines.append(Series(held_out, run.held_out, "dots", 1))
-    return chart("loss", lines, form=lambda v: f"{v:.4g}", marks=marks, width=width, height=height, log=falls)
+    return _named("loss", lines, form=lambda v: f"{v:.4g}", marks=marks, width=width, height=height, log=falls)
+
+
+def _named(metric: str, lines: Sequence[Series], **how: Any) -> str:
+    """Draw a metric under its title, with the sentence that explains it."""
+    title, about = name_of(metric)
+    return chart(title, lines, about=about, **how)
 
 
 def _common(run: RunRecord, marks: Sequence[Mark]) -> list[str]:
@@ -141,27 +148,40 @@ def _common(run: RunRecord, marks: Sequence[Mark]) -> list[str]:
     spiky = bool(norms) and max(y for _, y in norms) > LOG_FROM * median(y for _, y in norms)
     rates = run.curve("tokens_per_second")
     return [
-        chart("learning rate", [Series("lr", run.curve("lr"))], form=lambda v: f"{v:.2g}", zero=True),
-        chart(
-            "gradient norm", [Series("each step", norms, "raw", 3), Series("norm", smooth(norms, spiky), "line", 3)],
+        *([] if run.curve("reward") else [_step_time(run)]),
+        _named("lr", [Series("lr", run.curve("lr"))], form=lambda v: f"{v:.2g}", zero=True),
+        _named(
+            "grad_norm", [Series("each step", norms, "raw", 3), Series("norm", smooth(norms, spiky), "line", 3)],
             form=lambda v: f"{v:.3g}", marks=marks, log=spiky, zero=not spiky,
         ),
-        chart(
-            "tokens per second", [Series("each step", rates, "raw", 2), Series("tok/s", smooth(rates), "line", 2)],
+        _named(
+            "tokens_per_second", [Series("each step", rates, "raw", 2), Series("tok/s", smooth(rates), "line", 2)],
             form=short, zero=True,
         ),
-        chart(
-            "model FLOPs utilisation",
+        _named(
+            "mfu",
             [Series(name, smooth(run.curve(f"mfu_{name}")), "line", i) for i, name in enumerate(("causal", "full"))],
             form=lambda v: f"{v:.1%}", zero=True,
         ),
     ]  # fmt: skip
 
 
+def _step_time(run: RunRecord) -> str:
+    """Draw what each step took, over the band that was predicted."""
+    took = step_times(run)
+    found, last = run.prediction, took[-1:] and (took[0], took[-1])
+    lines = [Series("each step", took, "raw"), Series("measured", smooth(took))]
+    if found and last:
+        high, low = ([(step, seconds) for step, _ in last] for seconds in (found.worst, found.best))
+        lines.insert(0, Series("predicted", high, "area", 1, low))
+    return _named("seconds", lines, form=lambda v: f"{v:.3g}", zero=True)
+
+
 def _own(run: RunRecord) -> list[str]:
     """The measures that an objective has of its own: what every training has is drawn above, or is no measure."""
     last = run.steps[-1] if run.steps else {}
-    return [name for name, value in last.items() if isinstance(value, float) and name not in COMMON]
+    names = [name for name, value in last.items() if isinstance(value, float) and name not in COMMON]
+    return [name for name in names if not name.startswith("predicted")]  # of runs of earlier versions: constants
 
 
 def _own_lines(run: RunRecord, name: str) -> list[Series]:
@@ -169,7 +189,7 @@ def _own_lines(run: RunRecord, name: str) -> list[Series]:
     held_out = run.curve(f"held_out_{name}", run.evals)
     return [
         Series("each step", values, "raw", 4),
-        Series(name, smooth(values), "line", 4),
+        Series("training", smooth(values), "line", 4),
         Series("held out", held_out, "dots", 1),
     ]
 
@@ -195,7 +215,8 @@ def _goodput(run: RunRecord) -> str:
         name = f'<span class="swatch" style="{colour}"></span>{escape(kind)}'
         rows.append([name, escape(what), clock_text(seconds), f"{share:.1%}"])
     table = _table(["", "", "time", "share"], rows, numbers=(2, 3))
-    return f'<h2>Goodput {run.ledger.share:.1%}</h2><div class="bar">{"".join(bar)}</div>{table}'
+    about = f'<p class="told">{escape(name_of("goodput").about)}</p>'
+    return f'<h2>Goodput {run.ledger.share:.1%}</h2>{about}<div class="bar">{"".join(bar)}</div>{table}'
 
 
 def _samples(run: RunRecord) -> str:

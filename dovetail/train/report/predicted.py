@@ -1,4 +1,4 @@
-"""A run's prediction beside what its steps take: in its metrics, in a remark once it is warm, and in its folder."""
+"""A run's prediction beside what its steps take: in a remark once it is warm, and in its folder for the report."""
 
 from __future__ import annotations
 
@@ -20,13 +20,6 @@ class Predicted:
         self.prediction = prediction
         self._took: list[float] = []
         self._told = False
-
-    def line(self, steps: int) -> dict[str, float]:
-        """For the report of so many steps: seconds. (They do not end in `_seconds`, as what a step was spent on
-        does.)"""
-        found = {"predicted_least": steps * self.prediction.best, "predicted_most": steps * self.prediction.worst}
-        likely = self.prediction.likely
-        return found if likely is None else {"predicted": steps * likely, **found}
 
     def took(self, seconds: float) -> str | None:
         """A step's, as measured. The remark that is due, which is due once."""

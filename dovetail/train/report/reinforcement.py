@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from dovetail.train.report.curves import Mark, Points, Series, bars, chart, smooth
+from dovetail.train.report.names import name_of
 from dovetail.train.report.split import PART, split
 from dovetail.train.report.summary import RunRecord, usual
 
@@ -39,15 +40,15 @@ def chart_of_rewards(run: RunRecord, marks: Sequence[Mark]) -> str:
         Series("held out", run.curve("held_out_reward", run.evals), "dots", 1),
     ]
     title = "reward (band: the standard deviation of a step's)" if any(spread.values()) else "reward"
-    return chart(title, series, form=_figure, marks=marks, width=1060, height=340)
+    about = name_of("reward").about
+    return chart(title, series, form=_figure, marks=marks, width=1060, height=340, about=about)
 
 
 def charts(run: RunRecord) -> list[str]:
     """A small one each; empty where there is nothing to draw."""
     return [
-        *_named_rewards(run), _exam(run), _one(run, "kl", "KL from the reference", 3),
-        _one(run, "entropy", "entropy, nats per token", 2), _one(run, "answer_tokens", "tokens per answer", 6),
-        _lost(run), _one(run, "clip_fraction", "share of the tokens clipped", 4), _gap(run), _ratios(run), _times(run),
+        *_named_rewards(run), _exam(run), _one(run, "kl", 3), _one(run, "entropy", 2), _one(run, "answer_tokens", 6),
+        _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run), _times(run),
     ]  # fmt: skip
 
 
@@ -72,25 +73,28 @@ def _exam(run: RunRecord) -> str:
     lines = [
         Series(name.removeprefix("held_out_"), run.curve(name, run.evals), "dots", i) for i, name in enumerate(names)
     ]
-    return chart("held-out prompts answered right", lines, form=lambda v: f"{v:.0%}", zero=True)
+    title, about = name_of("exam")
+    return chart(title, lines, form=lambda v: f"{v:.0%}", zero=True, about=about)
 
 
-def _one(run: RunRecord, name: str, title: str, colour: int) -> str:
-    points = run.curve(name)
-    lines = [Series("each step", points, "raw", colour), Series(name, smooth(points), "line", colour)]
-    return chart(title, lines, form=_figure, zero=True)
+def _one(run: RunRecord, name: str, colour: int) -> str:
+    points, (title, about) = run.curve(name), name_of(name)
+    lines = [Series("each step", points, "raw", colour), Series("mean", smooth(points), "line", colour)]
+    return chart(title, lines, form=_figure, zero=True, about=about)
 
 
 def _lost(run: RunRecord) -> str:
     names = {"truncated": "cut off", "unjudged": "without a reward"}
     lines = [Series(told, smooth(run.curve(name)), "line", i) for i, (name, told) in enumerate(names.items())]
-    return chart("share of the answers", lines, form=_figure, zero=True)
+    title, about = name_of("answers")
+    return chart(title, lines, form=_figure, zero=True, about=about)
 
 
 def _gap(run: RunRecord) -> str:
     mean, most = run.curve("gap"), run.curve("gap_max")
     lines = [Series("mean", smooth(mean, log=True), "line", 0), Series("greatest", smooth(most, log=True), "line", 1)]
-    return chart("|log-probability of trainer - of sampler|", lines, form=lambda v: f"{v:.2g}", log=True)
+    title, about = name_of("gap")
+    return chart(title, lines, form=lambda v: f"{v:.2g}", log=True, about=about)
 
 
 def _ratios(run: RunRecord) -> str:
@@ -101,7 +105,8 @@ def _ratios(run: RunRecord) -> str:
             low, high = found.groups()
             shares[float(low or 0)] = (_span(low, high), fmean(line.get(name) or 0.0 for line in last))
     steps = f"the last {len(last)} steps" if len(last) > 1 else "the last step"
-    return bars(f"trainer's / sampler's probability, {steps}", [shares[low] for low in sorted(shares)])
+    title, about = name_of("ratio")
+    return bars(f"{title}, {steps}", [shares[low] for low in sorted(shares)], about=about)
 
 
 def _span(low: str, high: str) -> str:
@@ -128,7 +133,8 @@ def _times(run: RunRecord) -> str:
         for line in run.steps
         if split(line) and line["step"] not in drawn
     ]
-    return chart("seconds per step", stack, form=_figure, marks=marks, zero=True)
+    title, about = name_of("parts")
+    return chart(title, stack, form=_figure, marks=marks, zero=True, about=about)
 
 
 def _figure(value: float) -> str:

@@ -105,7 +105,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
     rows += [("tokens", short(tokens))] if tokens else []
     rows += _reward_rows(run)
     if (loss := run.last("loss")) is not None:
-        rows.append(("loss", f"{loss:.4f}"))
+        rows.append(("loss", f"{loss:.4f}" if abs(loss) >= 0.001 else f"{loss:.2g}"))
     if run.held_out:
         best_at, best = min(run.held_out, key=lambda point: point[1])
         notes = [f"best {best:.4f} at {best_at:,}"] if best < run.held_out[-1][1] else []
@@ -113,7 +113,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         rows.append(("held-out loss", f"{run.held_out[-1][1]:.4f}" + (f" ({'; '.join(notes)})" if notes else "")))
     if (rate := run.typical("tokens_per_second")) is not None:
         rows.append(("speed", f"{short(rate)} tok/s"))
-    rows += _predicted_rows(run)
+    rows += _step_rows(run)
     causal, full = run.typical("mfu_causal"), run.typical("mfu_full")
     if causal is not None and full is not None:
         rows.append(("MFU", f"{causal:.1%} causal, {full:.1%} full"))
@@ -122,25 +122,40 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
     return rows + _time_rows(run)
 
 
-def step_seconds(run: RunRecord) -> float | None:
-    """What a step's training takes: the median over the reports, without the first ones, which compile."""
+def step_times(run: RunRecord) -> list[tuple[int, float]]:
+    """Return (step, seconds that its training took) of each report; a report of several steps has their mean."""
     took, before = [], 0
     for line in run.steps:
         many, before = line["step"] - before, line["step"]
         if many > 0 and line.get("seconds"):
-            took.append(split(line).get(REST, line["seconds"]) / many)
+            took.append((line["step"], split(line).get(REST, line["seconds"]) / many))
+    return took
+
+
+def step_seconds(run: RunRecord) -> float | None:
+    """Return what a step's training takes: the median over the reports, without the first ones, which compile."""
+    took = [seconds for _, seconds in step_times(run)]
     warm = took[predicted.WARM :] or took
     return median(warm) if warm else None
 
 
-def _predicted_rows(run: RunRecord) -> list[tuple[str, str]]:
+def _step_rows(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the one row about a step's time: of a step that does more than train, all of it and its parts."""
     measured = step_seconds(run)
-    if run.prediction is None or measured is None:
+    if measured is None:
         return []
     found = run.prediction
-    bounds = f"{seconds_text(found.best)} to {seconds_text(found.worst)}"
-    likely = "" if found.likely is None else f"{seconds_text(found.likely)} ({found.calibrated}), bounds "
-    return [("step time", f"{seconds_text(measured)}, predicted {likely}{bounds}")]
+    beside = ""
+    if found is not None:
+        likely = "" if found.likely is None else f"{seconds_text(found.likely)} ({found.calibrated}), bounds "
+        beside = f", predicted {likely}{seconds_text(found.best)} to {seconds_text(found.worst)}"
+    spent = typical_split(run)
+    if not spent:
+        return [("step time", seconds_text(measured) + beside)]
+    whole = sum(spent.values())
+    shares = ", ".join(f"{name} {seconds / (whole or 1.0):.0%}" for name, seconds in spent.items())
+    training = f"; training {seconds_text(measured)}{beside}" if beside else ""
+    return [("step time", f"{seconds_text(whole)} ({shares}{training})")]
 
 
 def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:
@@ -156,10 +171,6 @@ def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:
         rows += [(name.replace("held_out_", "held-out "), f"{points[-1][1]:.1%}{first}")] if points else []
     if (kl := run.last("kl")) is not None:
         rows.append(("KL", f"{kl:.3g}"))
-    if spent := typical_split(run):
-        whole = sum(spent.values())
-        told = ", ".join(f"{name} {seconds / (whole or 1.0):.0%}" for name, seconds in spent.items())
-        rows.append(("step", f"{whole:.3g} s ({told})"))
     return rows
 
 

@@ -1,10 +1,12 @@
 """A prediction beside what is measured: in the metrics, in a remark, in the report's table."""
 
 import json
+import re
 
 from dovetail.plan.prediction import Prediction
 from dovetail.train.report import predicted, summary
 from dovetail.train.report.metrics import RunMetrics
+from dovetail.train.report.page import write
 from dovetail.train.report.predicted import ENOUGH, WARM, Predicted
 
 PREDICTION = Prediction("H200", 1, 0.4, 0.1, 0.0, best=0.4, worst=1.0)
@@ -24,7 +26,7 @@ def test_it_is_told_once_when_the_run_is_warm(tmp_path, capsys):
     lines = run_of(tmp_path, WARM + ENOUGH + 3)
     said = capsys.readouterr().err
     assert said.count("a step takes 500 ms (median), predicted 400 ms to 1 s") == 1
-    assert lines[0]["predicted_least"] == 0.4 and lines[0]["predicted_most"] == 1.0 and "predicted" not in lines[0]
+    assert not [name for name in lines[0] if name.startswith("predicted")]  # constants: no curves of TensorBoard's
 
 
 def test_a_short_run_has_it_at_its_end_and_a_shorter_one_not(tmp_path, capsys):
@@ -36,7 +38,7 @@ def test_a_short_run_has_it_at_its_end_and_a_shorter_one_not(tmp_path, capsys):
 
 def test_lines_of_several_steps_and_steps_that_do_more_than_train(tmp_path):
     lines = run_of(tmp_path, 4, {"rollout_seconds": 1.0}, every=2)  # all of it was the rollout
-    assert lines[-1]["predicted_least"] == 0.8
+    assert lines[-1]["seconds"] == 1.0
     assert summary.step_seconds(summary.read(tmp_path)) == 0.0
     again = run_of(tmp_path / "alone", 5, every=2)
     assert again[-1]["seconds"] == 1.0 and summary.step_seconds(summary.read(tmp_path / "alone")) == 0.5
@@ -46,4 +48,13 @@ def test_the_reports_table_has_both(tmp_path):
     run_of(tmp_path, 8)
     assert ("step time", "500 ms, predicted 400 ms to 1 s") in summary.summary(summary.read(tmp_path))
     (tmp_path / predicted.FILE).write_text("{}")  # of another version
-    assert "step time" not in dict(summary.summary(summary.read(tmp_path)))
+    assert dict(summary.summary(summary.read(tmp_path)))["step time"] == "500 ms"
+
+
+def test_the_page_has_one_step_time_and_no_curve_of_a_constant(tmp_path):
+    run_of(tmp_path, 8, {"token_accuracy": 0.5, "predicted_least": 0.4})  # the last as earlier versions wrote it
+    page = write(tmp_path).read_text()
+    titles = re.findall(r'aria-label="([^"]*)"', page)
+    assert "predicted least" not in titles and titles.count("step time, seconds") == 1
+    assert page.count('<div class="name">step time</div>') == 1 and ">predicted<" in page
+    assert "Share of the trained tokens that the model found likeliest." in page  # what a name means is said

@@ -30,13 +30,14 @@ def make(folder: Path, steps: int = 12) -> Path:
     return folder
 
 
-def answers(folder: Path, steps: int = 3, text: str = "three geese") -> Path:
-    """Two groups of three in a step: texts in the first, conversations in the second."""
+def answers(folder: Path, steps: int = 3, text: str = "three geese", tied: int = 0) -> Path:
+    """Two groups of three in a step: texts in the first, conversations in the second, of which `tied` more have the
+    lowest reward too."""
     lines = []
     for step in range(1, steps + 1):
         for group in (0, 1):
-            for member in range(3):
-                reward = None if (group, member) == (1, 2) else member / 2
+            for member in range(3 + tied * group):
+                reward = None if (group, member) == (1, 2) else member / 2 if member < 3 else 0.0
                 said = [*ASKED, CALL, {"role": "tool", "content": "3"}] if group else f"{text} {step} {member}"
                 lines.append({
                     "step": step, "group": group, "member": member, "prompt": ASKED if group else "how many?",
@@ -53,9 +54,10 @@ def test_its_curves(tmp_path):
     titles = re.findall(r'aria-label="([^"]*)"', page)
     assert titles[0].startswith("reward (band")
     for title in (
-        "rewards", "held-out prompts answered right", "KL from the reference", "entropy, nats per token",
+        "rewards", "held-out prompts answered right", "KL divergence", "entropy",
         "tokens per answer", "share of the tokens clipped", "|log-probability of trainer - of sampler|",
-        "trainer&#x27;s / sampler&#x27;s probability, the last 12 steps", "seconds per step", "loss", "draws",
+        "trainer&#x27;s / sampler&#x27;s probability, the last 12 steps", "step time, seconds", "loss",
+        "draws per step",
     ):  # fmt: skip
         assert titles.count(title) == 1, title
     assert "ratio 0.5 1.5" not in titles and "rollout seconds" not in titles
@@ -68,7 +70,7 @@ def test_its_curves(tmp_path):
 def test_its_figures(tmp_path):
     rows = dict(summary(read(make(tmp_path / "run"))))
     assert rows["reward"] == "1 (best 1 at 12; 0.08333 at first)" and rows["held-out pass@1"] == "25.0% (25.0% at 4)"
-    assert rows["step"] == "1 s (rollout 50%, reward 10%, sync 10%, train 30%)"
+    assert rows["step time"] == "1 s (rollout 50%, reward 10%, sync 10%, train 30%)" and "step" not in rows
 
 
 def test_a_long_runs_page_holds_some_of_it_and_says_so(tmp_path):
@@ -117,7 +119,7 @@ document.title = JSON.stringify(seen);
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_completions_are_browsed(tmp_path):
-    page = write(answers(make(tmp_path / "run")))
+    page = write(answers(make(tmp_path / "run"), tied=1))
     page.write_text(page.read_text().replace("</body>", VISIT))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=500,900"]
@@ -127,10 +129,11 @@ def test_completions_are_browsed(tmp_path):
     seen = json.loads(title[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["wide"]  # nothing is wider than a narrow screen
     assert [text.split("\n")[-1] for text in seen["last"][:3]] == [f"three geese 3 {i}" for i in (2, 1, 0)]
-    assert seen["marks"][:3] == ["wrote best", "wrote ", "wrote worst"]
+    assert seen["marks"] == ["wrote best", "wrote ", "wrote worst", "wrote best", "wrote ", "wrote ", "wrote "]
+    assert not any("worst of its prompt" in text for text in seen["last"][3:])  # two tie for it
     assert "count the <b>geese</b> </script>" in seen["asked"][1] and len(seen["asked"]) == 2
-    assert "right: took longer than 5 s" in seen["last"][5] and 'count({"of": "geese"})' in seen["last"][5]
-    assert "three geese 2 2" in seen["before"][0] and len(seen["before"]) == 6
+    assert "right: took longer than 5 s" in seen["last"][6] and 'count({"of": "geese"})' in seen["last"][6]
+    assert "three geese 2 2" in seen["before"][0] and len(seen["before"]) == 7
     assert [text[-1] for text in seen["group"]] == ["2", "1", "0"]
     assert [text[-1] for text in seen["up"]] == ["0", "1", "2"]
     assert len(seen["cut"]) == 1 and "cut off at 4 tokens" in seen["cut"][0]
