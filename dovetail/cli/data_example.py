@@ -21,10 +21,11 @@ OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 
 def tuning_recipe(what: list[str]) -> Tuning | None:
     """Of a fine-tuning's recipe and key=value, what says how its examples are made; None: it is another's, or none."""
-    if not what[0].endswith((".yaml", ".yml")):
+    from dovetail.core.recipe import raw, read, training_of
+
+    if not what[0].endswith((".yaml", ".yml")) and training_of(what[0]) in (None, "pretrain"):
         return None
     from dovetail.core.overrides import place, split
-    from dovetail.core.recipe import raw, read
     from dovetail.tune.settings import Sft
 
     mapping = place(raw(what[0], Sft), [split(text) for text in what[1:]])

@@ -45,7 +45,7 @@ def _settings(what: str, overrides: list[str]) -> Any:
     from dovetail.core import recipe
     from dovetail.tune.rl.settings import Rl
 
-    if Path(what).suffix in (".yaml", ".yml"):
+    if Path(what).suffix in (".yaml", ".yml") or recipe.training_of(what) == "rl":
         return recipe.load(what, [*without_warmup(overrides), *overrides], Rl)
     return recipe.change(Rl(model=what, steps=STEPS), overrides)
 

@@ -24,32 +24,48 @@ T = TypeVar("T")
 Count = Annotated[int, "count"]  # an int that may be written 10B, 300M or 4k
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
+TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")  # each is a command, and a class of settings
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 # --- finding and layering ---------------------------------------------------------------------------------------------
 
 
-def shipped() -> tuple[str, ...]:
-    """The names of the recipes that come with the package."""
-    return tuple(sorted(path.stem for path in SHIPPED.glob("*.yaml")))
+def shipped(training: str = "pretrain") -> tuple[str, ...]:
+    """Return the names of the recipes for this training that come with the package."""
+    folder = SHIPPED if training == "pretrain" else SHIPPED / training
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
 
 
-def find(name_or_path: str, beside: Path | None = None) -> Path:
-    """A recipe's file: a shipped name, or a path (relative to `beside`, for the base of a recipe in a file)."""
-    if name_or_path in shipped():
-        return SHIPPED / f"{name_or_path}.yaml"
+def training_of(name: str) -> str | None:
+    """Return the training that a shipped recipe is for; None where no recipe of this name is shipped."""
+    return next((training for training in TRAININGS if name in shipped(training)), None)
+
+
+def find(name_or_path: str, beside: Path | None = None, training: str = "") -> Path:
+    """Return a recipe's file: a shipped name, or a path (relative to `beside`, for the base of a recipe in a file).
+    `training`: the one that asks, whose recipes an error lists."""
+    if found := training_of(name_or_path):
+        return (SHIPPED if found == "pretrain" else SHIPPED / found) / f"{name_or_path}.yaml"
     path = (beside or Path()) / Path(name_or_path).expanduser()
     if path.is_file():
         return path
     looked = "no such file" if path.suffix in (".yaml", ".yml") else "neither a file nor shipped"
-    hint = did_you_mean(Path(name_or_path).stem, shipped())
-    raise ValueError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(shipped())}")
+    names = [name for each in TRAININGS for name in shipped(each) if training in ("", each)]
+    hint = did_you_mean(Path(name_or_path).stem, names)
+    raise ValueError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(names)}")
 
 
 def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: type[T]) -> T:
     """The recipe, with overrides on top, as `cls`: `key=value` each, or a mapping of a program's own values."""
-    mapping = _with_base(find(name_or_path), cls, ())
+    wanted = cls.__name__.lower() if cls.__name__.lower() in TRAININGS else ""
+    meant = training_of(name_or_path)
+    if wanted and meant and wanted != meant:
+        raise ValueError(
+            f"recipe {name_or_path} is for `dovetail {meant}`, not for `dovetail {wanted}`. Shipped for that: "
+            f"{', '.join(shipped(wanted))}"
+        )
+    mapping = _with_base(find(name_or_path, training=wanted), cls, ())
     try:
         return _overridden(cls, mapping, overrides)
     except ValueError as error:

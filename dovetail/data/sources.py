@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.core.recipe import SHIPPED
 from dovetail.data import corpus
 from dovetail.data.hub_dataset import fetch, is_hub_dataset
 from dovetail.data.readers import Span, array_records, parquet_groups
@@ -50,7 +51,7 @@ def find(source: Source) -> Files:
         raise ValueError(
             f"expected a path on this machine, got {source.path!r}; mount the bucket or copy the files here"
         )
-    path = Path(source.path).expanduser()
+    path = _sample(source.path) or Path(source.path).expanduser()
     found = _hf_files(path) if source.format in ("auto", "hf") else None
     if found is None:
         found = _by_ending(source, _candidates(path))
@@ -71,6 +72,16 @@ def _is_corpus(path: str) -> bool:
     return path.partition(":")[0] in corpus.CORPORA and not Path(path).exists()
 
 
+def samples() -> tuple[str, ...]:
+    """Return the names of the record files that come with the package, for the shipped recipes of fine-tuning."""
+    return tuple(sorted(path.stem for path in (SHIPPED / "samples").glob("*.jsonl")))
+
+
+def _sample(name: str) -> Path | None:
+    """Return the shipped file of this name, unless there is a file or folder of the user's at that path."""
+    return SHIPPED / "samples" / f"{name}.jsonl" if name in samples() and not Path(name).exists() else None
+
+
 def _name(path: Path) -> str:
     stem = path.name if not glob.has_magic(path.name) else path.parent.name
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in stem).strip("._") or "data"
@@ -86,8 +97,8 @@ def _candidates(path: Path) -> list[Path]:
     if glob.has_magic(str(path)):
         return sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     raise ValueError(
-        f"expected a file, a folder, a pattern such as data/*.jsonl, or a built-in corpus "
-        f"({', '.join(corpus.CORPORA)}); there is no {str(path)!r}"
+        f"expected a file, a folder, a pattern such as data/*.jsonl, or built-in data "
+        f"({', '.join((*corpus.CORPORA, *samples()))}); there is no {str(path)!r}"
     )
 
 

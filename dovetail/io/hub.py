@@ -80,6 +80,8 @@ def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
         raise ValueError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
     if name in CATALOGUE:
         return _cached(name) or pull(name, progress)
+    if name in PUBLISHED:  # a shipped architecture: its published weights
+        return _from_hub(PUBLISHED[name])
     if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
         raise ValueError(_not_understood(name))
     return _from_hub(name)
@@ -293,8 +295,6 @@ def _log(what: str, done: int, total: int) -> None:
 def _not_understood(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    if name in PUBLISHED:  # a shipped architecture, which has no weights of its own
-        hint = f" The published weights of that architecture are {PUBLISHED[name]}."
     return (
         f"{name!r} is no folder or .gguf file that exists, no hub id (org/name) and not in the catalogue "
         f"({known()}).{hint}"

@@ -1,4 +1,4 @@
-"""What `dovetail serve` takes for a shipped architecture: the hub id of published weights, or a catalogue name.
+"""The published weights of each shipped architecture, which its name means: a hub id, or a catalogue name.
 
 Of the models that exist as a base and as a chat model the second is named, for it comes with a chat template.
 """
@@ -23,6 +23,7 @@ PUBLISHED = {
     "qwen3-32b": "Qwen/Qwen3-32B",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "smollm2-135m": "smollm2-135m",  # in the catalogue (io.hub)
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
 }
 # Shipped architectures without weights to serve, and why.
 UNPUBLISHED = {

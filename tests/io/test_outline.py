@@ -43,6 +43,8 @@ def test_what_is_not_there(name, message):
         outline(name)
 
 
-def test_a_shipped_architecture_is_no_model_to_load_and_its_weights_are_named():
-    with pytest.raises(ValueError, match="published weights of that architecture are Qwen/Qwen3-8B"):
-        hub.resolve("qwen3-8b")
+def test_the_name_of_a_shipped_architecture_means_its_published_weights(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "_from_hub", lambda hub_id: tmp_path / hub_id)
+    assert hub.resolve("qwen3-8b") == tmp_path / "Qwen/Qwen3-8B"
+    with pytest.raises(ValueError, match="'tiny' is no folder"):
+        hub.resolve("tiny")

@@ -1,8 +1,11 @@
 """The recipes that ship: each parses, is short, names a model of the published size, and can be laid over hardware."""
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
+from dovetail.cli.recipes import purpose
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.core.spec import matmul_flops, num_params
@@ -132,8 +135,11 @@ def run(monkeypatch):
 
 def test_the_command_lists_every_recipe_on_a_hundred_columns(run):
     output = run()
-    for name in SIZES:
-        assert name in output
+    for training in recipe.TRAININGS:
+        assert f": dovetail {training} NAME" in output
+        for name in recipe.shipped(training):
+            assert re.search(rf"^  {name} .*( +(\d+|-)){{4}}$", output, re.MULTILINE), name  # the chips that it fits
+            assert purpose(name)[:60] in output
     assert "30.5B (3.04B active)" in output and "14.8T" in output
     assert max(map(len, output.splitlines())) <= 100
 

@@ -1,0 +1,79 @@
+"""The recipes of fine-tuning that ship: each is read by the command it is for, fits the chips that the list says, and
+trains a step."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.main import app
+from dovetail.cli.recipes import _model_of, purpose
+from dovetail.cli.tune import settings_class
+from dovetail.core import recipe
+from dovetail.core.chips import CHIPS
+from dovetail.data.sources import samples
+from dovetail.models.published import PUBLISHED
+from dovetail.plan.derive import derive, smallest
+
+SHIPPED = [(training, name) for training in recipe.TRAININGS[1:] for name in recipe.shipped(training)]
+# What makes a step of each small enough for a model of a few thousand weights.
+SMALL = ["steps=1", "batch=4", "length=192", "precision.compute=f32", "eval.every=0", "show_every=0", "max_tokens=8"]
+OF_RL = {"show_every", "max_tokens"}
+
+
+def test_every_training_has_one():
+    assert {training for training, _ in SHIPPED} == {"sft", "dpo", "reward", "distill", "rl"}
+
+
+@pytest.mark.parametrize(("training", "name"), SHIPPED)
+def test_it_loads_and_fits(training, name):
+    settings = recipe.load(name, (), settings_class(training))
+    assert settings.model in PUBLISHED  # its weights can be fetched by this name
+    assert settings.data.path in samples() and purpose(name).endswith(".")
+    assert recipe.read(type(settings), recipe.dump(settings)) == settings
+    cfg, planned = _model_of(settings), settings.filled() if training == "rl" else settings
+    count = smallest(cfg, planned, CHIPS["H200"])
+    assert count == 1  # none needs more than one
+    derived = derive(cfg, planned, CHIPS["H200"], count)
+    assert derived.memory.total <= (derived.limit or 0)
+
+
+def test_the_samples_are_right():
+    """The sums are: what is trained, preferred and rewarded is the sum of its question."""
+    folder = recipe.SHIPPED / "samples"
+    chats, pairs, prompts = ([json.loads(line) for line in (folder / f"{name}.jsonl").open()] for name in samples())
+    assert len(chats) == len(pairs) == len(prompts) == 256
+    for chat, pair, prompt in zip(chats, pairs, prompts, strict=True):
+        right, wrong = (pair[side][0]["content"] for side in ("chosen", "rejected"))
+        assert chat["messages"] == [*prompt["prompt"], {"role": "assistant", "content": right}]
+        sums = [re.fullmatch(r"(.*) = (-?\d+)\. The answer is \2\.", text) for text in (right, wrong)]
+        assert sums[0] and sums[1] and sums[0][1] == sums[1][1] and re.fullmatch(r"\d+ [-+*] \d+", sums[0][1])
+        assert eval(sums[0][1]) == int(sums[0][2]) == int(prompt["answer"]) != int(sums[1][2])
+
+
+def test_another_trainings_recipe_is_refused_with_the_right_command():
+    for training, name in SHIPPED:
+        other = "dpo" if training == "sft" else "sft"
+        with pytest.raises(ValueError, match=f"recipe {name} is for `dovetail {training}`, not for `dovetail {other}`"):
+            recipe.load(name, (), settings_class(other))
+    with pytest.raises(ValueError, match=r"Did you mean 'smollm2-135m-sft'\? Shipped: llama3-8b-qlora, smollm2-135m-sft"):
+        recipe.load("smollm2-135m-stf", (), settings_class("sft"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("training", "name"), SHIPPED)
+def test_it_trains_a_step(training, name, tmp_path):
+    from tune.small_models import model_folder
+
+    model = model_folder(tmp_path)
+    words = [f"model={model}", *(word for word in SMALL if training == "rl" or word.split("=")[0] not in OF_RL)]
+    words = [word for word in words if training != "rl" or word.split("=")[0] not in ("batch", "length")]
+    words += [f"teacher={model}"] if training == "distill" else []
+    words += ["group_size=2", "prompts=2"] if training == "rl" else []
+    words += ["samples.every=0", "samples.prompts=[]"] if name.endswith("-sft") else []
+    done = CliRunner().invoke(app, [training, name, *words, "--run-dir", str(tmp_path / "run"), "--quiet"])
+    assert done.exit_code == 0, done.exception
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "kind" not in line] == [1] and lines[0]["loss"] is not None
+    assert list((tmp_path / "run" / "export" / "step_1").glob("*.safetensors"))
