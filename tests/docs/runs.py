@@ -19,7 +19,7 @@ ELSEWHERE = {
     "python examples/": "minutes: tests/test_examples.py",
     "python benchmarks/": "for a GPU",
     "dovetail tour": "tests/cli/test_cli.py",
-    "dovetail plan": "tests/cli/test_planning_page.py compares what it prints",
+    "dovetail plan": "tests/docs/test_docs_output.py compares what it prints",
     "dovetail plan --calibrate": "it depends on the machine: tests/cli/test_plan.py",
     "dovetail compile": "minutes of libtpu: tests/cli/test_compile.py, tests/tpu",
     "dovetail convert ibm-granite/": "fetches 5 GB from the hub",
