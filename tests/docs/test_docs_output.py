@@ -1,5 +1,5 @@
-"""What the pages show below `$ dovetail plan ...` and `$ dovetail recipes ...` is what those commands print, on a screen
-of 120 columns.
+"""What the pages show below `$ dovetail plan ...` and `$ dovetail recipes ...` is what those commands print, where a
+screen has 120 columns.
 
 A line `...` on a page stands for any number of lines; above what `dovetail recipes` derives, the page leaves the recipe
 out. What depends on the machine (`--calibrate`, `--on cpu`) is not compared.
