@@ -10,6 +10,7 @@ from typing import Any
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
 from dovetail.io.outline import config_of
+from dovetail.io.hub import resolve
 from dovetail.models.config import ModelConfig
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Frozen, Objective, StepContext
@@ -38,6 +39,7 @@ def distill(
 
 def objective(settings: Any) -> Objective:
     """Of Distill, or of what names a teacher and a distillation as it does (tune.rl)."""
+    resolve(settings.teacher)  # one that cannot be fetched is an error now, not after the step was compiled
     policy, teacher = policy_of(settings), None
     if settings.distillation.teacher == "live":
         teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)

@@ -54,7 +54,8 @@ PREAMBLES = {
         "before": "from types import SimpleNamespace\nimport jax, jax.numpy as jnp\n"
         "from dovetail.core.spec import init\nfrom dovetail.models.registry import read_model\n"
         "from dovetail.models.spec import spec\ncfg = read_model(MODEL)\n"
-        "state = SimpleNamespace(params=init(spec(cfg), jax.random.key(0), jnp.float32))\non_updates = print\n",
+        "state = SimpleNamespace(params=init(spec(cfg), jax.random.key(0), jnp.float32))\n"
+        "import dovetail as dt\nllm, on_updates = dt.LLM(MODEL, max_num_seqs=4), print\n",
     },
     "docs/finetuning.md": {
         "imports": "import dovetail as dt\n",
