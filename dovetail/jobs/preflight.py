@@ -77,7 +77,13 @@ def _refuse_missing(spec: Spec, field: str, text: str, code: Path | None) -> Non
 
 def _check_recipe(spec: Spec, code: Path | None) -> None:
     is_none = spec.recipe == "-" and spec.training != "pretrain"  # its overrides say everything
-    if not is_none and spec.recipe not in recipes.shipped():
+    shipped_for = recipes.training_of(spec.recipe)
+    if shipped_for and shipped_for != spec.training:
+        raise ValueError(
+            f"recipe {spec.recipe} is for training={shipped_for}, and training is {spec.training}: set "
+            f"training={shipped_for}"
+        )
+    if not is_none and not shipped_for:
         is_elsewhere = Path(spec.recipe).expanduser().is_absolute() and spec.backend not in SAME_FILES
         if is_elsewhere or (code is None and spec.code.path):
             return

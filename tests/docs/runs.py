@@ -40,8 +40,8 @@ ELSEWHERE = {
 RUN = (
     "dovetail data ", "dovetail sft ", "dovetail dpo ", "dovetail reward ", "dovetail distill ", "dovetail rl ",
     "dovetail pretrain ", "dovetail merge ", "dovetail eval ", "dovetail recipes", "dovetail serve", "dovetail info",
-    "dovetail bench serve", "dovetail job create name=hello", "dovetail job create name=try recipe=tiny",
-    "dovetail job list", "dovetail job queue ", "curl ",
+    "dovetail bench serve", "dovetail convert smollm2-135m", "dovetail job create name=hello",
+    "dovetail job create name=try recipe=tiny", "dovetail job list", "dovetail job queue ", "curl ",
 )  # fmt: skip
 
 # Of a page's snippets: names that they take for granted. `imports` is read by the cheap checks too, `before` makes

@@ -22,6 +22,7 @@ REFUSED = {
     "recipe": (["recipe=tinyy"], "no recipe 'tinyy'.* Did you mean 'tiny'"),
     "recipe's file": (["recipe=mine.yaml"], "no recipe 'mine.yaml': no such file"),
     "override": (["recipe=tiny", "overrides=[stepz=3]"], "recipe tiny: stepz is not a key. Did you mean steps"),
+    "training": (["recipe=smollm2-135m-sft"], "recipe smollm2-135m-sft is for training=sft, .* set training=sft"),
     "lock": (["command=true", "environment.lock=req.lock"], "environment.lock: there is no file req.lock"),
     "lock left out": (["command=true", "environment.lock=left.lock"], "left.lock is not taken along"),
     "lock without code": (["command=true", "environment.lock=x", "code.path="], "`code.path` is empty"),
