@@ -13,8 +13,8 @@ from dovetail.cli.show_config import OPTION
 RECIPE = typer.Argument(
     None,
     metavar="[RECIPE]",
-    help="A shipped recipe's name (`dovetail recipes` lists them) or a YAML file. Without one (or with `-`), --model and "
-    "--data, or model= and data=, say what to train.",
+    help="A shipped recipe's name (`dovetail recipes` lists them) or a YAML file. Without one (or with `-`), --model "
+    "and --data, or model= and data=, say what to train.",
 )
 OVERRIDES = typer.Argument(
     None, metavar="[KEY=VALUE]...", help="Keys to change, such as lora.rank=16 optimizer.lr=2e-4 steps=500."

@@ -49,7 +49,8 @@ def run_folder(name: str, training: str = "") -> Path:
     not pretraining."""
     path = Path(name)
     stem = path.stem if path.suffix in (".yaml", ".yml", ".gguf", ".json") else path.name  # Qwen3-0.6B has no suffix
-    return Path("runs") / (f"{stem}-{training}" if training else stem)
+    is_named = not training or stem.endswith(f"-{training}")
+    return Path("runs") / (stem if is_named else f"{stem}-{training}")
 
 
 def pretrain_settings(settings: Pretrain, folder: Path, *, bar: Bar | None = None, **how: Any) -> Ended:

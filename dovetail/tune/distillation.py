@@ -9,8 +9,8 @@ from typing import Any
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Params
-from dovetail.io.outline import config_of
 from dovetail.io.hub import resolve
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Frozen, Objective, StepContext

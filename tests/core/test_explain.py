@@ -93,3 +93,4 @@ def test_text_for_data_is_its_path(tmp_path):
 def test_a_run_is_named_after_its_recipe_or_model():
     names = {("Qwen/Qwen3-0.6B", "sft"): "Qwen3-0.6B-sft", ("a/b.yaml", "rl"): "b-rl", ("x.gguf", "dpo"): "x-dpo"}
     assert {given: run_folder(*given).name for given in names} == names and run_folder("tiny").name == "tiny"
+    assert run_folder("smollm2-135m-sft", "sft").name == "smollm2-135m-sft"  # which says it already

@@ -13,6 +13,7 @@ SHELL = ("sh", "bash", "console")
 _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`(dovetail(?: [^`]*)?)`")
 _WRAPPERS = ("srun",)  # they run the command that follows
+_ASSIGNED = re.compile(r"^(?:[A-Z_]+=(?:\$\([^)]*\)|\S*)\s+)+(?=\w)")  # variables for one command
 
 
 class Block(NamedTuple):
@@ -93,8 +94,9 @@ def _lines(block: Block, prompted: bool) -> list[tuple[int, str, tuple[str, ...]
 
 
 def _split(text: str) -> list[list[str]]:
-    """Return the words of each simple command: split at `&&` and `;`, without comments, loops and wrappers."""
-    lexer = shlex.shlex(text, posix=True, punctuation_chars="&;|")
+    """Return the words of each simple command: split at `&&` and `;`, without comments, loops, wrappers and variables
+    that are set for it."""
+    lexer = shlex.shlex(_ASSIGNED.sub("", text), posix=True, punctuation_chars="&;|")
     lexer.whitespace_split, lexer.commenters = True, "#"
     parts: list[list[str]] = [[]]
     for word in lexer:

@@ -19,6 +19,7 @@ ELSEWHERE = {
     "python examples/": "minutes: tests/test_examples.py",
     "python benchmarks/": "for a GPU",
     "dovetail tour": "tests/cli/test_cli.py",
+    "dovetail chat": "asks at a terminal: tests/cli/test_chat.py",
     "dovetail plan": "tests/docs/test_docs_output.py compares what it prints",
     "dovetail plan --calibrate": "it depends on the machine: tests/cli/test_plan.py",
     "dovetail compile": "minutes of libtpu: tests/cli/test_compile.py, tests/tpu",

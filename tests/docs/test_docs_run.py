@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from docs.blocks import PAGES, blocks, commands
+from docs.blocks import PAGES, Command, blocks, commands
 from docs.runs import PREAMBLES, as_module, category
 from docs.typed import PLACEHOLDERS, TRAININGS, kind_of, name_files, write_recipe
 from tune.small_models import chats, model_folder, pairs
@@ -135,7 +135,14 @@ def server(folder, env):
     found.stop()
 
 
-RUNNABLE = {page: [command for command in commands(page) if not category(command)] for page in PAGES}
+def is_run(command: Command) -> bool:
+    try:
+        return not category(command)
+    except AssertionError:  # test_docs_read fails by it
+        return False
+
+
+RUNNABLE = {page: [command for command in commands(page) if is_run(command)] for page in PAGES}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if RUNNABLE[page] and page != "docs/jobs.md"])
