@@ -20,6 +20,8 @@ from dovetail.core.choice import one_of, require
 
 Advantage = Callable[[np.ndarray], np.ndarray]  # rewards [N, G] -> advantages [N, G]
 
+SCALES = ("group", "batch", "none")  # whose standard deviation an advantage is divided by
+SCALED = ("grpo", "dr_grpo")  # the advantages that can be scaled in each of these ways
 STD_FLOOR = 1e-4  # of a group's standard deviation
 VARIANCE_FLOOR = 1e-8  # of what is whitened
 
@@ -34,19 +36,21 @@ class Estimated(NamedTuple):
 # --- of groups --------------------------------------------------------------------------------------------------------
 
 
-def grpo(rewards: ArrayLike, *, scale: bool = True) -> np.ndarray:
-    """(r - mean) / (std + 1e-4) within each group, std with Bessel's correction (arXiv 2402.03300); without `scale`
-    r - mean, which does not favour prompts that are nearly always or nearly never answered (Dr. GRPO)."""
+def grpo(rewards: ArrayLike, *, scale: str = "group") -> np.ndarray:
+    """(r - mean of the group) / (std + 1e-4), std with Bessel's correction: of the group (arXiv 2402.03300), of the
+    whole batch (arXiv 2508.08221), or with scale "none" r - mean, which does not favour prompts that are nearly always
+    or nearly never answered (Dr. GRPO)."""
+    one_of("scale_rewards", scale, SCALES)
     r = _rewards(rewards)
     off = r - _mean(r, axis=1)
-    if scale:
-        off = off / (np.sqrt(_variance(r, axis=1)) + STD_FLOOR)
+    if scale != "none":
+        off = off / (np.sqrt(_variance(r, axis=1 if scale == "group" else None)) + STD_FLOOR)
     return np.where(_plays(r), off, 0.0)
 
 
 def dr_grpo(rewards: ArrayLike) -> np.ndarray:
     """r - mean of the group (arXiv 2503.20783)."""
-    return grpo(rewards, scale=False)
+    return grpo(rewards, scale="none")
 
 
 def rloo(rewards: ArrayLike) -> np.ndarray:
@@ -77,10 +81,17 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def group_advantages(rewards: ArrayLike, by: str | Advantage) -> np.ndarray:
+def group_advantages(rewards: ArrayLike, by: str | Advantage, scale: str | None = None) -> np.ndarray:
     """[N, G], of rewards [N, G] in which None or NaN is no reward; `by` one of ADVANTAGES or the user's own function,
-    which is given NaN for what has none and whose answer there is not read."""
+    which is given NaN for what has none and whose answer there is not read. `scale`, one of SCALES, is for those in
+    SCALED; None: their own."""
     r = _rewards(rewards)
+    require(
+        scale is None or by in SCALED,
+        f"scale_rewards={scale} is read by the advantages {' and '.join(SCALED)} alone, got {by}.",
+    )
+    if scale is not None:
+        return grpo(r, scale=scale)
     if isinstance(by, str):
         one_of("advantage", by, ADVANTAGES)
         return ADVANTAGES[by](r)

@@ -44,7 +44,7 @@ class Completions:
     def _is_due(self, step: int) -> bool:
         """At the first step, and where one of a rollout's updates is a multiple of show_every."""
         every, last = self._settings.show_every, step - 1
-        return bool(every) and (step == 1 or (last + self._settings.updates) // every > last // every)
+        return bool(every) and (step == 1 or (last + self._settings.updates_per_rollout) // every > last // every)
 
     def _line(self, step: int, group: int, episode: Episode) -> dict[str, Any]:
         return {

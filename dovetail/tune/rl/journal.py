@@ -2,21 +2,28 @@
 
 A file holds one rollout: lines with the episodes that ended, with what others have so far and with judgements, and in
 the end one that says which groups are trained. Weights are replayed exactly from a checkpoint, so what they sampled
-stays true. Rollouts that a checkpoint has behind it are removed.
+stays true. Beside it, of a rollout with several updates, a file holds what models said of its tokens before the first
+of them. Rollouts that a checkpoint has behind it are removed.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
+
+from dovetail.io.whole_file import write_whole
 from dovetail.tune.rl import draft
 from dovetail.tune.rl.draft import Draft, Turn, joined
 from dovetail.tune.rl.episode import JUDGED, Episode, Place, from_json, to_json
 
 Chosen = list[tuple[int, int]]  # (turn, group) of the groups that are trained, in order
+Scores = dict[str, np.ndarray]  # by name, of all tokens of an update's episodes, one after another
+EPISODES, SCORES = ".jsonl", ".npz"
 
 
 class Found(NamedTuple):
@@ -64,9 +71,30 @@ class Journal:
 
     def forget(self, before: int) -> None:
         """Rollouts that no checkpoint asks for any more."""
-        for path in self._folder.glob("*.jsonl"):
-            if int(path.stem) < before:
-                path.unlink()
+        for suffix in (EPISODES, SCORES):
+            for path in self._folder.glob(f"*{suffix}"):
+                if int(path.name.removesuffix(suffix)) < before:
+                    path.unlink()
+
+    def scores(self, rollout: int) -> list[Scores] | None:
+        """Of each of its updates, as `write_scores` was given them; None where there are none."""
+        path = self._path(rollout, SCORES)
+        if not path.exists():
+            return None
+        with np.load(path) as arrays:
+            found: list[Scores] = [{} for _ in range(int(arrays["updates"]))]
+            for key in arrays.files:
+                update, _, name = key.partition(".")
+                if name:
+                    found[int(update)][name] = arrays[key]
+        return found
+
+    def write_scores(self, rollout: int, scores: Sequence[Scores]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        arrays = {f"{i}.{name}": array for i, each in enumerate(scores) for name, array in each.items()}
+        text = io.BytesIO()
+        np.savez(text, updates=len(scores), **arrays)  # type: ignore[arg-type]
+        write_whole(self._path(rollout, SCORES), text.getvalue())
 
     def close(self) -> None:
         if self._file:
@@ -82,8 +110,8 @@ class Journal:
         self._file.write(line + "\n")
         self._file.flush()  # the system has it now, whatever becomes of us
 
-    def _path(self, rollout: int) -> Path:
-        return self._folder / f"{rollout:08}.jsonl"
+    def _path(self, rollout: int, suffix: str = EPISODES) -> Path:
+        return self._folder / f"{rollout:08}{suffix}"
 
 
 def _mend(path: Path) -> None:

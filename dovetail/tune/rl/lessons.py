@@ -20,8 +20,9 @@ from dovetail.tune.rl.advantages import (
 )
 from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.episode import Episode
+from dovetail.tune.rl.journal import Scores
 from dovetail.tune.rl.layout import Layout, lay_out, row_sizes
-from dovetail.tune.rl.losses import token_weights
+from dovetail.tune.rl.losses import token_weights, top_entropy
 from dovetail.tune.rl.scorer import Scorer
 from dovetail.tune.rl.settings import Rl
 
@@ -33,6 +34,7 @@ class Lesson:
     batch: Batch
     layout: Layout
     notes: dict[str, float]
+    scores: Scores  # what models say of its tokens before the first update
 
 
 class Lessons:
@@ -46,16 +48,19 @@ class Lessons:
         """Whether some of its answers did better than others."""
         return not all_equal(np.asarray([self._rewards(group)]))[0]
 
-    def of(self, groups: Groups, params: Params) -> list[Lesson]:
-        """One for each update. Its episodes are of all groups, so that no update sees one prompt alone."""
+    def of(self, groups: Groups, params: Params, kept: Sequence[Scores] | None = None) -> list[Lesson]:
+        """One for each update of a pass. Its episodes are of all groups, so that no update sees one prompt alone.
+
+        `kept`: the scores of each, where they are known; else they are computed with `params`."""
         settings, episodes = self._settings, [episode for group in groups for episode in group]
         gains = self._gains(groups) if settings.judges_groups else None
-        parts = settings.updates
-        return [
-            self._lesson(episodes[i::parts], None if gains is None else gains[i::parts], params) for i in range(parts)
-        ]
+        parts, lessons = settings.updates, []
+        for i in range(parts):
+            own = None if gains is None else gains[i::parts]
+            lessons.append(self._lesson(episodes[i::parts], own, params, kept[i] if kept else None))
+        return lessons
 
-    def _lesson(self, episodes: list[Episode], gains: np.ndarray | None, params: Params) -> Lesson:
+    def _lesson(self, episodes: list[Episode], gains: np.ndarray | None, params: Params, kept: Scores | None) -> Lesson:
         settings = self._settings
         devices = self._ready.placement.mesh.size
         sizes = row_sizes(settings.batch, devices, self._ready.settings.accumulate or 1)
@@ -71,10 +76,11 @@ class Lessons:
         )  # fmt: skip
         if self._calls and settings.has_masks:
             batch = replace(batch, columns={**batch.columns, **self._calls.columns(layout, episodes)})
-        batch, notes = self._scored(batch, layout, episodes, masks, params)
+        scores = self._scores(batch, layout, params) if kept is None else kept
+        batch, notes = self._with_scores(batch, layout, episodes, masks, scores)
         places = sum(layout.sizes)
         notes |= {"tokens": float(places), "filled": places / (layout.rows * layout.length)}
-        return Lesson(batch, layout, notes)
+        return Lesson(batch, layout, notes, scores)
 
     # --- advantages ---------------------------------------------------------------------------------------------------
 
@@ -88,31 +94,44 @@ class Lessons:
     def _gains(self, groups: Groups) -> np.ndarray:
         """Of each episode."""
         assert self._advantage is not None
-        return group_advantages([self._rewards(group) for group in groups], self._advantage).reshape(-1)
+        rewards = [self._rewards(group) for group in groups]
+        return group_advantages(rewards, self._advantage, self._settings.wanted.scale_rewards).reshape(-1)
 
     # --- what models say of them --------------------------------------------------------------------------------------
 
-    def _scored(
-        self, batch: Batch, layout: Layout, episodes: list[Episode], masks: list[np.ndarray], params: Params
-    ) -> tuple[Batch, dict[str, float]]:
-        settings, found, notes = self._settings, {}, {}
-        if settings.algo == "gkd":  # the teacher is asked in the step itself
-            return replace(batch, columns={}), notes
-        if not (settings.scores_first or settings.has_reference or settings.is_taught):
-            return batch, notes
+    def _scores(self, batch: Batch, layout: Layout, params: Params) -> Scores:
+        """By the policy (see Scorer.before), the reference and the teacher, of each that this recipe has."""
+        settings, found = self._settings, {}
+        if settings.algo == "gkd" or not (settings.scores_first or settings.has_reference or settings.is_taught):
+            return {}  # the teacher of gkd is asked in the step itself
         put = self._ready.place(batch)
         reference = self._scorer.reference(put) if settings.has_reference else None
         if settings.scores_first:
             found |= self._scorer.before(params, put)
         if reference is not None:
             found["reference"] = np.asarray(reference)
+        if settings.is_taught:
+            found["teacher"] = self._scorer.teacher(put)
+        return {name: np.concatenate(layout.take(array)) for name, array in found.items()}
+
+    def _with_scores(
+        self, batch: Batch, layout: Layout, episodes: list[Episode], masks: list[np.ndarray], scores: Scores
+    ) -> tuple[Batch, dict[str, float]]:
+        """The batch with the columns that follow from the scores."""
+        settings, notes = self._settings, {}
+        if settings.algo == "gkd":
+            return replace(batch, columns={}), notes
+        ends = np.cumsum([len(e.tokens) for e in episodes])[:-1]
+        found = {name: layout.put(np.split(array, ends)) for name, array in scores.items()}
+        counts = np.asarray(batch.loss_mask) > 0
         if settings.has_critic:
             found |= self._estimated(found, layout, episodes, masks)
         if settings.is_taught:  # each token's reward is how much likelier it is to the teacher
-            gain = self._scorer.teacher(put) - found.get("old", np.asarray(batch.columns["sampler"]))
-            found["advantages"] = np.where(np.asarray(batch.loss_mask) > 0, gain, 0.0).astype(np.float32)
+            gain = found["teacher"] - found.get("old", np.asarray(batch.columns["sampler"]))
+            found["advantages"] = np.where(counts, gain, 0.0).astype(np.float32)
+        if "entropy" in found:
+            found["top_entropy"] = top_entropy(found["entropy"], counts, settings.wanted.top_entropy_quantile)
         if settings.has_reference and "old" in found:
-            counts = np.asarray(batch.loss_mask) > 0
             notes["kl_before"] = float(np.mean((found["old"] - found["reference"])[counts])) if counts.any() else 0.0
         wanted = {name for name in self._ready.objective.columns} - set(batch.columns)
         columns = {**batch.columns, **{name: x for name, x in found.items() if name in {*wanted, "advantages"}}}

@@ -42,19 +42,21 @@ FARTHEST = 20.0  # a difference of log-probabilities counts no more than this: e
 @dataclass(frozen=True)
 class Clipped:
     """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A): PPO's (arXiv 1707.06347), and with it GRPO's, RLOO's and
-    REINFORCE++'s; DAPO's eps_high is 0.28."""
+    REINFORCE++'s; DAPO's eps_high is 0.28. With delta, min(rho, delta) A in the first term, so that a token with a
+    negative advantage has a bounded loss too (arXiv 2505.07291)."""
 
     eps_low: float = 0.2
     eps_high: float = 0.2
+    delta: float | None = None
 
     def __post_init__(self) -> None:
-        _check_range(self.eps_low, self.eps_high)
+        _check_range(self.eps_low, self.eps_high, self.delta)
 
     def __call__(
         self, logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, _: OfSequence
     ) -> tuple[jax.Array, Diagnostics]:
         logps, old, advantages = _counted(mask, logprobs, old_logprobs, advantages)
-        return _clipped(_ratio(logps - old), advantages, self.eps_low, self.eps_high)
+        return _clipped(_ratio(logps - old), advantages, self.eps_low, self.eps_high, self.delta)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,10 @@ class Gspo:
 
     eps_low: float = 3e-4
     eps_high: float = 4e-4
+    delta: float | None = None
 
     def __post_init__(self) -> None:
-        _check_range(self.eps_low, self.eps_high)
+        _check_range(self.eps_low, self.eps_high, self.delta)
 
     def __call__(
         self,
@@ -78,7 +81,8 @@ class Gspo:
     ) -> tuple[jax.Array, Diagnostics]:
         logps, old, advantages = _counted(mask, logprobs, old_logprobs, advantages)
         (mean,) = _counted(mask, sequence_mean(stop_gradient(logps - old)))  # 0 / 0 in a sequence where nothing counts
-        return _clipped(_ratio(mean + (logps - stop_gradient(logps))), advantages, self.eps_low, self.eps_high)
+        ratio = _ratio(mean + (logps - stop_gradient(logps)))
+        return _clipped(ratio, advantages, self.eps_low, self.eps_high, self.delta)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,28 @@ class Cispo:
 
 
 @dataclass(frozen=True)
+class Sapo:
+    """-sigmoid(tau (rho - 1)) 4 / tau A: a smooth gate in place of a clip, whose gradient at rho = 1 is PPO's; tau is
+    higher for tokens to avoid, so that their gradient fades sooner (arXiv 2511.20347)."""
+
+    sapo_temperature_pos: float = 1.0  # where A > 0
+    sapo_temperature_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(value > 0, f"{name} must be above 0, got {value}.")
+
+    def __call__(
+        self, logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, _: OfSequence
+    ) -> tuple[jax.Array, Diagnostics]:
+        logps, old, advantages = _counted(mask, logprobs, old_logprobs, advantages)
+        ratio = _ratio(logps - old)
+        tau = jnp.where(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg)
+        loss = -jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+        return loss, {"ratio": stop_gradient(ratio), "clipped": jnp.zeros_like(ratio)}
+
+
+@dataclass(frozen=True)
 class Plain:
     """-A log pi: REINFORCE, for one update per rollout. The old log-probabilities are not read."""
 
@@ -111,7 +137,9 @@ class Plain:
         return -advantages * logps, {"ratio": jnp.ones_like(logps), "clipped": jnp.zeros_like(logps)}
 
 
-LOSSES: dict[str, Callable[..., PolicyLoss]] = {"clipped": Clipped, "gspo": Gspo, "cispo": Cispo, "plain": Plain}
+LOSSES: dict[str, Callable[..., PolicyLoss]] = {
+    "clipped": Clipped, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "plain": Plain,
+}  # fmt: skip
 
 
 def policy_loss(wanted: str | PolicyLoss, **settings: float | None) -> PolicyLoss:
@@ -129,13 +157,22 @@ def policy_loss(wanted: str | PolicyLoss, **settings: float | None) -> PolicyLos
     return made(**given)
 
 
-def _clipped(ratio: jax.Array, advantages: jax.Array, low: float, high: float) -> tuple[jax.Array, Diagnostics]:
-    loss = -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+def _clipped(
+    ratio: jax.Array, advantages: jax.Array, low: float, high: float, delta: float | None
+) -> tuple[jax.Array, Diagnostics]:
+    free = ratio if delta is None else jnp.minimum(ratio, delta)
+    loss = -jnp.minimum(free * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
     held = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
+    if delta is not None:
+        held |= (ratio > delta) & (advantages < 0)
     return loss, {"ratio": stop_gradient(ratio), "clipped": held.astype(jnp.float32)}
 
 
-def _check_range(low: float, high: float) -> None:
+def _check_range(low: float, high: float, delta: float | None) -> None:
+    require(
+        delta is None or delta > 1 + high,
+        f"delta must be above 1 + eps_high = {1 + high:g}, such as 4, or left out for no such bound, got {delta}.",
+    )
     require(0 < low <= 1, f"eps_low must be above 0 and at most 1, for a ratio is not negative; got {low}")
     require(high > 0, f"eps_high must be above 0, such as 0.2; got {high}")
 
@@ -256,6 +293,15 @@ def token_weights(
     else:
         each = np.full_like(lengths, max(lengths.sum(), 1.0))
     return np.where(lengths > 0, 1 / each, 0.0).astype(np.float32)
+
+
+def top_entropy(entropy: np.ndarray, counts: np.ndarray, quantile: float) -> np.ndarray:
+    """[B, T] f32: 1 at the share `quantile` of the tokens that count (a mask) with the highest entropy, 0 at the others
+    (arXiv 2506.01939)."""
+    if not counts.any():
+        return np.zeros(entropy.shape, np.float32)
+    least = np.quantile(entropy[counts].astype(np.float64), 1 - quantile)
+    return (counts & (entropy >= least)).astype(np.float32)
 
 
 def _constant(max_tokens: int | None) -> int:

@@ -3,8 +3,8 @@
 `loss_mask` holds what a token weighs in the whole batch (losses.token_weights), so the loss is a plain sum, and a batch
 taken in parts has the very gradient of the whole one. Further columns, each at the token whose target it is about:
 `advantages`; `sampler`, the log-probability that the sampler reported; and where the recipe asks for them `old` and
-`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.calls), and a critic's `values`
-and `returns`.
+`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.calls), a critic's `values` and
+`returns`, and `top_entropy`, 1 at the tokens that are trained where those are only some.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from dovetail.train.routers import loads_of
 from dovetail.tune.distillation import objective as distilled
 from dovetail.tune.head import head_of, unembed_of
 from dovetail.tune.policy import Policy, policy_of
+from dovetail.tune.rl.algorithms import loss_of
 from dovetail.tune.rl.critic import ACTOR, CRITIC, both_initial, both_specs, values_of
-from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, policy_loss, value_loss
+from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, value_loss
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.sequences import segment_sums
 
@@ -38,8 +39,7 @@ def rl_objective(settings: Rl, own: PolicyLoss | None = None) -> Objective:
     if settings.algo == "gkd":
         return distilled(settings)
     policy, wanted = policy_of(settings), settings.wanted
-    loss = own or policy_loss(wanted.policy or "clipped", eps_low=wanted.eps_low, eps_high=wanted.eps_high)
-    learnt = _Learnt(settings, policy, loss)
+    learnt = _Learnt(settings, policy, own or loss_of(wanted))
     objective = Objective(
         learnt.measure, weight=_tokens, columns=columns(settings), specs=policy.specs, held_out=_no_rows,
         frozen=policy.frozen, initial=policy.initial, export=policy.export,
@@ -54,6 +54,7 @@ def columns(settings: Rl) -> dict[str, Column]:
     found |= {"plain": number} if settings.is_reshaped else {}
     found |= {"reference": number} if settings.wanted.beta else {}
     found |= {"values": number, "returns": number} if settings.has_critic else {}
+    found |= {"top_entropy": number} if settings.selects_tokens else {}
     found |= {"support": Column("int32", width=settings.sampling.top_k)} if settings.has_support else {}
     if not settings.has_masks:
         return found
@@ -96,13 +97,14 @@ class _Learnt:
         trainer = column["plain"] if settings.is_reshaped else old
         if wanted.correction != "none":
             loss = loss * importance(trainer, column["sampler"], mask, wanted.cap, beyond=wanted.correction)
+        bonus = wanted.entropy * scores.entropy if wanted.entropy and scores.entropy is not None else 0.0
+        loss = loss - bonus
+        if settings.selects_tokens:
+            loss = loss * column["top_entropy"]
         numbers = {"entropy": scores.entropy, "clip_fraction": seen["clipped"], **_gaps(trainer, column["sampler"])}
         if wanted.beta:
             loss = loss + wanted.beta * kl_loss(logps, column["reference"], mask, wanted.kl)
             numbers["kl"] = kl(logps, column["reference"], mask, "k3")
-        assert scores.entropy is not None
-        if wanted.entropy:
-            loss = loss - wanted.entropy * scores.entropy
         if settings.has_critic:
             value = self._value_loss(params, cfg, batch, mask, ctx)
             loss, numbers["value_loss"] = loss + settings.critic.weight * value, value

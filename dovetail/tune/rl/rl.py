@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dovetail.core.choice import require
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
@@ -18,9 +19,11 @@ from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import Advantage
+from dovetail.tune.rl.algorithms import LOSS_SETTINGS
 from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.exam import Examiner
+from dovetail.tune.rl.failures import Failures
 from dovetail.tune.rl.journal import Journal
 from dovetail.tune.rl.lessons import Lessons
 from dovetail.tune.rl.losses import PolicyLoss
@@ -45,6 +48,18 @@ class Own:
     environment: Any = None  # a class, or a function that makes one
     advantage: Advantage | None = None
     loss: PolicyLoss | None = None
+
+    def check(self, settings: Rl) -> None:
+        """Refuse settings of what a function of the program replaces."""
+        replaced = {"advantage": ("advantage", "scale_rewards") if self.advantage else ()}
+        replaced |= {"policy_loss": ("policy", *LOSS_SETTINGS) if self.loss else ()}
+        for own, names in replaced.items():
+            for name in names:
+                value = getattr(settings.loss, name)
+                require(
+                    value is None,
+                    f"loss.{name}={value} is not read where dt.rl is given a function as `{own}`: leave one out",
+                )
 
 
 def rl(
@@ -85,6 +100,7 @@ def rl_settings(
     **how: Any,
 ) -> Ended:
     """For `how`, see train.launch; for the others, tune.run."""
+    own.check(settings)
     data = _Data(records, bar, own)
     with ExitStack() as stack:
         open_rows = partial(_open_rows, folder=folder, own=own, data=data, told=told, show=show, stack=stack)
@@ -135,9 +151,10 @@ def _open_rows(
     left_out = f", {long:,} longer than max_prompt={settings.max_prompt} left out" if long else ""
     told(f"{len(tasks.tasks):,} prompts, {len(held):,} held out{left_out}")
     columns = {name for task in tasks.tasks for name in task.columns}
-    reply = _reply(settings, own, tokenizer, tasks, held)
+    failures = Failures(told)
+    reply = _reply(settings, own, tokenizer, (*tasks.tasks, *held), failures)
     rewards = _rewards(settings, own, columns, has_environment=reply is not None)
-    referee = Referee(stack.enter_context(rewards) if rewards else None, told)
+    referee = Referee(stack.enter_context(rewards) if rewards else None, failures)
     actor = Actor(settings, ready, tokenizer)
     everyone = {task.number: task for task in (*tasks.tasks, *held)}
     shown = Completions(folder, settings, everyone)
@@ -164,8 +181,8 @@ def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -
     return None
 
 
-def _reply(settings: Rl, own: Own, tokenizer: Tokenizer, tasks: Tasks, held: list[Task]) -> Reply | None:
+def _reply(settings: Rl, own: Own, tokenizer: Tokenizer, tasks: Sequence[Task], failures: Failures) -> Reply | None:
     made = own.environment or settings.environment
     if not made:
         return None
-    return Stage.of(made, settings, tokenizer, (*tasks.tasks, *held)).reply
+    return Stage.of(made, settings, tokenizer, tasks, failures).reply

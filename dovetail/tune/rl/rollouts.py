@@ -7,7 +7,7 @@ them. All that was played is in the journal, so a run that is killed plays nothi
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ from dovetail.tune.rl.critic import ACTOR
 from dovetail.tune.rl.draft import Draft
 from dovetail.tune.rl.episode import Episode, Place
 from dovetail.tune.rl.journal import Chosen, Found, Journal
-from dovetail.tune.rl.lessons import Lessons
+from dovetail.tune.rl.lessons import Lesson, Lessons
 from dovetail.tune.rl.offload import offloaded
 from dovetail.tune.rl.player import Grammar, Player, Reply, Start, write_texts
 from dovetail.tune.rl.referee import Referee
@@ -41,6 +41,7 @@ class Rollout:
     groups: list[list[Episode]]
     seconds: dict[str, float] = field(default_factory=dict)  # rollout, reward, sync
     draws: int = 1
+    is_recalled: bool = False  # whether all of it was in the journal
 
     @property
     def episodes(self) -> list[Episode]:
@@ -75,11 +76,11 @@ class Rollouts:
     # --- what the loop asks for ---------------------------------------------------------------------------------------
 
     def get(self, at: Position) -> Batch:
-        number, part = divmod(at.cursor, self._settings.updates)
+        number, update = divmod(at.cursor, self._settings.updates_per_rollout)
         if self._now[0] != number:
-            self._journal.forget((at.saved or 0) // self._settings.updates)
+            self._journal.forget((at.saved or 0) // self._settings.updates_per_rollout)
             self._now = number, self._made(number, at)
-        return self._now[1][part]
+        return self._now[1][update % self._settings.updates]
 
     def documents(self, index: int) -> int:
         return self._documents[index]
@@ -103,15 +104,26 @@ class Rollouts:
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
     def _made(self, number: int, at: Position) -> list[Batch]:
-        rollout = self._played(number, at)
-        lessons = self._lessons.of(rollout.groups, at.state.params)
-        first = number * self._settings.updates
-        for i, lesson in enumerate(lessons):
-            self._notes[first + i] = {**lesson.notes, **self._reported(rollout, spent=i == 0)}
-            self._documents[first + i] = lesson.layout.documents
+        rollout, settings = self._played(number, at), self._settings
+        first = number * settings.updates_per_rollout
         if at.cursor == first:  # else they were written with the first of its updates, before a resume between them
             self._passages[first] = self._shown.add(at.step + 1, rollout.groups)
+        if not settings.is_taught:
+            self._referee.failures.end_rollout(is_rewarded(rollout.episodes), settings.rollouts)
+        lessons = self._scored(number, rollout, at, first)
+        for i in range(settings.updates_per_rollout):
+            lesson = lessons[i % settings.updates]
+            self._notes[first + i] = {**lesson.notes, **self._reported(rollout, spent=i == 0)}
+            self._documents[first + i] = lesson.layout.documents
         return [lesson.batch for lesson in lessons]
+
+    def _scored(self, number: int, rollout: Rollout, at: Position, first: int) -> list[Lesson]:
+        """With the scores by the weights before the first update: a run that is resumed between two reads them."""
+        kept = self._journal.scores(number) if rollout.is_recalled and at.cursor > first else None
+        lessons = self._lessons.of(rollout.groups, at.state.params, kept)
+        if kept is None and self._settings.updates_per_rollout > 1:
+            self._journal.write_scores(number, [lesson.scores for lesson in lessons])
+        return lessons
 
     def _played(self, number: int, at: Position) -> Rollout:
         """By the weights that are there now; where a rollout may be stale, by those before, while they were trained."""
@@ -127,7 +139,7 @@ class Rollouts:
         return rollout
 
     def _play(self, number: int, at: Position) -> Rollout:
-        seconds, is_there = 0.0, self._journal.read(number).chosen is not None
+        seconds, is_there = 0.0, self._found(number).chosen is not None
         if not is_there:
             seconds = self._publish(at)
         with offloaded(at, self._settings.engine.offload and not is_there):
@@ -150,12 +162,20 @@ class Rollouts:
 
     def _sampled(self, number: int, version: int) -> Rollout:
         """From the journal what is in it, the rest from the engine."""
-        found = self._journal.read(number)
+        found = self._found(number)
         play, chosen = _Play(self, number, version, found), found.chosen
         if chosen is None:
             chosen = play.all()
             self._journal.choose(number, chosen)
-        return Rollout([play.group(*place) for place in chosen], play.seconds, play.draws)
+        groups = [play.group(*place) for place in chosen]
+        return Rollout(groups, play.seconds, play.draws, is_recalled=found.chosen is not None)
+
+    def _found(self, number: int) -> Found:
+        """What the journal has of a rollout; nothing of one without a reward, which is played and judged again."""
+        found = self._journal.read(number)
+        if found.chosen is None or self._settings.is_taught or is_rewarded(found.episodes.values()):
+            return found
+        return Found({}, {}, None)
 
     def _reported(self, rollout: Rollout, spent: bool) -> dict[str, float]:
         """Of all its episodes, trained or not. `spent`: whether its seconds are this update's, which is the first."""
@@ -177,6 +197,10 @@ class Rollouts:
         if took := rollout.seconds.get("rollout"):
             notes["rollout_tokens_per_second"] = float(written.sum()) / took
         return notes | seconds
+
+
+def is_rewarded(episodes: Iterable[Episode]) -> bool:
+    return any(episode.reward is not None for episode in episodes)
 
 
 class _Play:

@@ -38,7 +38,8 @@ class Scorer:
 
     def before(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
         """By the weights before the first update, each [B, T]: `old`, log-probabilities of the policy; where its
-        sampling reshapes them `plain` too, those of the model, which the sampler reports; a critic's `values`."""
+        sampling reshapes them `plain` too, those of the model, which the sampler reports; the policy's `entropy`, where
+        only the tokens with the highest are trained; a critic's `values`."""
         return jax.device_get(self._before(params, batch, self._ready.frozen))
 
     def reference(self, batch: Batch) -> jax.Array:
@@ -76,7 +77,11 @@ class Scorer:
             own = compute_copy(params, self._ready.specs, ctx.compute)
             model = self._policy.params(own[ACTOR] if settings.has_critic else own, ctx)
             hidden, _ = hidden_states(model, cfg, batch, ctx)
-            found = {"old": policy_scores(model, cfg, hidden, batch, ctx, settings).logprobs}
+            scores = policy_scores(model, cfg, hidden, batch, ctx, settings)
+            found = {"old": scores.logprobs}
+            if settings.selects_tokens:
+                assert scores.entropy is not None
+                found["entropy"] = scores.entropy
             if settings.is_reshaped:
                 found["plain"] = token_logprobs(
                     hidden, head_of(model, cfg), batch.targets, allowed=allowed_words(batch), **unembed_of(cfg, ctx)

@@ -17,8 +17,8 @@ from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import kv_bytes_per_token, spec
 from dovetail.tune.distill_settings import Distillation, check_teacher
-from dovetail.tune.rl.algorithms import ALGORITHMS, TAUGHT, Loss
-from dovetail.tune.rl.losses import policy_loss
+from dovetail.tune.rl.advantages import SCALED
+from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, TAUGHT, Loss, loss_of
 from dovetail.tune.rl.parts import Critic, Engine, Exam, Reference, Sampling
 from dovetail.tune.settings import SMALL_STEPS, SUMMED, Samples, Tuning
 
@@ -40,12 +40,13 @@ class Rl(Tuning):
     length: int = 0  # tokens of a row; 0: the longest prompt and answer
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
-    algo: str = "grpo"  # grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, ppo, gkd or reverse_kl
+    algo: str = "grpo"  # grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce_pp, ppo, gkd or reverse_kl
     prompts: int = 8  # prompts of a step
     group_size: int = 8  # answers to each prompt
     max_prompt: int = 512  # tokens; longer prompts are left out
     max_tokens: int = 256  # of an answer; of an episode in an environment, all that is written after its prompt
-    updates: int = 1  # per rollout, each on its share of the answers
+    updates: int = 1  # of a pass over a rollout, each on its share of the answers
+    num_iterations: int = 1  # passes over a rollout; ratios are to the policy before the first
     truncated: str = "keep"  # what reached max_tokens: keep, or mask it out of the loss
     sampling: Sampling = SAMPLING
     loss: Loss = OWN
@@ -63,7 +64,7 @@ class Rl(Tuning):
     def __post_init__(self) -> None:
         one_of("algo", self.algo, ALGORITHMS)
         one_of("truncated", self.truncated, TRUNCATED)
-        for name in ("prompts", "group_size", "max_prompt", "max_tokens", "updates"):
+        for name in ("prompts", "group_size", "max_prompt", "max_tokens", "updates", "num_iterations"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1; got {getattr(self, name)}")
         require(
             self.prompts * self.group_size % self.updates == 0,
@@ -80,7 +81,12 @@ class Rl(Tuning):
 
     def _check_loss(self) -> None:
         wanted = self.wanted
-        policy_loss(wanted.policy or "clipped", eps_low=wanted.eps_low, eps_high=wanted.eps_high)
+        loss_of(wanted)
+        require(
+            wanted.scale_rewards is None or wanted.advantage in SCALED,
+            f"loss.scale_rewards={wanted.scale_rewards} requires the advantage {' or '.join(SCALED)}, and "
+            f"algo={self.algo} has {wanted.advantage or 'none'}: leave it out",
+        )
         require(
             bool(self.teacher) == self.is_taught,
             f"teacher is for algo={' and '.join(TAUGHT)}, which need one; got algo={self.algo}, "
@@ -177,9 +183,18 @@ class Rl(Tuning):
         """Answers."""
         return self.prompts * self.group_size // self.updates
 
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.updates * self.num_iterations
+
+    @property
+    def rollouts(self) -> int:
+        """Of the whole run."""
+        return -(-self.total_steps // self.updates_per_rollout)
+
     def with_steps(self, rows: int) -> Rl:
         """`rows` are prompts."""
-        steps = math.ceil(self.epochs * rows / self.prompts) * self.updates
+        steps = math.ceil(self.epochs * rows / self.prompts) * self.updates_per_rollout
         return replace(self, epochs=0.0, steps=steps) if self.epochs else self
 
     def filled(self, devices: int = 1) -> Rl:
@@ -214,8 +229,8 @@ class Rl(Tuning):
         if self.algo == "gkd":  # which reads distillation in place of loss
             return self
         wanted = self.wanted
-        made = policy_loss(wanted.policy or "clipped", eps_low=wanted.eps_low, eps_high=wanted.eps_high)
-        own = {name: getattr(made, name) for name in ("eps_low", "eps_high") if hasattr(made, name)}
+        made = loss_of(wanted)
+        own = {name: getattr(made, name) for name in LOSS_SETTINGS if hasattr(made, name)}
         return replace(self, loss=replace(wanted, **own))
 
     @property
@@ -248,7 +263,12 @@ class Rl(Tuning):
     def scores_first(self) -> bool:
         """Whether the trainer's log-probabilities before the first update are wanted: where there are several, and
         where the policy that is trained is not the very distribution that the sampler reports."""
-        return self.updates > 1 or self.has_critic or self.is_reshaped
+        return self.updates_per_rollout > 1 or self.has_critic or self.is_reshaped or self.selects_tokens
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether only the tokens with the highest entropy are trained."""
+        return self.wanted.top_entropy_quantile < 1
 
     @property
     def is_reshaped(self) -> bool:
@@ -303,6 +323,6 @@ class Rl(Tuning):
 
     @property
     def rows_key(self) -> dict[str, Any]:
-        keys = ("algo", "prompts", "group_size", "max_prompt", "max_tokens", "updates", "sampling")
+        keys = ("algo", "prompts", "group_size", "max_prompt", "max_tokens", "updates", "num_iterations", "sampling")
         told = dump(self)
         return {**super().rows_key, **{key: told.get(key) for key in keys}}

@@ -19,6 +19,7 @@ from dovetail.serve.tools.events import ToolCall
 from dovetail.tune.rl.answer import Answer
 from dovetail.tune.rl.environment import Environment, Said, Step
 from dovetail.tune.rl.episode import Episode, Place
+from dovetail.tune.rl.failures import Failures, traceback_of
 from dovetail.tune.rl.referee import ENVIRONMENT
 from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.script import said_messages, said_text, stand_in
@@ -41,18 +42,20 @@ class _Playing:
 
 
 class Stage:
-    def __init__(self, scene: Scene, tasks: Iterable[Task], room: int):
+    def __init__(self, scene: Scene, tasks: Iterable[Task], room: int, failures: Failures):
         """`room`: tokens that an episode may have after its prompt."""
-        self._scene, self._script, self._room = scene, scene.script, room
+        self._scene, self._script, self._room, self._failures = scene, scene.script, room, failures
         self._tasks = {task.number: task for task in tasks}
         # Several threads reply, each for an episode of its own, and a dict's single operations are atomic.
         self._playing: dict[int, _Playing] = {}
         self._check()
 
     @classmethod
-    def of(cls, made: Any, settings: Rl, tokenizer: Tokenizer, tasks: Iterable[Task]) -> Stage:
+    def of(
+        cls, made: Any, settings: Rl, tokenizer: Tokenizer, tasks: Iterable[Task], failures: Failures | None = None
+    ) -> Stage:
         """`made`: see Scene.of. ValueError where the chat template does not let an environment speak."""
-        return cls(Scene.of(made, settings, tokenizer), tasks, settings.max_tokens)
+        return cls(Scene.of(made, settings, tokenizer), tasks, settings.max_tokens, failures or Failures())
 
     def reply(self, episode: Episode) -> list[int] | None:
         """What the environment says, as tokens; None: the episode is over, and has its reward."""
@@ -61,7 +64,8 @@ class Stage:
             said = self._answered(playing)
         except Exception as error:  # a user's code, which may raise anything
             episode.rewards[ENVIRONMENT], episode.finish, said = None, "error", None
-            episode.problems[ENVIRONMENT] = f"{type(error).__name__}: {error}"
+            episode.problems[ENVIRONMENT] = message = f"{type(error).__name__}: {error}"
+            self._failures.add("the environment", type(error).__name__, message, traceback_of(error, __file__))
         if said is None:
             self._playing.pop(id(episode), None)
         return said

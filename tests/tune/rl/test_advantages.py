@@ -83,7 +83,7 @@ def test_a_group_that_agrees_has_no_advantage():
 
 def test_scaling_can_be_left_out():
     rewards = some_rewards(2)
-    np.testing.assert_array_equal(grpo(rewards, scale=False), group_advantages(rewards, "dr_grpo"))
+    np.testing.assert_array_equal(grpo(rewards, scale="none"), group_advantages(rewards, "dr_grpo"))
 
 
 def test_a_function_of_ones_own():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.tune.rl.advantages import SCALED, SCALES, group_advantages
 from dovetail.tune.rl.losses import (
     AGGREGATIONS,
     FARTHEST,
@@ -23,12 +24,14 @@ from dovetail.tune.rl.losses import (
     Clipped,
     Gspo,
     Plain,
+    Sapo,
     check_kl_loss,
     importance,
     kl,
     kl_loss,
     policy_loss,
     token_weights,
+    top_entropy,
     value_loss,
 )
 
@@ -38,7 +41,10 @@ LOSSES = {
     "clipped": Clipped(eps_low=0.2, eps_high=0.2),
     "clipped, higher": Clipped(eps_low=0.2, eps_high=0.28),
     "gspo": Gspo(eps_low=0.05, eps_high=0.08),
+    "clipped, two-sided": Clipped(eps_low=0.2, eps_high=0.2, delta=1.3),
+    "gspo, two-sided": Gspo(eps_low=0.05, eps_high=0.08, delta=1.15),
     "cispo": Cispo(eps_high=1.3),
+    "sapo": Sapo(),
     "plain": Plain(),
 }
 
@@ -108,11 +114,15 @@ def kept(rows: Rollout) -> list[tuple[torch.Tensor, ...]]:
 def of_tokens(loss_fn: Any, logps: torch.Tensor, old: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
     ratio = torch.exp(logps - old)
     match loss_fn:
-        case Gspo(low, high):
+        case Gspo(low, high, delta):
             mean = torch.exp((logps - old).mean())  # of the sequence, with its gradient: the form that is not of tokens
-            return -torch.min(mean * adv, torch.clamp(mean, 1 - low, 1 + high) * adv)
-        case Clipped(low, high):
-            return -torch.min(ratio * adv, torch.clamp(ratio, 1 - low, 1 + high) * adv)
+            return -torch.min(torch.clamp(mean, max=delta or 1e9) * adv, torch.clamp(mean, 1 - low, 1 + high) * adv)
+        case Clipped(low, high, delta):
+            free = torch.clamp(ratio, max=delta or 1e9)
+            return -torch.min(free * adv, torch.clamp(ratio, 1 - low, 1 + high) * adv)
+        case Sapo(pos, neg):
+            tau = torch.where(adv > 0, pos, neg)
+            return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * adv
         case Cispo(high):
             return -torch.clamp(ratio, max=high).detach() * adv * logps
     return -adv * logps
@@ -141,9 +151,9 @@ def test_a_loss_and_its_gradient_are_the_formulas(name, aggregation):
     assert np.all(grads[rows.mask == 0] == 0)
     clipped, ratio = np.asarray(told["clipped"]), np.asarray(told["ratio"])
     assert np.all(clipped[rows.mask == 0] == 0) and np.all(ratio[rows.mask == 0] == 1)
-    if name != "plain":
+    if name not in ("plain", "sapo"):
         assert 0.02 < clipped[rows.mask > 0].mean() < 0.8
-    if name in ("clipped", "gspo"):
+    if name.startswith(("clipped", "gspo")):
         np.testing.assert_array_equal(clipped[rows.mask > 0] > 0, grads[rows.mask > 0] == 0)
 
 
@@ -303,18 +313,32 @@ def trl() -> Any:
         return pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
 
 
-def trainer(loss_type: str, level: str, loss_fn: Any, beta: float, parts: int) -> Any:
-    """What TRL's loss reads of its trainer; the model is the log-probabilities themselves."""
-    kept = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-    args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=parts)
-    return SimpleNamespace(
+def trainer(trl: Any, loss_type: str, level: str, loss_fn: Any, beta: float, parts: int, quantile: float = 1.0) -> Any:
+    """What TRL's loss reads of its trainer; the model is the log-probabilities themselves, and the entropy of a token
+    is made from its own."""
+    kept = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, pad_across_processes=lambda x, **_: x
+    )
+    args = SimpleNamespace(
+        use_bias_correction_kl=False, delta=getattr(loss_fn, "delta", None), steps_per_generation=parts,
+        sapo_temperature_pos=Sapo.sapo_temperature_pos, sapo_temperature_neg=Sapo.sapo_temperature_neg,
+    )  # fmt: skip
+    own = SimpleNamespace(
         loss_type=loss_type, importance_sampling_level=level, beta=beta, args=args, accelerator=kept,
-        epsilon_low=getattr(loss_fn, "eps_low", None), epsilon_high=loss_fn.eps_high, aux_loss_enabled=False,
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
+        epsilon_low=getattr(loss_fn, "eps_low", None), epsilon_high=getattr(loss_fn, "eps_high", None),
+        aux_loss_enabled=False, top_entropy_quantile=quantile,
+        get_high_entropy_mask=lambda *given: trl.get_high_entropy_mask(own, *given),
+        off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=parts,
         max_completion_length=LONGEST + 3, _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda model, *_, **__: (model, torch.zeros_like(model), None),
+        _get_per_token_logps_and_entropies=lambda model, *_, **__: (model, entropy_of(model.detach()), None),
     )  # fmt: skip
+    return own
+
+
+def entropy_of(logprobs: Any) -> Any:
+    """Some number that is 0 or more, and of no two tokens the same."""
+    return logprobs * logprobs
 
 
 def by_trl(trl: Any, own: Any, rows: Rollout, parts: int) -> tuple[float, np.ndarray]:
@@ -341,6 +365,10 @@ TRL_CASES = {
     **{f"{name} in parts": (name, "token", Clipped(), 0.1, 2) for name in ("grpo", "dapo", "dr_grpo")},
     **{f"gspo, {name}": (name, "sequence", LOSSES["gspo"], 0.0, 1) for name in ("grpo", "dapo")},
     "cispo": ("cispo", "token", LOSSES["cispo"], 0.0, 1),
+    "two-sided": ("dapo", "token", LOSSES["clipped, two-sided"], 0.1, 1),
+    "gspo, two-sided": ("grpo", "sequence", LOSSES["gspo, two-sided"], 0.0, 1),
+    "sapo": ("sapo", "token", LOSSES["sapo"], 0.0, 1),
+    "sapo, kl in parts": ("sapo", "token", LOSSES["sapo"], 0.1, 2),
 }
 
 
@@ -350,14 +378,54 @@ def test_a_loss_and_its_gradient_are_trls(trl, case):
     loss_type, level, loss_fn, beta, parts = TRL_CASES[case]
     rows = rollout(10, absent=[-3.0, 0.5])
     rows.advantages[:] = rows.advantages[:, :1]  # TRL has one of a sequence
-    own = trainer(loss_type, level, loss_fn, beta, parts)
+    own = trainer(trl, loss_type, level, loss_fn, beta, parts)
     want, want_grads = by_trl(trl, own, rows, parts)
-    value, grads, told = ours(loss_fn, rows, "dapo" if loss_type == "cispo" else loss_type, beta)
+    value, grads, told = ours(loss_fn, rows, {"cispo": "dapo", "sapo": "grpo"}.get(loss_type, loss_type), beta)
     np.testing.assert_allclose(value, want, rtol=1e-5)
     np.testing.assert_allclose(grads, want_grads, rtol=2e-5, atol=1e-7)
-    if loss_type != "cispo" and level == "token" and parts == 1:
+    if isinstance(loss_fn, Clipped) and loss_fn.delta is None and parts == 1:
         share = np.asarray(told["clipped"])[rows.mask > 0].mean()
         np.testing.assert_allclose(share, own._metrics["train"]["clip_ratio/region_mean"][0], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.55])
+def test_the_loss_of_the_tokens_of_highest_entropy_is_trls(trl, quantile):
+    rows, loss_fn = rollout(11, absent=[-3.0, 0.5]), Clipped(0.2, 0.28)
+    rows.advantages[:] = rows.advantages[:, :1]
+    want, want_grads = by_trl(trl, trainer(trl, "dapo", "token", loss_fn, 0.1, 1, quantile), rows, 1)
+    kept = top_entropy(entropy_of(rows.logprobs), rows.mask > 0, quantile)
+    assert kept.sum() == 1 if quantile == 0 else abs(kept.sum() / rows.mask.sum() - quantile) < 0.02
+
+    def masked(*given: Any) -> Any:
+        loss, told = loss_fn(*given)
+        return loss * kept, told
+
+    value, grads, _ = ours(masked, rows, "dapo", beta=0.1)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    np.testing.assert_allclose(grads, want_grads, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", SCALES)
+def test_scaled_rewards_are_trls(trl, scale):
+    """TRL has this amid its generation: its lines are repeated here, on its own nanstd."""
+    from trl.trainer.utils import nanstd
+
+    rewards = np.random.default_rng(12).normal(size=(6, 4))
+    rewards[0, 1], rewards[2] = np.nan, np.nan
+    flat = torch.tensor(rewards).view(-1)
+    mean = torch.nanmean(flat.view(-1, 4), dim=1).repeat_interleave(4)
+    std = nanstd(flat).expand_as(flat) if scale == "batch" else nanstd(flat.view(-1, 4), dim=1).repeat_interleave(4)
+    want = (flat - mean) / (std + 1e-4 if scale != "none" else 1)
+    for by in SCALED:
+        found = group_advantages(rewards, by, scale).reshape(-1)
+        np.testing.assert_allclose(found, torch.nan_to_num(want), rtol=1e-7)
+
+
+def test_no_tokens_have_no_highest_entropy():
+    assert not top_entropy(np.ones((1, 3)), np.zeros((1, 3), bool), 0.2).any()
+    assert top_entropy(np.ones((1, 3)), np.ones((1, 3), bool), 1.0).all()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -367,6 +435,7 @@ def test_a_loss_by_name_or_ones_own():
     assert policy_loss("clipped", eps_low=None, eps_high=0.28) == Clipped(0.2, 0.28)
     assert policy_loss("gspo", eps_low=None) == Gspo() and policy_loss("plain") == Plain()
     assert policy_loss("cispo", eps_high=4.0) == Cispo(4.0)
+    assert policy_loss("sapo", sapo_temperature_neg=1.2) == Sapo(1.0, 1.2)
 
     def mine(logprobs: jax.Array, old: jax.Array, advantages: jax.Array, mask: jax.Array, mean: Any) -> Any:
         return -advantages * logprobs, {}
@@ -378,6 +447,13 @@ ONE = jnp.ones((1, 1))
 REFUSED = {
     "loss must be one of .*Did you mean 'clipped'": lambda: policy_loss("cliped"),
     "eps_low is no setting of the loss cispo, which has eps_high": lambda: policy_loss("cispo", eps_low=0.2),
+    "delta is no setting of the loss sapo": lambda: policy_loss("sapo", delta=4.0),
+    r"delta must be above 1 \+ eps_high = 1.2, .* got 1.1": lambda: Clipped(delta=1.1),
+    "sapo_temperature_pos must be above 0, got 0": lambda: Sapo(0.0),
+    "scale_rewards must be one of": lambda: group_advantages([[1.0, 0.0]], "grpo", "groups"),
+    "scale_rewards=batch is read by the advantages grpo and dr_grpo": lambda: group_advantages(
+        [[1.0]], "rloo", "batch"
+    ),
     "eps_high is no setting of the loss plain, which has none": lambda: policy_loss("plain", eps_high=0.2),
     "eps_low: a loss of your own takes no settings": lambda: policy_loss(Clipped(), eps_low=0.2),
     "eps_low must be above 0 and at most 1": lambda: Clipped(eps_low=1.2),

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from corners import corners
 from safetensors.numpy import load_file
-from tune.rl.plain_rewards import failing, low_tokens
+from tune.rl.plain_rewards import failing, low_tokens, of_messages
 from tune.rl.small_runs import PROMPTS, RECIPE, run
 from tune.small_models import metrics, model_folder
 from typer.testing import CliRunner
 
 from dovetail.cli.main import app
 from dovetail.core import yaml_text
+from dovetail.tune.rl.losses import Plain
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,8 @@ def test_the_command_runs_a_recipe_with_rewards(place):
 
 ALGORITHMS = {
     "dr_grpo": {}, "dapo": {"loss": {"overlong": 2}}, "gspo": {"updates": 2, "loss": {"eps_low": 0.2, "eps_high": 0.2}},
-    "cispo": {}, "rloo": {}, "reinforce_pp": {"group_size": 4, "prompts": 8},
+    "cispo": {}, "rloo": {}, "sapo": {"num_iterations": 2, "loss": {"scale_rewards": "batch"}},
+    "reinforce_pp": {"group_size": 4, "prompts": 8},
     "ppo": {"updates": 2, "critic": {"beta": 0.01}},
 }  # fmt: skip
 DAILY = ()
@@ -79,7 +81,7 @@ DAILY = ()
 )
 def test_every_algorithm_learns(place, algo):
     changes = ALGORITHMS[algo]
-    steps = 10 * changes.get("updates", 1)
+    steps = 10 * changes.get("updates", 1) * changes.get("num_iterations", 1)
     assert run(place, name=algo, algo=algo, steps=steps, checkpoint={"every": 0}, **changes).code == 0
     assert learns(place / algo, 0.1), rewards_of(place / algo)
 
@@ -168,6 +170,20 @@ def test_a_reward_that_fails_costs_its_own_rows(examined):
     assert all(line["reward"] == line["rewards"]["low_tokens"] for line in failed)
 
 
+def test_a_run_in_which_every_reward_fails_stops(place):
+    """With the first traceback, and nothing is exported; when the reward is right, the same command trains."""
+    with pytest.raises(ValueError, match="no completion of the last rollout got a reward") as stopped:
+        run(place, name="unrewarded", steps=1, rewards=[of_messages])
+    assert "in of_messages" in str(stopped.value) and "TypeError: string indices" in str(stopped.value)
+    folder = place / "unrewarded"
+    assert not (folder / "export").exists() and not list((folder / "checkpoints").glob("*"))
+    said = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert len(said) == 32 and all(line["reward"] is None and line["problems"] for line in said)
+    chats = [{"messages": [{"role": "user", "content": line["prompt"]}]} for line in PROMPTS]
+    ended = run(place, name="unrewarded", steps=1, rewards=[of_messages], data=chats, max_prompt=64)
+    assert ended.code == 0 and rewards_of(folder)[0] == rewards_of(folder)[0] and (folder / "export").exists()
+
+
 def test_exam_on_held_out_prompts(examined):
     exams = [line for line in metrics(examined) if line.get("kind") == "eval"]
     assert [line["step"] for line in exams] == [1, 2]
@@ -186,6 +202,14 @@ def test_exam_on_held_out_prompts(examined):
         ({"max_prompt": 2}, "raise max_prompt"),
         ({"rewards": [{"kind": "number", "column": "anser"}]}, "answer"),
         ({"updates": 5}, "updates must divide"),
+        ({"num_iterations": 0}, "num_iterations must be at least 1"),
+        ({"algo": "rloo", "loss": {"scale_rewards": "batch"}}, "requires the advantage grpo or dr_grpo"),
+        ({"loss": {"scale_rewards": "groups"}}, "scale_rewards must be one of"),
+        ({"loss": {"top_entropy_quantile": 1.2}}, "top_entropy_quantile must be from 0 to 1"),
+        ({"algo": "cispo", "loss": {"delta": 4.0}}, "delta is no setting of the loss cispo"),
+        ({"algo": "sapo", "loss": {"eps_low": 0.2}}, "eps_low is no setting of the loss sapo"),
+        ({"advantage": np.tanh, "loss": {"scale_rewards": "none"}}, "given a function as `advantage`"),
+        ({"policy_loss": Plain(), "loss": {"delta": 4.0}}, "given a function as `policy_loss`"),
         ({"batch": 2}, "batch must be at least"),
         ({"critic": {"lam": 0.9}}, "read by algo=ppo alone"),
         ({"distillation": {"kind": "jsd"}}, "read by algo=gkd alone"),

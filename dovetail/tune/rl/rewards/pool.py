@@ -15,10 +15,12 @@ import threading
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.core.choice import require
+from dovetail.tune.rl.failures import traceback_of
+from dovetail.tune.rl.rewards import worker_process
 from dovetail.tune.rl.rewards.reward import Reward, reward_of
 from dovetail.tune.rl.rewards.scored import NoReward, Problem, Scored, scored_of
 from dovetail.tune.rl.rewards.worker import Failed, Worker, forms_of
@@ -49,7 +51,7 @@ class Rewards:
         self.seconds, self._workers = seconds, workers
         _check_names([reward.name for reward in self.rewards])
         self._forms = [_forms(reward) for reward in self.rewards]
-        self._problems: dict[tuple[int, str, str], int] = {}
+        self._problems: dict[tuple[int, str, str], Problem] = {}
         self._lock = threading.Lock()
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._all: set[Worker] = set()
@@ -105,8 +107,7 @@ class Rewards:
     def problems(self) -> list[Problem]:
         """What went wrong so far, each with the number of rows that it cost, in the order of the rewards."""
         with self._lock:
-            found = sorted(self._problems.items())
-        return [Problem(self.rewards[i].name, kind, message, count) for (i, kind, message), count in found]
+            return [problem for _, problem in sorted(self._problems.items())]
 
     def check(self, columns: Collection[str]) -> None:
         """ValueError where a reward asks for a column that the data has not."""
@@ -149,7 +150,7 @@ class Rewards:
         try:
             return _checked(self._call(index, rows), count)
         except Failed as failed:
-            return [NoReward(failed.kind, failed.message)] * count
+            return [NoReward(failed.kind, failed.message, failed.trace)] * count
 
     def _call(self, index: int, rows: _Rows) -> Any:
         reward = self.rewards[index]
@@ -160,7 +161,7 @@ class Rewards:
         try:
             return call(reward.function, positional, named, seconds)
         except Exception as error:
-            raise Failed("raised", told(error)) from None
+            raise Failed("raised", told(error), traceback_of(error, __file__, worker_process.__file__)) from None
 
     def _call_worker(self, index: int, positional: list, named: dict[str, Any], seconds: float) -> Any:
         worker = self._idle.get()  # there are as many as threads
@@ -197,8 +198,12 @@ class Rewards:
             for index, column in enumerate(found):
                 for value in column:
                     if isinstance(value, NoReward):
-                        key = (index, value.kind, value.message)
-                        self._problems[key] = self._problems.get(key, 0) + 1
+                        self._count(index, value)
+
+    def _count(self, index: int, row: NoReward) -> None:
+        name, key = self.rewards[index].name, (index, row.kind, row.message)
+        before = self._problems.get(key) or Problem(name, row.kind, row.message, 0, row.trace)
+        self._problems[key] = replace(before, count=before.count + 1)
 
 
 def _check_names(names: list[str]) -> None:

@@ -13,6 +13,7 @@ class NoReward:
 
     kind: str  # a word
     message: str
+    trace: str = ""  # the traceback, where an exception was the reason
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Problem:
     kind: str
     message: str
     count: int = 1  # rows
+    trace: str = ""  # the first one's
 
 
 @dataclass(frozen=True)

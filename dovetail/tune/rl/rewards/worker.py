@@ -28,9 +28,9 @@ EXIT_SECONDS = 1.0
 class Failed(Exception):
     """A call that brought no values. `kind`: raised, time, died, load."""
 
-    def __init__(self, kind: str, message: str):
+    def __init__(self, kind: str, message: str, trace: str = ""):
         super().__init__(message)
-        self.kind, self.message = kind, message
+        self.kind, self.message, self.trace = kind, message, trace
 
 
 class Worker:
@@ -61,7 +61,8 @@ class Worker:
                 self._ask(("load", index, self._functions[index]), LOAD_SECONDS)
             except Failed as failed:
                 kind = "load" if failed.kind == "raised" else failed.kind
-                raise Failed(kind, f"it cannot be loaded in a worker process: {failed.message}") from None
+                message = f"it cannot be loaded in a worker process: {failed.message}"
+                raise Failed(kind, message, failed.trace) from None
             self._loaded.add(index)
         return self._ask(("call", index, positional, named, seconds), seconds)
 
@@ -74,11 +75,11 @@ class Worker:
             self._connection.send_bytes(data)
             if not self._connection.poll(seconds):
                 raise Failed("time", f"it took more than {seconds:g} s and was stopped")
-            kind, value = pickle.loads(self._connection.recv_bytes())
+            kind, value, trace = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise Failed("died", f"its process ended{self._how()}") from None
         if kind != "ok":
-            raise Failed(kind, value)
+            raise Failed(kind, value, trace)
         return value
 
     def _how(self) -> str:

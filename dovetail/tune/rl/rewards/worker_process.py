@@ -17,9 +17,11 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dovetail.tune.rl.failures import traceback_of
+from dovetail.tune.rl.rewards import imported
 from dovetail.tune.rl.rewards.deadline import time_limit
 
-Answer = tuple[str, Any]  # ("ok", values), or a failure's kind and message
+Answer = tuple[str, Any, str]  # ("ok", values, ""), or a failure's kind, message and traceback
 SHORT = 300  # characters of an error
 
 
@@ -36,7 +38,7 @@ def _sent(answer: Answer) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as error:
-        return pickle.dumps(("raised", f"what it returned cannot be sent back: {told(error)}"))
+        return pickle.dumps(("raised", f"what it returned cannot be sent back: {told(error)}", ""))
 
 
 def _read(connection: Connection, inbox: queue.SimpleQueue[bytes]) -> None:
@@ -54,11 +56,11 @@ def answer(message: bytes, functions: dict[int, Any]) -> Answer:
         what, index, *rest = pickle.loads(message)
         if what == "load":
             functions[index] = _load(rest[0])
-            return "ok", None
+            return "ok", None, ""
         positional, named, seconds = rest
-        return "ok", call(functions[index], positional, named, seconds)
+        return "ok", call(functions[index], positional, named, seconds), ""
     except BaseException as error:  # a SystemExit too: this process goes on
-        return "raised", told(error)
+        return "raised", told(error), traceback_of(error, __file__, imported.__file__)
 
 
 def call(function: Any, positional: list, named: dict[str, Any], seconds: float) -> Any:

@@ -121,6 +121,10 @@ def test_a_failure_is_a_none_with_a_record(many):
     told = {p.reward: p.message for p in rewards.problems}
     assert told["wrong_length"] == "it must return a number for each of 3 completions; it returned 1"
     assert Problem("odd_values", "weather", "it rains", 1) in rewards.problems
+    traces = {p.reward: p.trace for p in rewards.problems}
+    assert "line" in traces["raises"] and traces["raises"].endswith("KeyError: 'no such thing'")
+    assert traces["raises"].count("  File ") == 1, "the frames of the worker are not shown"
+    assert traces["wrong_length"] == ""
 
 
 def test_a_worker_has_not_loaded_jax(many):

@@ -1,0 +1,135 @@
+"""What a reward is given, and what becomes of a run in which no reward comes: no engine, no worker process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from dovetail.tune.rl.episode import Place, begun
+from dovetail.tune.rl.failures import MOST_UNREWARDED, Failures, traceback_of
+from dovetail.tune.rl.referee import Referee
+from dovetail.tune.rl.rewards.code import Code
+from dovetail.tune.rl.rewards.judge import Judge
+from dovetail.tune.rl.rewards.model import ModelReward
+from dovetail.tune.rl.rewards.reward import KINDS, reward_of
+from dovetail.tune.rl.rewards.scored import NoReward, Problem, Scored
+from dovetail.tune.rl.task import Task
+
+CHAT = [{"role": "user", "content": "2+2?"}]
+
+
+class Pool:
+    """In place of rewards.pool.Rewards: keeps what it is given; every reward fails."""
+
+    def __init__(self):
+        self.problems = []
+
+    def submit(self, prompts, completions, columns):
+        self.given = prompts, completions, columns
+        done: Future[list[Scored]] = Future()
+        done.set_result([Scored({"mine": None}, None, {"mine": "raised: oh"})] * len(completions))
+        self.problems = [Problem("mine", "raised", "TypeError: oh", 2, "Traceback: mine")]
+        return done
+
+
+def judged(prompt, referee, messages=None):
+    episode = begun(0, Place(0, 0), [5, 6], 0)
+    episode.text, episode.messages = "It is 4", messages
+    referee.end([episode], referee.begin(Task(0, prompt, (5, 6), {"answer": "4"}), [episode]))
+    return episode
+
+
+def test_completions_are_messages_where_prompts_are():
+    pool = Pool()
+    referee = Referee(pool)  # type: ignore[arg-type]
+    judged("2+2?", referee)
+    assert pool.given[:2] == (["2+2?"], ["It is 4"])
+    judged(CHAT, referee)
+    assert pool.given[:2] == ([CHAT], [[{"role": "assistant", "content": "It is 4"}]])
+    turns = [{"role": "assistant", "content": "f(2)"}, {"role": "tool", "content": "4"}]
+    judged(CHAT, referee, turns)
+    assert pool.given[1] == [turns]
+
+
+class Scores:
+    def score(self, texts):
+        return [float(len(text)) for text in texts]
+
+
+SETTINGS = {
+    "regex": {"pattern": r"\d$"}, "json": {"schema": {"type": "object"}}, "length": {"most": 3, "unit": "words"},
+    "format": {"tags": ["a"]}, "judge": {"url": "http://127.0.0.1:9", "model": "m"}, "model": {"model": Scores()},
+}  # fmt: skip
+TEXTS = ["4", "five", "It is 4", '```json\n{"n": 4}\n```', "<a>4</a>", "```python\nx = 4\n```"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_scores_a_message_as_its_text(kind, monkeypatch):
+    """The sandbox and the judge's requests are stood in for: what is looked at is what they are given."""
+    reward = reward_of({"kind": kind, **SETTINGS.get(kind, {})}).function
+    monkeypatch.setattr(Code, "_passed", lambda self, program, tests, end: [program == "x = 4\n"])
+
+    async def score(self, client, gate, text):
+        return float(len(text))
+
+    monkeypatch.setattr(Judge, "_one", score)
+    columns = {name: [["4"] if name == "tests" else "4"] * len(TEXTS) for name in getattr(reward, "columns", ())}
+    messages = [[{"role": "assistant", "content": text}] for text in TEXTS]
+    by_text, by_message = (_called(reward, given, columns) for given in (TEXTS, messages))
+    assert by_text == by_message and len(set(by_text)) > 1
+    if isinstance(reward, ModelReward):
+        assert reward([CHAT], [messages[0]]) == [2.0]  # a conversation of two messages
+
+
+def _called(reward, completions, columns):
+    import asyncio
+    import inspect
+
+    found = reward(["2+2?"] * len(completions), completions, **columns)
+    return asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+
+async def _awaited(found):
+    return await found
+
+
+def raises():
+    raise TypeError("string indices must be integers")
+
+
+def test_rollouts_without_a_reward_stop_the_run_with_the_first_traceback():
+    told: list[str] = []
+    failures = Failures(told.append)
+    referee = Referee(Pool(), failures)  # type: ignore[arg-type]
+    for _ in range(MOST_UNREWARDED - 1):
+        assert judged("2+2?", referee).reward is None
+        failures.end_rollout(False, rollouts=100)
+    assert told == ["the reward 'mine' failed: TypeError: oh (completions.jsonl has each case)"]
+    failures.end_rollout(True, rollouts=100)  # a reward: the count begins again, and so does what is shown at the end
+    try:
+        raises()
+    except TypeError as error:
+        failures.add("the environment", "TypeError", str(error), traceback_of(error, __file__))
+    with pytest.raises(ValueError, match="no completion of the last 3 rollouts got a reward") as stopped:
+        for _ in range(MOST_UNREWARDED):
+            failures.end_rollout(False, rollouts=100)
+    assert "the environment: string indices" in str(stopped.value) and "in raises\n" in str(stopped.value)
+    assert "Traceback: mine" not in str(stopped.value)
+
+
+def test_a_run_of_fewer_rollouts_stops_at_its_last():
+    failures = Failures()
+    failures.end_rollout(False, rollouts=2)
+    with pytest.raises(ValueError, match=r"last 2 rollouts .* every reward returned None"):
+        failures.end_rollout(False, rollouts=2)
+
+
+def test_a_traceback_begins_with_the_users_code():
+    try:
+        raises()
+    except TypeError as error:
+        assert traceback_of(error).count("  File ") == 2
+        shown = traceback_of(error, "somewhere else", traceback_of.__code__.co_filename)
+        assert shown.endswith("TypeError: string indices must be integers")
+    assert NoReward("raised", "oh") == NoReward("raised", "oh", "")
