@@ -96,6 +96,7 @@ class Checkpoint:
     durable: str = ""  # a second folder or bucket, slower and safer
     durable_every: int = 0  # steps between copies into the durable folder
     export_hf: int = 0  # steps between exports to a Hugging Face folder; 0: none
+    allow_changed_inputs: bool = False  # resume although the data or the rewards changed behind the same names
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "minutes", "keep_every", "durable_every", "export_hf")

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from dovetail.core.fingerprint import fingerprint as digest
 from dovetail.data import corpus
 from dovetail.data.encoder import Encoder, identity
 from dovetail.data.settings import Source
 from dovetail.data.sources import Files
 
+WHOLE = 64 << 20  # bytes of tokens that are fingerprinted whole; of more, a few blocks
 VERSION = 1  # raise it when what is written changes
 META, OFFSETS = "meta.json", "offsets.npy"
 
@@ -58,6 +60,14 @@ class Store:
     def lengths(self) -> np.ndarray:
         """[documents] tokens of each."""
         return np.diff(self.offsets)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the tokens. Of a large corpus the totals and a few blocks count: reading all of it at
+        every start would cost more than the edits of equal length that are missed."""
+        meta, whole = self.meta, sum(part.nbytes for part in self._parts) <= WHOLE
+        totals = [meta.documents, meta.tokens, meta.text_bytes, meta.eos_id, meta.vocab_size]
+        return digest(totals, self.offsets, *self._parts, whole=whole)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop-1 of a document, or those of them that it has."""

@@ -59,7 +59,7 @@ class ExampleRows(Loader):
     def __init__(
         self, rows: Mixture, examples: Examples, batch: int, host_index: int, host_count: int, vocab_size: int
     ):
-        super().__init__(rows, batch, host_index, host_count, vocab_size=vocab_size)
+        super().__init__(rows, batch, host_index, host_count, vocab_size=vocab_size, fingerprints=examples.fingerprints)
         self.examples = examples
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dovetail.core.fingerprint import fingerprint, of_sources
 from dovetail.data import shorten
 from dovetail.data.examples import Example, example
 from dovetail.data.records import Record
@@ -73,9 +75,23 @@ class Examples:
         self.offsets = np.concatenate([[0], np.cumsum([len(document.tokens) for document in documents])])
         self.labels = np.asarray([label for one in made for label in one.labels], np.float32)
         self.margins = np.asarray([margin for one in made for margin in one.margins], np.float32)
+        self._sources = [(one.name, len(one.documents)) for one in made]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Return a fingerprint of each source, by its name. It is that of the tokens and not of the files: a file that
+        was only touched or written another way is the same, and another chat template or tokenizer is not."""
+        found, first = [], 0
+        for name, count in self._sources:
+            last = first + count
+            span = slice(int(self.offsets[first]), int(self.offsets[last]))
+            arrays = self.tokens[span], self.mask[span], np.diff(self.offsets[first : last + 1])
+            found.append((name, fingerprint(*arrays, self.labels[first:last], self.margins[first:last])))
+            first = last
+        return of_sources(found)
 
     @property
     def lengths(self) -> np.ndarray:

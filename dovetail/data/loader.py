@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from dovetail.core.fingerprint import of_sources
 from dovetail.core.types import Batch
 from dovetail.data.mixture import Mixture
 from dovetail.data.pack import PACKINGS
@@ -32,12 +33,22 @@ _HELD_OUT = 0x6865_6C64  # names the shuffle that sets documents apart; not the 
 class Loader:
     """Batches of `batch` rows over all hosts, of which this host gets its contiguous share."""
 
-    def __init__(self, rows: Mixture, batch: int, host_index: int = 0, host_count: int = 1, *, vocab_size: int = 0):
+    def __init__(
+        self,
+        rows: Mixture,
+        batch: int,
+        host_index: int = 0,
+        host_count: int = 1,
+        *,
+        vocab_size: int = 0,
+        fingerprints: Mapping[str, str] = {},
+    ):
         if batch < 1 or host_count < 1 or batch % host_count:
             raise ValueError(f"expected a batch that {host_count} hosts share evenly, got {batch} rows; change batch")
         if not 0 <= host_index < host_count:
             raise ValueError(f"expected a host_index from 0 to {host_count - 1}, got {host_index}")
         self.rows, self.length, self.vocab_size = rows, rows.length, vocab_size
+        self.fingerprints = fingerprints  # of the sources' documents, by name: see train.inputs
         self._batch, self._share = batch, batch // host_count
         self._first = host_index * self._share
 
@@ -108,12 +119,16 @@ def open_data(
     wanted = held_out_each(data.held_out, [source.weight for source in data.sources])
     apart = [held_out(store.lengths, each, length, store.meta.name) for store, each in zip(stores, wanted, strict=True)]
 
+    both = zip(data.sources, stores, strict=True)
+    fingerprints = of_sources((source.path, store.fingerprint) for source, store in both)
+
     def loader(chosen: list[np.ndarray]) -> Loader:
         pack = PACKINGS[data.packing]
         each = enumerate(zip(stores, chosen, strict=True))
         packed = [pack(store, which, length, key(data.seed, i)) for i, (store, which) in each]
         rows = Mixture(packed, [source.weight for source in data.sources], data.seed)
-        return Loader(rows, batch, host_index, host_count, vocab_size=stores[0].meta.vocab_size)
+        vocab_size = stores[0].meta.vocab_size
+        return Loader(rows, batch, host_index, host_count, vocab_size=vocab_size, fingerprints=fingerprints)
 
     train = loader([np.flatnonzero(~mask) for mask in apart])
     return train, loader([np.flatnonzero(mask) for mask in apart]) if data.held_out else None

@@ -90,8 +90,9 @@ def launch(
                 from dovetail.train.run import run
 
                 ran = run(
-                    ready, folder, opened.rows, opened.held_out, opened.tokenizer, opened.samples, goodput=goodput,
-                    show=show, stop=stop, on_hang=(lambda line: peers.tell(HUNG, line)) if peers else None,
+                    ready, folder, opened.rows, opened.held_out, opened.tokenizer, opened.samples,
+                    inputs=opened.inputs, goodput=goodput, show=show, stop=stop,
+                    on_hang=(lambda line: peers.tell(HUNG, line)) if peers else None,
                 )  # fmt: skip
     return Ended(ran.code, folder, ran.at.step, _last_metrics(folder), ran.at.step - ran.began)
 

@@ -83,7 +83,7 @@ def _open_rows(settings: Pretrain, ready: Ready, bar: Bar | None) -> Opened:
             f"the tokenizer has {rows.vocab_size:,} ids and the model's vocabulary {ready.cfg.vocab:,}: set "
             "data.tokenizer to the model's own, or vocab_size in the model's config.json"
         )
-    return Opened(rows, held_out, _tokenizer(settings, tokenizer))
+    return Opened(rows, held_out, _tokenizer(settings, tokenizer), inputs=rows.fingerprints)
 
 
 def _tokenizer(settings: Pretrain, beside: Tokenizer | None) -> Tokenizer | None:

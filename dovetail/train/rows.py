@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from dovetail.core.types import Batch, Params
@@ -78,6 +78,7 @@ class Opened:
     held_out: Rows | None = None
     tokenizer: Tokenizer | None = None  # what exports carry, so that their folders can be served
     samples: Samples | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)  # fingerprints of what is read, by name: see train.inputs
 
 
 class Batches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform as machine
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,16 +55,18 @@ def run(
     tokenizer: Tokenizer | None = None,
     samples: Samples | None = None,
     *,
+    inputs: Mapping[str, str] = {},
     goodput: Goodput | None = None,
     show: bool = True,
     stop: Stop | None = None,
     on_hang: Callable[[str], object] | None = None,
 ) -> Ran:
-    """Train until the end, a signal or a fault. `tokenizer` is what exports carry; for `samples` see train.rows."""
+    """Train until the end, a signal or a fault. `tokenizer` is what exports carry; for `samples` and `inputs` see
+    train.rows.Opened."""
     settings, first = ready.settings, jax.process_index() == 0
     goodput, stop, remarks = goodput or Goodput(), stop or Stop(), Remarks()
     folder.mkdir(parents=True, exist_ok=True)
-    with Saves(ready, folder, goodput, remarks) as saves, stop:
+    with Saves(ready, folder, goodput, remarks, inputs) as saves, stop:
         with waiting_alone("reading the weights") if show and first else nullcontext():
             at = saves.open()
         began = at.step

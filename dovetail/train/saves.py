@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from dovetail.core.compute import compute_of
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.train.changes import changes, rows_key_of
 from dovetail.train.guard.stop import Together
+from dovetail.train.inputs import changed_inputs, refusal
 from dovetail.train.position import Position
 from dovetail.train.prepare import Ready
 from dovetail.train.recorded import record
@@ -21,9 +22,11 @@ from dovetail.train.report.goodput import Goodput
 class Saves:
     """As a context it waits for what is still being written."""
 
-    def __init__(self, ready: Ready, folder: Path, goodput: Goodput, remark: Callable[[str], None]):
+    def __init__(
+        self, ready: Ready, folder: Path, goodput: Goodput, remark: Callable[[str], None], inputs: Mapping[str, str]
+    ):
         self._ready, self._settings, self._folder = ready, ready.settings, folder
-        self._goodput, self._remark = goodput, remark
+        self._goodput, self._remark, self._inputs = goodput, remark, dict(inputs)
         self._by_clock, self._saved_at, self._lost = Together("save"), time.monotonic(), False
         wanted = self._settings.checkpoint
         self.checkpoints = Checkpoints(
@@ -52,18 +55,27 @@ class Saves:
         return at
 
     def _resumed(self) -> Position:
-        at, recipe = self._restored()
+        at, meta = self._restored()
+        self._check_inputs(at.step, meta.get("inputs"))
         self._remark(f"going on after step {at.step:,}, from {self._folder / 'checkpoints'}")
-        if changed := changes(recipe, self._settings):
+        if changed := changes(meta["recipe"], self._settings):
             self._remark(f"the recipe has changed since it was saved: {', '.join(changed.values())}")
         return at
+
+    def _check_inputs(self, step: int, stored: Mapping[str, str] | None) -> None:
+        changed = changed_inputs(stored, self._inputs)
+        if not changed:
+            return
+        if not self._settings.checkpoint.allow_changed_inputs:
+            raise ValueError(refusal(self._folder, step, changed))
+        self._remark(f"changed since step {step:,}, and used as it is now: {', '.join(changed)}")
 
     def restore(self) -> Position:
         with self._goodput.span("restore"):
             return self._restored()[0]
 
     def _restored(self) -> tuple[Position, dict[str, Any]]:
-        """(the newest good checkpoint, the recipe that it was saved with)."""
+        """Return the newest good checkpoint and what was saved with it (see `save`)."""
         state, meta, step = self.checkpoints.restore(self._ready.form)
         key = self._settings.rows_key
         if key not in (meta["data"], rows_key_of(meta["recipe"], type(self._settings))):
@@ -75,7 +87,7 @@ class Saves:
             )
         self._goodput.restored(step)
         cursor = int(meta["cursor"])
-        return Position(state, step, cursor, saved=cursor), meta["recipe"]
+        return Position(state, step, cursor, saved=cursor), meta
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +97,8 @@ class Saves:
         return bool(minutes) and self._by_clock.is_due(time.monotonic() - self._saved_at > 60 * minutes, step)
 
     def save(self, at: Position, durable: bool) -> None:
-        meta = {"cursor": at.cursor, "data": self._settings.rows_key, **record(self._settings)}
+        recorded = record(self._settings)
+        meta = {"cursor": at.cursor, "data": self._settings.rows_key, "inputs": self._inputs, **recorded}
         with self._goodput.span("checkpoint"):
             far = True if durable and self._settings.checkpoint.durable else None
             self.checkpoints.save(at.step, at.state, meta, far)

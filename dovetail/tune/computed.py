@@ -58,7 +58,9 @@ def with_columns(
     """The rows with what was computed, which is done now unless an earlier start has."""
     if jax.process_count() > 1:
         raise ValueError(f"{wanted.said}=disk is for one process: set it to live where several train together")
-    key = hashlib.sha256(json.dumps([settings.rows_key, wanted.weights, settings.held]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([settings.rows_key, rows.fingerprints, wanted.weights, settings.held]).encode()
+    ).hexdigest()
     values = _kept(folder / wanted.name, key)
     if values is None:
         values = _compute(wanted, rows.every_document(), settings, ready)

@@ -127,7 +127,8 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
         told(f"{stats}; {rows.steps_per_epoch:,} steps are one pass over them")
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
-    return Opened(rows, held_out, tokenizer, Sampler.of(settings, ready, tokenizer))
+    samples = Sampler.of(settings, ready, tokenizer)
+    return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints)
 
 
 def tokenizer_of(settings: Tuning) -> Tokenizer:

@@ -157,6 +157,22 @@ def test_hosts_together_read_what_one_reads_alone_from_any_step_on(opened, kind)
     assert not same(other.batch(0), alone.batch(0))
 
 
+def test_fingerprints_are_of_the_examples_and_not_of_the_file(tokenizer, tmp_path):
+    """A file written another way has the same ones; one more example, or another label, does not."""
+
+    def found(records, kind, spaces=True):
+        separators = None if spaces else (",", ":")
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(r, separators=separators) + "\n" for r in records))
+        data = TuningData(path=str(tmp_path / "a.jsonl"))
+        return open_examples(data, LENGTH, BATCH, tokenizer, kind)[0].fingerprints
+
+    before = found(chats(4), "sft")
+    assert list(before) == [f"data {tmp_path / 'a.jsonl'}"]
+    assert before == found(chats(4), "sft", spaces=False) != found(chats(5), "sft")
+    rated = [{"prompt": "fox", "completion": " dog", "label": label} for label in (True, False)]
+    assert found(rated, "unpaired") != found([rated[0], rated[0]], "unpaired")
+
+
 def test_rows_are_what_training_takes(opened):
     rows: Rows = opened(chats())[0]
     assert rows.documents(0) >= 1

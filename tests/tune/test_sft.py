@@ -169,3 +169,16 @@ def test_frozen_weights_have_no_gradient_in_the_loss():
     (ours, none), (theirs, _) = (jax.grad(loss, (0, 1))(hidden, head, trains) for trains in (False, True))
     np.testing.assert_array_equal(ours, theirs)
     assert not np.any(none)
+
+
+def test_a_resumed_run_notices_other_data_behind_the_same_path(tmp_path):
+    data, how = (
+        tmp_path / "chats.jsonl",
+        dict(model=model_folder(tmp_path), steps=2, run_dir=tmp_path / "run", lora=LORA),
+    )
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats()))
+    dt.sft(data=data, **how, **RUN)
+    data.write_text("".join(json.dumps(chat) + "\n" for chat in chats(25)[1:]))
+    with pytest.raises(ValueError, match=r"data \S+chats.jsonl has changed since step 2 .*allow_changed_inputs=true"):
+        dt.sft(data=data, **how, **RUN)
+    assert dt.sft(data=data, checkpoint={"allow_changed_inputs": True}, **how, **RUN).step == 2

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from dovetail.core.choice import require
+from dovetail.core.fingerprint import fingerprint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
@@ -164,7 +165,14 @@ def _open_rows(
     rollouts = Rollouts(settings, tasks, actor, referee, lessons, Journal(folder / "rollouts"), shown, reply, grammar)
     stack.callback(rollouts.close)
     exam = Examiner(settings, held, actor, referee, reply, grammar) if held and settings.eval.every else None
-    return Opened(rollouts, None, tokenizer, exam)
+    return Opened(rollouts, None, tokenizer, exam, inputs=_inputs(settings, tasks, held))
+
+
+def _inputs(settings: Rl, tasks: Tasks, held: list[Task]) -> dict[str, str]:
+    """Return fingerprints of what the run reads: see train.inputs."""
+    everyone = [(task.tokens, task.columns) for task in (*tasks.tasks, *held)]
+    where = ", ".join(source.path for source in settings.data.all_sources) or "of this program"
+    return {f"data {where}": fingerprint(everyone)}
 
 
 def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -> Rewards | None:

@@ -1,0 +1,20 @@
+"""A resumed run compares what it reads with what it read before."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.train.inputs import changed_inputs
+
+
+@pytest.mark.parametrize(
+    ("stored", "now", "changed"),
+    [
+        ({"data a": "1"}, {"data a": "1"}, []),
+        ({"data a": "1", "data b": "2"}, {"data a": "1", "data b": "3"}, ["data b"]),
+        ({"reward x": "1"}, {"reward y": "1"}, ["reward x", "reward y"]),
+        (None, {"data a": "1"}, []),  # saved before there were fingerprints
+    ],
+)
+def test_which_inputs_changed(stored, now, changed):
+    assert changed_inputs(stored, now) == changed
