@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -23,7 +24,7 @@ from dovetail.tune.rl.episode import JUDGED, Episode, Place, from_json, to_json
 
 Chosen = list[tuple[int, int]]  # (turn, group) of the groups that are trained, in order
 Scores = dict[str, np.ndarray]  # by name, of all tokens of an update's episodes, one after another
-EPISODES, SCORES = ".jsonl", ".npz"
+EPISODES, SCORES, KEY = ".jsonl", ".npz", "key"
 
 
 class Found(NamedTuple):
@@ -33,11 +34,13 @@ class Found(NamedTuple):
 
 
 class Journal:
-    def __init__(self, folder: Path):
-        self._folder, self._file, self._number = folder, None, -1
+    def __init__(self, folder: Path, key: str = ""):
+        """`key`: what is read of a journal that was written with another is nothing; "": it does not matter."""
+        self._folder, self._file, self._number, self._key = folder, None, -1, key
         self._file: TextIO | None
 
     def read(self, rollout: int) -> Found:
+        self._open()
         path, found, chosen = self._path(rollout), {}, None
         drafts: list[Draft] = []
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
@@ -54,6 +57,16 @@ class Journal:
             else:
                 found |= {one.place: one for one in from_json(entry["episodes"])}
         return Found(found, joined(each for each in drafts if each.turn.place not in found), chosen)
+
+    def _open(self) -> None:
+        """Before the first reading. Not when it is made: a run that is then refused leaves it as it is."""
+        path = self._folder / KEY
+        before = path.read_text(encoding="utf-8") if self._key and path.exists() else self._key
+        if before != self._key:
+            self.forget(sys.maxsize)
+        if self._key and (before != self._key or not path.exists()):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self._key)
 
     def write(self, rollout: int, episodes: Sequence[Episode]) -> None:
         """That have ended."""

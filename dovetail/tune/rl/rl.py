@@ -31,6 +31,8 @@ from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
 from dovetail.tune.rl.player import Reply
 from dovetail.tune.rl.referee import Referee
+from dovetail.tune.rl.rewards.code_identity import identity
+from dovetail.tune.rl.rewards.imported import Imported
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import reward_of
 from dovetail.tune.rl.rollouts import Rollouts
@@ -162,17 +164,25 @@ def _open_rows(
     calls = Calls.of(settings, tokenizer, ready.cfg, everyone.values())
     grammar = calls.grammar if calls else None
     lessons = Lessons(settings, ready, own.advantage, calls)
-    rollouts = Rollouts(settings, tasks, actor, referee, lessons, Journal(folder / "rollouts"), shown, reply, grammar)
+    inputs = _inputs(settings, own, (*tasks.tasks, *held), rewards)
+    journal = Journal(folder / "rollouts", fingerprint(inputs, settings.rollouts_key))
+    rollouts = Rollouts(settings, tasks, actor, referee, lessons, journal, shown, reply, grammar)
     stack.callback(rollouts.close)
     exam = Examiner(settings, held, actor, referee, reply, grammar) if held and settings.eval.every else None
-    return Opened(rollouts, None, tokenizer, exam, inputs=_inputs(settings, tasks, held))
+    return Opened(rollouts, None, tokenizer, exam, inputs=inputs)
 
 
-def _inputs(settings: Rl, tasks: Tasks, held: list[Task]) -> dict[str, str]:
+def _inputs(settings: Rl, own: Own, tasks: Sequence[Task], rewards: Rewards | None) -> dict[str, str]:
     """Return fingerprints of what the run reads: see train.inputs."""
-    everyone = [(task.tokens, task.columns) for task in (*tasks.tasks, *held)]
     where = ", ".join(source.path for source in settings.data.all_sources) or "of this program"
-    return {f"data {where}": fingerprint(everyone)}
+    found = {f"data {where}": fingerprint([(task.tokens, task.columns) for task in tasks])}
+    for reward in rewards.rewards if rewards else ():
+        found[f"the reward {reward.name!r}"] = reward.fingerprint
+    if made := own.environment or settings.environment:
+        found["the environment"] = fingerprint(identity(Imported.of(made) if isinstance(made, str) else made))
+    for name, function in (("advantage", own.advantage), ("policy_loss", own.loss)):
+        found |= {f"the function {name}": fingerprint(identity(function))} if function else {}
+    return found
 
 
 def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -> Rewards | None:

@@ -27,6 +27,7 @@ MOST_SEQUENCES = 512  # of a step of the engine
 PAGE = 128  # tokens: no pages are larger
 POOL_SHARE = 0.3  # of a device's memory, that the engine's pages take beside a trainer at most
 STEP_BYTES = 2 * 2**30  # of the engine's largest step, about
+SHOWN = ("checkpoint", "eval", "exam", "health", "log_every", "profile", "show_every")  # no matter to rollouts
 OWN = Loss()
 ON_POLICY = Distillation(kind="reverse", alpha=1.0)
 SAMPLING, CRITIC, ENGINE, REFERENCE, EXAM = Sampling(), Critic(), Engine(), Reference(), Exam()
@@ -320,6 +321,12 @@ class Rl(Tuning):
             others["engine's pages"] = self.pool_bytes(cfg, hbm)
             others["engine's steps"] = min(STEP_BYTES, hbm // 8) if hbm else 0  # a small device takes small steps
         return others
+
+    @property
+    def rollouts_key(self) -> dict[str, Any]:
+        """What decides the weights that sample, and how: rollouts in the journal are of use where it is the same."""
+        told = dump(self)
+        return {key: value for key, value in told.items() if key not in SHOWN}
 
     @property
     def rows_key(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """A small run of reinforcement learning that nothing disturbs, and one that is killed amid each of its parts and each
-time goes on: python killed_run.py PLACE. It prints the exit code of each.
+time goes on: python killed_run.py PLACE SCENARIO. It prints the exit code of each.
 
 Each runs in a process of its own, forked from one that has imported everything and computed nothing: importing takes
 longer than such a run.
@@ -15,10 +15,31 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-STEPS = 5
-KILLS = (("rollout", 2), ("reward", 3), ("train", 4), ("sync", 5))
+Kill = tuple[str, int]  # amid which part, of which step
+
+
+class Scenario(NamedTuple):
+    steps: int
+    kills: tuple[Kill, ...]
+    recipe: dict[str, Any]
+
+
+SCENARIOS = {
+    "one update": Scenario(
+        5, (("rollout", 2), ("reward", 3), ("train", 4), ("sync", 5)),
+        {"checkpoint": {"every": 2}, "prompts": 2, "group_size": 4, "max_tokens": 6, "engine": {"max_num_seqs": 2}},
+    ),
+    # rollouts of four updates: two passes of two, each in two parts, with a checkpoint after each
+    "several passes": Scenario(
+        8, (("train", 2), ("train", 4), ("reward", 5), ("train", 7)),
+        {
+            "algo": "ppo", "critic": {"beta": 0.01}, "checkpoint": {"every": 1}, "prompts": 2, "group_size": 4,
+            "max_tokens": 6, "updates": 2, "num_iterations": 2, "accumulate": 2,
+        },
+    ),
+}  # fmt: skip
 
 
 def die_in(cls: type, method: str, when: Callable[..., bool]) -> None:
@@ -58,18 +79,14 @@ def prepare(where: str, step: int) -> None:
             die_in(Actor, "publish", lambda self, params, version: version == step - 1)
 
 
-def play(place: Path, name: str, kill: tuple[str, int] | None) -> None:
+def play(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:
     from tune.rl.small_runs import run
     from tune.small_models import model_folder
 
     if kill:
         prepare(*kill)
     model_folder(place, num_hidden_layers=1)
-    ended = run(
-        place, name=name, steps=STEPS, checkpoint={"every": 2}, prompts=2, group_size=4, max_tokens=6,
-        engine={"max_num_seqs": 2},
-    )  # fmt: skip
-    sys.exit(ended.code)
+    sys.exit(run(place, name=name, steps=scenario.steps, **scenario.recipe).code)
 
 
 def exit_code(*given: Any) -> int | None:
@@ -87,6 +104,6 @@ if __name__ == "__main__":
 
     import_kernels("cpu")  # as the engine does: numba is another two seconds
     warnings.filterwarnings("ignore", "os.fork")  # nothing runs yet that a fork could break
-    place = Path(sys.argv[1])
-    runs = [("straight", None), *(("killed", kill) for kill in KILLS), ("killed", None)]
-    print(json.dumps([exit_code(place, *each) for each in runs]))
+    place, scenario = Path(sys.argv[1]), SCENARIOS[sys.argv[2]]
+    runs = [("straight", None), *(("killed", kill) for kill in scenario.kills), ("killed", None)]
+    print(json.dumps([exit_code(place, scenario, *each) for each in runs]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,10 @@ from typer.testing import CliRunner
 
 from dovetail.cli.main import app
 from dovetail.core import yaml_text
+from dovetail.core.types import Batch
 from dovetail.tune.rl.losses import Plain
+from dovetail.tune.rl.rewards.reward import Reward
+from dovetail.tune.rl.rollouts import Rollouts
 
 pytestmark = pytest.mark.slow
 
@@ -153,14 +157,60 @@ def test_what_gives_way_changes_nothing(place):
     assert plain == away
 
 
+PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `examined`: its rows, their log-probabilities then
+EXAMINED: dict[str, Any] = {
+    "eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "rewards": [failing, low_tokens], "steps": 2,
+    "num_iterations": 2, "loss": {"correction": "none", "delta": 1.5, "top_entropy_quantile": 0.5},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def examined(place):
-    """A run with a reward that fails for some, and an exam after each step."""
+    """A run with a reward that fails for some, two passes over its rollout, and an exam after each step."""
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
     (place / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
-    how = {"eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "rewards": [failing, low_tokens]}
-    assert run(place, name="examined", steps=2, data=data, **how).code == 0
+    own = Rollouts.get
+
+    def get(self, at):
+        batch, lessons = own(self, at), self._lessons
+        now = lessons._scorer.before(at.state.params, lessons._ready.place(batch))["old"]
+        PASSES.append((jax.device_get(batch), now))
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "get", get)
+        assert run(place, name="examined", data=data, **EXAMINED).code == 0
     return place / "examined"
+
+
+def test_a_second_pass_has_its_ratios_to_the_policy_before_the_first(examined):
+    """The loss of each update, from the log-probabilities of its weights; the formulas are compared with TRL's in
+    test_losses."""
+    (rows, first), (again, second) = PASSES
+    lines = [line for line in metrics(examined) if "loss" in line]
+    for name in rows.columns:
+        np.testing.assert_array_equal(rows.columns[name], again.columns[name])
+    mask = np.asarray(rows.loss_mask) > 0
+    old, advantages = (np.asarray(rows.columns[name]) for name in ("old", "advantages"))
+    kept = np.asarray(rows.columns["top_entropy"])
+    assert 0.4 < kept[mask].mean() < 0.6
+    np.testing.assert_array_equal(first[mask], old[mask])
+    assert np.abs(second - old)[mask].max() > 0.01
+    for line, now in zip(lines, (first, second), strict=True):
+        ratio = np.exp(np.where(mask, now - old, 0.0))
+        gain = np.minimum(np.minimum(ratio, 1.5) * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+        assert line["loss"] == pytest.approx(-np.sum(np.where(mask, gain * kept, 0) * rows.loss_mask), abs=1e-5)
+    said = [json.loads(line) for line in (examined / "completions.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in said} == {1}, "one rollout, two updates"
+
+
+def test_another_reward_is_noticed_when_a_run_goes_on(place, examined):
+    data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
+    with pytest.raises(ValueError, match=r"the reward 'failing' has changed since step 2 .*allow_changed_inputs"):
+        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": [low_tokens]})
+    heavier = Reward("low_tokens", low_tokens, 2.0)
+    with pytest.raises(ValueError, match="the reward 'low_tokens' has changed since step 2"):
+        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": [failing, heavier]})
 
 
 def test_a_reward_that_fails_costs_its_own_rows(examined):

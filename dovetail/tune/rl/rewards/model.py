@@ -32,8 +32,15 @@ class ModelReward:
 
     columns: ClassVar[tuple[str, ...]] = ()
     in_process: ClassVar[bool] = True
+    _name: ClassVar[str] = ""  # of one that was loaded here
+
+    @property
+    def identity(self) -> Any:
+        """What tells it from another (see code_identity): a model that was loaded counts by its name."""
+        return [self._name or type(self.model).__name__, self.suffix, dict(self.options)]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_name", self.model if isinstance(self.model, str) else "")
         if isinstance(self.model, str):
             from dovetail.engine.llm import LLM
 

@@ -10,8 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from dovetail.core.choice import did_you_mean, require
+from dovetail.core.fingerprint import fingerprint
 from dovetail.tune.rl.rewards.arguments import Arguments, arguments_of
 from dovetail.tune.rl.rewards.code import Code
+from dovetail.tune.rl.rewards.code_identity import identity
 from dovetail.tune.rl.rewards.imported import Imported
 from dovetail.tune.rl.rewards.json_schema import Json
 from dovetail.tune.rl.rewards.judge import Judge
@@ -50,6 +52,11 @@ class Reward:
     def arguments(self) -> Arguments:
         plain = self.function.function if isinstance(self.function, Imported) else self.function
         return arguments_of(plain)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what it computes and its weight: a resumed run notices another one."""
+        return fingerprint(self.weight, identity(self.function))
 
     def check(self, columns: Collection[str]) -> None:
         """ValueError where it asks for a column that the data has not."""
