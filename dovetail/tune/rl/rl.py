@@ -20,7 +20,7 @@ from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import Advantage
-from dovetail.tune.rl.algorithms import LOSS_SETTINGS
+from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS
 from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.exam import Examiner
@@ -60,7 +60,7 @@ class Own:
             for name in names:
                 value = getattr(settings.loss, name)
                 require(
-                    value is None,
+                    value in (None, getattr(ALGORITHMS[settings.algo], name)),
                     f"loss.{name}={value} is not read where dt.rl is given a function as `{own}`: leave one out",
                 )
 
@@ -82,9 +82,9 @@ def rl(
         dt.rl(model="smollm2-135m", data="prompts.jsonl", rewards=[my_reward], algo="grpo", group_size=8, steps=100)
 
     data: records with a `prompt` (text or messages); their other columns go to the rewards. rewards: functions
-    reward(prompts, completions, **columns) -> list[float | None], or what a recipe's `rewards` holds. environment: see
-    tune.rl.environment. advantage, policy_loss: functions in place of the algorithm's (tune.rl.advantages, .losses).
-    All else is as dt.sft has it.
+    reward(prompts, completions, **columns) -> list[float | None], or what a recipe's `rewards` holds; a completion is
+    text where its prompt is, and else messages. environment: see tune.rl.environment. advantage, policy_loss:
+    functions in place of the algorithm's (tune.rl.advantages, .losses). All else is as dt.sft has it.
     """
     settings, records, folder = given_settings(Rl, recipe, data, run_dir, overrides)
     own = Own(rewards, environment, advantage, policy_loss)
