@@ -219,8 +219,8 @@ class _Play:
             for group in range(settings.prompts):
                 teaches = not settings.wanted.dynamic or self._of._lessons.teaches(self.group(turn, group))
                 (chosen if teaches else others).append((turn, group))
-            if len(chosen) >= settings.prompts:
-                break
+            if len(chosen) >= settings.prompts or not is_rewarded(self._found.values()):
+                break  # other prompts do not mend rewards that fail
         return [*chosen, *reversed(others)][: settings.prompts]
 
     def group(self, turn: int, group: int) -> list[Episode]:

@@ -19,7 +19,7 @@ def written(folder, key):
     for rollout in (0, 1):
         found.write(rollout, [begun(0, Place(0, 0), [5, 6], rollout)])
         found.choose(rollout, [(0, 0)])
-    found.write_scores(0, [{"old": np.float32([0, -0.1]), "values": np.float32([0, 1 / 3])}, {}])
+    found.write_scores(0, [{"old": np.array([0, -0.1], np.float32), "values": np.array([0, 1 / 3], np.float32)}, {}])
     found.close()
 
 
@@ -27,7 +27,9 @@ def test_scores_are_read_bit_for_bit_and_forgotten_with_their_rollout(tmp_path):
     written(tmp_path, "key")
     found = journal(tmp_path, "key")
     first, second = found.scores(0) or []
-    assert first["old"].tobytes() == np.float32([0, -0.1]).tobytes() and first["values"][1] == np.float32(1 / 3)
+    assert first["old"].tobytes() == np.array([0, -0.1], np.float32).tobytes() and first["values"][1] == np.float32(
+        1 / 3
+    )
     assert second == {} and found.scores(1) is None
     found.forget(1)
     assert found.scores(0) is None and not found.read(0).episodes and found.read(1).chosen == [(0, 0)]

@@ -30,27 +30,27 @@ def identity(code: Any) -> Any:
 
 
 class _Walk:
-    """Each function is described once: they may call each other."""
+    """Each function and container is described once: they may refer to each other."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # by id; held, so that no other object gets it
 
     def of(self, value: Any) -> Any:
         if isinstance(value, PLAIN):
             return repr(value)
         if isinstance(value, np.ndarray | np.generic):
             return fingerprint(np.asarray(value))
+        if isinstance(value, Imported):
+            return [value.name, _file_of(value)]
+        if id(value) in self._seen:
+            return "above"
+        self._seen[id(value)] = value
         if isinstance(value, list | tuple):
             return [self.of(each) for each in value]
         if isinstance(value, Mapping):
             return {str(key): self.of(each) for key, each in value.items()}
-        if isinstance(value, Imported):
-            return [value.name, _file_of(value)]
         if isinstance(value, functools.partial):
             return ["partial", self.of(value.func), self.of(value.args), self.of(value.keywords)]
-        if id(value) in self._seen:
-            return "above"
-        self._seen.add(id(value))
         if isinstance(value, MethodType):
             return [self._function(value.__func__), self._object(value.__self__)]
         if isinstance(value, FunctionType):
