@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import jax
@@ -159,7 +160,8 @@ def test_what_gives_way_changes_nothing(place):
 
 PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `examined`: its rows, their log-probabilities then
 EXAMINED: dict[str, Any] = {
-    "eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "rewards": [failing, low_tokens], "steps": 2,
+    "eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "steps": 2, "max_prompt": 32,
+    "rewards": [failing, low_tokens, Reward("of_messages", of_messages, 0.0)],
     "num_iterations": 2, "loss": {"correction": "none", "delta": 1.5, "top_entropy_quantile": 0.5},
 }  # fmt: skip
 
@@ -168,7 +170,9 @@ EXAMINED: dict[str, Any] = {
 def examined(place):
     """A run with a reward that fails for some, two passes over its rollout, and an exam after each step."""
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
-    (place / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PROMPTS))
+    chats = [{"messages": [{"role": "user", "content": line["prompt"]}], **line} for line in PROMPTS]
+    lines = [json.dumps({name: value for name, value in chat.items() if name != "prompt"}) + "\n" for chat in chats]
+    (place / "prompts.jsonl").write_text("".join(lines))
     own = Rollouts.get
 
     def get(self, at):
@@ -207,10 +211,10 @@ def test_a_second_pass_has_its_ratios_to_the_policy_before_the_first(examined):
 def test_another_reward_is_noticed_when_a_run_goes_on(place, examined):
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
     with pytest.raises(ValueError, match=r"the reward 'failing' has changed since step 2 .*allow_changed_inputs"):
-        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": [low_tokens]})
-    heavier = Reward("low_tokens", low_tokens, 2.0)
+        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": EXAMINED["rewards"][1:]})
+    heavier = [failing, Reward("low_tokens", low_tokens, 2.0), EXAMINED["rewards"][2]]
     with pytest.raises(ValueError, match="the reward 'low_tokens' has changed since step 2"):
-        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": [failing, heavier]})
+        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": heavier})
 
 
 def test_a_reward_that_fails_costs_its_own_rows(examined):
@@ -218,10 +222,12 @@ def test_a_reward_that_fails_costs_its_own_rows(examined):
     failed = [line for line in said if line["problems"]]
     assert failed and all("division by zero" in line["problems"]["failing"] for line in failed)
     assert all(line["reward"] == line["rewards"]["low_tokens"] for line in failed)
+    # prompts are messages here, and so is what a reward is given
+    assert all(line["rewards"]["of_messages"] == len(line["completion"]) for line in said)
 
 
 def test_a_run_in_which_every_reward_fails_stops(place):
-    """With the first traceback, and nothing is exported; when the reward is right, the same command trains."""
+    """With the first traceback, and nothing is exported."""
     with pytest.raises(ValueError, match="no completion of the last rollout got a reward") as stopped:
         run(place, name="unrewarded", steps=1, rewards=[of_messages])
     assert "in of_messages" in str(stopped.value) and "TypeError: string indices" in str(stopped.value)
@@ -229,9 +235,19 @@ def test_a_run_in_which_every_reward_fails_stops(place):
     assert not (folder / "export").exists() and not list((folder / "checkpoints").glob("*"))
     said = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     assert len(said) == 32 and all(line["reward"] is None and line["problems"] for line in said)
-    chats = [{"messages": [{"role": "user", "content": line["prompt"]}]} for line in PROMPTS]
-    ended = run(place, name="unrewarded", steps=1, rewards=[of_messages], data=chats, max_prompt=64)
-    assert ended.code == 0 and rewards_of(folder)[0] == rewards_of(folder)[0] and (folder / "export").exists()
+
+
+@pytest.mark.thorough
+def test_with_its_reward_corrected_a_stopped_run_repeats_its_rollouts(place):
+    reward = place / "corrected.py"
+    reward.write_text("def mine(completions, **columns):\n    return [len(c[0]['content']) for c in completions]\n")
+    with pytest.raises(ValueError, match="got a reward"):
+        run(place, name="corrected", steps=2, rewards=[{"function": f"{reward}:mine"}])
+    reward.write_text("def mine(completions, **columns):\n    return [len(c) for c in completions]\n")
+    sys.modules.pop(next(name for name in sys.modules if name.startswith("corrected_")))  # as in another process
+    assert run(place, name="corrected", steps=2, rewards=[{"function": f"{reward}:mine"}]).code == 0
+    said = [json.loads(line) for line in (place / "corrected" / "completions.jsonl").read_text().splitlines()]
+    assert len(said) == 64 and all(line["reward"] == len(line["completion"]) for line in said)
 
 
 def test_exam_on_held_out_prompts(examined):
