@@ -20,7 +20,7 @@ from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import Advantage
-from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS
+from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, loss_of
 from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.exam import Examiner
@@ -54,13 +54,14 @@ class Own:
 
     def check(self, settings: Rl) -> None:
         """Refuse settings of what a function of the program replaces."""
+        usual = ALGORITHMS[settings.algo]
         replaced = {"advantage": ("advantage", "scale_rewards") if self.advantage else ()}
         replaced |= {"policy_loss": ("policy", *LOSS_SETTINGS) if self.loss else ()}
         for own, names in replaced.items():
             for name in names:
                 value = getattr(settings.loss, name)
                 require(
-                    value in (None, getattr(ALGORITHMS[settings.algo], name)),
+                    value in (None, getattr(usual, name), getattr(loss_of(usual), name, None)),
                     f"loss.{name}={value} is not read where dt.rl is given a function as `{own}`: leave one out",
                 )
 

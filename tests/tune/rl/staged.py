@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.episode import Episode, Place, begun
+from dovetail.tune.rl.failures import Failures
 from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.stage import Stage
@@ -47,13 +48,17 @@ def family(name: str) -> Tokenizer:
 
 
 def staged(
-    environment: Any, tokenizer: Tokenizer, records: list[dict] | None = None, settings: Rl = SETTINGS
+    environment: Any,
+    tokenizer: Tokenizer,
+    records: list[dict] | None = None,
+    settings: Rl = SETTINGS,
+    failures: Failures | None = None,
 ) -> tuple[Stage, Sequence[Task]]:
     """A stage, and the tasks on it."""
     scene = Scene.of(environment, settings, tokenizer)
     records = records or [{"messages": ASKED}]
     tasks = open_tasks(settings.data, tokenizer, 4000, records, scene=scene)[0].tasks
-    return Stage.of(environment, settings, tokenizer, tasks), tasks
+    return Stage.of(environment, settings, tokenizer, tasks, failures), tasks
 
 
 def begin(task: Task, member: int = 0, turn: int = 0) -> Episode:

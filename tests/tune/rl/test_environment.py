@@ -15,6 +15,7 @@ from tune.rl.staged import ASKED, SETTINGS, begin, family, play, staged, write
 from dovetail.data.tuning import TuningData
 from dovetail.tune.rl.environment import Environment, Step
 from dovetail.tune.rl.episode import from_json, to_json
+from dovetail.tune.rl.failures import Failures
 
 
 class Echo(Environment):
@@ -183,10 +184,16 @@ FAILING = {
 @pytest.mark.parametrize("environment", FAILING)
 def test_an_environment_that_fails_costs_its_episode_alone(environment):
     tokenizer = small_tokenizer()
-    stage, (task,) = staged(environment, tokenizer)
+    told: list[str] = []
+    failures = Failures(told.append)
+    stage, (task,) = staged(environment, tokenizer, failures=failures)
     episode = begin(task)
     write(episode, tokenizer, "go<|im_end|>")
     assert stage.reply(episode) is None
+    assert len(told) == 1 and told[0].startswith("the environment failed: ") and FAILING[environment] in told[0]
+    if environment is Raises:  # where every episode ends so, the run stops and shows where
+        with pytest.raises(ValueError, match=r"(?s)The first failure: the environment.*in step\n.*the world broke"):
+            failures.end_rollout(False, rollouts=1)
     assert episode.rewards == {"environment": None} and FAILING[environment] in episode.problems["environment"]
     assert episode.finish == "error"
     assert from_json(json.loads(to_json([episode])))[0].problems == episode.problems
