@@ -80,12 +80,20 @@ def open_prompts(
 
 def example_encoder(settings: TuningData, tokenizer: Tokenizer) -> ExampleEncoder:
     """With the template that the settings name, or the tokenizer's own."""
-    if not settings.template:
+    template = template_source(settings)
+    if template is None:
         return ExampleEncoder(tokenizer)
+    return ExampleEncoder(tokenizer, template, f"the chat template {Path(settings.template).expanduser()}")
+
+
+def template_source(settings: TuningData) -> str | None:
+    """Return the Jinja source of `data.template`; None: the tokenizer's own template is used."""
+    if not settings.template:
+        return None
     path = Path(settings.template).expanduser()
     if not path.is_file():
         raise ValueError(f"template must be a file with a chat template's Jinja source; there is no {str(path)!r}")
-    return ExampleEncoder(tokenizer, path.read_text(), f"the chat template {path}")
+    return path.read_text(encoding="utf-8")
 
 
 def open_records(

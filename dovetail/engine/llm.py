@@ -37,6 +37,7 @@ from dovetail.io.compiled import keep_compiled
 from dovetail.io.hub import Progress
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.tokenizer_files import read_templates
 from dovetail.models.config import ModelConfig
 from dovetail.models.publish import publish
 from dovetail.models.registry import read_config
@@ -92,6 +93,7 @@ class LLM:
         start: float,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
+        self._adapter_folders = {name: Path(folder) for name, folder in options.adapters.items()}
         self.load_seconds = time.perf_counter() - start
         log.info("read and placed the weights in %.1f s", self.load_seconds)
         self.engine = build_engine(config, params, options, tokenizer, placement)
@@ -165,12 +167,16 @@ class LLM:
         **template: Any,
     ) -> list[RequestOutput]: ...
     def chat(self, messages: Any, params: Any = None, tools: Tools = None, adapter: Any = None, **template: Any) -> Any:
-        """The answer to a conversation (a list of messages), through the model's chat template; to a list of
-        conversations, the list of their answers."""
+        """The answer to a conversation (a list of messages), through the chat template of the model, or of the adapter
+        where its folder has one; to a list of conversations, the list of their answers."""
         one = is_conversation(messages)
         if one and isinstance(params, Many):
             raise ValueError(f"one conversation takes one SamplingParams; got {len(params)}")
-        prompts = [self._chat_tokens(each, tools, template) for each in ([messages] if one else messages)]
+        many = [messages] if one else messages
+        adapters = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(adapters) != len(many):
+            raise ValueError(f"expected one adapter per conversation, got {len(adapters)} for {len(many)}")
+        prompts = [self._chat_tokens(*each, tools, template) for each in zip(many, adapters, strict=True)]
         outputs = self.generate(prompts, params, adapter=adapter)
         return outputs[0] if one else outputs
 
@@ -243,7 +249,9 @@ class LLM:
     def load_adapter(self, name: str, folder: str | Path) -> int:
         """Load a LoRA adapter as PEFT writes it, and return its version. One of that name is replaced; requests under
         way keep the one they began with."""
-        return self.engine.put_adapter(*self.engine.read_adapter(name, str(folder)))
+        version = self.engine.put_adapter(*self.engine.read_adapter(name, str(folder)))
+        self._adapter_folders[name] = Path(folder)
+        return version
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Requests under way keep it; its slot is free when they have ended."""
@@ -295,12 +303,15 @@ class LLM:
                 self.engine.abort(id)
         return [outputs[id] for id in ids]
 
-    def _chat_tokens(self, messages, tools, template) -> list[int]:
+    def _chat_tokens(self, messages, adapter, tools, template) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer, so no chat template: use generate with token ids")
-        if tools and "tool" not in self.tokenizer.chat(tools, template.get("chat_template")).source:
+        folder = self._adapter_folders.get(adapter)
+        own = read_templates(folder) if folder else None
+        tokenizer = self.tokenizer.with_templates(own) if own else self.tokenizer
+        if tools and "tool" not in tokenizer.chat(tools, template.get("chat_template")).source:
             raise ValueError("the model's chat template does not read tools: pass a chat_template that does")
-        return self.tokenizer.encode_chat(messages, tools, **template)
+        return tokenizer.encode_chat(messages, tools, **template)
 
     def _add(self, prompts: Many[Prompt], params: Many[SamplingParams], adapters: Many[str | None]) -> list[str]:
         """All or none: a bad prompt is refused and its neighbours are not left behind."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from dovetail.io.hub import name_here
 from dovetail.io.safetensor_folder import SafetensorFolder
+from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.tokenizer_files import read_templates
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # what an adapter may be asked to do besides, and we do not
@@ -54,6 +56,16 @@ def base_of(folder: str | Path) -> str | None:
             f"as `dovetail serve BASE --adapter {path.resolve().name}={path}`"
         )
     return name_here(base)
+
+
+def adapter_tokenizer(folder: str | Path, base: Tokenizer | None) -> Tokenizer | None:
+    """Return the tokenizer that an adapter was trained with: its own, or the base model's with the chat template that
+    lies beside the adapter."""
+    folder = Path(folder)
+    if (folder / "tokenizer.json").is_file():
+        return Tokenizer.from_folder(folder)
+    templates = read_templates(folder)
+    return base.with_templates(templates) if base and templates else base
 
 
 def check_servable(folder: Path, most: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -157,6 +158,12 @@ class Tokenizer:
                 "takes plain text instead"
             )
         return source
+
+    def with_templates(self, templates: str | Mapping[str, str]) -> Tokenizer:
+        """Return the same tokenizer with these chat templates in place of its own."""
+        found = copy.copy(self)
+        found.chat_templates = _by_name(templates)
+        return found
 
     def apply_chat(
         self,

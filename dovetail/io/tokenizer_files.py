@@ -101,6 +101,11 @@ def _eos_ids(folder: Path, backend: Backend) -> list[int]:
     return []
 
 
+def read_templates(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a folder by name; empty where it has none."""
+    return _templates(folder, _json(folder / "tokenizer_config.json").get("chat_template"))
+
+
 def _templates(folder: Path, configured: Any) -> dict[str, str]:
     """Chat templates by name: files win over tokenizer_config.json, and chat_template.json is the last resort."""
     files = {"default": folder / "chat_template.jinja"}

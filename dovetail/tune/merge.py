@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.compute import compute_of
+from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hf import read_params
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint, save, stored_dtype
@@ -38,5 +39,5 @@ def merge(
             cfg, params = scored(cfg), {name: part for name, part in params.items() if name not in ("head", "score")}
             params["score"] = jnp.asarray(adapters.pop("score"), kept)
         whole = merged(params, jax.tree.map(jnp.asarray, adapters), cfg, lora)
-    save(to, cfg, whole, tokenizer)
+    save(to, cfg, whole, adapter_tokenizer(adapter, tokenizer))
     return to

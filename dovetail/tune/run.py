@@ -15,7 +15,8 @@ import jax
 from dovetail.core import recipe as recipes
 from dovetail.data.example_rows import ExampleRows
 from dovetail.data.example_store import Stats
-from dovetail.data.open_examples import open_examples
+from dovetail.data.open_examples import open_examples, template_source
+from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
@@ -132,7 +133,12 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
 
 
 def tokenizer_of(settings: Tuning) -> Tokenizer:
+    """Return the tokenizer that examples, samples and exports share. Its chat template is that of `data.template`, or of
+    the adapter that the run goes on with, or the model's own."""
     found = open_checkpoint(resolve(settings.weights))[2]
+    if settings.from_adapter:
+        found = adapter_tokenizer(settings.from_adapter, found)
     if found is None:
         raise ValueError(f"{settings.weights} has no tokenizer.json beside its weights: fine-tuning reads text")
-    return found
+    template = template_source(settings.data)
+    return found if template is None else found.with_templates(template)

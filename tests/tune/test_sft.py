@@ -19,6 +19,7 @@ from dovetail.core.recipe import create
 from dovetail.io.load import load
 from dovetail.ops.loss import cross_entropy
 from dovetail.train.prepare import prepare
+from dovetail.tune.run import tokenizer_of
 from dovetail.tune.settings import Sft
 from dovetail.tune.sft import sft_objective
 
@@ -98,6 +99,33 @@ def test_microsteps_add_up_to_the_whole_batch(tmp_path):
         for n in (1, 2)
     )
     np.testing.assert_allclose(losses(whole), losses(parts), rtol=1e-4)
+
+
+MINE = (
+    "{%- for m in messages %}{{- '[' + m.role + '] ' + m.content }}"
+    "{{- '<|im_end|>' if m.role == 'assistant' else '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '[assistant] ' }}{%- endif %}"
+)
+
+
+def test_the_trained_template_is_exported_merged_sampled_and_gone_on_with(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [])
+    (tmp_path / "mine.jinja").write_text(MINE)
+    folder, data = model_folder(tmp_path), {"path": written(tmp_path), "template": str(tmp_path / "mine.jinja")}
+    ended = dt.sft(
+        model=folder, data=data, lora=LORA, steps=1, run_dir=tmp_path / "run",
+        samples={"every": 1, "prompts": ["say 3"]}, **RUN,
+    )  # fmt: skip
+    exported = ended.folder / "export/step_1"
+    merged = dt.merge(folder, exported, tmp_path / "merged")
+    assert [(at / "chat_template.jinja").read_text() for at in (exported, merged)] == [MINE, MINE]
+    theirs = transformers.AutoTokenizer.from_pretrained(merged)
+    messages = [{"role": "user", "content": "say 3"}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "[user] say 3\n[assistant] " and theirs.decode(asked[0]) == text
+    again = create(Sft, {"model": folder, "lora": LORA, "from_adapter": str(exported), "steps": 1})
+    assert tokenizer_of(again).chat_template == MINE
 
 
 def test_samples_and_held_out_loss_are_in_the_report(tmp_path):

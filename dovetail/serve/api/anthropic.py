@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -38,10 +39,9 @@ def routes(service: Service) -> APIRouter:
 
     @router.post(f"{PATH}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
-        service.adapter_of(body.model)
+        talk = replace(body.conversation(), adapter=service.adapter_of(body.model))
         prompts = service.prompts
-        text = prompts.text
-        tokens = await asyncio.to_thread(lambda: prompts.encode(text(body.conversation()), False, rendered=True))
+        tokens = await asyncio.to_thread(lambda: prompts.encode(prompts.text(talk), False, rendered=True))
         return json_answer({"input_tokens": len(tokens)})
 
     return router

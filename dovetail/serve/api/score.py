@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Response
@@ -70,7 +71,7 @@ async def _score(service: Service, body: ScoreRequest, adapter: str | None) -> d
     def encode(most: int) -> list[list[int]]:
         if name == "input":
             return encoded(service, as_many(body.input, name), most)
-        texts = map(service.prompts.text, body.conversations())
+        texts = (service.prompts.text(replace(talk, adapter=adapter)) for talk in body.conversations())
         return [service.prompts.encode(text, add_special=False, most=most, rendered=True) for text in texts]
 
     prompts = await read_inputs(service, encode, name)

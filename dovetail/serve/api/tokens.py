@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -76,8 +77,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
                 raise bad(f"{name} goes with messages, not with a prompt", name)
         found = service.prompts.encode(body.prompt, body.add_special_tokens is not False)
     else:
-        found = service.prompts.encode(
-            service.prompts.text(body.conversation()), bool(body.add_special_tokens), rendered=True
-        )
+        talk = replace(body.conversation(), adapter=service.adapter_of(body.model))
+        found = service.prompts.encode(service.prompts.text(talk), bool(body.add_special_tokens), rendered=True)
     texts = [service.tokenizer.token(token) for token in found] if body.return_token_strs else None
     return {"count": len(found), "max_model_len": service.max_len, "tokens": found, "token_strs": texts}

@@ -12,6 +12,7 @@ from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import bad, refused
+from dovetail.serve.talk.adapter_templates import AdapterTemplates
 from dovetail.serve.talk.answer import Ask
 from dovetail.serve.talk.request_templates import RequestTemplates
 from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
@@ -40,11 +41,12 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False  # templates write their own
+    adapter: str | None = None  # whose chat template is used, where it has one
 
 
 class Prompts:
-    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, max_len: int):
-        self._tokenizer, self._config, self._max_len = tokenizer, config, max_len
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig, max_len: int, templates: AdapterTemplates):
+        self._tokenizer, self._config, self._max_len, self._templates = tokenizer, config, max_len, templates
         self.max_tokens = min(max_len - 1, config.limits.prompt_tokens or max_len)  # of a prompt
         self._request_templates = RequestTemplates()
         self._literal = None if config.special_tokens_in_text else LiteralText(tokenizer)
@@ -55,6 +57,7 @@ class Prompts:
 
     def ask(self, talk: Conversation, params: SamplingParams, **more: Any) -> Ask:
         """`more`: further fields of Ask. Templates and tokenizing take a while: call it in a thread."""
+        talk = replace(talk, adapter=more.get("adapter"))
         text = self.text(talk)
         prompt = self.encode(text, talk.add_special_tokens, self.max_tokens, rendered=True)
         tool_format = self._tool_format(talk, params)
@@ -137,7 +140,7 @@ class Prompts:
     def _source(self, talk: Conversation) -> str:
         tools = list(talk.tools) or None
         try:
-            return self._tokenizer.chat_source(tools, talk.template)
+            return self._templates.tokenizer(talk.adapter).chat_source(tools, talk.template)
         except ValueError as error:
             raise bad(str(error), "messages") from None
 

@@ -20,6 +20,7 @@ from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad, refused
 from dovetail.serve.remote.backend import Backend
 from dovetail.serve.remote.wire import Delta
+from dovetail.serve.talk.adapter_templates import AdapterTemplates
 from dovetail.serve.talk.answer import AnswerReader, Ask, Step
 from dovetail.serve.talk.inflight import Inflight, Ticket
 from dovetail.serve.talk.metrics import ServerMetrics
@@ -36,7 +37,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = ServerMetrics(config.names[0])
         self.inflight = Inflight(config.limits, backend.info.max_num_seqs)
-        self.prompts = Prompts(tokenizer, config, self.max_len)
+        self.prompts = Prompts(tokenizer, config, self.max_len, AdapterTemplates(tokenizer, backend))
         self.token_text = TokenText(tokenizer)
         self._templates = ThreadPoolExecutor(1, thread_name_prefix="template")
         self._aborts: set[asyncio.Task] = set()  # asyncio keeps only weak references to tasks

@@ -88,6 +88,21 @@ def test_each_is_a_model_of_its_own(client):
         tokens(client, "blue")
 
 
+def test_an_adapter_with_a_chat_template_is_asked_with_it(scripted, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    scripted.engine.info.adapters = {"red": LoadedAdapter(str(tmp_path), 1), "bare": LoadedAdapter("somewhere", 2)}
+    message, url = dict(role="user", content="Hi"), f"{scripted.url}/v1"
+    for route in ("chat/completions", "messages"):
+        for name in ("red", "bare"):
+            httpx.post(f"{url}/{route}", json=dict(model=name, messages=[message], max_tokens=4), timeout=60)
+        assert scripted.engine.asked[-2][0] == "[user] Hi" != scripted.engine.asked[-1][0]
+    counts = [
+        httpx.post(f"{scripted.url}/tokenize", json=dict(model=name, messages=[message]), timeout=60).json()["count"]
+        for name in ("red", "bare")
+    ]
+    assert counts == [len(prompt) for prompt in scripted.engine.prompts[-2:]]
+
+
 def test_every_route_chooses_by_the_same_name(scripted):
     scripted.engine.info.adapters = {"red": LoadedAdapter("somewhere", 1)}
     message, url = dict(role="user", content="Hi"), f"{scripted.url}/v1"
