@@ -20,16 +20,27 @@ COLUMNS = ("document", "label", "margin")  # those that examples bring themselve
 
 
 class ExamplePacking(BestFit):
-    """Examples whole, as many to a row as fit; the two of a preference side by side, as segments 2k - 1 and 2k.
+    """Examples whole, one to a row, or with `packing` as many as fit; the two of a preference lie side by side, as
+    segments 2k - 1 and 2k.
 
     columns: by name, what each token of the examples has [tokens].
     """
 
     def __init__(
-        self, examples: Examples, units: np.ndarray, length: int, seed: int, columns: Mapping[str, np.ndarray]
+        self,
+        examples: Examples,
+        units: np.ndarray,
+        length: int,
+        seed: int,
+        columns: Mapping[str, np.ndarray],
+        packing: bool = True,
     ):
+        self._packing = packing
         super().__init__(examples, units, length, seed)
         self.examples, self.columns = examples, dict(columns)
+
+    def _assign(self, sizes: np.ndarray) -> tuple[np.ndarray, int]:
+        return super()._assign(sizes) if self._packing else (np.arange(len(sizes)), len(sizes))
 
     def pieces(self, i: int) -> Iterator[Piece]:
         each = self.examples.per_unit
@@ -38,12 +49,15 @@ class ExamplePacking(BestFit):
                 span = self.examples.span(document)
                 yield Piece(document, 0, span.stop - span.start)
 
+    def empty(self) -> Batch:
+        return dataclasses.replace(super().empty(), columns=self._no_columns())
+
+    def _no_columns(self) -> Any:
+        return {name: np.zeros((self.length, *values.shape[1:]), values.dtype) for name, values in self.columns.items()}
+
     def row(self, i: int) -> Batch:
         row: Any = super().row(i)
-        columns = {
-            name: np.zeros((self.length, *values.shape[1:]), values.dtype) for name, values in self.columns.items()
-        }
-        at = 0
+        columns, at = self._no_columns(), 0
         for document, _, size in self.pieces(i):
             span = self.examples.span(document)
             row.loss_mask[at : at + size - 1] = self.examples.mask[span][1:]  # what a target weighs: the next token
@@ -54,7 +68,11 @@ class ExamplePacking(BestFit):
 
 
 class ExampleRows(Loader):
-    """Batches by their number. `examples` has the documents by theirs; the column `document` holds that number + 1."""
+    """Batches by their number. `examples` has the documents by theirs; the column `document` holds that number + 1.
+
+    A pass over the examples of one source is a whole number of batches: the last one is filled up with padding, so that
+    no example is seen twice before all were seen once. Several sources are one stream, by their weights.
+    """
 
     def __init__(
         self, rows: Mixture, examples: Examples, batch: int, host_index: int, host_count: int, vocab_size: int
@@ -66,6 +84,28 @@ class ExampleRows(Loader):
     def steps_per_epoch(self) -> int:
         """The batches that hold every document at least once; with several sources, see every_document."""
         return -(-self.rows_per_epoch // self._batch)
+
+    @property
+    def examples_per_epoch(self) -> int:
+        """Of all sources, each once; a pair of a preference is one."""
+        return sum(source.documents for source in self.rows.sources)
+
+    def epochs(self, step: int) -> tuple[float, ...]:
+        return super().epochs(step) if len(self.rows.sources) > 1 else (step / self.steps_per_epoch,)
+
+    def rows_of(self, step: int) -> Sequence[int | None]:
+        if len(self.rows.sources) > 1:
+            return super().rows_of(step)
+        epoch, at = divmod(step, self.steps_per_epoch)
+        in_epoch = range(at * self._batch, (at + 1) * self._batch)
+        return [epoch * self.rows_per_epoch + i if i < self.rows_per_epoch else None for i in in_epoch]
+
+    def notes(self, step: int) -> dict[str, float]:
+        """Return how many examples (or pairs) and tokens the batch has, over all hosts."""
+        pieces = [piece for i in self.rows_of(step) if i is not None for piece in self.rows.pieces(i)]
+        tokens = sum(piece.stop - piece.start for piece in pieces)
+        each = self.examples.per_unit
+        return {"pairs" if each == 2 else "examples": len(pieces) // each, "tokens": tokens}
 
     def of_host(self, index: int, count: int) -> ExampleRows:
         """The same rows as one of `count` hosts has them."""

@@ -56,9 +56,15 @@ class Loader:
         """numpy arrays [batch / hosts, T]."""
         if step < 0:
             raise ValueError(f"expected a step from 0 on, got {step}")
-        start = step * self._batch + self._first
-        rows = [self.rows.row(i) for i in range(start, start + self._share)]
-        return jax.tree.map(lambda *column: np.stack(column), *rows)
+        numbers = self.rows_of(step)[self._first : self._first + self._share]
+        return jax.tree.map(lambda *column: np.stack(column), *(self._row(i) for i in numbers))
+
+    def rows_of(self, step: int) -> Sequence[int | None]:
+        """Return the numbers of the rows of a step's batch, over all hosts; None is a row of padding."""
+        return range(step * self._batch, (step + 1) * self._batch)
+
+    def _row(self, i: int | None) -> Batch:
+        return self.rows.empty() if i is None else self.rows.row(i)
 
     def iterate(self, start_step: int = 0, threads: int = 0) -> Iterator[Batch]:
         """Batches from start_step on, without end, made ahead of time by Grain's threads; close() ends them."""
@@ -74,8 +80,11 @@ class Loader:
 
     def documents(self, step: int) -> int:
         """The most that any row of the step's batch holds, over all hosts."""
-        rows = range(step * self._batch, (step + 1) * self._batch)
-        return max(sum(1 for _ in self.rows.sources[source].pieces(row)) for source, row in map(self.rows.locate, rows))
+        return max(sum(1 for _ in self.rows.pieces(i)) for i in self.rows_of(step) if i is not None)
+
+    def notes(self, step: int) -> dict[str, float]:
+        """Return what to report of a step's batch; nothing of rows that are all full."""
+        return {}
 
     @property
     def tokens_per_epoch(self) -> int:

@@ -7,13 +7,13 @@ solution of the chairman assignment problem). Each source runs through its own e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from dovetail.core.types import Batch
-from dovetail.data.pack import Packing
+from dovetail.data.pack import Packing, Piece
 from dovetail.data.shuffle import ranks
 
 LONGEST_CYCLE = 1 << 16  # weights whose exact cycle is longer are rounded to shares of this: by less than 0.002%
@@ -45,6 +45,15 @@ class Mixture:
     def row(self, i: int) -> Batch:
         source, row = self.locate(i)
         return self.sources[source].row(row)
+
+    def empty(self) -> Batch:
+        """Return a row of padding."""
+        return self.sources[0].empty()
+
+    def pieces(self, i: int) -> Iterator[Piece]:
+        """Return the documents, or the parts of them, that row i of the run holds."""
+        source, row = self.locate(i)
+        return self.sources[source].pieces(row)
 
 
 def cycle_shares(weights: Sequence[float]) -> list[int]:

@@ -22,6 +22,7 @@ from dovetail.io.hub import Progress
 from dovetail.io.tokenizer import Tokenizer
 
 KINDS = ("sft", "preference", "unpaired")
+ROUND = 128  # the blocks of the TPU's attention kernels
 
 
 def open_examples(
@@ -35,12 +36,14 @@ def open_examples(
     columns: Sequence[str] = (),
     records: Iterable[Any] | None = None,
     progress: Progress | None = None,
+    packing: bool = True,
 ) -> tuple[ExampleRows, ExampleRows | None, Stats]:
     """The training rows, those held out where settings.held_out sets some apart, and what became of the records.
 
     kind: sft, preference or unpaired (which has the column `label`, +1 or -1, at each of a document's tokens).
     columns: `document`, the number of a token's document plus 1; `margin`, that of a preference. records: dicts, in
-    place of files.
+    place of files. packing: several examples share a row; without it each has a row of its own, and rows are no longer
+    than the longest example needs.
     """
     one_of("kind", kind, KINDS)
     for name in columns:
@@ -51,11 +54,14 @@ def open_examples(
     examples = Examples(made, per_unit=2 if kind == "preference" else 1)
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
     brought = {name: own_column(name, examples) for name in sorted(wanted)}
-    apart = _apart(settings, made, weights, length)
+    apart = _apart(settings, made, weights, length, packing)
+    length = length if packing else min(length, _rounded(int(examples.lengths.max())))
 
     def rows(held: bool) -> ExampleRows:
         packed = [
-            ExamplePacking(examples, np.flatnonzero(mask == held) + first, length, key(settings.seed, i), brought)
+            ExamplePacking(
+                examples, np.flatnonzero(mask == held) + first, length, key(settings.seed, i), brought, packing
+            )
             for i, (first, mask) in enumerate(apart)
         ]
         mixture = Mixture(packed, weights, settings.seed)
@@ -135,13 +141,22 @@ def _check_some(made: Made, length: int) -> None:
     )
 
 
-def _apart(settings: TuningData, made: list[Made], weights: list[float], length: int) -> list[tuple[int, np.ndarray]]:
+def _rounded(tokens: int) -> int:
+    """Return a row length that holds so many tokens and that every attention kernel takes."""
+    return -(-tokens // ROUND) * ROUND
+
+
+def _apart(
+    settings: TuningData, made: list[Made], weights: list[float], length: int, packing: bool
+) -> list[tuple[int, np.ndarray]]:
     """Of each source: the number of its first unit among all, and [units] whether each is held out. It is chosen by
     records, so that the turns of one conversation stay together."""
     found, first = [], 0
     for one, wanted in zip(made, held_out_each(settings.held_out, weights), strict=True):
         of_unit = np.asarray(one.records)
-        lengths = np.bincount(of_unit, weights=one.lengths).astype(np.int64)
+        # a number of rows: without packing each unit fills one
+        sizes = one.lengths if packing else np.full(len(of_unit), length)
+        lengths = np.bincount(of_unit, weights=sizes).astype(np.int64)
         found.append((first, held_out(lengths, wanted, length, one.name)[of_unit]))
         first += len(of_unit)
     return found

@@ -36,8 +36,8 @@ class Piece(NamedTuple):
     stop: int
 
 
-def _empty(length: int) -> Any:
-    """A row [T] of numpy's arrays, in the fields of a Batch."""
+def empty_row(length: int) -> Any:
+    """Return a row [T] of padding: numpy arrays in the fields of a Batch."""
     tokens, targets, positions, segment_ids = np.zeros((4, length), np.int32)
     return Batch(*cast(Any, (tokens, targets, positions, segment_ids, np.zeros(length, np.float32))))
 
@@ -53,6 +53,11 @@ class Packing:
         self.tokens = int(self._lengths.sum())
 
     @property
+    def documents(self) -> int:
+        """How many an epoch has."""
+        return len(self._documents)
+
+    @property
     def padding(self) -> float:
         """The share of an epoch's places that hold no token."""
         return 1 - self.tokens / (self.count * self.length)
@@ -61,7 +66,7 @@ class Packing:
         raise NotImplementedError
 
     def row(self, i: int) -> Batch:
-        row = _empty(self.length)
+        row = empty_row(self.length)
         at = 0
         for segment, (document, start, stop) in enumerate(self.pieces(i), 1):
             end = at + stop - start
@@ -73,6 +78,10 @@ class Packing:
             row.segment_ids[at:end] = segment
             at = end
         return row
+
+    def empty(self) -> Batch:
+        """Return a row of padding."""
+        return empty_row(self.length)
 
     def _row_of_epoch(self, i: int) -> tuple[int, int]:
         """(epoch, row of the plan): the rows of an epoch come in an order of their own, so that the rows of one long
@@ -131,10 +140,14 @@ class BestFit(Packing):
         number = np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
         start = number * self.length
         stop = np.minimum(lengths[which], start + self.length)
-        rows, count = best_fit(stop - start, self.length)
+        rows, count = self._assign(stop - start)
         by_row = np.argsort(rows, kind="stable")
         sizes = np.bincount(rows, minlength=count)
         return self._documents[chosen[which[by_row]]], start[by_row], stop[by_row], sizes
+
+    def _assign(self, sizes: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return the row of each piece, and the number of rows."""
+        return best_fit(sizes, self.length)
 
     def pieces(self, i: int) -> Iterator[Piece]:
         _, row = self._row_of_epoch(i)

@@ -18,6 +18,7 @@ class Rows(Protocol):
     def batch(self, step: int) -> Batch: ...
     def iterate(self, start_step: int = 0) -> Iterator[Batch]: ...
     def documents(self, step: int) -> int: ...
+    def notes(self, step: int) -> Mapping[str, float]: ...
 
 
 @runtime_checkable
@@ -105,7 +106,7 @@ class Batches:
         pass
 
     def notes(self, index: int) -> Mapping[str, float]:
-        return {}
+        return self._rows.notes(index)
 
     def passage(self, index: int) -> Passage | None:
         return None

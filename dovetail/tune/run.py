@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,13 +97,17 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
 
 
 class _Data:
-    """A run's examples, read once: before its plan where the number of its steps comes from them, else after."""
+    """A run's examples, read once before its plan: they decide how long rows are and how many steps an epoch has."""
 
     def __init__(self, records: list[Any] | None, bar: Bar | None):
         self._records, self._bar, self._read = records, bar, None
 
     def settle(self, settings: S) -> S:
-        return settings.with_steps(self.read(settings)[0].rows_per_epoch) if settings.epochs else settings
+        rows = self.read(settings)[0]
+        if settings.tokens:  # counted without padding
+            per_step = rows.tokens_per_epoch / rows.steps_per_epoch
+            settings = replace(settings, tokens=0, steps=math.ceil(settings.tokens / per_step))
+        return replace(settings.with_steps(rows.rows_per_epoch), length=rows.length)
 
     def read(self, settings: Tuning) -> tuple[ExampleRows, ExampleRows | None, Stats]:
         """The rows of all processes, those held out, and what became of the records."""
@@ -109,7 +115,7 @@ class _Data:
             with self._bar() if self._bar and jax.process_index() == 0 else nullcontext() as progress:
                 self._read = open_examples(
                     settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,
-                    columns=settings.columns, records=self._records, progress=progress,
+                    columns=settings.columns, records=self._records, progress=progress, packing=settings.packing,
                 )  # fmt: skip
         return self._read
 
@@ -125,16 +131,28 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
             "not belong together; name the model's own folder"
         )
     if jax.process_index() == 0:
-        told(f"{stats}; {rows.steps_per_epoch:,} steps are one pass over them")
+        told(f"{stats}\n{_pass(settings, whole)}")
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
     samples = Sampler.of(settings, ready, tokenizer)
     return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints)
 
 
+def _pass(settings: Tuning, rows: ExampleRows) -> str:
+    """Return a line on how many examples a step takes, and how many steps a pass over them."""
+    unit = "pairs" if settings.examples == "preference" else "examples"
+    steps, total = rows.steps_per_epoch, rows.examples_per_epoch
+    number = f"about {total / steps:,.0f} {unit}" if settings.packing else f"{min(settings.batch, total):,} {unit}"
+    padding = 1 - rows.tokens_per_epoch / (steps * settings.batch * rows.length)
+    return (
+        f"{number} per step, in {settings.batch:,} rows of {rows.length:,} tokens ({padding:.0%} padding); "
+        f"{steps:,} {'step is' if steps == 1 else 'steps are'} one pass over the {total:,} {unit}"
+    )
+
+
 def tokenizer_of(settings: Tuning) -> Tokenizer:
-    """Return the tokenizer that examples, samples and exports share. Its chat template is that of `data.template`, or of
-    the adapter that the run goes on with, or the model's own."""
+    """Return the tokenizer that examples, samples and exports share. Its chat template is that of `data.template`, of
+    the adapter that the run goes on with, or of the model."""
     found = open_checkpoint(resolve(settings.weights))[2]
     if settings.from_adapter:
         found = adapter_tokenizer(settings.from_adapter, found)

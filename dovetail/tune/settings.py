@@ -48,8 +48,9 @@ class Tuning(Training):
     BASES: ClassVar = ("", *HELD)  # what a recipe's `base` may say that is no recipe to start from
 
     epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
-    batch: int = 8
-    length: int = 1024
+    batch: int = 8  # examples of one step, or pairs; with packing, rows
+    length: int = 1024  # the most tokens of an example; with packing, tokens of a row
+    packing: bool = False  # several examples share a row of `length` tokens
     optimizer: Optimizer = OPTIMIZER
     data: TuningData = DATA
     lora: Lora | None = None  # adapters are trained, and the weights stay as they are
@@ -77,8 +78,12 @@ class Tuning(Training):
         )
 
     def with_steps(self, rows: int) -> Self:
-        """The same with its epochs counted in steps, of which each takes a batch; one epoch is so many rows."""
-        return replace(self, epochs=0.0, steps=math.ceil(self.epochs * rows / self.batch)) if self.epochs else self
+        """The same with its epochs counted in steps. One epoch is so many rows, and no batch holds rows of two."""
+        if not self.epochs:
+            return self
+        whole, rest = divmod(self.epochs, 1)
+        steps = int(whole) * -(-rows // self.batch) + math.ceil(rest * rows / self.batch)
+        return replace(self, epochs=0.0, steps=steps)
 
     @property
     def weights(self) -> str:
@@ -113,7 +118,7 @@ class Tuning(Training):
 
     @property
     def rows_key(self) -> dict[str, Any]:
-        return {"data": dump(self.data), **super().rows_key}
+        return {"data": dump(self.data), "packing": self.packing, **super().rows_key}
 
     def check_model(self, cfg: ModelConfig) -> None:
         super().check_model(cfg)

@@ -28,8 +28,9 @@ def pairs(count=20):
 
 @pytest.fixture
 def opened(tokenizer):
-    def call(records, kind="sft", length=LENGTH, batch=BATCH, columns=(), hosts=(0, 1), **settings):
-        return open_examples(TuningData(**settings), length, batch, tokenizer, kind, *hosts, columns, records)
+    def call(records, kind="sft", length=LENGTH, batch=BATCH, columns=(), hosts=(0, 1), packing=True, **settings):
+        data = TuningData(**settings)
+        return open_examples(data, length, batch, tokenizer, kind, *hosts, columns, records, packing=packing)
 
     return call
 
@@ -315,3 +316,35 @@ def test_prompts_alone(tokenizer):
         tokenizer.decode(found[0], skip_special=False) == "<|im_start|>user\nwho 1<|im_end|>\n<|im_start|>assistant\n"
     )
     assert tokenizer.decode(found[1]) == "who "
+
+
+# --- what a step takes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind, records", [("sft", chats(12)), ("preference", pairs(12))])
+def test_a_pass_sees_each_example_once(opened, kind, records, packing):
+    rows, _, _ = opened(records, kind, batch=8, columns=("document",), packing=packing)
+    for number in range(2):
+        steps = range(number * rows.steps_per_epoch, (number + 1) * rows.steps_per_epoch)
+        batches = [rows.batch(step) for step in steps]
+        seen = [int(b.columns["document"][row, where][0]) for b in batches for row, _, where in segments(b)]
+        assert sorted(seen) == list(range(1, len(rows.examples) + 1))
+        notes = [rows.notes(step) for step in steps]
+        unit = "examples" if kind == "sft" else "pairs"
+        assert sum(each[unit] for each in notes) == 12 == rows.examples_per_epoch
+        assert [each["tokens"] for each in notes] == [int((b.segment_ids > 0).sum()) for b in batches]
+        if not packing:
+            assert [each[unit] for each in notes] == [8, 4]
+    assert same(rows.batch(1), rows.batch(1)) and rows.epochs(rows.steps_per_epoch) == (1.0,)
+
+
+def test_without_packing_rows_are_as_long_as_the_longest_example_needs(opened):
+    rows, held_out, _ = opened(chats(20), length=1000, packing=False, held_out=3)
+    assert rows.length == 128 and rows.batch(0).tokens.shape == (BATCH, 128)
+    assert rows.documents(0) == 1
+    assert rows.examples_per_epoch == 17 and held_out.examples_per_epoch == 3
+    assert opened(chats(20), length=LENGTH, packing=False)[0].length == LENGTH  # never longer than was asked for
+    halves = [opened(chats(11), hosts=(i, 2), packing=False)[0].batch(2) for i in range(2)]
+    whole = opened(chats(11), packing=False)[0].batch(2)
+    assert same(whole, jax.tree.map(lambda *parts: np.concatenate(parts), *halves))

@@ -65,6 +65,9 @@ class Numbers:
     def documents(self, step: int) -> int:
         return 1
 
+    def notes(self, step: int) -> dict[str, float]:
+        return {}
+
 
 def not_a_number(*indices: int):
     """Batches whose loss is nan."""

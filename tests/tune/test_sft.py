@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +21,20 @@ from dovetail.core.recipe import create
 from dovetail.io.load import load
 from dovetail.ops.loss import cross_entropy
 from dovetail.train.prepare import prepare
-from dovetail.tune.run import tokenizer_of
+from dovetail.tune.run import tokenizer_of, tune_settings
 from dovetail.tune.settings import Sft
 from dovetail.tune.sft import sft_objective
 
 peft = later("peft")
 
 pytestmark = pytest.mark.slow
+
+
+MINE = (
+    "{%- for m in messages %}{{- '[' + m.role + '] ' + m.content }}"
+    "{{- '<|im_end|>' if m.role == 'assistant' else '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '[assistant] ' }}{%- endif %}"
+)
 
 
 def losses(ended) -> list[float]:
@@ -50,21 +59,53 @@ def test_it_learns(how, tmp_path):
     assert (ended.folder / "report.html").exists()
 
 
-def test_the_exported_adapter_is_what_was_trained_for_peft_too(tmp_path, monkeypatch):
-    """Also where the model was named by a relative path, and PEFT runs in another folder."""
-    folder = model_folder(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    ended = dt.sft(model=Path(folder).name, data=chats(), lora=LORA, steps=4, run_dir=tmp_path / "run", **RUN)
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> Any:
+    """Two passes over 12 chats with a template of their own, and what the run said and was asked."""
+    at, told, asked = tmp_path_factory.mktemp("adapted"), [], []
+    (at / "mine.jinja").write_text(MINE)
+    given: dict[str, Any] = {name: value for name, value in RUN.items() if name != "show"}
+    folder = model_folder(at)
+    given |= {"model": Path(folder).name, "lora": LORA, "epochs": 2, "samples": {"every": 4, "prompts": ["say 3"]}}
+    given |= {"data": {"path": written(at, 12), "template": str(at / "mine.jinja")}}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(at)  # the model is named by a relative path
+        patched.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [])
+        ended = tune_settings(create(Sft, given), at / "run", sft_objective, show=False, told=told.append)
     exported = ended.folder / "export/step_4"
-    monkeypatch.chdir("/")
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(exported)
-    merged = dt.merge(folder, exported, tmp_path / "merged")
+    merged = dt.merge(folder, exported, at / "merged")
+    return SimpleNamespace(
+        model=folder, folder=ended.folder, exported=exported, merged=merged, told=told, asked=asked
+    )
+
+
+def test_the_exported_adapter_is_what_was_trained_for_peft_too(adapted):
+    """Also where the model was named by a relative path, and PEFT runs in another folder."""
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(adapted.exported)
     ids = [5, 17, 33, 200, 9]
-    ours = load(merged, dtype="f32").logits(ids)
+    ours = load(adapted.merged, dtype="f32").logits(ids)
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].float().numpy()
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-4)
-    assert np.abs(ours - load(folder, dtype="f32").logits(ids)).max() > 1e-2
+    assert np.abs(ours - load(adapted.model, dtype="f32").logits(ids)).max() > 1e-2
+
+
+def test_the_trained_template_is_exported_merged_sampled_and_gone_on_with(adapted):
+    exported, merged = adapted.exported, adapted.merged
+    assert [(at / "chat_template.jinja").read_text() for at in (exported, merged)] == [MINE, MINE]
+    theirs = transformers.AutoTokenizer.from_pretrained(merged)
+    messages = [{"role": "user", "content": "say 3"}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "[user] say 3\n[assistant] " and theirs.decode(adapted.asked[0]) == text
+    again = create(Sft, {"model": adapted.model, "lora": LORA, "from_adapter": str(exported), "steps": 1})
+    assert tokenizer_of(again).chat_template == MINE
+
+
+def test_a_step_takes_as_many_examples_as_batch_says(adapted):
+    assert [line["examples"] for line in metrics(adapted.folder) if "examples" in line] == [8, 4, 8, 4]
+    assert (
+        "8 examples per step, in 8 rows of 48 tokens" in adapted.told[0] and "2 steps are one pass" in adapted.told[0]
+    )
 
 
 @pytest.mark.thorough
@@ -101,33 +142,6 @@ def test_microsteps_add_up_to_the_whole_batch(tmp_path):
     np.testing.assert_allclose(losses(whole), losses(parts), rtol=1e-4)
 
 
-MINE = (
-    "{%- for m in messages %}{{- '[' + m.role + '] ' + m.content }}"
-    "{{- '<|im_end|>' if m.role == 'assistant' else '\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '[assistant] ' }}{%- endif %}"
-)
-
-
-def test_the_trained_template_is_exported_merged_sampled_and_gone_on_with(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [])
-    (tmp_path / "mine.jinja").write_text(MINE)
-    folder, data = model_folder(tmp_path), {"path": written(tmp_path), "template": str(tmp_path / "mine.jinja")}
-    ended = dt.sft(
-        model=folder, data=data, lora=LORA, steps=1, run_dir=tmp_path / "run",
-        samples={"every": 1, "prompts": ["say 3"]}, **RUN,
-    )  # fmt: skip
-    exported = ended.folder / "export/step_1"
-    merged = dt.merge(folder, exported, tmp_path / "merged")
-    assert [(at / "chat_template.jinja").read_text() for at in (exported, merged)] == [MINE, MINE]
-    theirs = transformers.AutoTokenizer.from_pretrained(merged)
-    messages = [{"role": "user", "content": "say 3"}]
-    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "[user] say 3\n[assistant] " and theirs.decode(asked[0]) == text
-    again = create(Sft, {"model": folder, "lora": LORA, "from_adapter": str(exported), "steps": 1})
-    assert tokenizer_of(again).chat_template == MINE
-
-
 def test_samples_and_held_out_loss_are_in_the_report(tmp_path):
     ended = dt.sft(
         model=model_folder(tmp_path), data={"path": written(tmp_path), "held_out": 0.25}, lora=LORA, steps=4,
@@ -139,9 +153,9 @@ def test_samples_and_held_out_loss_are_in_the_report(tmp_path):
     assert ended.metrics["held_out_loss"] > 0 and 0 <= ended.metrics["held_out_token_accuracy"] <= 1
 
 
-def written(tmp_path) -> str:
+def written(tmp_path, count: int = 24) -> str:
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats()))
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats(count)))
     return str(path)
 
 

@@ -1,4 +1,4 @@
-"""Chat templates of adapters: a request for an adapter is written with the template that the adapter was trained with."""
+"""Chat templates of adapters: requests for an adapter are written with the template that it was trained with."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from dovetail.train.report.waiting import waiting
 
 LEARNING = {
     "loss": "loss {:.4f}", "reward_accuracy": "in order {:.1%}", "reward_margin": "margin {:.3g}",
-    "lr": "lr {:.2e}", "grad_norm": "grad {:.3g}",
+    "lr": "lr {:.2e}", "grad_norm": "grad {:.3g}", "examples": "{:.0f} examples",
+    "pairs": "{:.0f} pairs",
 }  # fmt: skip
 # In place of these, of a model that learns from rewards: how its loss moves says little.
 REWARDED = {

@@ -27,8 +27,8 @@ LOG_LOSS = 2.5  # and the same for the greatest loss over the least: what comes 
 MOST_ROWS = 50
 # What every training says of a step: drawn with curves of their own, or no measure of the model.
 COMMON = (
-    "loss", "grad_norm", "lr", "targets", "seconds", "tokens", "tokens_per_second", "mfu_causal", "mfu_full", "memory",
-    "goodput", "time", "z",
+    "loss", "grad_norm", "lr", "targets", "seconds", "tokens", "examples", "pairs", "tokens_per_second", "mfu_causal",
+    "mfu_full", "memory", "goodput", "time", "z",
 )  # fmt: skip
 
 _STYLE = """

@@ -157,6 +157,7 @@ class Rl(Tuning):
             self.data.overlong == TuningData().overlong,
             f"data.overlong={self.data.overlong} {other}: prompts longer than max_prompt are left out; leave it out",
         )
+        require(not self.packing, f"packing=true {other}: the answers of an update always share rows; leave it out")
         require(
             all(source.weight == 1 for source in sources),
             f"the weight of one of data.sources {other}: each prompt is given once per epoch; leave it out",
