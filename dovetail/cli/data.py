@@ -58,18 +58,17 @@ def show(
     out: str = OUT,
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
-    model: str = typer.Option("", help="Show an example for fine-tuning this model: PATH, then key=value of the data."),
+    model: str = typer.Option("", help="Show an example for fine-tuning this model; model=NAME does the same."),
     index: int = typer.Option(0, min=0, help="Of an example: the number of its record."),
     use: str = typer.Option("", "--kind", help="Of an example: sft, preference, unpaired, prompts; else by its keys."),
 ) -> None:
-    """Show rows as training reads them, a colour per document; or, of a recipe for fine-tuning or with --model, one
-    example and what it trains."""
+    """Show rows as training reads them, a colour per document; or, of a recipe for fine-tuning or with a model, one
+    example and what it trains. Keys are those of `dovetail sft`: model=NAME data.path=chats.jsonl data.template=FILE"""
     from dovetail.cli.data_example import show_example, tuning_recipe
 
-    recipe = tuning_recipe(what)
-    if model or recipe:
+    if recipe := tuning_recipe(what, model):
         _refuse_with_model(tokenizer=tokenizer, packing=packing, first=first, held_out=held_out, out=out)
-        show_example(what, model, index, use, length, recipe)
+        show_example(recipe, model, index, use, length)
         return
     if index or use:
         raise ValueError("expected --model with --index and --kind: whose tokenizer and chat template to use")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -15,54 +15,77 @@ if TYPE_CHECKING:
     from dovetail.tune.settings import Tuning
 
 TUNING = ("lora", "samples", "epochs", "preference", "teacher", "reward", "algo")  # keys of fine-tuning's recipes alone
+READ_KEYS = ("model", "init", "length", "data")
 TRAINED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 
 
-def tuning_recipe(what: list[str]) -> Tuning | None:
-    """Of a fine-tuning's recipe and key=value, what says how its examples are made; None: it is another's, or none."""
-    from dovetail.core.recipe import raw, read, training_of
-
-    if not what[0].endswith((".yaml", ".yml")) and training_of(what[0]) in (None, "pretrain"):
-        return None
+def tuning_recipe(what: list[str], model: str = "") -> Tuning | None:
+    """Return what says how examples are made: a recipe for fine-tuning with key=value, or a path with the keys of such
+    a recipe or of its data; None: it is about the rows of a corpus."""
     from dovetail.core.overrides import place, split
+    from dovetail.core.recipe import raw, training_of
     from dovetail.tune.settings import Sft
 
-    mapping = place(raw(what[0], Sft), [split(text) for text in what[1:]])
-    data = mapping.get("data")
-    if not (isinstance(data, dict) and "path" in data) and not any(key in mapping for key in TUNING):
+    named = "=" not in what[0]
+    pairs = [split(text) for text in (what[1:] if named else what)]
+    if named and (what[0].endswith((".yaml", ".yml")) or training_of(what[0]) not in (None, "pretrain")):
+        mapping = place(raw(what[0], Sft), pairs)
+        data = mapping.get("data")
+        if not (isinstance(data, dict) and "path" in data) and not any(key in mapping for key in TUNING):
+            return None
+        return _read(mapping, f"recipe {what[0]}: ")
+    if not model and not any(path[0] in ("model", "init") for path, _ in pairs):
         return None
-    wanted = {name: mapping[name] for name in ("model", "init", "length", "data") if name in mapping}
+    mapping = place({"data": {"path": what[0]} if named else {}}, [(_of_recipe(path), value) for path, value in pairs])
+    return _read({"model": model, **mapping} if model else mapping)
+
+
+def _of_recipe(path: list[str]) -> list[str]:
+    """Return a key as a recipe has it: those of the data may be given without `data`."""
+    from dataclasses import fields
+
+    from dovetail.data.tuning import TuningData
+    from dovetail.tune.settings import Sft
+
+    own = {field.name for field in fields(TuningData)} - {field.name for field in fields(Sft)}
+    return ["data", *path] if path[0] in own else path
+
+
+def _read(mapping: dict[str, Any], where: str = "") -> Tuning:
+    from dataclasses import fields
+
+    from dovetail.core.choice import did_you_mean
+    from dovetail.core.recipe import read
+    from dovetail.tune.rl.settings import Rl
+    from dovetail.tune.settings import Distill, Dpo, Reward, Sft
+
+    known = {field.name for cls in (Sft, Dpo, Reward, Distill, Rl) for field in fields(cls)}
+    for key in mapping:
+        if key not in known:
+            raise ValueError(f"{where}{key} is not a key.{did_you_mean(key, sorted(known | {'keys', 'template'}))}")
+    wanted = {name: mapping[name] for name in READ_KEYS if name in mapping}
     try:  # whatever kind of fine-tuning it is for: all are alike in these
         return read(Sft, wanted | {"steps": 1})
     except ValueError as error:
-        raise ValueError(f"recipe {what[0]}: {error}") from error
+        raise ValueError(f"{where}{error}") from error
 
 
-def show_example(what: list[str], model: str, index: int, kind: str, length: int, recipe: Tuning | None = None) -> None:
-    """what: a path, and key=value of the data's settings; or `recipe` has them. length: 0 shows the example whole, or
-    as long as a recipe's rows."""
+def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int) -> None:
+    """Print an example, shortened to `length` tokens or, where that is 0, to the recipe's."""
     from rich.console import Console
 
     from dovetail.data.encoder import find_tokenizer
 
-    model = model or (recipe.weights if recipe else "")
+    model = model or recipe.weights
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
         raise ValueError(f"{model!r} has no tokenizer: name a model, or a folder with a tokenizer.json, by --model")
-    settings, length = (recipe.data, length or recipe.length) if recipe else (_settings(what), length)
+    settings, length = recipe.data, length or recipe.length
     record, keys = _record(settings, index)
     console = Console(highlight=False)
     for part in _parts(record, keys, settings, tokenizer, kind, length, console.color_system is not None):
         console.print(part, soft_wrap=True)
-
-
-def _settings(what: list[str]) -> TuningData:
-    from dovetail.core.overrides import place, split
-    from dovetail.core.recipe import read
-    from dovetail.data.tuning import TuningData
-
-    return read(TuningData, place({"path": what[0]}, [split(text) for text in what[1:]]))
 
 
 def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:

@@ -12,10 +12,13 @@ import numpy as np
 
 from dovetail.core.fingerprint import fingerprint, of_sources
 from dovetail.data import shorten
+from dovetail.data.bad_records import BadRecords
 from dovetail.data.examples import Example, example
 from dovetail.data.records import Record
-from dovetail.data.trained_tokens import ExampleEncoder, Trained
+from dovetail.data.trained_tokens import ExampleEncoder, Trained, begins_with_assistant
 from dovetail.data.tuning import Keys, TuningData
+
+COUNTED = ("records", "unanswered", "shortened", "cut", "left_out", "split", "opening")
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,16 @@ class Stats:
     cut: int = 0
     left_out: int = 0  # as too long
     split: int = 0  # conversations with turns that are documents of their own
+    opening: int = 0  # conversations that the assistant begins, whose first turn is not trained
+    bad: tuple[str, ...] = ()  # records that were left out, and why
 
     def __str__(self) -> str:
         told = {
             "without an assistant's turn, left out": self.unanswered, "shortened by turns": self.shortened,
             "cut at the end": self.cut, "left out as too long": self.left_out,
             "split, for turns to stand as the model will see them": self.split,
+            "begin with the assistant: that turn is read and not trained": self.opening,
+            "bad records left out": len(self.bad),
         }  # fmt: skip
         rest = "".join(f"; {count:,} {what}" for what, count in told.items() if count)
         share = self.trained / max(self.tokens, 1)
@@ -117,24 +124,36 @@ def make(
     name: str,
 ) -> Made:
     """Examples of `kind` out of records; what fails is said with the record's place."""
-    made, counts = Made(name, [], [], [], [], Stats()), Counter[str]()
+    made, counts, bad = Made(name, [], [], [], [], Stats()), Counter[str](), BadRecords(settings.skip_bad_records, name)
+
+    def read(record: Record) -> tuple[Example | None, list[Trained]]:
+        found = example(record, kind, settings.format, keys)
+        if found is None:
+            return None, []
+        return found, _located(record, lambda: _documents(found, encoder, settings.overlong, length, counts))
+
     for record in records:
         counts["records"] += 1
-        found = example(record, kind, settings.format, keys)
+        result = bad.read(lambda record=record: read(record))
+        if result is None:
+            continue
+        found, documents = result
         if found is None:
             counts["unanswered"] += 1
             continue
-        documents = _located(record, lambda found=found: _documents(found, encoder, settings.overlong, length, counts))
         units = len(documents) // len(found.sides)
+        counts["opening"] += units > 0 and any(begins_with_assistant(side) for side in found.sides)
         counts["split"] += units > 1
         made.records.extend([counts["kept"]] * units)
         made.documents.extend(documents)
         made.labels.extend([-1.0 if found.label is False else 1.0] * len(documents))
         made.margins.extend([found.margin] * len(documents))
         counts["kept"] += units > 0
+    bad.check()
     tokens, trained = (sum(int(size(d)) for d in made.documents) for size in (lambda d: len(d.tokens), _trained))
-    known = {what: counts[what] for what in ("records", "unanswered", "shortened", "cut", "left_out", "split")}
-    return made._replace(stats=Stats(documents=len(made.documents), tokens=tokens, trained=trained, **known))
+    known = {what: counts[what] for what in COUNTED}
+    stats = Stats(documents=len(made.documents), tokens=tokens, trained=trained, bad=tuple(bad.errors), **known)
+    return made._replace(stats=stats)
 
 
 def _trained(document: Trained) -> int:

@@ -6,6 +6,7 @@
     {"prompt": ..., "chosen": ..., "rejected": ...}         a preference; without a prompt, two chats that begin alike
     {"prompt": ..., "completion": ..., "label": true}       a completion to learn from, or to avoid
     {"prompt": ...}                                         a prompt alone
+    {"text": ...}                                           plain text, all of it trained
 
 Two texts are taken as they are; messages are written by the model's chat template.
 """
@@ -13,12 +14,12 @@ Two texts are taken as they are; messages are written by the model's chat templa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.core.choice import one_of
-from dovetail.data.messages import Messages, conversation, is_messages, say, tools_of
+from dovetail.data.messages import Messages, check_roles, check_turns, conversation, is_messages, say, tools_of
 from dovetail.data.records import Record
 from dovetail.data.tuning import Keys
 
@@ -66,6 +67,8 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
     form: as TuningData.format. A ValueError names the record, its keys and what would fit.
     """
     one_of("kind", kind, KINDS)
+    if record.error:
+        raise ValueError(record.error)
     forms = _FORMS[kind]
     if form != "auto":
         one_of(f"format of {kind}", form, forms)
@@ -73,17 +76,55 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
     fields = _Fields(record, keys)
     for needed, read in forms.values():
         if fields.has(*needed):
-            return read(fields)
+            return _checked(read, fields, kind)
     there = ", ".join(map(repr, record.fields)) or "none"
-    needed = next(iter(forms.values()))[0]
     raise ValueError(
         f"{record.where()}: expected a record with {_FITS[kind]}; its keys are {there}: say which one holds what, such "
-        f"as keys: {{{needed[0]}: {next(iter(record.fields), 'dialogue')}}}"
+        f"as {_hint(record, [needed for needed, _ in forms.values()])}"
     )
 
 
+def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: str) -> Example | None:
+    """Return what a form's reader makes of a record; a ValueError names the record."""
+    try:
+        found = read(fields)
+        for side in found.sides if found else ():
+            if isinstance(side, Chat):
+                check_turns(side.messages)
+            elif kind != "prompts" and not side.completion.strip():
+                raise ValueError("the completion is empty; fill it, or remove the record")
+        return found
+    except ValueError as error:
+        where = fields.where()
+        raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+
+
+def _hint(record: Record, forms: Sequence[tuple[str, ...]]) -> str:
+    """Return the settings that would make the record one of these forms, by what its keys are usually called."""
+
+    def named(name: str) -> str | None:
+        known = (name, *_USUAL.get(name, ()), *_CALLED.get(name, ()))
+        return next((key for key in record.fields if key.lower() in known), None)
+
+    found = next((form for form in forms if all(map(named, form))), None)
+    if found is None:  # nothing to go by
+        return f"data.keys.{forms[0][0]}={next(iter(record.fields), 'dialogue')}"
+    return " ".join(f"data.keys.{name}={key}" for name in found if (key := named(name)) not in (name, None))
+
+
+# What datasets call them besides: not taken by themselves, for they may mean something else.
+_CALLED = {
+    "messages": ("dialogue", "dialog", "conversation", "chat", "turns", "message"),
+    "prompt": ("question", "query", "q", "input", "problem", "request", "source"),
+    "completion": ("answer", "response", "a", "output", "solution", "reply", "target"),
+    "text": ("content", "document", "body"),
+    "chosen": ("accepted", "preferred", "better"),
+    "rejected": ("dispreferred", "worse"),
+    "label": ("good", "desirable"),
+}
+
 _FITS = {
-    "sft": "messages, conversations (ShareGPT), prompt and completion, or instruction and output (Alpaca)",
+    "sft": "messages, conversations (ShareGPT), prompt and completion, instruction and output (Alpaca), or text",
     "preference": "chosen and rejected, and the prompt or two conversations that begin alike",
     "unpaired": "prompt, completion and label (true or false)",
     "prompts": "prompt or messages",
@@ -153,6 +194,13 @@ def _prompt_and_completion(fields: _Fields) -> Example | None:
         messages = fields.with_system([say("user", fields.alpaca_prompt), say("assistant", completion)])
         return Example((Chat(messages, fields.tools()),))
     return _trained(_after(fields, fields.part("prompt"), completion))
+
+
+def _text(fields: _Fields) -> Example:
+    text = fields.get("text")
+    if not isinstance(text, str):
+        raise ValueError(f"{fields.where()}: expected text to be a string, got {type(text).__name__}")
+    return Example((Text("", text),))
 
 
 def _preference(fields: _Fields) -> Example | None:
@@ -226,6 +274,9 @@ def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) 
 
 
 def _trained(*sides: Chat | Text) -> Example | None:
+    for side in sides:
+        if isinstance(side, Chat) and not _answers(side):
+            check_roles(side.messages)  # a misspelt `assistant` is no conversation without one
     return Example(sides) if all(_answers(side) for side in sides) else None
 
 
@@ -235,7 +286,11 @@ def _answers(side: Chat | Text) -> bool:
 
 Form = tuple[tuple[str, ...], Callable[[_Fields], Example | None]]  # what a record must have, and its reader
 _FORMS: dict[str, dict[str, Form]] = {
-    "sft": {"chat": (("messages",), _chat), "prompt": (("prompt", "completion"), _prompt_and_completion)},
+    "sft": {
+        "chat": (("messages",), _chat),
+        "prompt": (("prompt", "completion"), _prompt_and_completion),
+        "text": (("text",), _text),
+    },
     "preference": {"preference": (("chosen", "rejected"), _preference)},
     "unpaired": {"unpaired": (("prompt", "completion", "label"), _unpaired)},
     "prompts": {"chat": (("messages",), _prompt_alone), "prompt": (("prompt",), _prompt_alone)},

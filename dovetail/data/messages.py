@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dovetail.core.choice import did_you_mean
 from dovetail.data.tuning import Keys
 from dovetail.io.chat import checked_messages, checked_tools
 
@@ -16,6 +17,10 @@ _ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_call": "assistant",
 }  # fmt: skip
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 def say(role: str, content: str) -> dict[str, Any]:
@@ -38,6 +43,26 @@ def conversation(value: Any, keys: Keys, where: str) -> Messages:
     return found
 
 
+def check_roles(messages: Messages, template: str = "") -> None:
+    """Raise a ValueError for a role that is neither a usual one nor named in the source of the chat template."""
+    for i, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise ValueError(
+                f"messages[{i}]: unknown role {role!r}, expected one of {', '.join(ROLES)}."
+                f"{did_you_mean(role, (*ROLES, *_ROLES))} Rename it, or set data.template to one that names this role"
+            )
+
+
+def check_turns(messages: Messages) -> None:
+    """Raise a ValueError for a turn of the user or the assistant that says nothing."""
+    for i, message in enumerate(messages):
+        said = message.get("content") or message.get("tool_calls") or any(message.get(name) for name in _THOUGHTS)
+        said = said.strip() if isinstance(said, str) else said
+        if not said and message["role"] in ("user", "assistant"):
+            raise ValueError(f"messages[{i}]: the {message['role']}'s turn is empty; fill it, or remove the record")
+
+
 def tools_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]] | None:
     """As a list, or the JSON text of one: a column cannot hold objects of different shapes."""
     if value is None or value == "":
@@ -55,11 +80,26 @@ def _message(message: Any, keys: Keys, where: str) -> dict[str, Any]:
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = _take(found, keys.role, "role", "from")
     content = _take(found, keys.content, "content", "value")
+    content = _flat(content, f"{where}.content") if isinstance(content, list | tuple) else content
+    if content is None and not found.get("tool_calls"):
+        raise ValueError(f"{where}: content is null or missing, and there are no tool_calls; write the text there")
     if role == "function_call":
         found["tool_calls"], content = _calls(content, where), ""
     if isinstance(calls := found.get("tool_calls"), list | tuple):
         found["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {"role": _ROLES.get(role, role), "content": content, **found}
+
+
+def _flat(parts: Any, where: str) -> str:
+    """Join the parts of a content into one text, as the server does: a line per part."""
+    texts = []
+    for i, part in enumerate(parts):
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"{where}[{i}]: expected a part of text, got {kind!r}; only text can be trained on")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _take(message: dict[str, Any], given: str, *usual: str) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dovetail.core.choice import one_of
 from dovetail.data import records as reading
+from dovetail.data.bad_records import BadRecords
 from dovetail.data.example_rows import COLUMNS, ExamplePacking, ExampleRows, own_column
 from dovetail.data.example_store import Examples, Made, Stats, make
 from dovetail.data.examples import example
@@ -76,9 +77,12 @@ def open_prompts(
 ) -> list[np.ndarray]:
     """The prompts of records, as the tokens that a model is given to go on with: for what it writes itself."""
     encoder, found = example_encoder(settings, tokenizer), []
-    for _, keys, each in open_records(settings, records, progress):
-        sides = (example(record, "prompts", settings.format, keys) for record in each)
-        found += [encoder.prompt(side.sides[0]) for side in sides if side]
+    for name, keys, each in open_records(settings, records, progress):
+        bad = BadRecords(settings.skip_bad_records, name)
+        for record in each:
+            read = bad.read(lambda record=record, keys=keys: example(record, "prompts", settings.format, keys))
+            found += [encoder.prompt(read.sides[0])] if read else []
+        bad.check()
     if not found:
         raise ValueError("expected at least one prompt, and the data holds no record; name another path")
     return found
@@ -130,6 +134,8 @@ def _check_some(made: Made, length: int) -> None:
         return
     if not stats.records:
         raise ValueError(f"expected at least one record to train on, and {name} holds none; name another path")
+    if len(stats.bad) == stats.records:
+        raise ValueError(f"none of the {stats.records:,} records of {name} can be used; the first: {stats.bad[0]}")
     if stats.unanswered == stats.records:
         raise ValueError(
             f"expected records in which the assistant speaks, and none of the {stats.records:,} of {name} has an "

@@ -4,7 +4,7 @@ disk, and the dicts of a Python list. The files are found, and read, as those of
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.data import readers, sources
@@ -16,6 +16,7 @@ from dovetail.io.hub import Progress
 class Record(NamedTuple):
     fields: dict[str, Any]
     where: Where
+    error: str = ""  # why there are no fields
 
 
 def from_path(path: str, progress: Progress | None = None) -> Iterator[Record]:
@@ -46,7 +47,7 @@ def from_list(records: Iterable[Any]) -> Iterator[Record]:
         )
     for number, record in enumerate(records):
         where: Where = lambda n=number: f"record {n}"  # noqa: E731
-        yield Record(_object(record, where), where)
+        yield _record(lambda record=record: record, where)
 
 
 Found = Iterator[tuple[Record, int]]  # and the bytes of the span behind it
@@ -54,12 +55,12 @@ Found = Iterator[tuple[Record, int]]  # and the bytes of the span behind it
 
 def _json_rows(span: Span) -> Found:
     for line, where, done in readers.json_lines(span):
-        yield Record(_object(readers.parsed(line, where), where), where), done
+        yield _parsed(line, where), done
 
 
 def _array_record_rows(span: Span) -> Found:
     for raw, where, done in readers.array_record_bytes(span):
-        yield Record(_object(readers.parsed(raw, where), where), where), done
+        yield _parsed(raw, where), done
 
 
 def _parquet_rows(span: Span) -> Found:
@@ -87,6 +88,18 @@ def _given(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _given(item) for key, item in value.items() if item is not None}
     return [_given(item) for item in value] if isinstance(value, list) else value
+
+
+def _parsed(raw: bytes, where: Where) -> Record:
+    return _record(lambda: readers.parsed(raw, where), where)
+
+
+def _record(read: Callable[[], Any], where: Where) -> Record:
+    """One that cannot be read does not end the reading of those behind it."""
+    try:
+        return Record(_object(read(), where), where)
+    except ValueError as error:
+        return Record({}, where, str(error))
 
 
 def _object(found: Any, where: Where) -> dict[str, Any]:

@@ -10,11 +10,13 @@ searching text.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dovetail.data.examples import Chat, Text
+from dovetail.data.messages import check_roles
 from dovetail.data.text_tokens import TextTokens
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.tokenizer import Tokenizer
@@ -39,6 +41,17 @@ class _Turn(NamedTuple):
     ended: str  # the same, with its answer
 
 
+def begins_with_assistant(side: Chat | Text) -> bool:
+    """Whether the first turn is the assistant's: it answers nothing, and is not trained."""
+    return isinstance(side, Chat) and not side.first and side.messages[0]["role"] == "assistant"
+
+
+def _name_of(tool: Any) -> str:
+    """Return the name of a tool, or of the tool that is called; empty where it has none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
+
+
 class ExampleEncoder:
     """template: the Jinja source to use in place of the tokenizer's own; name: what to call it in a message."""
 
@@ -53,7 +66,11 @@ class ExampleEncoder:
         if isinstance(side, Text):
             return [self._plain(side)]
         template = self.template(side)
-        found = self._by_marks(side, template) if _MARK.search(template.source) else self._by_prefixes(side, template)
+        check_roles(side.messages, template.source)
+        text = template.render(side.messages, side.tools, add_generation_prompt=False)
+        self._check_written(side, template, text)
+        marked = _MARK.search(template.source)
+        found = self._by_marks(side, template) if marked else self._by_prefixes(side, template, text)
         return [document for document in found if document.teaches]
 
     def prompt(self, side: Chat | Text) -> np.ndarray:
@@ -69,9 +86,34 @@ class ExampleEncoder:
     def template(self, side: Chat) -> ChatTemplate:
         """That of its messages: one with tools may have another."""
         with_tools = side.tools is not None
+        if self._source is None and not self.tokenizer.chat_templates:
+            raise ValueError(
+                "the model's tokenizer has no chat template, so messages cannot be written: set data.template=FILE to "
+                "a file with one (Jinja), or give prompt and completion as text"
+            )
         if with_tools not in self._templates:
             self._templates[with_tools] = self.tokenizer.chat(side.tools, self._source)
         return self._templates[with_tools]
+
+    def _check_written(self, side: Chat, template: ChatTemplate, text: str) -> None:
+        """Refuse a conversation of which the template leaves out tools, calls or whole messages."""
+        remedy = "set data.template to one that does, or leave the record out"
+        if side.tools and not all(_name_of(tool) in text for tool in side.tools):
+            raise ValueError(f"tools: {self.name} does not write them; {remedy}")
+        for i, message in enumerate(side.messages):
+            if not all(_name_of(call) in text for call in message.get("tool_calls") or ()):
+                raise ValueError(f"messages[{i}].tool_calls: {self.name} does not write them; {remedy}")
+            if message["role"] != "assistant" and self._is_left_out(side, template, i, text):
+                raise ValueError(f"messages[{i}], of role {message['role']!r}: {self.name} does not write it; {remedy}")
+
+    def _is_left_out(self, side: Chat, template: ChatTemplate, at: int, text: str) -> bool:
+        """Whether the text is the same whatever the message says; it need not be there letter by letter."""
+        said = side.messages[at].get("content")
+        if not isinstance(said, str) or not said.strip() or said.strip() in text:
+            return False
+        other = [*side.messages]
+        other[at] = {**other[at], "content": f"{said} {said}"}
+        return template.render(other, side.tools, add_generation_prompt=False) == text
 
     # --- text without a template --------------------------------------------------------------------------------------
 
@@ -104,6 +146,8 @@ class ExampleEncoder:
             if not text.startswith(prompt):
                 raise self._refusal("writes a prompt otherwise once it is answered, so that its end cannot be told")
             spans = [span for span in spans if span[0] >= len(prompt)]
+        elif begins_with_assistant(side):
+            spans = spans[len(template.render_with_spans(side.messages[:1], side.tools)[1]) :]
         tokens = self._text.encode(text)
         mask = np.zeros(len(tokens.ids), bool)
         for start, end in spans:
@@ -112,8 +156,7 @@ class ExampleEncoder:
 
     # --- templates without --------------------------------------------------------------------------------------------
 
-    def _by_prefixes(self, side: Chat, template: ChatTemplate) -> list[Trained]:
-        text = template.render(side.messages, side.tools, add_generation_prompt=False)
+    def _by_prefixes(self, side: Chat, template: ChatTemplate, text: str) -> list[Trained]:
         tokens = self._text.encode(text)
         mask, alone = np.zeros(len(tokens.ids), bool), []
         for at in range(max(side.first, 1), len(side.messages)):  # a turn before any other answers nothing

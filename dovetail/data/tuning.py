@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dovetail.core.choice import one_of, require
 
-FORMATS = ("auto", "chat", "prompt", "preference", "unpaired")
+FORMATS = ("auto", "chat", "prompt", "text", "preference", "unpaired")
 OVERLONG = ("turns", "cut", "skip")
 
 
@@ -26,6 +26,7 @@ class Keys:
     chosen: str = ""  # the better answer of a pair
     rejected: str = ""  # the worse answer of a pair
     label: str = ""  # true: a completion to learn from; false: one to avoid
+    text: str = ""  # plain text, all of which is trained
     margin: str = ""  # of a preference: by how much the chosen one should lead
 
     def over(self, below: Keys) -> Keys:
@@ -59,6 +60,7 @@ class TuningData:
     keys: Keys = Keys()
     template: str = ""  # a file with the chat template to use; "": the tokenizer's own
     overlong: str = "turns"  # what is longer than a row loses its oldest turns, is cut at its end, or is left out
+    skip_bad_records: bool = False  # leave out records that cannot be used, and list them; else they are an error
     seed: int = 0  # seed of the order of examples and of what is held out
     held_out: float = 0.0  # for evaluation: below 1 a share of the records, from 1 on a number of rows
 

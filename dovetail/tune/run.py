@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.whole_file import write_whole
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
 from dovetail.train.prepare import Ready
@@ -32,6 +33,7 @@ from dovetail.tune.samples import Sampler
 from dovetail.tune.settings import Tuning
 
 S = TypeVar("S", bound=Tuning)
+BAD = "bad_records.txt"
 Bar = Callable[[], AbstractContextManager[Progress]]
 
 
@@ -132,10 +134,19 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
         )
     if jax.process_index() == 0:
         told(f"{stats}\n{_pass(settings, whole)}")
+        if stats.bad:
+            _list_bad(stats.bad, folder / BAD, told)
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
     samples = Sampler.of(settings, ready, tokenizer)
     return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints)
+
+
+def _list_bad(bad: Sequence[str], path: Path, told: Callable[[str], object]) -> None:
+    """Write what was left out into a file, and tell the first few."""
+    write_whole(path, "".join(f"{line}\n" for line in bad))
+    shown = "".join(f"\n  {line}" for line in bad[:5])
+    told(f"left out{shown}\n  all {len(bad):,} are listed in {path}")
 
 
 def _pass(settings: Tuning, rows: ExampleRows) -> str:

@@ -139,7 +139,7 @@ def test_show_a_preference_and_a_prompt(tuning):
         ({"messages": CHAT}, ["--index", "5"], "expected an --index below 2"),
         ({"messages": CHAT}, ["--kind", "dpo"], "kind must be one of"),
         ({"messages": CHAT}, ["--packing", "concat"], "--packing is about rows of text"),
-        ({"messages": CHAT}, ["key.messages=x"], "key is not a key. Did you mean keys"),
+        ({"messages": CHAT}, ["key.messages=x"], "key is not a key. Did you mean 'keys'"),
     ],
 )
 def test_mistakes_about_examples_are_said(tuning, record, args, message):
@@ -167,6 +167,13 @@ def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp
     listed = [f"data.sources.{i}.path={tmp_path / name}" for i, name in enumerate(("pairs.jsonl", "chats.jsonl"))]
     recipe.write_text(f"model: {tmp_path / 'model'}\nlength: 40\nepochs: 2\n")
     assert "(sft, shortened)" in dovetail("show", str(recipe), *listed, "--index", "1")
+    data = [f"data.path={tmp_path / 'chats.jsonl'}", f"model={tmp_path / 'model'}"]  # without a recipe, its keys
+    assert "(sft, whole)" in dovetail("show", *data)
+    assert "(sft, shortened)" in dovetail("show", str(tmp_path / "chats.jsonl"), data[1], "length=40", "lora.rank=4")
+    with pytest.raises(ValueError, match=r"template must be a file .* there is no 'nowhere'"):
+        dovetail("show", *data, "data.template=nowhere")
+    with pytest.raises(ValueError, match=r"modle is not a key. Did you mean 'model'"):
+        dovetail("show", *data, "modle=x")
     with pytest.raises(ValueError, match="--packing is about rows of text"):
         dovetail("show", str(recipe), *listed, "--packing", "concat")
     with pytest.raises(ValueError, match=r"recipe .*judge.yaml: data.pth is not a key. Did you mean data.path"):

@@ -348,3 +348,41 @@ def test_without_packing_rows_are_as_long_as_the_longest_example_needs(opened):
     halves = [opened(chats(11), hosts=(i, 2), packing=False)[0].batch(2) for i in range(2)]
     whole = opened(chats(11), packing=False)[0].batch(2)
     assert same(whole, jax.tree.map(lambda *parts: np.concatenate(parts), *halves))
+
+
+# --- bad records ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_records_are_named_all_at_once_or_left_out_and_listed(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    good = [json.dumps(record) for record in chats(3)]
+    empty = json.dumps({"messages": [*turn(1)[:1], {"role": "assistant", "content": ""}]})
+    path.write_text("\n".join([good[0], "{torn", good[1], empty, json.dumps({"messages": None}), good[2]]))
+    with pytest.raises(
+        ValueError, match=r"3 records of .* cannot be used: mend them, or set data.skip_bad_records"
+    ) as e:
+        open_examples(TuningData(path=str(path)), 64, 1, tokenizer, "sft")
+    assert all(f"line {number}: " in str(e.value) for number in (2, 4, 5))
+    rows, _, stats = open_examples(TuningData(path=str(path), skip_bad_records=True), 64, 1, tokenizer, "sft")
+    assert rows.examples_per_epoch == 3 and "3 bad records left out" in str(stats)
+    assert ["line 2: " in stats.bad[0], "line 4: " in stats.bad[1], "line 5: " in stats.bad[2]] == [True] * 3
+    path.write_text("{torn")
+    with pytest.raises(ValueError, match=r"none of the 1 records of .* can be used; the first: .*line 1"):
+        open_examples(TuningData(path=str(path), skip_bad_records=True), 64, 1, tokenizer, "sft")
+    with pytest.raises(ValueError, match=r"line 1: expected one JSON object.*\(or set data.skip_bad_records=true"):
+        open_prompts(TuningData(path=str(path)), tokenizer)
+
+
+def test_a_first_turn_of_the_assistant_is_counted_and_not_trained(opened, make_tokenizer):
+    opening = {"messages": [{"role": "assistant", "content": "dog"}, *turn(1)]}
+    rows, _, stats = opened([opening])
+    assert "1 begin with the assistant: that turn is read and not trained" in str(stats)
+    marked = make_tokenizer(
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    both = rows, open_examples(TuningData(), LENGTH, 1, marked, "sft", records=[opening])[0]
+    for one in both:
+        said = marked.decode(one.examples.tokens[one.examples.mask].tolist(), skip_special=False)
+        assert said == "fox 1<|im_end|>"

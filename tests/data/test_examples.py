@@ -42,6 +42,11 @@ FORMS = {
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         Chat([{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]),
     ),
+    "all of a text": ({"text": "Once upon a time"}, Text("", "Once upon a time")),
+    "content in parts": (
+        {"messages": [USER | {"content": [{"type": "text", "text": "hi"}]}, BOT | {"content": ["hel", "lo"]}]},
+        Chat([USER, BOT | {"content": "hel\nlo"}]),
+    ),
     "chat before text": ({"prompt": "hi", "completion": "x", "messages": [USER, BOT]}, Chat([USER, BOT])),
 }
 
@@ -125,13 +130,41 @@ def test_nothing_to_train_on_is_none():
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 WRONG = {
-    "no form": ({"text": "x"}, {}, r"here: expected a record with messages, .* its keys are 'text'.*keys: \{messages"),
+    "no form": ({"story": "x"}, {}, r"here: expected a record with messages, .* its keys are 'story'.*keys.messages="),
+    "other names": (
+        {"id": 1, "question": "x", "answer": "y"},
+        {},
+        r"such as data\.keys\.prompt=question data\.keys\.completion=answer$",
+    ),
+    "one other name": ({"prompt": "x", "response": "y"}, {}, r"such as data\.keys\.completion=response$"),
+    "a number as text": ({"text": 3}, {}, "expected text to be a string, got int"),
+    "an empty turn": (
+        {"messages": [USER, BOT, USER, BOT | {"content": " "}]},
+        {},
+        r"messages\[3\]: the assistant's turn",
+    ),
+    "an empty question": (
+        {"messages": [USER | {"content": ""}, BOT]},
+        {},
+        r"here: messages\[0\]: the user's turn is empty",
+    ),
+    "an empty completion": ({"prompt": "x", "completion": ""}, {}, "here: the completion is empty"),
+    "an image": (
+        {"messages": [USER | {"content": [{"type": "image", "url": "x"}]}, BOT]},
+        {},
+        r"messages\[0\].content\[0\]: expected a part of text, got 'image'",
+    ),
+    "a misspelt role": (
+        {"messages": [USER, BOT | {"role": "asistant"}]},
+        {},
+        r"here: messages\[1\]: unknown role 'asistant'.* Did you mean 'assistant'",
+    ),
     "no keys": ({}, {}, "its keys are none"),
     "another kind": ({"messages": [USER]}, {"kind": "preference"}, "expected a record with chosen and rejected"),
     "no messages": ({"messages": []}, {}, "here: messages: expected a list of at least one message"),
     "messages as text": ({"messages": "hi"}, {}, "expected a list of at least one message, each a dict, got 'hi'"),
     "no role": ({"messages": [{"content": "x"}]}, {}, r"messages\[0\]: expected a 'role'"),
-    "no content": ({"messages": [{"role": "user"}, BOT]}, {}, r"messages\[0\]: expected 'content' or 'tool_calls'"),
+    "no content": ({"messages": [{"role": "user"}, BOT]}, {}, r"messages\[0\]: content is null or missing"),
     "a number": ({"prompt": 3, "completion": "x"}, {}, "expected prompt to be text or a list of messages, got int"),
     "a tool": ({"messages": [USER, BOT], "tools": [{"name": "x"}]}, {}, r"here: tools: tools\[0\]: expected a"),
     "tools": ({"messages": [USER, BOT], "tools": "[{"}, {}, "here: tools: "),
@@ -208,10 +241,11 @@ def test_files_that_hold_no_records(tmp_path):
     with pytest.raises(ValueError, match=r"expected records with fields .* found text"):
         list(records.from_path(str(tmp_path)))
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n[1]\n')
+    found = list(records.from_path(str(tmp_path / "a.jsonl")))[1]  # what comes after it is read all the same
     with pytest.raises(ValueError, match=r"a\.jsonl line 2: expected a record with keys, such as .* got list"):
-        list(records.from_path(str(tmp_path / "a.jsonl")))
+        example(found, "sft")
     with pytest.raises(ValueError, match=r"record 1: expected a record with keys, .* got str"):
-        list(records.from_list([{}, "hi"]))
+        example(list(records.from_list([{}, "hi"]))[1], "sft")
     with pytest.raises(ValueError, match="expected a list of records, each a dict, got dict"):
         list(records.from_list({"messages": []}))
 

@@ -268,7 +268,7 @@ def test_a_template_for_which_it_cannot_be_told_is_refused_by_name(make_tokenize
 
 def test_no_template_and_no_end(make_tokenizer):
     bare = make_tokenizer(None)
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match=r"has no chat template.*set data.template=FILE"):
         ExampleEncoder(bare).encode(Chat(CHATS["one turn"][0]))
     bare.eos_id = None
     with pytest.raises(ValueError, match="expected a tokenizer with an end-of-text token"):
@@ -284,3 +284,31 @@ def test_a_token_over_the_boundary_where_the_tokenizer_adds_spaces():
         encoder.encode(Text("Rain ", "then"))
     (found,) = encoder.encode(Text("Rain", " then"))
     assert found.mask.sum() == len(found.tokens) - len(encoder.prompt(Text("Rain", "")))
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+LEAVES_OUT = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}"
+    "{{ m.role + ':' + (m.content or '') + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "words"),
+    [
+        ([say("user", "hi"), CALL], None, r"messages\[1\].tool_calls: the model's chat template does not write them"),
+        ([say("user", "hi"), say("assistant", "a")], [{"function": {"name": "add"}}], "tools: .* does not write them"),
+        ([say("system", "be"), say("user", "hi"), say("assistant", "a")], None, r"messages\[0\], of role 'system': "),
+        ([say("narrator", "be"), say("user", "hi"), say("assistant", "a")], None, r"\[0\]: unknown role 'narrator'"),
+    ],
+)
+def test_what_a_template_does_not_write_is_refused(make_tokenizer, messages, tools, words):
+    with pytest.raises(ValueError, match=words):
+        ExampleEncoder(make_tokenizer(LEAVES_OUT)).encode(Chat(messages, tools))
+
+
+def test_a_role_that_the_template_names_is_taken(make_tokenizer):
+    named = LEAVES_OUT.replace("('user',", "('narrator', 'user',")
+    messages = [say("narrator", "be"), say("user", "hi"), say("assistant", "a")]
+    assert len(ExampleEncoder(make_tokenizer(named)).encode(Chat(messages))) == 1

@@ -67,7 +67,10 @@ def adapted(tmp_path_factory) -> Any:
     given: dict[str, Any] = {name: value for name, value in RUN.items() if name != "show"}
     folder = model_folder(at)
     given |= {"model": Path(folder).name, "lora": LORA, "epochs": 2, "samples": {"every": 4, "prompts": ["say 3"]}}
-    given |= {"data": {"path": written(at, 12), "template": str(at / "mine.jinja")}}
+    path = written(at, 12)
+    with open(path, "a") as file:
+        file.write("{torn\n")
+    given |= {"data": {"path": path, "template": str(at / "mine.jinja"), "skip_bad_records": True}}
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(at)  # the model is named by a relative path
         patched.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [])
@@ -106,6 +109,19 @@ def test_a_step_takes_as_many_examples_as_batch_says(adapted):
     assert (
         "8 examples per step, in 8 rows of 48 tokens" in adapted.told[0] and "2 steps are one pass" in adapted.told[0]
     )
+
+
+def test_bad_records_are_told_and_listed_in_the_run(adapted):
+    line, left_out = adapted.told
+    assert "1 bad records left out" in line and "chats.jsonl line 13: " in left_out
+    assert "line 13: expected one JSON object" in (adapted.folder / "bad_records.txt").read_text()
+
+
+def test_a_missing_file_is_reported_before_the_memory_plan(tmp_path):
+    settings, planned = create(Sft, {"model": model_folder(tmp_path), "data.path": "nowhere.jsonl", "steps": 1}), []
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
+        tune_settings(settings, tmp_path / "run", sft_objective, show=False, explain=planned.append)
+    assert not planned
 
 
 @pytest.mark.thorough

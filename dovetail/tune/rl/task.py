@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.data.bad_records import BadRecords
 from dovetail.data.examples import Chat, Text, example
 from dovetail.data.open_examples import example_encoder, open_records
 from dovetail.data.tuning import TuningData
@@ -55,9 +56,10 @@ def open_tasks(
     """(to learn from, held out, how many prompts of more than `most` tokens were left out). `scene`: of agents, whose
     environment adds to the prompts."""
     encoder, found, long = example_encoder(settings, tokenizer), [], 0
-    for _, keys, each in open_records(settings, records, progress):
+    for name, keys, each in open_records(settings, records, progress):
+        bad = BadRecords(settings.skip_bad_records, name)
         for record in each:
-            read = example(record, "prompts", settings.format, keys)
+            read = bad.read(lambda record=record, keys=keys: example(record, "prompts", settings.format, keys))
             if read is None:
                 continue
             given = {keys.prompt or "prompt", keys.messages or "messages"}
@@ -72,6 +74,7 @@ def open_tasks(
                 continue
             tools = side.tools or () if isinstance(side, Chat) else ()
             found.append(Task(len(found), _asked(side), tuple(int(token) for token in ids), columns, tools))
+        bad.check()
     held = _held_out(settings, len(found))
     if len(found) - held < 1:
         raise ValueError(
