@@ -12,6 +12,9 @@ def convert(
     dst: str = typer.Argument(help="The folder to write: a new or an empty one."),
     dtype: str = typer.Option(None, help="bfloat16, float32 or float16; what the source has if not given."),
     max_shard_size: str = typer.Option("5GB", help="The largest safetensors file to write, as 500MB or 2GiB."),
+    special_token: list[str] = typer.Option(
+        None, help="A special token to add to the vocabulary, with a row of the embeddings; may be repeated."
+    ),
 ) -> None:
     """Write any checkpoint as a Hugging Face folder."""
     max_shard_bytes = parse_bytes(max_shard_size)
@@ -19,7 +22,7 @@ def convert(
     from dovetail.io.load import convert as write
 
     with bar() as progress:
-        write(src, dst, dtype=dtype, max_shard_bytes=max_shard_bytes, progress=progress)
+        write(src, dst, dtype, max_shard_bytes, progress, special_token or ())
     typer.echo(dst)
 
 

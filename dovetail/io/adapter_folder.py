@@ -75,6 +75,12 @@ def check_servable(folder: Path, most: int | None) -> None:
     SafetensorFolder(folder)  # reads the headers
     if said.get("use_dora"):
         raise ValueError(f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)")
+    named = [*(said.get("modules_to_save") or ()), *(said.get("target_modules") or ())]
+    if outer := sorted({name.rpartition(".")[2] for name in named} & {"embed_tokens", "lm_head"}):
+        raise ValueError(
+            f"{folder} is an adapter for {' and '.join(outer)} too, which is not served: merge it into the model "
+            "(`dovetail merge`)"
+        )
     rank = max(said["r"], *(said.get("rank_pattern") or {}).values(), 0)
     if most is not None and rank > most:
         raise ValueError(

@@ -20,6 +20,7 @@ from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
+from dovetail.io.added_tokens import add_special_tokens
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
@@ -126,8 +127,10 @@ def convert(
     dtype: Any = None,
     max_shard_bytes: int = 4 * 2**30,
     progress: Progress | None = None,
+    special_tokens: Sequence[str] = (),
 ) -> Path:
-    """Any source that `load` takes -> a Hugging Face folder. Written beside and renamed: never half there."""
+    """Any source that `load` takes -> a Hugging Face folder. Written beside and renamed: never half there.
+    `special_tokens`: new ones to add to its vocabulary (io.added_tokens)."""
     dst = Path(dst)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise ValueError(f"{dst} exists and is not an empty folder: choose another place or remove it")
@@ -136,6 +139,8 @@ def convert(
     dtype = stored_dtype(checkpoint, cfg, str(path)) if dtype is None else _to_store(dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         params = read_params(checkpoint, cfg, dtype, str(path), progress=progress)
+        if special_tokens:
+            cfg, params, tokenizer = add_special_tokens(cfg, params, tokenizer, special_tokens)
     save(dst, cfg, params, tokenizer, max_shard_bytes)
     return dst
 

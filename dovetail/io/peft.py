@@ -3,7 +3,8 @@
 PEFT has one pair of matrices per module. Where a module holds several of our weights (a joined q, k and v), ours are
 written as one pair whose ranks lie side by side; a pair that PEFT made is cut by rows, and each part has all its ranks.
 Those of experts are in io.peft_experts; a pair per expert, as we once wrote them and PEFT did before transformers 5, is
-read too. The adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`.
+read too. The adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`; embeddings and
+head are in io.peft_outer.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from dovetail.io.hf import StoredPart, name_table
 from dovetail.io.peft_config import AdapterConfig, read_config, write_config
 from dovetail.io.peft_experts import Stack, current_name, stacked_tensors, stacks_of, take_stacked
 from dovetail.io.peft_joined import own_ranks
+from dovetail.io.peft_outer import outer_tensors, take_outer
 from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.models.config import ModelConfig
-from dovetail.models.lora import Lora, input_dims
+from dovetail.models.lora import OUTER, Lora, input_dims
 from dovetail.models.registry import family_of
 from dovetail.models.spec import spec
 
@@ -43,6 +45,7 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     flat, modules, stacks = _flat({"layers": adapters["layers"]}), _modules(cfg), stacks_of(cfg)
+    outer, outer_ranks, saved = outer_tensors(cfg, adapters)
     tensors, parameters = stacked_tensors(stacks, flat)
     ranks: dict[str, int] = {}
     for module, parts in modules.items():
@@ -54,9 +57,12 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
         parameters |= {f"{module}.weight": ranks.pop(module) for module in list(ranks) if _is_renamed(cfg, module)}
     if "score" in adapters:
         tensors[SCORE] = np.asarray(adapters["score"])
+        saved.append("score")
+    tensors, ranks = tensors | outer, ranks | outer_ranks
     tensors = {f"{PREFIX}{name}": np.ascontiguousarray(value) for name, value in tensors.items()}
     (folder / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
-    write_config(folder, lora, base, ranks, parameters, _parameters(modules, stacks), score="score" in adapters)
+    tied = cfg.tied and bool(outer)
+    write_config(folder, lora, base, ranks, parameters, _parameters(modules, stacks), saved, tied)
 
 
 def _is_renamed(cfg: ModelConfig, module: str) -> bool:
@@ -105,7 +111,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     config = read_config(folder)
     stored = SafetensorFolder(folder)
     found = {current_name(name).removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}
-    own = _score(folder, config.said, found, score)
+    own = _score(folder, config.said, found, score) | take_outer(cfg, config, found)
     modules, stacks = _modules(cfg), stacks_of(cfg)
     config.check_parameters(_parameters(modules, stacks))
     flat: Flat = take_stacked(stacks, found, config)
@@ -117,7 +123,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
         ranks = own_ranks([pair["lora_b"] for pair in pairs], config.lora.rank)
         for part, pair, kept in zip(modules[module], pairs, ranks, strict=True):
             _add(flat, part, pair | {"lora_a": pair["lora_a"][kept], "lora_b": pair["lora_b"][..., kept]})
-    if not flat:
+    if not flat and not own:
         raise ValueError(f"{folder}: the adapter has no weights")
     return _named(config, cfg, flat), _tree(flat, len(cfg.layers)) | own
 
@@ -132,10 +138,10 @@ def _named(config: AdapterConfig, cfg: ModelConfig, flat: Flat) -> Lora:
 
 def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wanted: bool) -> Params:
     """The score of a reward model, taken out of what was found; nothing of another."""
-    saved = said.get("modules_to_save") or []
+    saved = {name.rpartition(".")[2] for name in said.get("modules_to_save") or []} - set(OUTER.values())
     own = {"score": found.pop(SCORE)} if SCORE in found else {}
-    if saved and not (own and set(saved) <= {"score", "classifier"}):  # the two that PEFT names for any classifier
-        raise ValueError(f"{folder}: modules_to_save={saved!r} is not supported; train the adapter without it")
+    if saved and not (own and saved <= {"score", "classifier"}):  # the two that PEFT names for any classifier
+        raise ValueError(f"{folder}: modules_to_save={sorted(saved)!r} is not supported; train the adapter without it")
     if own and not wanted:
         raise ValueError(
             f"{folder} is the adapter of a reward model, with a score of its own: write it into its model with "
@@ -212,4 +218,4 @@ def _tree(flat: Flat, layers: int) -> Params:
         for name in above:
             at = at.setdefault(name, {})
         at[last] = pair
-    return {"layers": tuple(tree["layers"].get(str(i), {}) for i in range(layers))}
+    return {"layers": tuple(tree.get("layers", {}).get(str(i), {}) for i in range(layers))}

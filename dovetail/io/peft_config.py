@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.io.adapter_folder import CONFIG, read_adapter_config
 from dovetail.io.whole_file import write_whole
-from dovetail.models.lora import ALL, Lora
+from dovetail.models.lora import ALL, OUTER, Lora
 
 LAYER = re.compile(r"^model\.layers\.\d+\.")
 
@@ -54,19 +54,21 @@ def read_config(folder: Path) -> AdapterConfig:
     lora = Lora(
         said["r"], float(said["lora_alpha"]), targets, float(said.get("lora_dropout") or 0),
         bool(said.get("use_rslora")), bool(said.get("use_dora")),
+        tuple(name for name in OUTER.values() if any(_ends(each, name) for each in said.get("modules_to_save") or ())),
     )  # fmt: skip
     return AdapterConfig(folder, lora, said)
 
 
 def write_config(
     folder: Path, lora: Lora, base: str, ranks: dict[str, int], parameters: dict[str, int], known: Iterable[str],
-    score: bool,
+    saved: list[str], tied: bool,
 ) -> None:  # fmt: skip
-    """`ranks` of modules and of `parameters`, by name; `known`: all parameters that the model has, adapted or not."""
+    """`ranks` of modules and of `parameters`, by name; `known`: all parameters that the model has, adapted or not;
+    `saved`: modules that are written whole; `tied`: embeddings and head stay one weight."""
     odd = _by_end({name: rank for name, rank in (ranks | parameters).items() if rank != lora.rank})
     config = {
-        "peft_type": "LORA", "task_type": "SEQ_CLS" if score else "CAUSAL_LM", "base_model_name_or_path": base,
-        "r": lora.rank, "lora_alpha": lora.alpha,
+        "peft_type": "LORA", "task_type": "SEQ_CLS" if "score" in saved else "CAUSAL_LM",
+        "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
         # PEFT has no dropout for parameters, and in an adapter that is trained already it does nothing
         "lora_dropout": 0.0 if parameters else lora.dropout,
         "target_modules": sorted({module.rpartition(".")[2] for module in ranks}), "bias": "none",
@@ -76,8 +78,10 @@ def write_config(
     }  # fmt: skip
     if parameters:
         config["target_parameters"] = list(_by_end({name: name in parameters for name in known}, only=True))
-    if score:
-        config["modules_to_save"] = ["score"]
+    if saved:
+        config["modules_to_save"] = saved
+    if tied:
+        config["ensure_weight_tying"] = True
     write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

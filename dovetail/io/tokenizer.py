@@ -165,6 +165,20 @@ class Tokenizer:
         found.chat_templates = _by_name(templates)
         return found
 
+    def with_special_tokens(self, tokens: Sequence[str]) -> Tokenizer:
+        """Return the same tokenizer with these special tokens besides, at the ids after its last."""
+        for token in tokens:
+            if not token.strip() or self.backend.token_to_id(token) is not None:
+                raise ValueError(f"a new special token must be a text that the vocabulary does not have, got {token!r}")
+        backend = Backend.from_str(self.backend.to_str())
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+        listed = {"additional_special_tokens": [*tokenizer_files.extra_special_tokens(self.extra), *tokens]}
+        kept = {key: value for key, value in self.extra.items() if not (key == "extra_special_tokens" and listed)}
+        return Tokenizer(
+            backend, bos=self.bos, eos=self.eos, pad=self.pad, unk=self.unk, eos_ids=self.eos_ids, add_bos=self.add_bos,
+            add_eos=self.add_eos, chat_template=self.chat_templates, extra=kept | listed,
+        )  # fmt: skip
+
     def apply_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

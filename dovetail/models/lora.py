@@ -3,9 +3,10 @@
 An adapter's tree is the model's own (models.spec) with a dict in the place of each weight that is adapted, and nothing
 in the place of the others:
 
-    {"layers": ({"attn": {"q": {"lora_a": [R, in], "lora_b": [out, R]}}}, ...)}
+    {"layers": ({"attn": {"q": {"lora_a": [R, in], "lora_b": [out, R]}}}, ...), "embed": {"lora_a": ..., "lora_b": ...}}
 
-so it is initialised, laid out, saved and counted as any weights are.
+The embeddings and the head may be there as arrays: they are then trained whole (`modules_to_save`). The tree is
+initialised, laid out, saved and counted as any weights are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dovetail.core.choice import require
+from dovetail.core.choice import one_of, require
 from dovetail.core.spec import ParamSpec, is_spec, leaves, path_name
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
@@ -27,6 +28,7 @@ from dovetail.models.spec import spec
 from dovetail.ops.adapter import Adapted, merged, row_norms
 
 ALL = "all-linear"
+OUTER = {"embed": "embed_tokens", "head": "lm_head"}  # the weights outside of the layers that may be trained
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,65 @@ class Lora:
     dropout: float = 0.0  # dropout of the adapters' inputs
     rslora: bool = False  # multiply by alpha / sqrt(rank) instead
     dora: bool = False  # train the norm of each row of a weight apart from its direction (DoRA)
+    modules_to_save: tuple[str, ...] = ()  # weights to train whole and save with the adapters: embed_tokens, lm_head
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, f"rank must be at least 1; got {self.rank}")
         require(self.alpha > 0, f"alpha must be above 0; got {self.alpha}")
         require(0 <= self.dropout < 1, f"dropout must be at least 0 and below 1; got {self.dropout}")
         require(bool(self.targets), "targets must name projections, such as q_proj, or all-linear; it is empty")
+        for name in self.modules_to_save:
+            one_of("modules_to_save", name, OUTER.values())
 
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapts(self, module: str) -> bool:
-        return any(t == ALL or module.endswith(f".{t}") or re.fullmatch(t, module) for t in self.targets)
+        return ALL in self.targets or self.names(module)
+
+    def names(self, module: str) -> bool:
+        """Whether `targets` name the module, other than by all-linear, which is the layers' projections alone."""
+        given = [t for t in self.targets if t != ALL]
+        return any(module == t or module.endswith(f".{t}") or re.fullmatch(t, module) for t in given)
+
+
+def outer_modules(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Hugging Face's modules of the weights outside of the layers that may be trained, by our names. A tied head is the
+    embeddings: both are one weight."""
+    tree = spec(cfg)
+    found = {name: (_module(tree[name]),) for name in OUTER if name in tree}
+    return {"embed": (*found["embed"], OUTER["head"])} if cfg.tied and not cfg.scored else found
+
+
+def saved_names(cfg: ModelConfig, lora: Lora) -> list[str]:
+    """Return which of OUTER are trained whole."""
+    ends = {name: [module.rpartition(".")[2] for module in given] for name, given in outer_modules(cfg).items()}
+    for wanted in lora.modules_to_save:
+        if not any(wanted in modules for modules in ends.values()):
+            raise ValueError(f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out")
+    return [name for name, modules in ends.items() if set(modules) & set(lora.modules_to_save)]
+
+
+def outer_names(cfg: ModelConfig, lora: Lora) -> list[str]:
+    """Return which of OUTER have an adapter."""
+    found = [name for name, given in outer_modules(cfg).items() if any(map(lora.names, given))]
+    saved = saved_names(cfg, lora)
+    for name in found:
+        require(name not in saved, f"lora.targets and lora.modules_to_save both name {OUTER[name]}: leave one out")
+    require(
+        not found or not (lora.dora or lora.dropout),
+        "lora.targets with embed_tokens or lm_head go with neither lora.dora nor lora.dropout: leave one of them out",
+    )
+    return found
 
 
 def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     """The adapters' weights, declared."""
-    tree = {"layers": tuple(_select(layer, lora) for layer in spec(cfg)["layers"])}
+    whole = spec(cfg)
+    tree: dict[str, Any] = {"layers": tuple(_select(layer, lora) for layer in whole["layers"])}
+    tree |= {name: _pair(whole[name], lora) for name in outer_names(cfg, lora)}
+    tree |= {name: whole[name] for name in saved_names(cfg, lora)}
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
         names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
         raise ValueError(
@@ -69,8 +112,11 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
     """The model's weights with the adapters on them; `key`: of this step's dropout."""
     count = 0
 
-    def put(_: str, p: Any, a: Any) -> Any:
+    def put(name: str, p: Any, a: Any) -> Any:
         nonlocal count
+        if name in OUTER:  # which are looked up and chunked as arrays
+            update = jnp.tensordot(a["lora_b"], a["lora_a"], axes=1, preferred_element_type=jnp.float32)
+            return (p.astype(jnp.float32) + lora.scale * update).astype(p.dtype)
         count += 1
         own = jax.random.fold_in(key, count) if key is not None and lora.dropout else None
         up = a["lora_b"] * jnp.asarray(lora.scale, a["lora_b"].dtype)
@@ -80,9 +126,12 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
 
 
 def on_each(params: Params, adapters: Params, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Params:
-    """The weights, with put(its name, weight, its pair) in the place of each that has one."""
+    """The weights, with put(its name, weight, its pair) in the place of each that has one, and what is trained whole in
+    its own place."""
     if isinstance(adapters, tuple):
         return tuple(on_each(*pair, put) for pair in zip(params, adapters, strict=True))
+    if not isinstance(adapters, dict):
+        return adapters.astype(params.dtype)
     if "lora_b" in adapters:
         return put(name, params, adapters)
     return {**params, **{name: on_each(params[name], part, put, name) for name, part in adapters.items()}}

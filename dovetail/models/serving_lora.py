@@ -23,7 +23,7 @@ from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, path_name, tree_map
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
-from dovetail.models.lora import Lora, input_dims, is_projection
+from dovetail.models.lora import OUTER, Lora, input_dims, is_projection
 from dovetail.models.publish import serving_spec
 from dovetail.models.spec import spec
 
@@ -141,13 +141,15 @@ def _by_weight(adapters: Params) -> dict[str, Pair]:
 
 
 def greatest_rank(adapters: Params) -> int:
-    return max(pair["lora_a"].shape[0] for pair in _by_weight(adapters).values())
+    return max((pair["lora_a"].shape[0] for pair in _by_weight({"layers": adapters["layers"]}).values()), default=1)
 
 
 def check_served(adapters: Params, lora: Lora, most: int) -> None:
     """Raise ValueError for an adapter that an engine with room for ranks up to `most` cannot serve."""
     if lora.dora:
         raise ValueError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
+    if outer := [OUTER[name] for name in OUTER if name in adapters]:
+        raise ValueError(f"the adapter is for {' and '.join(outer)} too, which is not served: merge it into the model")
     for weight, pair in _by_weight(adapters).items():
         if ".experts." in weight or weight.endswith(".router"):
             raise ValueError(f"the adapter is for experts too ({weight}), which is not served: merge it into the model")

@@ -17,10 +17,11 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
 from dovetail.core.types import Params
 from dovetail.io.hub import name_for_others
+from dovetail.io.outline import config_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import frozen_form, pack
-from dovetail.models.lora import Lora, attach, input_dims, lora_spec
+from dovetail.models.lora import Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
 from dovetail.train.export import export, whole
@@ -37,10 +38,7 @@ class Policy:
     frozen: Frozen | None = None
     initial: Callable[..., Params] | None = None
     export: Callable[..., None] = export
-
-    @property
-    def trains_head(self) -> bool:
-        return self.frozen is None
+    trains_head: bool = True
 
 
 def policy_of(settings: Tuning) -> Policy:
@@ -51,9 +49,22 @@ def policy_of(settings: Tuning) -> Policy:
         specs=functools.partial(lora_spec, lora=lora),
         params=lambda params, ctx: attach(ctx.frozen, params, lora, ctx.key),
         frozen=frozen_model(settings.weights, settings.held, settings.precision.compute),
-        initial=functools.partial(_initial, settings=settings) if settings.from_adapter or lora.dora else None,
+        initial=functools.partial(_initial, settings=settings) if _begins(settings) else None,
         export=functools.partial(_export_adapter, lora=lora, base=name_for_others(settings.weights)),
+        trains_head=_trains_head(settings),
     )
+
+
+def _begins(settings: Tuning) -> bool:
+    """Whether adapters begin with more than random numbers: those of a folder, or weights of the base."""
+    lora = settings.lora
+    return lora is not None and bool(settings.from_adapter or lora.dora or lora.modules_to_save)
+
+
+def _trains_head(settings: Tuning) -> bool:
+    lora, cfg = settings.lora, config_of(settings.model)
+    assert lora is not None
+    return ("embed" if cfg.tied else "head") in (*outer_names(cfg, lora), *saved_names(cfg, lora))
 
 
 def frozen_model(weights: str, held: str, compute: str) -> Frozen:
@@ -83,17 +94,24 @@ def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambd
         given = _read_adapter(settings.from_adapter, ready.cfg, lora)
         form = {name: ready.form.params[name] for name in given}
         return jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, form)
-    adapters = {"layers": ready.specs["layers"]}
-    places = {"layers": jax.tree.map(lambda leaf: leaf.sharding, ready.form.params["layers"])}
+    saved = saved_names(ready.cfg, lora)
+    adapters = {name: ready.specs[name] for name in lora_spec(ready.cfg, lora) if name not in saved}
+    places = {name: jax.tree.map(lambda leaf: leaf.sharding, ready.form.params[name]) for name in adapters}
     new = init(adapters, jax.random.key(settings.seed), dtype, shardings=places)
-    adapted = _projections(ready, base(ready))
+    adapted = _projections(ready, base(ready)) if lora.dora else []
     norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in adapted}
+    whole = {name: _copied(base(ready)[name], ready.form.params[name]) for name in saved}
 
     def one(path: tuple, x: jax.Array) -> jax.Array:
         *above, last = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
         return jax.device_put(norms[".".join(above)], x.sharding) if last == "magnitude" else x
 
-    return jax.tree_util.tree_map_with_path(one, new)
+    return jax.tree_util.tree_map_with_path(one, new) | whole
+
+
+def _copied(weight: jax.Array, form: Any) -> jax.Array:
+    """Return a copy in the form's dtype and place: a step gives its own buffers away."""
+    return jax.device_put(jnp.array(weight, form.dtype, copy=True), form.sharding)
 
 
 def _projections(ready: Any, base: Params) -> list[tuple[str, Any, int]]:
@@ -119,11 +137,11 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
                 f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
                 f"set it to the adapter's"
             )
-    adapters, wanted = {"layers": tree["layers"]}, lora_spec(cfg, lora)
+    adapters, wanted = {name: part for name, part in tree.items() if name != "score"}, lora_spec(cfg, lora)
     if jax.tree.structure(wanted, is_leaf=is_spec) != jax.tree.structure(adapters):
         raise ValueError(
-            f"from_adapter={folder} adapts other projections than lora.targets says: set lora.targets to "
-            f"{', '.join(theirs.targets)}"
+            f"from_adapter={folder} trains other weights than lora.targets and lora.modules_to_save say: set them to "
+            f"[{', '.join(theirs.targets)}] and [{', '.join(theirs.modules_to_save)}]"
         )
     for (path, leaf), x in zip(leaves(wanted), jax.tree.leaves(adapters), strict=True):
         if x.shape != leaf.shape:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from dovetail.core.choice import not_negative, one_of, require
+from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.training import Optimizer, Precision, Training
 from dovetail.data.tuning import TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD, SCHEMES
-from dovetail.models.lora import Lora, lora_spec
+from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names
 from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.preference_settings import Preference, RewardLoss
 
@@ -115,6 +116,12 @@ class Tuning(Training):
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
         return ((None, self.held),) if self.lora else ()
+
+    def beside(self, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
+        """An adapted embedding or head is added to its base in every step: the sum and its gradient."""
+        names = outer_names(cfg, self.lora) if self.lora else []
+        itemsize = compute_of(self.precision.compute).dtype.itemsize
+        return {f"{OUTER[name]} with its adapter": cfg.vocab * cfg.dim * (itemsize + 4) for name in names}
 
     @property
     def rows_key(self) -> dict[str, Any]:

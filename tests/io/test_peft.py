@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
 import pytest
+import torch
 from adapter_cases import logits, random_adapters, shake, theirs
 from later import later
 from reference_models import reference
 
+from dovetail.io.adapter_folder import check_servable
 from dovetail.io.load import load
 from dovetail.io.peft import read_adapter, save_adapter
 from dovetail.models.lora import Lora, attach, lora_spec, merge
@@ -56,6 +59,67 @@ def test_saved_by_peft_loaded_by_us(options, tmp_path):
     ours = load(folder, dtype="f32")
     lora, adapters = read_adapter(tmp_path, ours.config)
     np.testing.assert_allclose(logits(attach(ours.params, adapters, lora), ours.config), expected, atol=1e-4, rtol=1e-4)
+
+
+# --- embeddings and head ----------------------------------------------------------------------------------------------
+
+OUTER = {
+    "adapted": (Lora(4, 8.0, ("q_proj", "embed_tokens", "lm_head")), {}),
+    "tied, adapted": (Lora(4, 8.0, ("q_proj", "embed_tokens")), {"tie_word_embeddings": True}),
+    "whole": (Lora(4, 8.0, ("q_proj",), modules_to_save=("embed_tokens", "lm_head")), {}),
+    "tied, whole": (Lora(4, 8.0, ("q_proj",), modules_to_save=("lm_head",)), {"tie_word_embeddings": True}),
+    "one of each": (Lora(4, 8.0, ("q_proj", "embed_tokens"), modules_to_save=("lm_head",)), {}),
+}
+
+
+@pytest.mark.parametrize("case", OUTER)
+def test_embeddings_and_head_are_saved_for_peft_and_read_back(case, tmp_path):
+    lora, changes = OUTER[case]
+    model, folder = reference("llama3.1", **changes)
+    ours = load(folder, dtype="f32")
+    adapters = random_adapters(ours.config, lora)
+    save_adapter(tmp_path, ours.config, adapters, lora, str(folder))
+    adapted = logits(attach(ours.params, adapters, lora), ours.config)
+    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path)
+    np.testing.assert_allclose(adapted, theirs(wrapped), atol=1e-4, rtol=1e-4)
+    again, tree = read_adapter(tmp_path, ours.config)
+    np.testing.assert_allclose(logits(attach(ours.params, tree, again), ours.config), adapted, atol=1e-4, rtol=1e-4)
+    whole = merge(ours.params, adapters, ours.config, lora)
+    np.testing.assert_allclose(logits(whole, ours.config), adapted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"is an adapter for .*(embed_tokens|lm_head) too, which is not served"):
+        check_servable(tmp_path, None)
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}])
+def test_embeddings_of_peft_are_read(options, tmp_path):
+    model, folder = reference("llama3.1")
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(r=4, lora_alpha=8, **{"target_modules": ["q_proj"]} | options)
+    )
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05 * parameter.requires_grad)
+    wrapped.save_pretrained(tmp_path, save_embedding_layers="target_modules" in options)
+    ours = load(folder, dtype="f32")
+    lora, adapters = read_adapter(tmp_path, ours.config)
+    found = logits(attach(ours.params, adapters, lora), ours.config)
+    np.testing.assert_allclose(found, theirs(wrapped), atol=1e-4, rtol=1e-4)
+    tied = load(reference("llama3.1", tie_word_embeddings=True)[1], dtype="f32").config
+    with pytest.raises(ValueError, match="changes embed_tokens and lm_head differently"):
+        read_adapter(tmp_path, tied)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"modules_to_save": ("norm",)}, "modules_to_save must be one of 'embed_tokens', 'lm_head'"),
+        ({"modules_to_save": ("lm_head",), "targets": ("lm_head",)}, "both name lm_head"),
+        ({"targets": ("lm_head",), "dropout": 0.1}, r"neither lora\.dora nor lora\.dropout"),
+    ],
+)
+def test_outer_weights_that_cannot_be_trained_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        lora_spec(load(reference("llama3.1")[1], dtype="f32").config, Lora(**given))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tune.small_models import LORA, RUN, chats, metrics, model_folder
 
 import dovetail as dt
 from dovetail.core.recipe import create
-from dovetail.io.load import load
+from dovetail.io.load import convert, load
 from dovetail.ops.loss import cross_entropy
 from dovetail.train.prepare import prepare
 from dovetail.tune.run import tokenizer_of, tune_settings
@@ -122,6 +122,31 @@ def test_a_missing_file_is_reported_before_the_memory_plan(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
         tune_settings(settings, tmp_path / "run", sft_objective, show=False, explain=planned.append)
     assert not planned
+
+
+def test_new_special_tokens_are_learnt_by_embeddings_and_head(tmp_path):
+    """The vocabulary is larger, the embeddings are trained whole and the head by an adapter; PEFT loads it all."""
+    folder = str(convert(model_folder(tmp_path), tmp_path / "larger", special_tokens=["<|tool|>"]))
+    before, tokenizer = load(folder, dtype="f32"), transformers.AutoTokenizer.from_pretrained(folder)
+    new = tokenizer.convert_tokens_to_ids("<|tool|>")
+    assert new == 320 == len(tokenizer) - 1 and before.config.vocab == 321
+    assert tokenizer.tokenize("say<|tool|>") == [*tokenizer.tokenize("say"), "<|tool|>"]
+    records = [{"prompt": f"say {i} <|tool|>", "completion": f" <|tool|> {i}"} for i in range(8)]
+    lora = {"rank": 4, "targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+    ended = dt.sft(model=folder, data=records, lora=lora, steps=2, run_dir=tmp_path / "run", **RUN)
+    exported = ended.folder / "export/step_2"
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(exported)
+    merged = load(dt.merge(folder, exported, tmp_path / "merged"), dtype="f32")
+    ids = [5, 17, new, 200, 9]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].float().numpy()
+    np.testing.assert_allclose(merged.logits(ids), expected, atol=1e-4, rtol=1e-4)
+    for name in ("embed", "head"):
+        assert np.abs(merged.params[name][new] - before.params[name][new]).max() > 1e-3, name
+    again = create(Sft, {"model": folder, "lora": lora, "from_adapter": str(exported), "steps": 1, "length": 48})
+    objective = sft_objective(again)
+    start = objective.initial(prepare(again, objective))
+    np.testing.assert_allclose(start["embed"], merged.params["embed"], atol=1e-6)
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ from dovetail.core.training import Eval, Optimizer, Precision
 from dovetail.data.tuning import TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
+from dovetail.models.lora import outer_names, saved_names
 from dovetail.models.spec import kv_bytes_per_token, spec
 from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.rl.advantages import SCALED
@@ -254,6 +255,11 @@ class Rl(Tuning):
 
     def check_model(self, cfg: ModelConfig) -> None:
         super().check_model(cfg)
+        require(
+            not self.lora or not (outer_names(cfg, self.lora) or saved_names(cfg, self.lora)),
+            "lora.targets and lora.modules_to_save name embed_tokens or lm_head, and the engine serves no such adapter "
+            "while it is trained: leave them out",
+        )
         if self.is_taught:
             check_teacher(cfg, config_of(self.teacher))
 
