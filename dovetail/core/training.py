@@ -18,6 +18,7 @@ from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.recipe import Count
 
 OPTIMIZERS = ("adamw", "muon", "adafactor")
+LOGGERS = ("tensorboard", "wandb")
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
 REMATS = ("none", "dots", "attention", "full")  # from the most memory to the most recomputation
 
@@ -174,6 +175,7 @@ class Training:
     ema: float = 0.0  # decay of an average of the weights, such as 0.999; 0: none is kept
     seed: int = 0  # seed of new weights and of dropout
     log_every: int = 1  # steps between lines of metrics
+    report_to: tuple[str, ...] = ("tensorboard",)  # where numbers go besides metrics.jsonl: tensorboard, wandb
     profile: str = ""  # steps to trace: 10:13 traces steps 10, 11 and 12
     init: str = ""  # weights to start from, if they are not the model's: a folder, a name or a hub id
 
@@ -190,6 +192,8 @@ class Training:
         )
         require(0 <= self.ema < 1, f"ema must be a decay below 1, such as 0.999, or 0 for none; got {self.ema}")
         require(self.log_every >= 1, f"log_every must be at least 1 step; got {self.log_every}")
+        for name in self.report_to:
+            one_of("report_to", name, LOGGERS)
         _ = self.profile_window
 
     def _check_rows(self) -> None:

@@ -20,6 +20,7 @@ from dovetail.train.distributed import Cluster, start
 from dovetail.train.guard.exits import HUNG
 from dovetail.train.guard.stop import Stop
 from dovetail.train.report.goodput import Goodput
+from dovetail.train.report.loggers import check_loggers
 
 if TYPE_CHECKING:
     from dovetail.train.guard.peers import Peers
@@ -66,6 +67,7 @@ def launch(
     the time of this run began, by time.monotonic. `explain` is given what was derived, in the first
     process. `last_words`: exit code and line of a process that fails while others wait for it (then all end).
     """
+    check_loggers(settings.report_to)
     began = time.monotonic() if since is None else since
     with stop or Stop() as stop:
         cluster = start()

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from dovetail.core.chips import chip_of
+from dovetail.core.recipe import dump
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.whole_file import write_whole
@@ -76,7 +77,7 @@ def run(
         with (
             RunMetrics(
                 folder, steps=settings.total_steps, step=at.step, work=_work(ready), goodput=goodput,
-                predicted=expected, first=first, show=show,
+                predicted=expected, first=first, show=show, report_to=settings.report_to, config=dump(settings),
             ) as metrics,
             Watchdog(settings.health.hang_seconds, folder, on_hang) as watchdog,
         ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Metrics: what a run says of itself while it goes on. `metrics.jsonl`, TensorBoard, and the live line.
+"""Metrics: what a run says of itself while it goes on. `metrics.jsonl`, the live line, and the loggers of `report_to`.
 
 It takes numbers that are on the host already, so it never waits for the device. A step's line must be recorded before
 the checkpoint of that step is committed: after a resume at step k the lines up to k are there, each once, and the later
@@ -7,16 +7,14 @@ ones are gone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -24,6 +22,7 @@ from dovetail.io.whole_file import write_whole
 from dovetail.train.report.environment import environment
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.live import Live, Standing
+from dovetail.train.report.loggers import open_loggers
 from dovetail.train.report.predicted import Predicted
 from dovetail.train.report.split import REST, split
 
@@ -57,11 +56,12 @@ class Passage:
 
     name: str
     shown: RenderableType  # above the live line
-    markdown: str  # in TensorBoard
+    markdown: str  # in TensorBoard and the like
 
 
 class RunMetrics:
-    """`step`: the last one done before this process, 0 for a new run. Only a `first` process writes and shows."""
+    """`step`: the last one done before this process, 0 for a new run. Only a `first` process writes and shows.
+    `report_to`, `config`: see report.loggers."""
 
     def __init__(
         self,
@@ -73,13 +73,14 @@ class RunMetrics:
         goodput: Goodput | None = None,
         predicted: Predicted | None = None,
         first: bool = True,
-        tensorboard: bool = True,
+        report_to: Sequence[str] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None,
         show: bool = True,
     ):
         self._folder, self._work, self._goodput, self._first = Path(folder), work, goodput, first
         self._predicted = predicted
         self._step, self._recent, self._held_out = step, [], {}
-        self._board = self._live = None
+        self._live, self._loggers = None, []
         if not first:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +88,7 @@ class RunMetrics:
         _describe_run(self._folder / "run.json", steps)
         self._file = open(self._folder / FILE, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._live = Live(steps, step) if show else None
-        self._board = _board(self._folder / "tensorboard", step, self.remark) if tensorboard else None
+        self._loggers = open_loggers(report_to, self._folder, step, config or {}, self.remark)
 
     def record(self, step: int, values: Mapping[str, float], seconds: float, tokens: int) -> None:
         """The results of `step`. `seconds` and `tokens` are of all steps since the last report."""
@@ -143,16 +144,16 @@ class RunMetrics:
     def show(self, step: int, passage: Passage) -> None:
         if self._live:
             self._live.above(passage.shown)
-        if self._board:
-            self._board.add_text(f"train/{passage.name}", passage.markdown, step)
+        for logger in self._loggers:
+            logger.text(f"train/{passage.name}", passage.markdown, step)
 
     def close(self) -> None:
         if self._predicted:
             self.remark(self._predicted.last_word() or "")
         if self._live:
             self._live.close()
-        if self._board:
-            self._board.close()
+        for logger in self._loggers:
+            logger.close()
         if self._first:
             self._file.close()
 
@@ -168,10 +169,9 @@ class RunMetrics:
         plain = {key: _plain(value) for key, value in line.items()}
         self._file.write(json.dumps(plain | {"time": round(time.time(), 3)}) + "\n")
         self._file.flush()  # the system has it now, whatever becomes of us
-        if self._board:
-            for name, value in plain.items():
-                if name not in ("step", "kind", "weights") and value is not None:
-                    self._board.add_scalar(f"{line.get('kind', 'train')}/{name}", value, line["step"])
+        numbers = {k: v for k, v in plain.items() if k not in ("step", "kind", "weights") and v is not None}
+        for logger in self._loggers:
+            logger.scalars(line.get("kind", "train"), numbers, line["step"])
 
     def _standing(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> Standing:
         """The last values, and rates over the last reports: a single step's dance."""
@@ -249,26 +249,3 @@ def _plain(value: Any) -> Any:
 def _describe_run(path: Path, steps: int) -> None:
     """Written anew by each process: the last one's machine is the one to know."""
     write_whole(path, json.dumps({"steps": steps, "pid": os.getpid(), "environment": environment()}, indent=1) + "\n")
-
-
-def _board(folder: Path, step: int, remark: Callable[[str], None]):
-    try:
-        with _no_torch():
-            from tensorboardX import SummaryWriter
-    except ImportError:
-        remark("no TensorBoard scalars: `pip install tensorboardX` if you want them")
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else None, max_queue=1000, flush_secs=20)
-
-
-@contextlib.contextmanager
-def _no_torch() -> Iterator[None]:
-    """tensorboardX loads torch where it is installed, which takes seconds, for tensors that are not written here."""
-    hidden = "torch" not in sys.modules
-    if hidden:
-        sys.modules["torch"] = cast(Any, None)  # Python's own word for "cannot be imported"
-    try:
-        yield
-    finally:
-        if hidden:
-            del sys.modules["torch"]

@@ -4,18 +4,21 @@ import io
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from dovetail.core.training import Training
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.live import Live, Standing, clock_text, short
+from dovetail.train.report.loggers import check_loggers
 from dovetail.train.report.metrics import AVERAGED, Passage, RunMetrics, Work, drop_after
 from dovetail.train.report.split import added, split
 
 
 def metrics(folder, step: int = 0, **options) -> RunMetrics:
-    return RunMetrics(folder, steps=10, step=step, **{"show": False, "tensorboard": False, **options})
+    return RunMetrics(folder, steps=10, step=step, **{"show": False, "report_to": (), **options})
 
 
 def lines(folder) -> list[dict]:
@@ -42,7 +45,7 @@ def test_a_line_a_step_with_speed_and_mfu(tmp_path):
 
 
 def test_whose_held_out_loss_it_is(tmp_path, capsys):
-    with metrics(tmp_path, show=True, tensorboard=True) as run:
+    with metrics(tmp_path, show=True, report_to=("tensorboard",)) as run:
         run.evaluated(4, {"held_out_loss": 3.0})
         run.evaluated(5, {"held_out_loss": 2.0}, weights=AVERAGED)
     said = capsys.readouterr().err
@@ -94,7 +97,7 @@ def test_a_loss_that_is_no_number_is_still_json(tmp_path):
 
 
 def test_another_process_writes_nothing(tmp_path, capsys):
-    with metrics(tmp_path / "run", first=False, show=True, tensorboard=True) as run:
+    with metrics(tmp_path / "run", first=False, show=True, report_to=("tensorboard",)) as run:
         record(run, 1, 2)
         run.evaluated(2, {"held_out_loss": 1.0})
         run.rewind(1)
@@ -104,7 +107,7 @@ def test_another_process_writes_nothing(tmp_path, capsys):
 
 def test_tensorboard_scalars(tmp_path):
     pytest.importorskip("tensorboardX")
-    with metrics(tmp_path, tensorboard=True) as run:
+    with metrics(tmp_path, report_to=("tensorboard",)) as run:
         record(run, 1, 3)
         run.evaluated(3, {"held_out_loss": 1.0})
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -114,7 +117,7 @@ def test_tensorboard_scalars(tmp_path):
 
 def test_a_passage_is_shown_above_the_line_and_in_tensorboard(tmp_path, capsys):
     pytest.importorskip("tensorboardX")
-    with metrics(tmp_path, tensorboard=True, show=True) as run:
+    with metrics(tmp_path, report_to=("tensorboard",), show=True) as run:
         run.show(3, Passage("completions", "what was written", "**what** was written"))
     (events,) = (path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file())
     content = events.read_bytes()
@@ -122,9 +125,56 @@ def test_a_passage_is_shown_above_the_line_and_in_tensorboard(tmp_path, capsys):
     assert "what was written\n" in capsys.readouterr().err
 
 
+class FakeWandb(SimpleNamespace):
+    """What is used of wandb, kept in lists."""
+
+    def __init__(self):
+        super().__init__(begun=[], logged=[], finished=0, errors=SimpleNamespace(Error=RuntimeError), Html=str)
+
+    def init(self, **given):
+        self.begun.append(given)
+        return SimpleNamespace(define_metric=lambda *a, **k: None, log=self.logged.append, finish=self.finish)
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_wandb_is_told_beside_tensorboard_and_goes_on_as_the_same_run(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("dovetail.train.report.loggers.find_spec", lambda name: name)
+    for step in (0, 1):
+        with metrics(tmp_path, step, report_to=("tensorboard", "wandb"), config={"batch": 8}) as run:
+            run.record(step + 1, {"loss": 2.5}, 1.0, 10)
+            run.evaluated(step + 1, {"held_out_loss": 3.5})
+    assert (tmp_path / "tensorboard").exists() and fake.finished == 2
+    first, again = fake.begun
+    assert first["id"] == again["id"] and first["resume"] == "allow" and first["config"] == {"batch": 8}
+    train, held_out = fake.logged[:2]
+    assert (train["step"], train["train/loss"], held_out["eval/held_out_loss"]) == (1, 2.5, 3.5)
+
+
+def test_wandb_itself_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with metrics(tmp_path, report_to=("wandb",)) as run:
+        run.record(1, {"loss": 2.5}, 1.0, 10)
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_logger_that_is_missing_or_unknown_is_said_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("dovetail.train.report.loggers.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="report_to names wandb, and the package is not installed: `pip install wandb`"
+    ):
+        check_loggers(("tensorboard", "wandb"))
+    with pytest.raises(ValueError, match="report_to must be one of 'tensorboard', 'wandb'; got 'mlflow'"):
+        Training(model="x", batch=1, length=8, steps=1, report_to=("mlflow",))
+
+
 def test_without_tensorboard_there_is_one_remark(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with metrics(tmp_path, tensorboard=True, show=True) as run:
+    with metrics(tmp_path, report_to=("tensorboard",), show=True) as run:
         record(run, 1, 10)
     assert capsys.readouterr().err.count("pip install tensorboardX") == 1
     assert len(lines(tmp_path)) == 10

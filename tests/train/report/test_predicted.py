@@ -15,7 +15,7 @@ PREDICTION = Prediction("H200", 1, 0.4, 0.1, 0.0, best=0.4, worst=1.0)
 def run_of(folder, steps: int, more: dict | None = None, every: int = 1) -> list[dict]:
     folder.mkdir(exist_ok=True)
     predicted.save(folder, PREDICTION)
-    with RunMetrics(folder, steps=100, predicted=Predicted(PREDICTION), tensorboard=False) as run:
+    with RunMetrics(folder, steps=100, predicted=Predicted(PREDICTION), report_to=()) as run:
         for i in range(1, steps + 1):
             seconds = (9.0 if i <= WARM else 0.5) * every
             run.record(i * every, {"loss": 1.0, **(more or {})}, seconds, 10)

@@ -56,9 +56,7 @@ def make(folder: Path, steps: int, loss=lambda step: 2 + 8 / step) -> Path:
     with goodput.span("compile"):
         now += 2
     goodput.begin()
-    with RunMetrics(
-        folder, steps=200, work=Work(3e9, 2e9, 1e14), goodput=goodput, show=False, tensorboard=False
-    ) as run:
+    with RunMetrics(folder, steps=200, work=Work(3e9, 2e9, 1e14), goodput=goodput, show=False, report_to=()) as run:
         for step in range(1, steps + 1):
             now += 1
             goodput.step(step)

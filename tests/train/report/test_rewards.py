@@ -19,7 +19,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "count", "argu
 
 
 def make(folder: Path, steps: int = 12) -> Path:
-    with RunMetrics(folder, steps=steps, show=False, tensorboard=False) as run:
+    with RunMetrics(folder, steps=steps, show=False, report_to=()) as run:
         for step in range(1, steps + 1):
             noted = {"reward": step / steps, "reward_std": 0.2, "reward/right": 0.1, "reward/brief": 0.2, "kl": 0.01}
             noted |= {"entropy": 1.0, "answer_tokens": 5.0, "clip_fraction": 0.0, "gap": 1e-3, "gap_max": 1e-2} | BINS
