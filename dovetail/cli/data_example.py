@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from dovetail.data.records import Record
-    from dovetail.data.trained_tokens import Trained
+    from dovetail.data.trained_tokens import ExampleEncoder, Trained
     from dovetail.data.tuning import Keys, TuningData
     from dovetail.io.tokenizer import Tokenizer
     from dovetail.tune.settings import Tuning
 
 TUNING = ("lora", "samples", "epochs", "preference", "teacher", "reward", "algo")  # keys of fine-tuning's recipes alone
-READ_KEYS = ("model", "init", "length", "data")
+READ_KEYS = ("model", "init", "length", "data", "assistant_only_loss", "completion_only_loss")
 TRAINED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
 
@@ -76,6 +76,7 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
     from rich.console import Console
 
     from dovetail.data.encoder import find_tokenizer
+    from dovetail.data.open_examples import example_encoder
 
     model = model or recipe.weights
     tokenizer = find_tokenizer(model)
@@ -84,7 +85,8 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
     settings, length = recipe.data, length or recipe.length
     record, keys = _record(settings, index)
     console = Console(highlight=False)
-    for part in _parts(record, keys, settings, tokenizer, kind, length, console.color_system is not None):
+    encoder = example_encoder(settings, tokenizer, recipe.trained_tokens)
+    for part in _parts(record, keys, settings, encoder, kind, length, console.color_system is not None):
         console.print(part, soft_wrap=True)
 
 
@@ -104,19 +106,17 @@ def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
 
 
 def _parts(
-    record: Record, keys: Keys, settings: TuningData, tokenizer: Tokenizer, kind: str, length: int, colour: bool
+    record: Record, keys: Keys, settings: TuningData, encoder: ExampleEncoder, kind: str, length: int, colour: bool
 ):
     from rich.text import Text
 
     from dovetail.data import shorten
     from dovetail.data.examples import example, kind_of
-    from dovetail.data.open_examples import example_encoder
 
     kind = kind or kind_of(record, keys)
     found = example(record, kind, settings.format, keys)
     if found is None:
         raise ValueError(f"{record.where()}: nothing is trained, for the assistant does not speak; try another --index")
-    encoder = example_encoder(settings, tokenizer)
     if kind == "prompts":
         yield Text(f"{record.where()} ({kind})", style="bold")
         yield Text(encoder.decode(encoder.prompt(found.sides[0])), style=READ)
@@ -128,7 +128,7 @@ def _parts(
     for number, (name, document) in enumerate(zip(names, documents, strict=True), 1):
         if len(documents) > 1:
             yield Text(_counts(f"segment {number}{name and f', {name}'}", [document]), style="bold")
-        yield _coloured(document, tokenizer, colour)
+        yield _coloured(document, encoder.tokenizer, colour)
 
 
 def _heading(record: Record, kind: str, outcome: str, documents: list[Trained], label: bool | None) -> str:

@@ -18,7 +18,7 @@ from dovetail.data.loader import held_out, held_out_each
 from dovetail.data.mixture import Mixture
 from dovetail.data.shuffle import key
 from dovetail.data.trained_tokens import ExampleEncoder
-from dovetail.data.tuning import Keys, TuningData
+from dovetail.data.tuning import Keys, TrainedTokens, TuningData
 from dovetail.io.hub import Progress
 from dovetail.io.tokenizer import Tokenizer
 
@@ -38,6 +38,7 @@ def open_examples(
     records: Iterable[Any] | None = None,
     progress: Progress | None = None,
     packing: bool = True,
+    trained: TrainedTokens = TrainedTokens(),
 ) -> tuple[ExampleRows, ExampleRows | None, Stats]:
     """The training rows, those held out where settings.held_out sets some apart, and what became of the records.
 
@@ -51,7 +52,7 @@ def open_examples(
         one_of("a column", name, COLUMNS)
     if length < 2:
         raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
-    made, weights = _read(settings, example_encoder(settings, tokenizer), kind, length, records, progress)
+    made, weights = _read(settings, example_encoder(settings, tokenizer, trained), kind, length, records, progress)
     examples = Examples(made, per_unit=2 if kind == "preference" else 1)
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
     brought = {name: own_column(name, examples) for name in sorted(wanted)}
@@ -88,12 +89,15 @@ def open_prompts(
     return found
 
 
-def example_encoder(settings: TuningData, tokenizer: Tokenizer) -> ExampleEncoder:
+def example_encoder(
+    settings: TuningData, tokenizer: Tokenizer, trained: TrainedTokens = TrainedTokens()
+) -> ExampleEncoder:
     """With the template that the settings name, or the tokenizer's own."""
     template = template_source(settings)
     if template is None:
-        return ExampleEncoder(tokenizer)
-    return ExampleEncoder(tokenizer, template, f"the chat template {Path(settings.template).expanduser()}")
+        return ExampleEncoder(tokenizer, trained=trained)
+    name = f"the chat template {Path(settings.template).expanduser()}"
+    return ExampleEncoder(tokenizer, template, name, trained)
 
 
 def template_source(settings: TuningData) -> str | None:

@@ -1,4 +1,5 @@
-"""An example's tokens, and which of them the model is taught to write: the assistant's, each turn with its end.
+"""An example's tokens, and which of them the model is taught to write: the assistant's, each turn with its end, unless
+a recipe asks for all of them.
 
 Which they are comes from the chat template. One with {% generation %} marks says so itself. Of any other, a turn is
 what the template adds to the prompt that a model would be given there (the messages before it, rendered with
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 from dovetail.data.examples import Chat, Text
 from dovetail.data.messages import check_roles
 from dovetail.data.text_tokens import TextTokens
+from dovetail.data.tuning import TrainedTokens
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.tokenizer import Tokenizer
 
@@ -55,8 +58,14 @@ def _name_of(tool: Any) -> str:
 class ExampleEncoder:
     """template: the Jinja source to use in place of the tokenizer's own; name: what to call it in a message."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None, name: str = "the model's chat template"):
-        self.tokenizer, self.name = tokenizer, name
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None = None,
+        name: str = "the model's chat template",
+        trained: TrainedTokens = TrainedTokens(),
+    ):
+        self.tokenizer, self.name, self._trained = tokenizer, name, trained
         self._source, self._text = template, TextTokens(tokenizer)
         self._ends = np.asarray(tokenizer.eos_ids, np.int32)
         self._templates: dict[bool, ChatTemplate] = {}
@@ -69,8 +78,13 @@ class ExampleEncoder:
         check_roles(side.messages, template.source)
         text = template.render(side.messages, side.tools, add_generation_prompt=False)
         self._check_written(side, template, text)
-        marked = _MARK.search(template.source)
-        found = self._by_marks(side, template) if marked else self._by_prefixes(side, template, text)
+        side = side if self._trained.completion_only else replace(side, first=0)
+        if not self._trained.assistant_only:
+            found = [self._whole(side, template, text)]
+        elif _MARK.search(template.source):
+            found = self._by_marks(side, template)
+        else:
+            found = self._by_prefixes(side, template, text)
         return [document for document in found if document.teaches]
 
     def prompt(self, side: Chat | Text) -> np.ndarray:
@@ -135,16 +149,31 @@ class ExampleEncoder:
         if not len(after) or after[-1] != eos:  # the completion may spell it out itself
             after = np.append(after, eos)
         tokens = np.concatenate([self._text.before, before, after]).astype(np.int32)
-        return Trained(tokens, np.arange(len(tokens)) >= len(tokens) - len(after))
+        first = len(tokens) - len(after) if self._trained.completion_only else 0
+        return Trained(tokens, np.arange(len(tokens)) >= first)
+
+    # --- every token --------------------------------------------------------------------------------------------------
+
+    def _whole(self, side: Chat, template: ChatTemplate, text: str) -> Trained:
+        """All that follows the prompt, where there is one."""
+        tokens = self._text.encode(text)
+        mask = np.ones(len(tokens.ids), bool)
+        if side.first:
+            mask[: tokens.within(0, len(self._prompt(side, template, text))).stop] = False
+        return Trained(tokens.ids, mask)
+
+    def _prompt(self, side: Chat, template: ChatTemplate, text: str) -> str:
+        prompt = template.render(side.messages[: side.first], side.tools, add_generation_prompt=False)
+        if not text.startswith(prompt):
+            raise self._refusal("writes a prompt otherwise once it is answered, so that its end cannot be told")
+        return prompt
 
     # --- templates with marks -----------------------------------------------------------------------------------------
 
     def _by_marks(self, side: Chat, template: ChatTemplate) -> list[Trained]:
         text, spans = template.render_with_spans(side.messages, side.tools)
         if side.first:
-            prompt = template.render(side.messages[: side.first], side.tools, add_generation_prompt=False)
-            if not text.startswith(prompt):
-                raise self._refusal("writes a prompt otherwise once it is answered, so that its end cannot be told")
+            prompt = self._prompt(side, template, text)
             spans = [span for span in spans if span[0] >= len(prompt)]
         elif begins_with_assistant(side):
             spans = spans[len(template.render_with_spans(side.messages[:1], side.tools)[1]) :]

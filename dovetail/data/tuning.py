@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from dovetail.core.choice import one_of, require
 
 FORMATS = ("auto", "chat", "prompt", "text", "preference", "unpaired")
 OVERLONG = ("turns", "cut", "skip")
+
+
+class TrainedTokens(NamedTuple):
+    """Which tokens of an example count."""
+
+    assistant_only: bool = True  # of a conversation, what the assistant writes; else all of it
+    completion_only: bool = True  # of a prompt and its completion, the completion; else both
 
 
 @dataclass(frozen=True)

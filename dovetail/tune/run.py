@@ -118,6 +118,7 @@ class _Data:
                 self._read = open_examples(
                     settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,
                     columns=settings.columns, records=self._records, progress=progress, packing=settings.packing,
+                    trained=settings.trained_tokens,
                 )  # fmt: skip
         return self._read
 

@@ -10,7 +10,7 @@ from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.training import Optimizer, Precision, Training
-from dovetail.data.tuning import TuningData
+from dovetail.data.tuning import TrainedTokens, TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD, SCHEMES
@@ -96,6 +96,11 @@ class Tuning(Training):
         return "sft"
 
     @property
+    def trained_tokens(self) -> TrainedTokens:
+        """Which of an example's tokens count."""
+        return TrainedTokens()
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """What the records are to bring besides: see data.open_examples."""
         return ()
@@ -135,7 +140,18 @@ class Tuning(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(Tuning):
-    """Supervised fine-tuning: the assistant's tokens alone count."""
+    """Supervised fine-tuning: the assistant's tokens alone count, unless told otherwise."""
+
+    assistant_only_loss: bool = True  # false: every token of a conversation is trained
+    completion_only_loss: bool = True  # false: the prompt is trained as the completion is
+
+    @property
+    def trained_tokens(self) -> TrainedTokens:
+        return TrainedTokens(self.assistant_only_loss, self.completion_only_loss)
+
+    @property
+    def rows_key(self) -> dict[str, Any]:
+        return {**super().rows_key, "trained": list(self.trained_tokens)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from dovetail.data.examples import Chat, Text
 from dovetail.data.trained_tokens import ExampleEncoder
+from dovetail.data.tuning import TrainedTokens
 from dovetail.io.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -312,3 +313,23 @@ def test_a_role_that_the_template_names_is_taken(make_tokenizer):
     named = LEAVES_OUT.replace("('user',", "('narrator', 'user',")
     messages = [say("narrator", "be"), say("user", "hi"), say("assistant", "a")]
     assert len(ExampleEncoder(make_tokenizer(named)).encode(Chat(messages))) == 1
+
+
+def test_all_tokens_are_trained_where_a_recipe_says_so(make_tokenizer):
+    tokenizer, chat = (
+        make_tokenizer(),
+        [say("user", "hi"), say("assistant", "fox"), say("user", "so"), say("assistant", "a")],
+    )
+
+    def said(side, **trained):
+        (found,) = ExampleEncoder(tokenizer, trained=TrainedTokens(**trained)).encode(side)
+        return tokenizer.decode(found.tokens[found.mask].tolist(), skip_special=False)
+
+    whole = tokenizer.apply_chat(chat, add_generation_prompt=False)
+    assert said(Chat(chat), assistant_only=False) == whole
+    assert whole.endswith(said(Chat(chat, None, 3), assistant_only=False)) and "so" not in said(
+        Chat(chat, None, 3), assistant_only=False
+    )
+    assert said(Chat(chat, None, 3), assistant_only=False, completion_only=False) == whole
+    assert said(Chat(chat, None, 3), completion_only=False) == "fox<|im_end|>a<|im_end|>"
+    assert said(Text("who", " fox"), completion_only=False) == "who fox<|im_end|>"
