@@ -38,7 +38,8 @@ def main() -> None:
     lessons = [{"prompt": f"What is {x}?", "completion": f" {x.capitalize()} is something we know."} for x in THINGS]
     ended = dt.distill(
         model=student(folder / "student"), teacher=MODEL, data=lessons, steps=args.steps, batch=2, length=96,
-        distillation={"alpha": 0.9}, optimizer={"lr": 3e-4}, precision={"compute": "f32"}, run_dir=folder / "run",
+        packing=True, distillation={"alpha": 0.9}, optimizer={"lr": 3e-4}, precision={"compute": "f32"},
+        run_dir=folder / "run",
     )  # fmt: skip
     print(f"divergence from the teacher: {ended.metrics['divergence']:.3f}; {ended.folder / 'report.html'}")
 

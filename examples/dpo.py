@@ -37,8 +37,8 @@ def main() -> None:
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     ended = dt.dpo(
         model=MODEL, data={"path": str(data), "held_out": 0.2}, lora={"rank": 8, "alpha": 16}, steps=args.steps,
-        batch=2, length=192, optimizer={"lr": 3e-4}, preference={"beta": 0.1}, precision={"compute": "f32"},
-        eval={"every": args.steps, "batches": 1}, run_dir=folder / "run",
+        batch=2, length=192, packing=True, optimizer={"lr": 3e-4}, preference={"beta": 0.1},
+        precision={"compute": "f32"}, eval={"every": args.steps, "batches": 1}, run_dir=folder / "run",
     )  # fmt: skip
     share, margin = (ended.metrics[f"held_out_{name}"] for name in ("reward_accuracy", "reward_margin"))
     print(f"of unseen pairs {share:.0%} are in the right order, by {margin:.2f}; {ended.folder / 'report.html'}")

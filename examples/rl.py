@@ -74,6 +74,7 @@ def main() -> None:
     lr = 1e-3 if not args.config else 1e-4
     dt.sft(
         model=new_model(folder / "new", args.config), data=guesses(), steps=args.form_steps, batch=8, length=128,
+        packing=True,
         optimizer={"lr": lr}, run_dir=folder / "form", **usual,
     )  # fmt: skip
     taught = str(folder / "form" / "export" / f"step_{args.form_steps}")

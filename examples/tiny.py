@@ -77,8 +77,8 @@ def _tokenizer(texts: Sequence[str]) -> Tokenizer:
 def imitate(model: str, lessons: Sequence[Mapping[str, Any]], run_dir: Path, steps: int) -> str:
     """The model after some steps on chats, which it then writes alike; where it was saved."""
     taught = dt.sft(
-        model=model, data=lessons, steps=steps, batch=8, length=128, optimizer={"lr": 5e-3}, run_dir=run_dir,
-        precision={"compute": "f32"}, schedule={"name": "constant"}, checkpoint={"export_hf": steps},
+        model=model, data=lessons, steps=steps, batch=8, length=128, packing=True, optimizer={"lr": 5e-3},
+        run_dir=run_dir, precision={"compute": "f32"}, schedule={"name": "constant"}, checkpoint={"export_hf": steps},
     )  # fmt: skip
     return str(taught.folder / f"export/step_{steps}")
 

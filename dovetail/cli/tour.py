@@ -118,8 +118,8 @@ def _teach(console, model, steps: int) -> None:
     ]
     _speak(console, model, question, 24, "before")
     dovetail.sft(
-        model=str(model), data=lessons, steps=steps, batch=8, length=64, run_dir=folder, optimizer={"lr": 2e-3},
-        precision={"compute": "f32"},
+        model=str(model), data=lessons, steps=steps, batch=8, length=64, packing=True, run_dir=folder,
+        optimizer={"lr": 2e-3}, precision={"compute": "f32"},
     )  # fmt: skip
     _speak(console, folder / "export" / f"step_{steps}", question, 24, "after")
     _pay(console, folder / "export" / f"step_{steps}", max(1, steps // 5))

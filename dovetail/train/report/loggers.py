@@ -7,6 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -63,8 +64,7 @@ class Wandb:
     """A run of Weights & Biases. WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE (offline) are read from the environment."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        import wandb
-
+        wandb: Any = import_module("wandb")  # an extra: type checkers may not find it
         self._wandb = wandb
         try:
             self._run = wandb.init(
