@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -45,9 +46,9 @@ class Sampler:
         return Sampled([{"prompt": prompt, "answer": self._answer(model, prompt, compute)} for prompt in asked])
 
     def _answer(self, model: Params, prompt: str, compute: Any) -> str:
-        ids = self._ids(prompt)
-        found = list(greedy(model, self.ready.cfg, ids, self.settings.samples.tokens, compute))
-        return self.tokenizer.decode(found)
+        ends = {*self.tokenizer.eos_ids, *self.ready.cfg.eos_ids}
+        found = greedy(model, self.ready.cfg, self._ids(prompt), self.settings.samples.tokens, compute)
+        return self.tokenizer.decode(takewhile(lambda token: token not in ends, found))
 
     def _ids(self, prompt: str) -> list[int]:
         if self.tokenizer.chat_template is None:

@@ -73,13 +73,11 @@ def adapted(tmp_path_factory) -> Any:
     given |= {"data": {"path": path, "template": str(at / "mine.jinja"), "skip_bad_records": True}}
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(at)  # the model is named by a relative path
-        patched.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [])
+        patched.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [40, 1, 41])
         ended = tune_settings(create(Sft, given), at / "run", sft_objective, show=False, told=told.append)
     exported = ended.folder / "export/step_4"
     merged = dt.merge(folder, exported, at / "merged")
-    return SimpleNamespace(
-        model=folder, folder=ended.folder, exported=exported, merged=merged, told=told, asked=asked
-    )
+    return SimpleNamespace(model=folder, folder=ended.folder, exported=exported, merged=merged, told=told, asked=asked)
 
 
 def test_the_exported_adapter_is_what_was_trained_for_peft_too(adapted):
@@ -100,6 +98,8 @@ def test_the_trained_template_is_exported_merged_sampled_and_gone_on_with(adapte
     messages = [{"role": "user", "content": "say 3"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "[user] say 3\n[assistant] " and theirs.decode(adapted.asked[0]) == text
+    (sample,) = map(json.loads, (adapted.folder / "samples.jsonl").read_text().splitlines())
+    assert sample["answer"] == theirs.decode([40])  # the answer ends with the end token, 1
     again = create(Sft, {"model": adapted.model, "lora": LORA, "from_adapter": str(exported), "steps": 1})
     assert tokenizer_of(again).chat_template == MINE
 

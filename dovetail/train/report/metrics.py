@@ -7,6 +7,7 @@ ones are gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
