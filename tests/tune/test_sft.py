@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from later import later
 from tune.small_models import LORA, RUN, chats, metrics, model_folder
 
