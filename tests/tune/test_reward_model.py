@@ -141,7 +141,7 @@ def test_epochs_are_the_same_run_as_their_steps(tmp_path):
     at = model_folder(tmp_path)
     how = dict(model=at, data=pairs(20), **RUN | {"schedule": {"name": "linear"}, "length": 32})
     epochs = dt.reward(epochs=1.5, run_dir=tmp_path / "epochs", **how)
-    assert epochs.step == 4  # of 8 rows each, with a pair in each row: 30
+    assert epochs.step == 5  # 3 for a whole pass of 8, 8 and 4 pairs, and 2 for half of one
     steps = dt.reward(steps=epochs.step, run_dir=tmp_path / "steps", **how)
     assert metrics(epochs.folder) == metrics(steps.folder)
     assert f"steps: {epochs.step}" in (epochs.folder / "recipe.yaml").read_text()
