@@ -7,7 +7,6 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from dovetail.cli.remote import DONE, ServerError, client_options, explained, read_event, read_models, refusal
@@ -46,16 +45,14 @@ class Local:
     def __init__(self, model: str, **engine: Any):
         from dovetail.cli.progress import bar
         from dovetail.engine.llm import LLM
-        from dovetail.io.adapter_folder import base_of
-        from dovetail.io.tokenizer import Tokenizer
+        from dovetail.io.adapter_folder import adapter_tokenizer, base_of
 
         base, self._adapter = base_of(model), None
         if base:  # an adapter's folder: its base, with the adapter on it
             self._adapter, engine = ADAPTER, engine | {"adapters": {ADAPTER: model}}
         with bar() as progress:
             self._llm = LLM(base or model, max_num_seqs=1, seed=None, progress=progress, **engine)
-        own = base and (Path(model) / "tokenizer.json").is_file()
-        self._tokenizer = Tokenizer.from_folder(model) if own else self._llm.tokenizer
+        self._tokenizer = adapter_tokenizer(model, self._llm.tokenizer) if base else self._llm.tokenizer
         self._model, self.finish_reason = f"{model} on {base}" if base else model, None
 
     def describe(self) -> str:
