@@ -264,6 +264,12 @@ class Training:
         return ()
 
     @property
+    def kept_reference(self) -> Any:
+        """The settings (a tune.reference.Reference) of a reference that is part of the training state: a copy of the
+        weights that the run starts with, which may follow them. None: there is no such copy."""
+        return None
+
+    @property
     def scores(self) -> bool:
         """Whether what is trained is a score of texts (models.score), in place of words."""
         return False

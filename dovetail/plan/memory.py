@@ -145,10 +145,12 @@ def _frozen(cfg: ModelConfig, held: str, compute: str, axes: tuple[tuple[str, in
 
 
 def bytes_per_weight(settings: Training, on_host: bool = False) -> int:
-    """The master, the copy to compute with where that has another dtype, the average where one is kept."""
+    """The master, the copy to compute with where that has another dtype, the average and the reference where they are
+    kept."""
     master, compute = BYTES[settings.precision.params], BYTES[settings.precision.compute]
     copy = 4 if on_host else compute
-    return master + (copy if compute != master else 0) + (master if settings.ema else 0)
+    reference = 4 + (copy if compute != 4 else 0) if settings.kept_reference else 0
+    return master + (copy if compute != master else 0) + (master if settings.ema else 0) + reference
 
 
 def moments_of(optimizer: str, shape: Shape, local: int) -> int:

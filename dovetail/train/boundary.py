@@ -77,7 +77,8 @@ class Boundary:
         with self._goodput.span("eval"):
             start, weight, totals = time.monotonic(), 0.0, {}
             for i in range(self._settings.eval.batches):
-                sums, more = self._evaluator(at.state.ema or at.state.params, self._ready.put(rows.batch(i)))
+                weights, batch = at.state.ema or at.state.params, self._ready.put(rows.batch(i))
+                sums, more = self._evaluator(weights, batch, at.state.reference)
                 totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
                 weight += float(more)
             means = {f"held_out_{name}": total / (weight or 1.0) for name, total in totals.items()}

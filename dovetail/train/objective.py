@@ -51,6 +51,7 @@ class StepContext:
     remat: str = "none"
     scan: bool = False
     frozen: Any = None  # weights that the step reads and does not train: see Frozen
+    reference: Params | None = None  # the state's, in the compute dtype: see Training.kept_reference
     key: jax.Array | None = None  # of what is random in this part of this step (dropout); None: nothing is
 
     def packed(self, batch: Batch) -> Packed:

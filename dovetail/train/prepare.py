@@ -109,10 +109,11 @@ class Ready:
         return next((n for n in DOCUMENTS if n >= documents), self.settings.length)
 
     def evaluate(self) -> Evaluate:
-        """(params, batch) -> (sums, what they are divided by), compiled."""
+        """Return (params, batch, the state's reference) -> (sums, what they are divided by), compiled."""
         fn = make_eval(self.cfg, self.objective, step_context(self.settings, self.placement, self.platform))
-        forms = self.form.params, self.batch_form, *self._frozen_form
-        return self._given_frozen(jax.jit(fn).lower(*forms).compile())
+        frozen = self._frozen_form[0] if self._frozen_form else None
+        program = jax.jit(fn).lower(self.form.params, self.batch_form, frozen, self.form.reference).compile()
+        return lambda params, batch, reference: program(params, batch, self.frozen, reference)
 
     @cached_property
     def frozen(self) -> Any:

@@ -29,6 +29,7 @@ class TrainState:
     step: jax.Array  # [] int32: updates applied
     health: health.HealthState
     ema: Params | None = None  # f32
+    reference: Params | None = None  # f32: see core.training.Training.kept_reference
 
 
 def state_form(
@@ -48,6 +49,7 @@ def state_form(
         step=step,
         health=_placed(checks, jax.tree.map(lambda _: everywhere, checks)),
         ema=_placed(abstract(specs, jnp.float32), shardings) if settings.ema else None,
+        reference=_placed(abstract(specs, jnp.float32), shardings) if settings.kept_reference else None,
     )
 
 
@@ -77,7 +79,8 @@ def init_state(
     rest = jax.jit(lambda: (jnp.zeros((), jnp.int32), health.init()), out_shardings=(places.step, places.health))
     step, checks = rest()
     ema = jax.jit(_as_f32, out_shardings=places.ema)(params) if settings.ema else None
-    return TrainState(params, opt, step, checks, ema)
+    reference = jax.jit(_as_f32, out_shardings=places.reference)(params) if settings.kept_reference else None
+    return TrainState(params, opt, step, checks, ema, reference)
 
 
 def _as_f32(params: Params) -> Params:

@@ -30,7 +30,7 @@ from dovetail.train.routers import router_metrics
 from dovetail.train.state import TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # and, where an objective has some, frozen weights
-Evaluate = Callable[[Params, Batch], tuple[Metrics, jax.Array]]
+Evaluate = Callable[[Params, Batch, Params | None], tuple[Metrics, jax.Array]]  # the last: the state's reference
 DROPOUT = 1  # tells its randomness from that of rounding
 
 
@@ -43,19 +43,21 @@ def make_step(
     ctx: StepContext,
 ) -> Step:
     """The step of a recipe whose open settings are derived (plan.derive); jit it with the state donated."""
-    mesh = ctx.placement.mesh
-    layout = jax.tree.map(lambda at: at.spec, ctx.placement.shardings(objective.specs(cfg)))
+    mesh, specs = ctx.placement.mesh, objective.specs(cfg)
+    layout = jax.tree.map(lambda at: at.spec, ctx.placement.shardings(specs))
 
     def step(state: TrainState, batch: Batch, frozen: Any = None) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
-        own = dataclasses.replace(ctx, frozen=frozen, key=jax.random.fold_in(key, DROPOUT))
+        beside = reference_copy(state.reference, specs, ctx.compute)
+        own = dataclasses.replace(ctx, frozen=frozen, reference=beside, key=jax.random.fold_in(key, DROPOUT))
         grads, metrics, loads = gradients(state.params, cfg, objective, batch, own, settings.accumulate or 1)
         norm = global_norm(grads)
         ok, checks = health.judge(state.health, metrics["loss"], norm, settings.health)
         updates, opt = optimizer.update(clip(grads, norm, settings.optimizer.clip), state.opt, state.params)
         params = objective.after_update(apply(state.params, updates, key), loads)
         ema = ema_update(state.ema, params, settings.ema) if settings.ema else None
-        new = TrainState(params, opt, state.step + 1, checks, ema)
+        reference = synced(state.reference, params, state.step + 1, settings.kept_reference)
+        new = TrainState(params, opt, state.step + 1, checks, ema, reference)
         metrics |= {"grad_norm": norm, "lr": rate(state.step), "ok": ok}
         if mesh.size > 1:  # a device alone is at fault itself
             metrics["checksums"] = health.checksums(grads, mesh, layout)
@@ -65,14 +67,32 @@ def make_step(
     return step
 
 
-def make_eval(cfg: ModelConfig, objective: Objective, ctx: StepContext) -> Evaluate:
-    """(params, batch) -> (sums, what they are divided by): each is added up over batches by the caller."""
+def synced(reference: Params | None, params: Params, step: jax.Array, settings: Any) -> Params | None:
+    """Return the reference after update number `step`: every `sync_every` of them it becomes alpha params + (1 - alpha)
+    reference (settings: a tune.reference.Reference)."""
+    if reference is None or not settings.sync_every:
+        return reference
+    share = jnp.where(step % settings.sync_every == 0, settings.mixup_alpha, 0.0)
+    return jax.tree.map(lambda old, new: (1 - share) * old + share * new.astype(jnp.float32), reference, params)
+
+
+def reference_copy(reference: Params | None, specs: Any, compute: Compute) -> Params | None:
+    return None if reference is None else compute_copy(reference, specs, compute)
+
+
+def make_eval(cfg: ModelConfig, objective: Objective, ctx: StepContext) -> Callable[..., tuple[Metrics, jax.Array]]:
+    """Return (params, batch, frozen, reference) -> (sums, what they are divided by), which the caller adds up over
+    batches."""
     plain = dataclasses.replace(ctx, remat="none", documents=None, logits=jnp.float32)
 
-    def evaluate(params: Params, batch: Batch, frozen: Any = None) -> tuple[Metrics, jax.Array]:
-        own = dataclasses.replace(plain, frozen=frozen)
+    specs = objective.specs(cfg)
+
+    def evaluate(
+        params: Params, batch: Batch, frozen: Any = None, reference: Params | None = None
+    ) -> tuple[Metrics, jax.Array]:
+        own = dataclasses.replace(plain, frozen=frozen, reference=reference_copy(reference, specs, ctx.compute))
         with ctx.compute.products(ctx.platform):
-            return objective.held_out(compute_copy(params, objective.specs(cfg), ctx.compute), cfg, batch, own)
+            return objective.held_out(compute_copy(params, specs, ctx.compute), cfg, batch, own)
 
     return evaluate
 

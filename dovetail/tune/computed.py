@@ -3,10 +3,8 @@ log-probabilities, a teacher's likeliest words. With them on disk no second mode
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleRows
 from dovetail.io.outline import config_of
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
+from dovetail.train.step import compute_copy
 from dovetail.tune.distill import likeliest
-from dovetail.tune.policy import frozen_model
+from dovetail.tune.policy import frozen_model, policy_of
 from dovetail.tune.preference import target_logprobs
 from dovetail.tune.settings import Distill, Dpo, Tuning
 
@@ -33,14 +33,16 @@ class Computed:
     said: str  # by which setting, for an error
     weights: str  # a folder or a name
     score: Callable[[Params, Batch, StepContext], dict[str, jax.Array]]
+    on_adapter: bool = False  # with the adapters that the run starts from
 
 
 def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
     """What the rows are to hold besides; None: nothing."""
     if isinstance(settings, Dpo) and settings.preference.source == "disk":
+        on_adapter = bool(settings.from_adapter) and settings.reference.model == "policy"
         return Computed(
             "reference.npz", "preference.reference", settings.weights,
-            lambda params, batch, ctx: {"reference": target_logprobs(params, ready.cfg, batch, ctx)},
+            lambda params, batch, ctx: {"reference": target_logprobs(params, ready.cfg, batch, ctx)}, on_adapter,
         )  # fmt: skip
     if isinstance(settings, Distill) and settings.distillation.teacher == "disk":
         cfg, k = config_of(settings.teacher), settings.distillation.top_k
@@ -58,12 +60,12 @@ def with_columns(
     """The rows with what was computed, which is done now unless an earlier start has."""
     if jax.process_count() > 1:
         raise ValueError(f"{wanted.said}=disk is for one process: set it to live where several train together")
-    key = hashlib.sha256(
-        json.dumps([settings.rows_key, rows.fingerprints, wanted.weights, settings.held]).encode()
-    ).hexdigest()
+    adapters = _adapters(wanted, settings, ready)
+    content = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
+    key = fingerprint(settings.rows_key, rows.fingerprints, wanted.weights, settings.held, *content)
     values = _kept(folder / wanted.name, key)
     if values is None:
-        values = _compute(wanted, rows.every_document(), settings, ready)
+        values = _compute(wanted, adapters, rows.every_document(), settings, ready)
         _keep(folder / wanted.name, key, values)
     for name, flat in values.items():
         by_document = [flat[start:stop] for start, stop in pairwise(rows.examples.offsets)]
@@ -71,7 +73,16 @@ def with_columns(
     return rows, held_out
 
 
-def _compute(wanted: Computed, rows: ExampleRows, settings: Tuning, ready: Ready) -> Values:
+def _adapters(wanted: Computed, settings: Tuning, ready: Ready) -> Params | None:
+    """Return the adapters that the run starts with, where the model to ask has them."""
+    if not wanted.on_adapter:
+        return None
+    initial = policy_of(settings).initial
+    assert initial is not None, "from_adapter is set"
+    return initial(ready)
+
+
+def _compute(wanted: Computed, adapters: Params | None, rows: ExampleRows, settings: Tuning, ready: Ready) -> Values:
     """`rows` have the column `document`."""
     same = wanted.weights == settings.weights
     cfg = ready.cfg if same else config_of(wanted.weights)
@@ -79,13 +90,20 @@ def _compute(wanted: Computed, rows: ExampleRows, settings: Tuning, ready: Ready
     if frozen is None:
         frozen = frozen_model(wanted.weights, settings.held, settings.precision.compute).load(cfg, ready.placement)
     ctx, offsets = step_context(ready.settings, ready.placement, ready.platform), rows.examples.offsets
-    score, values = jax.jit(lambda params, batch: wanted.score(params, batch, ctx)), {}
+
+    def scored(frozen: Params, adapters: Params | None, batch: Batch) -> dict[str, jax.Array]:
+        if adapters is None:
+            return wanted.score(frozen, batch, ctx)
+        own = compute_copy(adapters, ready.specs, ctx.compute)
+        return wanted.score(policy_of(settings).params(own, replace(ctx, frozen=frozen)), batch, ctx)
+
+    score, values = jax.jit(scored), {}
     for step in range(rows.steps_per_epoch):
         batch: Any = rows.batch(step)
         there = batch.segment_ids > 0
         place = offsets[batch.columns["document"][there] - 1] + batch.positions[there]
         with ctx.compute.products(ctx.platform):
-            found = jax.device_get(score(frozen, _put(batch, ready)))
+            found = jax.device_get(score(frozen, adapters, _put(batch, ready)))
         for name, x in found.items():
             values.setdefault(name, np.zeros((int(offsets[-1]), *x.shape[2:]), x.dtype))[place] = x[there]
     return values

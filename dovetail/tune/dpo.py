@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Objective
-from dovetail.tune.policy import frozen_model, policy_of
+from dovetail.tune.policy import frozen_model, kept_model, policy_of
 from dovetail.tune.preference import preference
 from dovetail.tune.run import tune
 from dovetail.tune.settings import Dpo
@@ -33,9 +33,10 @@ def dpo(
 
 
 def dpo_objective(settings: Dpo) -> Objective:
-    policy = policy_of(settings)
-    found = preference(settings.preference, policy.params, lambda params, ctx: ctx.frozen, settings.most_documents)
+    policy, kept = policy_of(settings), settings.kept_reference
+    reference = kept_model(policy) if kept else lambda params, ctx: ctx.frozen
+    found = preference(settings.preference, policy.params, reference, settings.most_documents)
     frozen = policy.frozen
-    if frozen is None and settings.preference.source == "live":
+    if frozen is None and settings.preference.source == "live" and not kept:
         frozen = frozen_model(settings.weights, settings.held, settings.precision.compute)
     return dataclasses.replace(found, specs=policy.specs, frozen=frozen, initial=policy.initial, export=policy.export)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ def _trains_head(settings: Tuning) -> bool:
     lora, cfg = settings.lora, config_of(settings.model)
     assert lora is not None
     return ("embed" if cfg.tied else "head") in (*outer_names(cfg, lora), *saved_names(cfg, lora))
+
+
+def kept_model(policy: Policy) -> Callable[[Params, StepContext], Params]:
+    """Return the model of the training state's reference (`StepContext.reference`), without dropout."""
+
+    def model(params: Params, ctx: StepContext) -> Params:
+        assert ctx.reference is not None, "settings.kept_reference is set"
+        return policy.params(ctx.reference, dataclasses.replace(ctx, key=None))
+
+    return model
 
 
 def frozen_model(weights: str, held: str, compute: str) -> Frozen:

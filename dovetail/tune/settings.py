@@ -17,12 +17,14 @@ from dovetail.models.frozen import HELD, SCHEMES
 from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names
 from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.preference_settings import Preference, RewardLoss
+from dovetail.tune.reference import Reference
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
 EPOCHS = 3.0  # unless a recipe says how long to train; as transformers' num_train_epochs
 SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
+REFERENCE = Reference()
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,31 @@ class Dpo(Tuning):
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
     preference: Preference = PREFERENCE
+    reference: Reference = REFERENCE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        source, reference = self.preference.source, self.reference
+        require(
+            source != "none" or reference == REFERENCE,
+            f"reference is not used by preference.loss={self.preference.loss}, which has none: leave it out.",
+        )
+        require(
+            source == "live" or not reference.sync_every,
+            f"reference.sync_every={reference.sync_every} changes the reference, which preference.reference=disk "
+            "computes once: set preference.reference=live.",
+        )
+        reference.check(self.lora is not None, self.from_adapter)
+
+    @property
+    def kept_reference(self) -> Reference | None:
+        return self.reference.kept(self.from_adapter) if self.preference.source == "live" else None
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """An adapter's base is its reference too: no second copy."""
-        return ((None, self.held),) if self.lora or self.preference.source == "live" else ()
+        """A new adapter's base is its reference too: no second copy."""
+        beside = self.preference.source == "live" and not self.kept_reference
+        return ((None, self.held),) if self.lora or beside else ()
 
     @property
     def examples(self) -> str:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tune.small_models import LORA, RUN, metrics, model_folder, pairs
+from tune.small_models import CONFIG, LORA, RUN, metrics, model_folder, pairs
 
 import dovetail as dt
+from dovetail.core.recipe import create
+from dovetail.core.spec import init
+from dovetail.io.peft import save_adapter
+from dovetail.models.lora import Lora, lora_spec
+from dovetail.models.registry import parse_config
+from dovetail.tune.rl.settings import Rl
+from dovetail.tune.settings import Dpo
 
 QUICK = RUN | {"optimizer": {"lr": 3e-3}}
 
@@ -64,3 +75,79 @@ def test_a_reference_on_disk_is_the_live_one(tmp_path):
     )
     assert (disk.folder / "reference.npz").exists()
     np.testing.assert_allclose(told(live, "loss"), told(disk, "loss"), rtol=1e-4)
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+def adapter_folder(place: Path) -> str:
+    """An adapter that changes the model by much."""
+    cfg, lora = parse_config(CONFIG, "here"), Lora(**LORA)
+    tree = init(lora_spec(cfg, lora), jax.random.key(3), jnp.float32, 0.1)
+    full = jax.tree.map(lambda x: np.asarray(jax.random.normal(jax.random.key(x.size), x.shape)) * 0.1, tree)
+    save_adapter(place / "adapter", cfg, full, lora, model_folder(place))
+    return str(place / "adapter")
+
+
+def first_loss(place: Path, name: str, steps: int = 1, **how) -> list[float]:
+    ended = dt.dpo(
+        model=model_folder(place), data=pairs(), lora=LORA, from_adapter=adapter_folder(place), steps=steps,
+        run_dir=place / name, **(QUICK | how),
+    )  # fmt: skip
+    return told(ended, "loss")
+
+
+def test_the_reference_is_the_starting_policy(tmp_path):
+    np.testing.assert_allclose(first_loss(tmp_path, "policy"), np.log(2), rtol=1e-5)
+
+
+@pytest.mark.thorough
+def test_the_bare_base_is_the_reference_where_asked_for(tmp_path):
+    assert abs(first_loss(tmp_path, "base", reference={"model": "base"})[0] - np.log(2)) > 0.01
+
+
+@pytest.mark.thorough
+def test_the_starting_policy_on_disk_is_the_live_one(tmp_path):
+    live, disk = (first_loss(tmp_path, how, 4, preference={"reference": how}) for how in ("live", "disk"))
+    np.testing.assert_allclose(live, disk, rtol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", [{}, {"lora": LORA}], ids=["all weights", "adapters"])
+def test_a_synced_reference_follows_the_policy_and_is_resumed(how, tmp_path):
+    """With a copy after every step the loss is that of a policy which is its own reference, and a run that stopped
+    between two syncs goes on as one that did not."""
+    given = dict(model=model_folder(tmp_path), data=pairs(), **QUICK, **how)
+    each = dt.dpo(steps=3, reference={"sync_every": 1, "mixup_alpha": 1.0}, run_dir=tmp_path / "each", **given)
+    np.testing.assert_allclose(told(each, "loss"), np.log(2), rtol=1e-5)
+    some = {"sync_every": 2, "mixup_alpha": 1.0}
+    whole = dt.dpo(steps=6, reference=some, run_dir=tmp_path / "whole", **given)
+    dt.dpo(steps=3, reference=some, run_dir=tmp_path / "parts", **given)
+    parts = dt.dpo(steps=6, reference=some, run_dir=tmp_path / "parts", **given)
+    losses = told(whole, "loss")
+    np.testing.assert_allclose([losses[0], losses[2], losses[4]], np.log(2), rtol=1e-5)
+    assert losses[1] < 0.69 and told(parts, "loss") == losses
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reference": {"model": "base"}}, "from_adapter, which is not set"),
+        ({"reference": {"mixup_alpha": 0.5}}, "set sync_every"),
+        ({"reference": {"sync_every": 4}, "lora": LORA}, "reference.mixup_alpha must be 1 with lora, got 0.6"),
+        ({"reference": {"sync_every": 4}, "preference": {"reference": "disk"}}, "preference.reference=live"),
+        ({"reference": {"sync_every": 4}, "preference": {"loss": "orpo"}}, "not used by preference.loss=orpo"),
+    ],
+)
+def test_a_reference_that_means_nothing_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        create(Dpo, {"model": "tiny", "steps": 1, **given})
+
+
+def test_rl_has_the_same_reference():
+    given = {"model": "tiny", "steps": 1, "loss": {"beta": 0.1}, "lora": LORA, "from_adapter": "here"}
+    assert create(Rl, given).kept_reference
+    assert create(Rl, given | {"reference": {"model": "base"}}).kept_reference is None
+    assert create(Rl, given | {"loss": {"beta": 0.0}}).kept_reference is None
+    with pytest.raises(ValueError, match="which sync_every=2 does not reach"):
+        create(Rl, given | {"reference": {"devices": 1, "sync_every": 2, "mixup_alpha": 1.0}})

@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dovetail.train.step import synced
 from dovetail.tune.preference import _judge
 from dovetail.tune.preference_losses import Judged, bradley_terry, kto
 from dovetail.tune.preference_settings import Preference
+from dovetail.tune.reference import Reference
 from dovetail.tune.sequences import are_there, is_last, num_pairs, pairs, segment_sums
 
 pytestmark = pytest.mark.slow
@@ -300,6 +302,24 @@ def test_kto_is_trls(trl):
     assert logps.grad is not None
     np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
     np.testing.assert_allclose(grad, logps.grad[:, 0].numpy(), rtol=1e-4, atol=1e-7)
+
+
+def test_a_sync_of_the_reference_is_trls(trl):
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    rng = np.random.default_rng(0)
+    old, new = ({"a": rng.normal(size=(3, 4)), "b": rng.normal(size=5)} for _ in range(2))
+    theirs, policy = ([torch.nn.Parameter(torch.tensor(x)) for x in each.values()] for each in (old, new))
+    model, target = torch.nn.ParameterList(policy), torch.nn.ParameterList(theirs)
+    SyncRefModelCallback._sync_target_model(model, target, 0.6)
+    settings = Reference(sync_every=3)  # mixup_alpha: TRL's default
+    kept = jax.tree.map(jnp.asarray, old)
+    for step in (1, 2):
+        kept = synced(kept, new, jnp.asarray(step), settings)
+    assert all(np.array_equal(kept[name], np.asarray(old[name], np.float32)) for name in old)
+    kept = synced(kept, new, jnp.asarray(3), settings)
+    for name, want in zip(old, target, strict=True):
+        np.testing.assert_allclose(kept[name], want.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("centering", [None, 0.1])

@@ -48,19 +48,31 @@ class Lessons:
         """Whether some of its answers did better than others."""
         return not all_equal(np.asarray([self._rewards(group)]))[0]
 
-    def of(self, groups: Groups, params: Params, kept: Sequence[Scores] | None = None) -> list[Lesson]:
-        """One for each update of a pass. Its episodes are of all groups, so that no update sees one prompt alone.
+    def of(
+        self, groups: Groups, params: Params, reference: Params | None = None, kept: Sequence[Scores] | None = None
+    ) -> list[Lesson]:
+        """Return one for each update of a pass. Its episodes are of all groups, so that no update sees one prompt alone.
 
-        `kept`: the scores of each, where they are known; else they are computed with `params`."""
+        Args:
+            reference: the training state's, where it keeps one.
+            kept: the scores of each, where they are known; else they are computed with `params`.
+        """
         settings, episodes = self._settings, [episode for group in groups for episode in group]
         gains = self._gains(groups) if settings.judges_groups else None
         parts, lessons = settings.updates, []
         for i in range(parts):
             own = None if gains is None else gains[i::parts]
-            lessons.append(self._lesson(episodes[i::parts], own, params, kept[i] if kept else None))
+            lessons.append(self._lesson(episodes[i::parts], own, params, reference, kept[i] if kept else None))
         return lessons
 
-    def _lesson(self, episodes: list[Episode], gains: np.ndarray | None, params: Params, kept: Scores | None) -> Lesson:
+    def _lesson(
+        self,
+        episodes: list[Episode],
+        gains: np.ndarray | None,
+        params: Params,
+        reference: Params | None,
+        kept: Scores | None,
+    ) -> Lesson:
         settings = self._settings
         devices = self._ready.placement.mesh.size
         sizes = row_sizes(settings.batch, devices, self._ready.settings.accumulate or 1)
@@ -76,7 +88,7 @@ class Lessons:
         )  # fmt: skip
         if self._calls and settings.has_masks:
             batch = replace(batch, columns={**batch.columns, **self._calls.columns(layout, episodes)})
-        scores = self._scores(batch, layout, params) if kept is None else kept
+        scores = self._scores(batch, layout, params, reference) if kept is None else kept
         batch, notes = self._with_scores(batch, layout, episodes, masks, scores)
         places = sum(layout.sizes)
         notes |= {"tokens": float(places), "filled": places / (layout.rows * layout.length)}
@@ -99,17 +111,17 @@ class Lessons:
 
     # --- what models say of them --------------------------------------------------------------------------------------
 
-    def _scores(self, batch: Batch, layout: Layout, params: Params) -> Scores:
+    def _scores(self, batch: Batch, layout: Layout, params: Params, reference: Params | None) -> Scores:
         """By the policy (see Scorer.before), the reference and the teacher, of each that this recipe has."""
         settings, found = self._settings, {}
         if settings.algo == "gkd" or not (settings.scores_first or settings.has_reference or settings.is_taught):
             return {}  # the teacher of gkd is asked in the step itself
         put = self._ready.place(batch)
-        reference = self._scorer.reference(put) if settings.has_reference else None
+        by_reference = self._scorer.reference(put, reference) if settings.has_reference else None
         if settings.scores_first:
             found |= self._scorer.before(params, put)
-        if reference is not None:
-            found["reference"] = np.asarray(reference)
+        if by_reference is not None:
+            found["reference"] = np.asarray(by_reference)
         if settings.is_taught:
             found["teacher"] = self._scorer.teacher(put)
         return {name: np.concatenate(layout.take(array)) for name, array in found.items()}

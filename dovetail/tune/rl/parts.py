@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.core.choice import not_negative, one_of, require
+from dovetail.tune.reference import Reference as Compared
 
 MOST_SUPPORT = 20  # likeliest words that the engine names beside each token: see engine.params
 TOOL_CHOICES = ("", "auto", "required")
@@ -65,13 +66,19 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The weights that the run began with, where a KL term holds the policy to them."""
+class Reference(Compared):
+    """The model that a KL term compares the policy with."""
 
     devices: int = 0  # of its own, the last before the engine's; 0: it shares the trainer's
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         not_negative(self, "devices")
+        require(
+            not (self.devices and self.sync_every),
+            f"devices={self.devices} gives the reference devices of its own, which sync_every={self.sync_every} does "
+            "not reach: leave one of them out.",
+        )
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Rollouts:
     def _scored(self, number: int, rollout: Rollout, at: Position, first: int) -> list[Lesson]:
         """With the scores by the weights before the first update: a run that is resumed between two reads them."""
         kept = self._journal.scores(number) if rollout.is_recalled and at.cursor > first else None
-        lessons = self._lessons.of(rollout.groups, at.state.params, kept)
+        lessons = self._lessons.of(rollout.groups, at.state.params, at.state.reference, kept)
         if kept is None and self._settings.updates_per_rollout > 1:
             self._journal.write_scores(number, [lesson.scores for lesson in lessons])
         return lessons

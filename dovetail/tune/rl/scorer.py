@@ -42,13 +42,16 @@ class Scorer:
         only the tokens with the highest are trained; a critic's `values`."""
         return jax.device_get(self._before(params, batch, self._ready.frozen))
 
-    def reference(self, batch: Batch) -> jax.Array:
-        """[B, T]: the policy's log-probabilities by the weights that the run began with. Under way: on devices of its
-        own it computes while others do."""
+    def reference(self, batch: Batch, kept: Params | None = None) -> jax.Array:
+        """Return the reference's log-probabilities, [B, T], without waiting for them: on devices of its own it computes
+        while others do. kept: the training state's reference, where it has one; else it is a frozen model."""
         if self._reference is None:
             self._reference = self._load()
-        rows = self._ready.place(batch, self._apart) if self._apart else batch
-        return self._by_reference(self._reference, rows)
+        rows = batch
+        if self._apart:
+            rows = self._ready.place(batch, self._apart)
+            kept = kept and jax.device_put(kept, self._apart.shardings(self._ready.specs))
+        return self._by_reference(self._reference, kept, rows)
 
     def teacher(self, batch: Batch) -> np.ndarray:
         """[B, T]: log-probabilities by the recipe's teacher."""
@@ -63,8 +66,10 @@ class Scorer:
         return config_of(self._settings.teacher)
 
     def _load(self) -> Any:
-        """Of adapters, their base: no second copy where that lies."""
+        """Return the frozen part of the reference. Of adapters it is their base: no second copy where that lies."""
         settings, ready = self._settings, self._ready
+        if settings.kept_reference and not settings.lora:
+            return ()
         if settings.lora and not self._apart:
             return ready.frozen
         return frozen_model(settings.weights, settings.held, settings.precision.compute).load(
@@ -90,7 +95,10 @@ class Scorer:
                 found["values"] = values_of(own[CRITIC], self._policy, cfg, batch, ctx)
         return found
 
-    def _score_reference(self, model: Params, batch: Batch) -> jax.Array:
+    def _score_reference(self, model: Params, kept: Params | None, batch: Batch) -> jax.Array:
+        if kept is not None:
+            own = compute_copy(kept, self._ready.specs, self._ctx.compute)
+            model = self._policy.params(own, dataclasses.replace(self._ctx, frozen=model))
         return self._alone(model, self._ready.cfg, batch, self._apart)
 
     def _score_teacher(self, model: Params, batch: Batch) -> jax.Array:

@@ -114,8 +114,13 @@ class Rl(Tuning):
         """Nothing may be set that this algorithm does not read."""
         require(
             self.has_reference or self.reference == REFERENCE,
-            f"reference.devices={self.reference.devices} needs a KL term, which alone asks for a reference: set "
-            f"{'critic.beta' if self.has_critic else 'loss.beta'} above 0, or leave it out",
+            "reference is used by a KL term only: set "
+            f"{'critic.beta' if self.has_critic else 'loss.beta'} above 0, or leave reference out.",
+        )
+        self.reference.check(self.lora is not None, self.from_adapter)
+        require(
+            not (self.has_critic and self.reference.sync_every),
+            f"reference.sync_every={self.reference.sync_every} does not work with algo=ppo: leave it out.",
         )
         for name, default, algo in (("critic", CRITIC, "ppo"), ("distillation", ON_POLICY, "gkd")):
             require(
@@ -268,6 +273,10 @@ class Rl(Tuning):
         return bool(self.wanted.beta) or (self.has_critic and self.critic.beta > 0)
 
     @property
+    def kept_reference(self) -> Reference | None:
+        return self.reference.kept(self.from_adapter) if self.has_reference else None
+
+    @property
     def scores_first(self) -> bool:
         """Whether the trainer's log-probabilities before the first update are wanted: where there are several, and
         where the policy that is trained is not the very distribution that the sampler reports."""
@@ -321,7 +330,7 @@ class Rl(Tuning):
         itemsize = compute_of(self.precision.compute).dtype.itemsize
         if self.has_critic:  # what the plan counts is one model: its masters, moments, gradients and copy once more
             others["critic"] = num_params(spec(cfg)) * (16 + itemsize) if not self.lora else 0
-        if self.has_reference and not (self.lora or self.reference.devices):
+        if self.has_reference and not (self.lora or self.reference.devices or self.kept_reference):
             others["reference"] = num_params(spec(cfg)) * itemsize
         if not (self.engine.sleep or self.engine.devices):
             others["engine's weights"] = num_params(spec(cfg)) * itemsize

@@ -108,6 +108,22 @@ def test_adapters_temperature_words_and_a_reference(place):
 
 
 @pytest.mark.thorough
+def test_the_reference_is_the_policy_that_the_run_starts_with(place):
+    """Of adapters that go on, the model with them; the bare base where asked for; and one that follows the policy."""
+    given = dict(lora={"rank": 8}, loss={"beta": 0.05}, optimizer={"lr": 3e-2}, checkpoint={"every": 0})
+    run(place, name="before", steps=3, **given)
+    given["from_adapter"] = str(place / "before/export/step_3")
+    references = {"policy": {}, "base": {"model": "base"}, "synced": {"sync_every": 1, "mixup_alpha": 1.0}}
+    kl = {}
+    for name, reference in references.items():
+        run(place, name=f"from-{name}", steps=2, reference=reference, **given)
+        kl[name] = [line["kl"] for line in metrics(place / f"from-{name}")]
+    assert kl["policy"][0] == pytest.approx(0, abs=1e-6) and kl["policy"][1] > 1e-5
+    assert kl["base"][0] > 1e-3
+    assert kl["synced"] == pytest.approx([0, 0], abs=1e-6)
+
+
+@pytest.mark.thorough
 def test_engine_on_devices_of_its_own_and_one_update_behind(place):
     """The same rewards are learnt with the sampler on other devices, and while the trainer computes."""
     assert len(jax.devices()) == 8
