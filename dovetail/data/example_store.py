@@ -14,6 +14,7 @@ from dovetail.core.fingerprint import fingerprint, of_sources
 from dovetail.data import shorten
 from dovetail.data.bad_records import BadRecords
 from dovetail.data.examples import Example, example
+from dovetail.data.mismatched import mismatched, room_of
 from dovetail.data.records import Record
 from dovetail.data.trained_tokens import ExampleEncoder, Trained, begins_with_assistant
 from dovetail.data.tuning import Keys, TuningData
@@ -55,12 +56,13 @@ class Stats:
 
 
 class Made(NamedTuple):
-    """The documents of one source. A unit is what a row holds whole: a document, or the two of a preference."""
+    """The documents of one source. A unit is what a row holds whole: a document, the two of a preference, or an
+    unpaired one and its mismatched one (data.mismatched)."""
 
     name: str
     documents: list[Trained]
     records: list[int]  # of each unit: the number of its record among those kept
-    labels: list[float]  # of each document: +1, or -1 to avoid
+    labels: list[float]  # of each document: +1, -1 to avoid, 0 of a mismatched one
     margins: list[float]  # of each document: its pair's, NaN where its record has none
     stats: Stats
 
@@ -123,14 +125,16 @@ def make(
     length: int,
     name: str,
 ) -> Made:
-    """Examples of `kind` out of records; what fails is said with the record's place."""
+    """Return the examples of `kind` of these records; an error names the record. Beside an unpaired one is a mismatched
+    document, with label 0."""
     made, counts, bad = Made(name, [], [], [], [], Stats()), Counter[str](), BadRecords(settings.skip_bad_records, name)
+    room = room_of(length) if kind == "unpaired" else length
 
     def read(record: Record) -> tuple[Example | None, list[Trained]]:
         found = example(record, kind, settings.format, keys)
         if found is None:
             return None, []
-        return found, _located(record, lambda: _documents(found, encoder, settings.overlong, length, counts))
+        return found, _located(record, lambda: _documents(found, encoder, settings.overlong, room, counts))
 
     for record in records:
         counts["records"] += 1
@@ -153,7 +157,14 @@ def make(
     tokens, trained = (sum(int(size(d)) for d in made.documents) for size in (lambda d: len(d.tokens), _trained))
     known = {what: counts[what] for what in COUNTED}
     stats = Stats(documents=len(made.documents), tokens=tokens, trained=trained, bad=tuple(bad.errors), **known)
-    return made._replace(stats=stats)
+    made = made._replace(stats=stats)
+    return _beside_mismatched(made, length) if kind == "unpaired" else made
+
+
+def _beside_mismatched(made: Made, length: int) -> Made:
+    documents = [each for both in zip(made.documents, mismatched(made.documents, length), strict=True) for each in both]
+    labels = [number for label in made.labels for number in (label, 0.0)]
+    return made._replace(documents=documents, labels=labels, margins=np.repeat(made.margins, 2).tolist())
 
 
 def _trained(document: Trained) -> int:

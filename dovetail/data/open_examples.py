@@ -42,7 +42,8 @@ def open_examples(
 ) -> tuple[ExampleRows, ExampleRows | None, Stats]:
     """The training rows, those held out where settings.held_out sets some apart, and what became of the records.
 
-    kind: sft, preference or unpaired (which has the column `label`, +1 or -1, at each of a document's tokens).
+    kind: sft, preference or unpaired (which has the column `label` at each of a document's tokens: +1, -1, or 0 of the
+    mismatched document that follows each: see data.mismatched).
     columns: `document`, the number of a token's document plus 1; `margin`, that of a preference. records: dicts, in
     place of files. packing: several examples share a row; without it each has a row of its own, and rows are no longer
     than the longest example needs.
@@ -53,7 +54,7 @@ def open_examples(
     if length < 2:
         raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
     made, weights = _read(settings, example_encoder(settings, tokenizer, trained), kind, length, records, progress)
-    examples = Examples(made, per_unit=2 if kind == "preference" else 1)
+    examples = Examples(made, per_unit=1 if kind == "sft" else 2)
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
     brought = {name: own_column(name, examples) for name in sorted(wanted)}
     apart = _apart(settings, made, weights, length, packing)

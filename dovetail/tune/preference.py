@@ -100,9 +100,9 @@ class _Compared:
     def documents(
         self, params: Params, cfg: ModelConfig, batch: Batch, weight: BatchWeight, ctx: StepContext
     ) -> Measured:
-        """The policy's KL from the reference is max(0, the mean ratio) over the part (with `accumulate`, not over the
-        whole batch), of documents of label 0 where there are any. These serve the estimate alone: completions of other
-        prompts, as KTO's authors have it."""
+        """Measure a part by KTO's loss. The policy's KL from the reference is max(0, the mean ratio) over the part's
+        documents of label 0 (with `accumulate`, not over the whole batch, as in TRL). They serve the estimate alone:
+        prompts with completions of other prompts (data.mismatched)."""
         wanted, label = self.settings, batch.columns["label"]
         sums, loads = self._sums(params, cfg, batch, ctx, label > 0)
         there = are_there(batch.segment_ids, self.most)

@@ -1,7 +1,7 @@
 """Rows of examples: whole, the loss on what is trained; a function of (data, seed, step) on any number of hosts."""
 
 import json
-from itertools import islice
+from itertools import islice, pairwise
 
 import jax
 import numpy as np
@@ -108,10 +108,38 @@ def test_labels_are_on_every_token(opened):
     rows, _, _ = opened(records, "unpaired", columns=("document",))
     for batch in epoch(rows):
         for row, _, where in segments(batch):
-            document = batch.columns["document"][row, where.start] - 1
-            assert (batch.columns["label"][row, where] == (1 if document % 3 == 0 else -1)).all()
+            document, mismatched = divmod(batch.columns["document"][row, where.start] - 1, 2)
+            label = 0 if mismatched else 1 if document % 3 == 0 else -1
+            assert (batch.columns["label"][row, where] == label).all()
         assert batch.columns["label"].dtype == np.float32
         assert (batch.columns["label"][batch.segment_ids == 0] == 0).all()
+
+
+def test_beside_an_unpaired_example_is_its_prompt_with_the_completion_of_another(opened, tokenizer):
+    """TRL's rotation where prompts differ; two completions of one prompt are not taken for each other's."""
+    prompts, answers = ["who", "the", "the", "lazy"], [" fox", " dog", " dog fox", " dog dog"]
+    records = [{"prompt": p, "completion": a, "label": True} for p, a in zip(prompts, answers, strict=True)]
+    rows, _, stats = opened(records, "unpaired")
+    text, trained = [], []
+    for span in map(rows.examples.span, range(8)):
+        ids, mask = rows.examples.tokens[span], rows.examples.mask[span]
+        assert ids[-1] == tokenizer.eos_id
+        text.append(tokenizer.decode(ids[:-1].tolist()))
+        trained.append(tokenizer.decode(ids[mask][:-1].tolist()))
+    assert text[::2] == [p + a for p, a in zip(prompts, answers, strict=True)] and trained[::2] == answers
+    others = [" dog dog", " fox", " fox", " dog fox"]
+    assert text[1::2] == [p + a for p, a in zip(prompts, others, strict=True)] and trained[1::2] == others
+    assert stats.documents == 4
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(4, 20), (20, 4), (22, 22)])
+def test_a_long_unpaired_example_leaves_room_for_the_mismatched_one(opened, prompt, answer):
+    records = [{"prompt": f"{word} " * prompt, "completion": " dog" * answer, "label": True} for word in ("fox", "the")]
+    rows, _, _ = opened(records, "unpaired")
+    offsets, mask = rows.examples.offsets, rows.examples.mask
+    sizes = np.diff(offsets).reshape(-1, 2)
+    assert (sizes.sum(1) <= LENGTH).all() and (sizes[:, 0] <= LENGTH * 3 // 4).all()
+    assert all(mask[a + 1 : b].any() for a, b in pairwise(offsets))
 
 
 def test_columns_from_arrays(opened):
