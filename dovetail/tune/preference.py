@@ -26,9 +26,23 @@ from dovetail.ops.token_loss import TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
 from dovetail.train.routers import loads_of
 from dovetail.tune.head import head_of, unembed_of
-from dovetail.tune.preference_losses import Judged, dpo, hinge, ipo, kto, orpo, robust, simpo
+from dovetail.tune.preference_losses import (
+    Judged,
+    apo_down,
+    apo_zero,
+    bco_pair,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    orpo,
+    robust,
+    simpo,
+)
 from dovetail.tune.preference_settings import Preference
 from dovetail.tune.sequences import Pair, are_there, is_chosen, is_last, num_pairs, pairs, segment_sums
+
+PLAIN = {"hinge": hinge, "apo_zero": apo_zero, "apo_down": apo_down, "bco_pair": bco_pair}  # of ratios and beta alone
 
 # (the weights that are trained, context) -> those of a model
 Model = Callable[[Params, StepContext], Params]
@@ -53,7 +67,7 @@ class Sums(NamedTuple):
 def preference(settings: Preference, policy: Model, reference: Model | None, most: int) -> Objective:
     """`policy` and `reference` make models of the trained weights and the context's frozen ones; no row holds more than
     `most` documents."""
-    compared, is_kto = _Compared(settings, policy, reference, most), settings.loss == "kto"
+    compared, is_kto = _Compared(settings, policy, reference, most), settings.is_kto
     columns = {"reference": Column()} if settings.source == "disk" else {}
     return Objective(
         compared.documents if is_kto else compared.pairs,
@@ -89,13 +103,15 @@ class _Compared:
         sums, loads = self._sums(params, cfg, batch, ctx, is_chosen(batch.segment_ids))
         there = pairs(are_there(batch.segment_ids, self.most)).rejected
         judged = _judge(self.settings, pairs(sums.ratios), pairs(sums.lengths))
+        written = _written(self.settings, pairs(sums.logps), there)
         logps = pairs(jax.lax.stop_gradient(sums.logps))
         numbers = {
             "chosen_reward": judged.chosen, "rejected_reward": judged.rejected,
             "reward_margin": judged.chosen - judged.rejected, "reward_accuracy": judged.chosen > judged.rejected,
             "chosen_logp": logps.chosen, "rejected_logp": logps.rejected,
         }  # fmt: skip
-        return _measured(judged.loss, numbers, there, sums, weight, loads)
+        found = _measured(judged.loss, numbers, there, sums, weight, loads)
+        return dataclasses.replace(found, loss=found.loss + written / weight.learnt)
 
     def documents(
         self, params: Params, cfg: ModelConfig, batch: Batch, weight: BatchWeight, ctx: StepContext
@@ -143,28 +159,44 @@ class _Compared:
 
     def held_out(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
         """Sums over pairs or documents: the accuracy of tokens, which is none of these, is left out."""
-        is_kto, one = self.settings.loss == "kto", jnp.ones(())
-        measure, count = (self.documents, _num_documents) if is_kto else (self.pairs, _num_pairs)
-        found = measure(params, cfg, batch, BatchWeight(one, one), ctx)
+        is_kto, one = self.settings.is_kto, jnp.ones(())
+        measure, count, of = (
+            (self.documents, _num_documents, _documents_weight) if is_kto else (self.pairs, _num_pairs, _pairs_weight)
+        )
+        whole = of(batch)  # a mean over tokens (sft) counts once for each pair
+        found = measure(params, cfg, batch, BatchWeight(one, whole.learnt / whole.judged), ctx)
         sums = {name: value for name, value in found.metrics.items() if name != "token_accuracy"}
         return {"loss": found.loss, **sums}, count(batch)
 
 
 def _judge(settings: Preference, ratios: Pair, lengths: Pair) -> Judged:
+    """Return the weighted sum of the losses of pairs (sft is one of tokens), with the rewards of the first."""
+    each = [
+        (weight, _one(name, settings, ratios, lengths)) for name, weight in settings.weights.items() if name != "sft"
+    ]
+    return each[0][1]._replace(loss=sum((weight * judged.loss for weight, judged in each), jnp.zeros(())))
+
+
+def _written(settings: Preference, logps: Pair, there: jax.Array) -> jax.Array:
+    """Return the cross entropy of the chosen completions, summed over their tokens, times the weight of sft."""
+    return settings.weights.get("sft", 0.0) * jnp.sum(jnp.where(there, -logps.chosen, 0.0))
+
+
+def _one(name: str, settings: Preference, ratios: Pair, lengths: Pair) -> Judged:
     beta, smoothing = settings.beta, settings.label_smoothing
     means = Pair(*(x / jnp.maximum(length, 1.0) for x, length in zip(ratios, lengths, strict=True)))
-    match settings.loss:
+    match name:
         case "sigmoid":
             return dpo(*ratios, beta=beta, label_smoothing=smoothing)
         case "robust":
             return robust(*ratios, beta=beta, label_smoothing=smoothing)
-        case "hinge":
-            return hinge(*ratios, beta=beta)
+        case "hinge" | "apo_zero" | "apo_down" | "bco_pair":
+            return PLAIN[name](*ratios, beta=beta)
         case "ipo":
             return ipo(*means, beta=beta)
         case "orpo":
             return orpo(*means, beta=beta)
-    assert settings.loss == "simpo", settings.loss
+    assert name == "simpo", name
     return simpo(*means, beta=beta, gamma=settings.gamma, label_smoothing=smoothing)
 
 

@@ -63,6 +63,26 @@ def ipo(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> Judged:
     return _judged((chosen - rejected - 0.5 / beta) ** 2, beta * chosen, beta * rejected)
 
 
+def apo_zero(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> Judged:
+    """1 - sigma(beta chosen) + sigma(beta rejected): for chosen completions better than the model's own (APO, arXiv
+    2408.06266, equation 7)."""
+    loss = 1 - sigmoid(beta * chosen) + sigmoid(beta * rejected)
+    return _judged(loss, beta * chosen, beta * rejected)
+
+
+def apo_down(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> Judged:
+    """sigma(beta chosen) + 1 - sigma(beta D): for chosen completions worse than the model's own (APO, equation 8)."""
+    loss = sigmoid(beta * chosen) + 1 - sigmoid(beta * (chosen - rejected))
+    return _judged(loss, beta * chosen, beta * rejected)
+
+
+def bco_pair(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> Judged:
+    """-log sigma(beta chosen) - log sigma(-beta rejected): each completion by itself (arXiv 2404.04656 without its
+    shift, as in TRL; a part of MPO)."""
+    loss = -log_sigmoid(beta * chosen) - log_sigmoid(-beta * rejected)
+    return _judged(loss, beta * chosen, beta * rejected)
+
+
 def kto(
     ratio: jax.Array, label: jax.Array, kl: jax.Array, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> Rated:

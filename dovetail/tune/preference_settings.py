@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dovetail.core.choice import not_negative, one_of, require
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
-LOSSES = ("sigmoid", "robust", "ipo", "hinge", "kto", *WITHOUT_REFERENCE)
+MIXED = ("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "bco_pair", "sft")  # those that may be in a list
+LOSSES = (*MIXED, "kto", *WITHOUT_REFERENCE)
 SMOOTHED = ("sigmoid", "robust", "simpo")
 REFERENCES = ("", "live", "disk", "none")
 
 
 @dataclass(frozen=True)
 class Preference:
-    loss: str = "sigmoid"  # of DPO; see tune.preference_losses
+    # sigmoid is DPO's: see tune.preference_losses. A list is their sum, times loss_weights; sft is the cross entropy of
+    # the chosen completions
+    loss: tuple[str, ...] | str = "sigmoid"
+    loss_weights: tuple[float, ...] = ()  # of a list: one of each; 1 unless given
     beta: float = 0.1  # how much a log-ratio counts; of orpo, the weight of the odds (its lambda)
     label_smoothing: float = 0.0  # the share of pairs taken to be the wrong way round: of sigmoid, robust and simpo
     gamma: float = 0.5  # simpo: the margin to reach, in rewards
@@ -25,36 +30,71 @@ class Preference:
     reference: str = ""
 
     def __post_init__(self) -> None:
-        one_of("loss", self.loss, LOSSES)
+        self._check_losses()
         one_of("reference", self.reference, REFERENCES)
         require(self.beta > 0, f"beta must be above 0, such as 0.1; got {self.beta}")
         not_negative(self, "gamma", "desirable", "undesirable")
         self._check_smoothing()
-        if self.loss in WITHOUT_REFERENCE:
+        if self.losses[0] in WITHOUT_REFERENCE:
             require(
-                self.reference in ("", "none"), f"reference must be none: {self.loss} has none; got {self.reference!r}"
+                self.reference in ("", "none"), f"reference must be none: {self.told} has none; got {self.reference!r}"
             )
         else:
             require(
-                self.reference != "none", f"reference must be live or disk: {self.loss} compares with one; got none"
+                self.reference != "none", f"reference must be live or disk: {self.told} compares with one; got none"
             )
+
+    def _check_losses(self) -> None:
+        listed, weights = isinstance(self.loss, tuple), self.loss_weights
+        for name in self.losses:
+            one_of("loss", name, MIXED if len(self.losses) > 1 else LOSSES)
+        require(
+            any(name != "sft" for name in self.losses),
+            "loss must have a loss of preferences, such as [sigmoid, sft], got none: use `dovetail sft` to train on "
+            "completions alone.",
+        )
+        require(
+            len(set(self.losses)) == len(self.losses), f"loss must not name a loss twice, got {', '.join(self.losses)}."
+        )
+        require(
+            not weights or (listed and len(weights) == len(self.losses)),
+            f"loss_weights must have one number for each of the losses ({self.told}), got {len(weights)}.",
+        )
+        require(all(0 < w < math.inf for w in weights), f"loss_weights must be above 0, got {list(weights)}.")
 
     def _check_smoothing(self) -> None:
         share = self.label_smoothing
         require(0 <= share < 0.5, f"label_smoothing must be at least 0 and below 0.5; got {share}")
         require(
-            share == 0 or self.loss in SMOOTHED,
-            f"label_smoothing is of the losses {', '.join(SMOOTHED)}; {self.loss} has none: set it to 0",
+            share == 0 or any(name in SMOOTHED for name in self.losses),
+            f"label_smoothing is of the losses {', '.join(SMOOTHED)}; {self.told} has none: set it to 0",
         )
         require(
-            self.loss != "robust" or share > 0,
+            "robust" not in self.losses or share > 0,
             "label_smoothing must be above 0 for the loss robust, which without it is sigmoid",
         )
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        return (self.loss,) if isinstance(self.loss, str) else self.loss
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return what each loss is multiplied with, by its name."""
+        return dict(zip(self.losses, self.loss_weights or (1.0,) * len(self.losses), strict=True))
+
+    @property
+    def is_kto(self) -> bool:
+        return self.losses == ("kto",)
+
+    @property
+    def told(self) -> str:
+        return " + ".join(self.losses)
+
+    @property
     def source(self) -> str:
         """Of the reference's log-probabilities: live, disk or none."""
-        return self.reference or ("none" if self.loss in WITHOUT_REFERENCE else "live")
+        return self.reference or ("none" if self.losses[0] in WITHOUT_REFERENCE else "live")
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Dpo(Tuning):
         source, reference = self.preference.source, self.reference
         require(
             source != "none" or reference == REFERENCE,
-            f"reference is not used by preference.loss={self.preference.loss}, which has none: leave it out.",
+            f"reference is not used by preference.loss={self.preference.told}, which has none: leave it out.",
         )
         require(
             source == "live" or not reference.sync_every,
@@ -191,7 +191,7 @@ class Dpo(Tuning):
 
     @property
     def examples(self) -> str:
-        return "unpaired" if self.preference.loss == "kto" else "preference"
+        return "unpaired" if self.preference.is_kto else "preference"
 
     @property
     def most_documents(self) -> int:

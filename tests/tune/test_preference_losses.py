@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from dovetail.train.step import synced
-from dovetail.tune.preference import _judge
+from dovetail.tune.preference import _judge, _written
 from dovetail.tune.preference_losses import Judged, bradley_terry, kto
 from dovetail.tune.preference_settings import Preference
 from dovetail.tune.reference import Reference
@@ -80,8 +80,11 @@ def compared(settings: Preference, seed: int = 0) -> tuple[float, np.ndarray, An
     def loss(policy: jax.Array) -> tuple[jax.Array, Judged]:
         off = 0.0 if settings.source == "none" else reference
         sums = segment_sums(jnp.where(mask > 0, policy - off, 0.0), ids, MOST)
-        judged = _judge(settings, pairs(sums), pairs(segment_sums(mask, ids, MOST)))
-        return jnp.sum(jnp.where(there, judged.loss, 0.0)) / num_pairs(ids), judged
+        lengths = pairs(segment_sums(mask, ids, MOST))
+        judged = _judge(settings, pairs(sums), lengths)
+        logps = pairs(segment_sums(jnp.where(mask > 0, policy, 0.0), ids, MOST))
+        written = _written(settings, logps, there) / lengths.chosen.sum()
+        return jnp.sum(jnp.where(there, judged.loss, 0.0)) / num_pairs(ids) + written, judged
 
     (value, judged), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy)
     found: Any = (np.asarray(x)[np.asarray(there)] for x in judged)
@@ -223,17 +226,27 @@ def answers(logps: torch.Tensor) -> Any:
     return lambda **_: SimpleNamespace(log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=no)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "robust", "hinge", "ipo"])
+TRLS = {name: SETTINGS[name] for name in ("sigmoid", "robust", "hinge", "ipo")} | {
+    "apo_zero": Preference("apo_zero", beta=0.3),
+    "apo_down": Preference("apo_down", beta=0.3),
+    "bco_pair": Preference("bco_pair", beta=0.3),
+    "dpo and sft": Preference(("sigmoid", "sft"), beta=0.3),
+    "mpo": Preference(("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 1.0), beta=0.3),
+}
+
+
+@pytest.mark.parametrize("name", TRLS)
 def test_dpo_is_trls(trl, name):
-    settings = SETTINGS[name]
+    settings = TRLS[name]
     value, grads, judged, documents = compared(settings)
     ordered = documents[0::2] + documents[1::2]  # TRL's batches have the chosen ones first
     logps, mask = padded([policy for policy, _ in ordered])
     refs, _ = padded([ref for _, ref in ordered])
     logps.requires_grad_(True)
     own = trainer(
-        ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[settings.loss],
-        loss_weights=[1.0], beta=settings.beta, label_smoothing=settings.label_smoothing, use_weighting=False,
+        ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[*settings.weights],
+        loss_weights=[*settings.weights.values()], beta=settings.beta, label_smoothing=settings.label_smoothing,
+        use_weighting=False,
     )  # fmt: skip
     chosen, rejected = refs.sum(dim=1).chunk(2)
     inputs = dict(input_ids=torch.ones_like(mask), attention_mask=mask, completion_mask=mask)
@@ -370,6 +383,11 @@ WRONG = {
     "reference must be none: orpo has none": dict(loss="orpo", reference="live"),
     "reference must be live or disk: kto compares with one": dict(loss="kto", reference="none"),
     "gamma must be 0 or more": dict(loss="simpo", gamma=-1.0),
+    "loss must be one of 'sigmoid', .* got 'kto'": dict(loss=("sigmoid", "kto")),
+    r"loss must have a loss of preferences, such as \[sigmoid, sft\]": dict(loss="sft"),
+    "loss must not name a loss twice": dict(loss=("ipo", "ipo")),
+    r"one number for each of the losses \(sigmoid \+ sft\), got 1": dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)),
+    "loss_weights must be above 0": dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.0)),
 }
 
 
