@@ -7,6 +7,7 @@ from the defaults of its version. A resumed run keeps a recorded value where nei
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +27,20 @@ def versions() -> dict[str, str]:
 
 def record(settings: Training) -> dict[str, Any]:
     """Return what a checkpoint's meta says of the recipe."""
-    return {"recipe": recipe.whole(settings.effective), "given": recipe.dump(settings), "versions": versions()}
+    return {"recipe": recipe.whole(_lasting(settings)), "given": recipe.dump(settings), "versions": versions()}
 
 
 def recipe_text(settings: Training) -> str:
     """Return the contents of `RUN/recipe.yaml`: a recipe that starts the same training again."""
     by = ", ".join(f"{name} {version}" for name, version in versions().items())
     head = f"# Written by {by}: every key of this run, defaults and derived values included.\n"
-    return head + yaml_text.write(recipe.whole(settings.effective))
+    return head + yaml_text.write(recipe.whole(_lasting(settings)))
+
+
+def _lasting(settings: S) -> S:
+    """Return the effective recipe without what is for one start only: the next one must ask again."""
+    effective = settings.effective
+    return replace(effective, checkpoint=replace(effective.checkpoint, allow_changed_inputs=False))
 
 
 def newest_meta(folder: Path, durable: str = "") -> dict[str, Any] | None:

@@ -263,4 +263,5 @@ def test_a_resumed_run_notices_other_data_behind_the_same_path(tmp_path):
     data.write_text("".join(json.dumps(chat) + "\n" for chat in chats(25)[1:]))
     with pytest.raises(ValueError, match=r"data \S+chats.jsonl has changed since step 2 .*allow_changed_inputs=true"):
         dt.sft(data=data, **how, **RUN)
-    assert dt.sft(data=data, checkpoint={"allow_changed_inputs": True}, **how, **RUN).step == 2
+    again = dt.sft(data=data, checkpoint={"allow_changed_inputs": True}, **how, **RUN)
+    assert again.step == 2 and "allow_changed_inputs: false" in (again.folder / "recipe.yaml").read_text()
