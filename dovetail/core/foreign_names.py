@@ -26,6 +26,8 @@ OURS = {
     "num_iterations": "updates", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
     "top_k": "sampling.top_k", "epsilon": "loss.eps_low", "epsilon_high": "loss.eps_high",
     "reward_funcs": "rewards", "reward_functions": "rewards",
+    "ref_model_mixup_alpha": "reference.mixup_alpha", "ref_model_sync_steps": "reference.sync_every",
+    "sync_ref_model": "reference.sync_every",
 }  # fmt: skip
 # In a section of ours: lora.r, optimizer.learning_rate.
 IN_SECTION = {
@@ -34,4 +36,5 @@ IN_SECTION = {
     "betas": "beta1", "epsilon": "eps", "adam_epsilon": "eps", "max_grad_norm": "clip", "warmup_steps": "warmup",
     "type": "name", "loss_type": "loss", "save_steps": "every", "eval_steps": "every", "save_total_limit": "keep",
     "chat_template": "template", "temp": "temperature", "dtype": "compute",
+    "ema": "mixup_alpha", "ref_model_mixup_alpha": "mixup_alpha", "ref_model_sync_steps": "sync_every",
 }  # fmt: skip

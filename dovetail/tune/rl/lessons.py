@@ -51,7 +51,7 @@ class Lessons:
     def of(
         self, groups: Groups, params: Params, reference: Params | None = None, kept: Sequence[Scores] | None = None
     ) -> list[Lesson]:
-        """Return one for each update of a pass. Its episodes are of all groups, so that no update sees one prompt alone.
+        """Return one for each update of a pass, with episodes of all groups, so that no update sees one prompt alone.
 
         Args:
             reference: the training state's, where it keeps one.
