@@ -23,12 +23,13 @@ from tune.small_models import chats, model_folder, pairs
 
 pytestmark = pytest.mark.thorough
 MODEL, PUBLISHED = "model", "smollm2-135m"  # the small one stands for the one that the pages name
+KEY = "a-key-of-the-readers"
 STEP = ["steps=1", "precision.compute=f32", "schedule.warmup=0"]
 ROWS = ["batch=8", "length=64"]
 SMALL = {
     "pretrain": [*STEP, *ROWS], "rl": [*STEP, "prompts=2", "group_size=4", "max_prompt=64", "max_tokens=8"],
     "serve": ["--max-model-len", "128", "--max-num-seqs", "4", "--dtype", "f32"],
-    "bench": ["--requests", "4", "--rate", "20", "--input", "8", "--output", "4"],
+    "bench": ["--requests", "4", "--rate", "20", "--input", "8", "--output", "4", "--api-key", KEY],
 } | {kind: [*STEP, *ROWS] for kind in ("sft", "dpo", "reward", "distill")}  # fmt: skip
 
 
@@ -49,6 +50,8 @@ def folder(tmp_path) -> Path:
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "keys.txt").write_text(f"{KEY}\n")
+    (tmp_path / "keys.txt").chmod(0o600)
     (tmp_path / "my-texts").mkdir()
     (tmp_path / "my-texts" / "one.txt").write_text("A fox went out. " * 20)
     (tmp_path / "code").mkdir()
