@@ -23,7 +23,7 @@ def recipes(
     ),
     check: bool = typer.Option(False, "--check", help="Only read it with its overrides, and say what is wrong."),
 ) -> None:
-    """List the recipes with their purpose, size and the hardware they fit; with NAME, show one."""
+    """List the recipes and the hardware they fit; with NAME, show one."""
     from rich.console import Console
 
     from dovetail.core import recipe

@@ -49,7 +49,7 @@ def serve(
     special_tokens_in_text: bool = typer.Option(True, help="Text of requests that spells a special token, such as "
                                                 "<|im_end|>, becomes that token; otherwise it stays text.",
                                                 rich_help_panel=_SAFETY),
-    profile_dir: Path | None = typer.Option(None, help="With --admin: routes that write a trace here.",
+    profile_dir: Path | None = typer.Option(None, help="Let admin routes write traces here.",
                                             rich_help_panel=_SAFETY),
     max_body_mb: float = typer.Option(16.0, min=0.001, help="The largest request.", rich_help_panel=_SAFETY),
     max_prompt_tokens: int = typer.Option(0, min=0, help="0: what the model takes.", rich_help_panel=_SAFETY),

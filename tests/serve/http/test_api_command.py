@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 from safetensors.numpy import save_file
-from serve.servers import Script, running
+from serve.servers import MODEL, Script, running
 from typer.testing import CliRunner
 from xla_flags import flags
 
@@ -99,7 +99,7 @@ def test_what_is_printed_at_the_start_can_be_run(tokenizer, monkeypatch, capsys,
     monkeypatch.delenv("DOVETAIL_API_KEY", raising=False)
     with running(engine, tokenizer, api_keys=keys) as server:
         config = replace(server.app.state.service.config, port=int(server.url.rpartition(":")[2]))
-        _show(config, SimpleNamespace(start_seconds=1.0, description="room", prediction=""))
+        _show(MODEL, config, SimpleNamespace(start_seconds=1.0, description="room", prediction=""))
         printed = capsys.readouterr().out
         assert "s3cret" not in printed and ("export it" in printed) == bool(key)
         if key:
