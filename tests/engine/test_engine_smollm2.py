@@ -52,7 +52,7 @@ def test_16_prompts_together(llm, prompts, expected):
 
 
 def test_16_prompts_in_so_few_pages_that_some_are_preempted(llm, prompts, expected):
-    engine = variant(llm, pages=40, steps=4)
+    engine = variant(llm, pages=32, steps=4)
     outputs = engine.generate(prompts, GREEDY, progress=False)
     assert tokens_of(outputs) == expected
     assert engine.engine.scheduler.stats().preemptions > 0 and 4 in engine.launched
