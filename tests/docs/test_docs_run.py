@@ -50,6 +50,8 @@ def folder(tmp_path) -> Path:
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template)
     (tmp_path / "keys.txt").write_text(f"{KEY}\n")
     (tmp_path / "keys.txt").chmod(0o600)
     (tmp_path / "my-texts").mkdir()
