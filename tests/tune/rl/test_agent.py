@@ -62,7 +62,7 @@ def test_it_learns_to_call_its_tool(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     tiny, chance = importlib.import_module("tiny"), random.Random(0)
     lessons = [lesson(task, chance) for task in tasks() for _ in range(6)]
-    model = tiny.imitate(tiny.tiny_model(tmp_path / "model", lessons), lessons, tmp_path / "sft", steps=100)
+    model = tiny.imitate(tiny.tiny_model(tmp_path / "model", lessons), lessons, tmp_path / "sft", steps=140)
     ended = rl(
         model=model, data=tasks(), environment=Shop, steps=16, prompts=4, group_size=8, max_prompt=48, max_tokens=48,
         optimizer={"lr": 7e-4}, precision={"compute": "f32"}, schedule={"name": "constant"}, run_dir=tmp_path / "rl",
