@@ -184,7 +184,7 @@ def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
 
 
 def _show(shown: str, config, info) -> None:
-    """What a first-time user needs: where it is, and three lines to try it with the model called `shown`."""
+    """Print the address of the server, and commands that try the model called `shown`."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text

@@ -40,7 +40,7 @@ def explained(cls: type, settings: Any = None) -> list[Key]:
 
 
 def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iterator[Key]:
-    """values, defaults: instances of cls, or None. unset: `values` is None because nothing was given."""
+    """Yield the keys of `cls`. values, defaults: instances of cls, or None. unset: no values were given."""
     hints, said = typing.get_type_hints(cls), meanings(cls)
     for field in dataclasses.fields(cls):
         if not field.init:
@@ -62,7 +62,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _text(value: Any) -> str:
-    """As YAML, on one line."""
+    """Return the value as YAML on one line."""
     plain = whole(value)
     return yaml_text.write_inline(plain) if isinstance(plain, list | dict | str) or plain is None else _number(plain)
 

@@ -189,7 +189,7 @@ def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
 
 
 def has_key(cls: type, dotted: str) -> bool:
-    """Whether settings of this class have the key, such as `lora.rank`."""
+    """Return whether settings of this class have the key, such as `lora.rank`."""
     name, _, rest = dotted.partition(".")
     hint = typing.get_type_hints(cls).get(name) if name in {f.name for f in dataclasses.fields(cls) if f.init} else None
     section = section_of(hint)

@@ -54,7 +54,7 @@ class Packing:
 
     @property
     def documents(self) -> int:
-        """How many an epoch has."""
+        """Return the number of documents in an epoch."""
         return len(self._documents)
 
     @property

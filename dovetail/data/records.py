@@ -95,7 +95,7 @@ def _parsed(raw: bytes, where: Where) -> Record:
 
 
 def _record(read: Callable[[], Any], where: Where) -> Record:
-    """One that cannot be read does not end the reading of those behind it."""
+    """Go on with the next record after one that cannot be read."""
     try:
         return Record(_object(read(), where), where)
     except ValueError as error:

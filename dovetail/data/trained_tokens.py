@@ -45,7 +45,7 @@ class _Turn(NamedTuple):
 
 
 def begins_with_assistant(side: Chat | Text) -> bool:
-    """Whether the first turn is the assistant's: it answers nothing, and is not trained."""
+    """Return whether the first turn is the assistant's. It has no prompt, so it is not trained."""
     return isinstance(side, Chat) and not side.first and side.messages[0]["role"] == "assistant"
 
 

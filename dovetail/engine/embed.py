@@ -26,7 +26,7 @@ from dovetail.ops.adapter import choose
 
 Pooling = Literal["mean", "last"]
 Wanted = Literal["mean", "last", "score"]  # a pooled vector, or the last token's score
-Cancelled = Callable[[], bool]  # whether nobody waits for the answer any more
+Cancelled = Callable[[], bool]  # True once the client has gone or the request timed out
 LEAST = 16
 
 
@@ -49,7 +49,7 @@ class Embedder:
         adapter: str | None = None,
         cancelled: Cancelled = _never,
     ) -> list[list[float]]:
-        """One vector [D] a prompt; ValueError for a bad one, before any is computed, and once it is cancelled."""
+        """Return one vector [D] per prompt. Raise ValueError for a bad prompt before any is computed, or when cancelled."""
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling is mean or last; got {pooling!r}")
         return self._each(prompts, pooling, adapter, cancelled)
