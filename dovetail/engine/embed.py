@@ -49,7 +49,7 @@ class Embedder:
         adapter: str | None = None,
         cancelled: Cancelled = _never,
     ) -> list[list[float]]:
-        """Return one vector [D] per prompt. Raise ValueError for a bad prompt before any is computed, or when cancelled."""
+        """Return one vector [D] per prompt. Raise ValueError for a bad prompt before any is computed, or on cancel."""
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling is mean or last; got {pooling!r}")
         return self._each(prompts, pooling, adapter, cancelled)
