@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import param_sharding
 from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Params
@@ -59,15 +60,15 @@ class Adapters:
     def find(self, name: str) -> Adapter:
         if name not in self._loaded:
             known = f"there are {', '.join(self._loaded)}" if self._loaded else "none is"
-            raise ValueError(f"adapter {name!r} is not loaded: {known}")
+            raise UserError(f"adapter {name!r} is not loaded: {known}")
         return self._loaded[name]
 
     def read(self, name: str, path: str) -> Params:
         """What `put` writes; any thread may ask for it."""
         if not isinstance(name, str) or not name:
-            raise ValueError(f"an adapter's name is a text of its own; got {name!r}")
+            raise UserError(f"an adapter's name is a text of its own; got {name!r}")
         if not self.form.slots:
-            raise ValueError("the engine was built without room for adapters: give it max_adapters")
+            raise UserError("the engine was built without room for adapters: give it max_adapters")
         lora, tree = read_adapter(path, self.form.cfg)
         return slot_values(self.form, tree, lora, self._dtype)
 
@@ -85,7 +86,7 @@ class Adapters:
         number = self.place(name, used)
         if number is None:
             why = ", and requests under way need them" if self.place(name) is not None else ""
-            raise ValueError(
+            raise UserError(
                 f"all {self.form.slots} places for adapters are taken{why}: unload one, or raise max_adapters"
             )
         self.tables = write_slot(self.tables, values, number - 1)
@@ -128,7 +129,7 @@ def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = No
         try:
             check_served(tree, lora, form.rank)
         except ValueError as error:
-            raise ValueError(f"adapter {name!r} ({options.adapters[name]}): {error}") from None
+            raise UserError(f"adapter {name!r} ({options.adapters[name]}): {error}") from None
     return form
 
 

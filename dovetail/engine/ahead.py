@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dovetail.core.chips import chip_of
 from dovetail.core.compute import compute_of
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import leaf_dtype, tree_map
 from dovetail.core.types import Paged
@@ -123,7 +124,7 @@ def ahead(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> A
     """With the pool that an engine would make on the first of these devices. Weights are bf16 unless options say."""
     count, chip = options.tensor_parallel, chip_of(devices[0])
     if count > len(devices):
-        raise ValueError(f"tensor_parallel={count} needs as many devices, and the topology has {len(devices)}")
+        raise UserError(f"tensor_parallel={count} needs as many devices, and the topology has {len(devices)}")
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
     programs = programs_for(cfg, options, compute, placement, devices[0])
     params = with_adapters(_forms(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)

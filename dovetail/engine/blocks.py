@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from hashlib import sha256
 from struct import Struct
 
+from dovetail.core.errors import UserError
 from dovetail.engine.sequence import Sequence
 
 
@@ -34,7 +35,7 @@ class BlockPool:
 
     def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True, model: str = ""):
         if num_pages < 1 or page_size < 1:
-            raise ValueError(
+            raise UserError(
                 f"a pool needs at least one page of one token; got num_pages={num_pages}, page_size={page_size}"
             )
         self.num_pages, self.page_size, self.prefix_caching, self.model = num_pages, page_size, prefix_caching, model

@@ -11,6 +11,7 @@ import jax
 
 from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Params, Weights
 from dovetail.engine.adapters import adapters_for, check_adapters
@@ -34,7 +35,7 @@ def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bo
     to be named `always`."""
     count, chosen = options.tensor_parallel, (devices or jax.devices())[: options.tensor_parallel]
     if len(chosen) < count:
-        raise ValueError(f"tensor_parallel={count} needs {count} devices, and there are {len(chosen)}")
+        raise UserError(f"tensor_parallel={count} needs {count} devices, and there are {len(chosen)}")
     return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 or always else None
 
 
@@ -121,7 +122,7 @@ def page_size_for(options: EngineOptions, max_len: int, platform: str | None = N
     size = options.page_size or 128
     while (table := table_bytes(options.max_num_seqs, -(-max_len // size))) > TABLE_BYTES:
         if options.page_size:
-            raise ValueError(
+            raise UserError(
                 f"page_size={size} makes a table of {table / 2**20:.1f} MiB for {options.max_num_seqs} sequences of "
                 f"{max_len} tokens, and a TPU's kernel has room for {TABLE_BYTES / 2**20:.1f} in SMEM: leave page_size "
                 "out, or lower max_model_len or max_num_seqs"
@@ -168,5 +169,5 @@ def _is_cpu(programs: Programs) -> bool:
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:
     if asked is not None and not 2 <= asked <= cfg.max_len:
-        raise ValueError(f"max_model_len must be between 2 and the model's own {cfg.max_len}; got {asked}")
+        raise UserError(f"max_model_len must be between 2 and the model's own {cfg.max_len}; got {asked}")
     return cfg.max_len if asked is None else asked

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.compute import Compute
+from dovetail.core.errors import UserError
 from dovetail.core.types import Packed, Params
 from dovetail.engine.engine import Engine
 from dovetail.engine.weights import form_of
@@ -51,13 +52,13 @@ class Embedder:
     ) -> list[list[float]]:
         """Return one vector [D] per prompt. Raise ValueError for a bad prompt before any is computed, or on cancel."""
         if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling is mean or last; got {pooling!r}")
+            raise UserError(f"pooling is mean or last; got {pooling!r}")
         return self._each(prompts, pooling, adapter, cancelled)
 
     def score(self, prompts: Many[Many[int]], adapter: str | None = None, cancelled: Cancelled = _never) -> list[float]:
         """One number a prompt, of a model that gives scores; ValueError as of `embed`."""
         if not self._engine.cfg.scored:
-            raise ValueError(
+            raise UserError(
                 "the model has no score: it was not trained as a reward model (Hugging Face's "
                 "ForSequenceClassification with one label, as `dovetail reward` makes them)"
             )
@@ -71,7 +72,7 @@ class Embedder:
         found = []
         for prompt in prompts:
             if cancelled():
-                raise ValueError(f"cancelled after {len(found)} of {len(prompts)} prompts")
+                raise UserError(f"cancelled after {len(found)} of {len(prompts)} prompts")
             found.append(self._one(engine, prompt, wanted, adapter))
         return found
 
@@ -98,7 +99,7 @@ class Embedder:
 
 def _weights(engine: Engine) -> Params:
     if engine.weightless:
-        raise ValueError(engine.weightless)
+        raise UserError(engine.weightless)
     return engine.runner.params
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Params, Weights
 from dovetail.engine.answer import completion_of, take_in, update_of, updates_of
 from dovetail.engine.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
@@ -66,9 +67,8 @@ class Engine:
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.cfg = runner.cfg
         self.eos_ids = tuple(dict.fromkeys((*self.cfg.eos_ids, *(tokenizer.eos_ids if tokenizer else ()))))
-        self.sampler = Sampler(
-            self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, runner.programs.everywhere
-        )
+        where = runner.programs.everywhere, runner.programs.history_sharding
+        self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, *where)
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
         self._multi_step = multi_step
@@ -93,7 +93,7 @@ class Engine:
 
     def enqueue(self, request: Request, written: Mapping[int, Written] = NOTHING) -> None:
         if request.id in self._answers:
-            raise ValueError(f"a request {request.id!r} is under way already")
+            raise UserError(f"a request {request.id!r} is under way already")
         if request.adapter:  # it may have been replaced since the request was checked
             request = replace(request, adapter=self.runner.adapters.find(request.adapter.name))
         sequences = [Sequence(request, index) for index in range(request.params.n)]
@@ -214,7 +214,7 @@ class Engine:
         """Load an adapter and return its version. One of that name is replaced: requests under way keep the old one, in
         a slot of its own. ValueError if no slot is free."""
         if self.sleeping:
-            raise ValueError(f"the engine sleeps (level {self.sleeping}): adapters are loaded after wake()")
+            raise UserError(f"the engine sleeps (level {self.sleeping}): adapters are loaded after wake()")
         adapters, weights = self.runner.adapters, self.runner.weights
         loaded = adapters.put(name, values, version, self._used_slots())
         params = weights.params if self._dropped else adapters.rewrite(weights.params, values, loaded)
@@ -263,7 +263,7 @@ class Engine:
         """Give back the device's memory between two steps: the KV pool, and the weights, which level 1 keeps on the
         host and level 2 drops. Those that run wait, and are computed again after `wake`."""
         if level not in (1, 2):
-            raise ValueError(f"sleep takes level 1 (weights go to the host) or 2 (weights are dropped); got {level!r}")
+            raise UserError(f"sleep takes level 1 (weights go to the host) or 2 (weights are dropped); got {level!r}")
         self._check_idle("an engine goes to sleep")
         if self._asleep is None:
             self.scheduler.preempt_all()
@@ -309,7 +309,7 @@ class Engine:
 
     def _check_idle(self, what: str) -> None:
         if self._inflight:
-            raise ValueError(f"{what} between steps: call drain() first and take its updates")
+            raise UserError(f"{what} between steps: call drain() first and take its updates")
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
@@ -325,7 +325,7 @@ class Engine:
         those that it ended, for a caller that waits for outputs. With `prompts_first` steps are as large as they may
         be, and wait for their program to be compiled; else no sequence that decodes waits for others."""
         if self.blocked:
-            raise ValueError(self.blocked)
+            raise UserError(self.blocked)
         limits = None if prompts_first else self._limits()
         plan = self.scheduler.schedule(self._steps_wanted(), prompts_first, limits)
         if plan is not None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.json_schema import closed
 from dovetail.engine.params import Structured
 
@@ -59,7 +60,7 @@ class Matcher:
         """Sets in bits [W] uint32 the tokens that may come next and clears all others. Where the grammar can only end,
         those are the tokenizer's end tokens."""
         if bits.dtype != np.uint32 or not bits.flags.c_contiguous or bits.size < self._words:
-            raise ValueError(
+            raise UserError(
                 f"expected at least {self._words} contiguous uint32 words, one bit a token of this tokenizer; "
                 f"got {bits.size} of {bits.dtype}: is the model's vocabulary smaller than its tokenizer's?"
             )
@@ -89,7 +90,7 @@ class Matcher:
 
     def _check(self, what: str = "cannot go on") -> None:
         if self._matcher.is_error():
-            raise ValueError(f"structured output: {_reason(self._matcher.get_error(), what)}")
+            raise UserError(f"structured output: {_reason(self._matcher.get_error(), what)}")
 
 
 def _reason(error: str, what: str) -> str:
@@ -143,12 +144,12 @@ class _Compiler:
 
     def __init__(self, tokenizer: Tokenizer):
         if not tokenizer.eos_ids:
-            raise ValueError("structured output needs a token that ends it, and this tokenizer names no EOS token")
+            raise UserError("structured output needs a token that ends it, and this tokenizer names no EOS token")
         llguidance = _llguidance()
         try:
             self._tokenizer = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=list(tokenizer.eos_ids))
         except Exception as error:  # it raises what its Rust side gives
-            raise ValueError(f"llguidance cannot read this model's tokenizer: {error}") from error
+            raise UserError(f"llguidance cannot read this model's tokenizer: {error}") from error
         self._words = -(-self._tokenizer.vocab_size // 32)
         self._kept: dict[bytes, Grammar] = {}  # by a hash of the source
         self._live: WeakSet[Grammar] = WeakSet()  # those, and the ones that only requests still hold
@@ -172,14 +173,14 @@ class _Compiler:
         with self._lock:
             self._drop_until(max(KEPT_BYTES - size, 0))
             if sum(each.size for each in self._live) + size > MOST_BYTES:
-                raise ValueError(
+                raise UserError(
                     f"structured output: the grammars of requests under way take all of the {MOST_BYTES >> 20:,} MiB "
                     "that are set aside for grammars; try again when some of them have ended"
                 )
 
     def _new(self, source: str) -> Grammar:
         if len(source) > LONGEST:
-            raise ValueError(
+            raise UserError(
                 f"structured output: the grammar has {len(source):,} characters; at most {LONGEST:,} are taken"
             )
         self._make_room(size := _size_of(source))
@@ -244,20 +245,20 @@ def _schema(schema: Any) -> str:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"structured output: json is not a JSON schema, nor 'object': {error}") from None
+            raise UserError(f"structured output: json is not a JSON schema, nor 'object': {error}") from None
     if isinstance(schema, Mapping):
         schema = dict(schema)
     try:
         return json.dumps({"type": "object"} if schema in ("object", {}) else closed(schema))
     except ValueError as error:
-        raise ValueError(f"structured output: {error}") from None
+        raise UserError(f"structured output: {error}") from None
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"structured output: json is not a JSON schema: {error}") from None
+        raise UserError(f"structured output: json is not a JSON schema: {error}") from None
 
 
 def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise ValueError("structured output needs the package llguidance: pip install llguidance") from None
+        raise UserError("structured output needs the package llguidance: pip install llguidance") from None
     return llguidance

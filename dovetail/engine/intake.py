@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.engine.adapters import Adapters
 from dovetail.engine.params import SamplingParams
 from dovetail.engine.sampler import Sampler
@@ -54,22 +55,22 @@ class Intake:
         shared with requests of the same salt only. `arrival`: when it came, in seconds of time.monotonic, if that is
         not now. `text`: see Request."""
         if not self._writes:
-            raise ValueError(
+            raise UserError(
                 "the model gives texts a score and writes none: ask for scores, by LLM.score or a server's /score"
             )
         self._check_call(id, priority, cache_salt, arrival)
         tokens = self.encode(prompt)
         self.check_tokens(tokens)
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling parameters are SamplingParams(...); got {params!r}")
+            raise UserError(f"sampling parameters are SamplingParams(...); got {params!r}")
         if len(tokens) + params.min_tokens > self._config.max_model_len:
-            raise ValueError(
+            raise UserError(
                 f"min_tokens={params.min_tokens} after a prompt of {len(tokens)} tokens is more than "
                 f"max_model_len={self._config.max_model_len} holds"
             )
         sampling = self._sampler.prepare(params)
         if self._tokenizer is None and params.stop and text:
-            raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
+            raise UserError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
         if params.prompt_logprobs is not None:
             cache_salt = f"scored:{id}"  # every prompt token must be computed, so none is looked up
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
@@ -79,15 +80,15 @@ class Intake:
 
     def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):
-            raise ValueError(f"a request's id is a string; got {id!r}")
+            raise UserError(f"a request's id is a string; got {id!r}")
         if cache_salt is not None and not isinstance(cache_salt, str):
-            raise ValueError(f"cache_salt is a string; got {cache_salt!r}")
+            raise UserError(f"cache_salt is a string; got {cache_salt!r}")
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority is an integer, the lowest goes first; got {priority!r}")
+            raise UserError(f"priority is an integer, the lowest goes first; got {priority!r}")
         if arrival is not None and (not isinstance(arrival, int | float) or not math.isfinite(arrival)):
-            raise ValueError(f"arrival is a moment of time.monotonic, in seconds; got {arrival!r}")
+            raise UserError(f"arrival is a moment of time.monotonic, in seconds; got {arrival!r}")
         if priority and self._config.policy != "priority":
-            raise ValueError(
+            raise UserError(
                 f"priority={priority} needs an engine that was started with policy='priority' (dovetail serve --policy "
                 "priority): this one serves requests in the order they come"
             )
@@ -95,21 +96,21 @@ class Intake:
     def encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             if isinstance(prompt, bytes):
-                raise ValueError("a prompt is text or a list of token ids; got bytes: decode them first")
+                raise UserError("a prompt is text or a list of token ids; got bytes: decode them first")
             try:
                 return list(map(operator.index, prompt))
             except TypeError:
-                raise ValueError(f"a prompt is text or a list of token ids; got {repr(prompt)[:80]}") from None
+                raise UserError(f"a prompt is text or a list of token ids; got {repr(prompt)[:80]}") from None
         if self._tokenizer is None:
-            raise ValueError("the model has no tokenizer: give the prompt as token ids")
+            raise UserError("the model has no tokenizer: give the prompt as token ids")
         return self._tokenizer.encode(prompt)
 
     def check_tokens(self, tokens: list[int]) -> None:
         limit, vocab = self._config.max_model_len, self._sampler.vocab
         if not tokens:
-            raise ValueError("the prompt is empty: give at least one token")
+            raise UserError("the prompt is empty: give at least one token")
         if len(tokens) >= limit:
-            raise ValueError(f"the prompt has {len(tokens)} tokens; with max_model_len={limit} at most {limit - 1} fit")
+            raise UserError(f"the prompt has {len(tokens)} tokens; with max_model_len={limit} at most {limit - 1} fit")
         if min(tokens) < 0 or max(tokens) >= vocab:
             bad = next(token for token in tokens if not 0 <= token < vocab)
-            raise ValueError(f"prompt: token id {bad} is outside the vocabulary of {vocab}")
+            raise UserError(f"prompt: token id {bad} is outside the vocabulary of {vocab}")

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from dovetail.core.compute import compute_of
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init
 from dovetail.core.types import Params
@@ -144,7 +145,7 @@ class LLM:
         adapters = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
         for count, what in ((len(each), "sampling params"), (len(adapters), "adapters")):
             if count != len(many):
-                raise ValueError(f"{len(many)} prompts but {count} {what}")
+                raise UserError(f"{len(many)} prompts but {count} {what}")
         with without_collection():
             return self._finish(self._add(many, each, adapters), len(many) > 8 if progress is None else progress)
 
@@ -171,11 +172,11 @@ class LLM:
         where its folder has one; to a list of conversations, the list of their answers."""
         one = is_conversation(messages)
         if one and isinstance(params, Many):
-            raise ValueError(f"one conversation takes one SamplingParams; got {len(params)}")
+            raise UserError(f"one conversation takes one SamplingParams; got {len(params)}")
         many = [messages] if one else messages
         adapters = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(adapters) != len(many):
-            raise ValueError(f"expected one adapter per conversation, got {len(adapters)} for {len(many)}")
+            raise UserError(f"expected one adapter per conversation, got {len(adapters)} for {len(many)}")
         prompts = [self._chat_tokens(*each, tools, template) for each in zip(many, adapters, strict=True)]
         outputs = self.generate(prompts, params, adapter=adapter)
         return outputs[0] if one else outputs
@@ -200,7 +201,7 @@ class LLM:
             whole = {"add_generation_prompt": False, **template}
             tokens = [self._chat_tokens(each, None, tools, whole) for each in many]
         elif tools or template:
-            raise ValueError("tools and what a chat template reads go with conversations; got texts or token ids")
+            raise UserError("tools and what a chat template reads go with conversations; got texts or token ids")
         else:
             tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]  # type: ignore[arg-type]
         return np.asarray(self._embedder.score(tokens), np.float32)
@@ -211,7 +212,7 @@ class LLM:
         """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
         one = as_many(prompt)
         if len(one) != 1:
-            raise ValueError(f"stream takes one prompt, text or token ids; got {len(one)}")
+            raise UserError(f"stream takes one prompt, text or token ids; got {len(one)}")
         (id,) = self._add(one, [params or SamplingParams()], [adapter])
         updates = self._streams[id] = deque()
         try:
@@ -272,7 +273,7 @@ class LLM:
 
     def _rest(self, before: str) -> None:
         if self.engine.scheduler.has_work:
-            raise ValueError(f"a stream is open: finish or close it before {before}")
+            raise UserError(f"a stream is open: finish or close it before {before}")
         self.engine.drain()  # a step may be under way whose sequences have all ended
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -305,18 +306,18 @@ class LLM:
 
     def _chat_tokens(self, messages, adapter, tools, template) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer, so no chat template: use generate with token ids")
+            raise UserError("the model has no tokenizer, so no chat template: use generate with token ids")
         folder = self._adapter_folders.get(adapter)
         own = read_templates(folder) if folder else None
         tokenizer = self.tokenizer.with_templates(own) if own else self.tokenizer
         if tools and "tool" not in tokenizer.chat(tools, template.get("chat_template")).source:
-            raise ValueError("the model's chat template does not read tools: pass a chat_template that does")
+            raise UserError("the model's chat template does not read tools: pass a chat_template that does")
         return tokenizer.encode_chat(messages, tools, **template)
 
     def _add(self, prompts: Many[Prompt], params: Many[SamplingParams], adapters: Many[str | None]) -> list[str]:
         """All or none: a bad prompt is refused and its neighbours are not left behind."""
         if self.engine.blocked:
-            raise ValueError(self.engine.blocked)
+            raise UserError(self.engine.blocked)
         ids = []
         try:
             for prompt, each, adapter in zip(prompts, params, adapters, strict=True):

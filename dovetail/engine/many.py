@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 from numbers import Integral
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.engine.intake import Prompt
 
 Conversation = Many[Mapping[str, Any]]  # its messages
@@ -17,7 +18,7 @@ def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
     if isinstance(prompts, str | bytes):
         return [prompts]
     if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
-        raise ValueError(f"prompts are text or lists of token ids, one or a list of them; got {repr(prompts)[:80]}")
+        raise UserError(f"prompts are text or lists of token ids, one or a list of them; got {repr(prompts)[:80]}")
     return [prompts] if len(prompts) > 0 and isinstance(prompts[0], Integral) else list(prompts)
 
 
@@ -35,7 +36,7 @@ def is_conversation(messages: Conversation | Many[Conversation]) -> bool:
     if many and all(map(_is_list, many)):
         return False
     got = repr(messages)[:80]
-    raise ValueError(f"chat takes a list of messages (dicts with role and content), or a list of such lists; got {got}")
+    raise UserError(f"chat takes a list of messages (dicts with role and content), or a list of such lists; got {got}")
 
 
 def _first(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dovetail.core.errors import UserError
 from dovetail.core.host import available_memory
 from dovetail.engine.options import CPU_MEMORY_FRACTION, MEMORY_FRACTION
 
@@ -45,7 +46,7 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
     """Pages that fit into these bytes, and no more than `most` (every sequence at its longest)."""
     pages = min(kv_bytes // page_bytes, most)
     if pages < 2:
-        raise ValueError(
+        raise UserError(
             f"no room for the KV cache: {kv_bytes / 2**30:.2f} GiB are left for it and a page of {page_size} tokens "
             f"takes {page_bytes / 2**20:.2f} MiB. Raise memory_fraction or kv_bytes, lower max_num_batched_tokens, or "
             "free what else holds the device's memory"

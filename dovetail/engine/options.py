@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 from dovetail.core.choice import did_you_mean, one_of, require
+from dovetail.core.errors import UserError
 
 Policy = Literal["fcfs", "priority"]
 LoadFormat = Literal["auto", "dummy"]
@@ -130,4 +131,4 @@ class OptionKeywords(TypedDict, total=False):
 def _check_count(name: str, value: Any, least: int) -> None:
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if value is not None and not (is_integer and int(value) >= least):
-        raise ValueError(f"{name} is an integer of at least {least}; got {value!r}")
+        raise UserError(f"{name} is an integer of at least {least}; got {value!r}")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 MAX_LOGPROBS = 20
 
 
@@ -22,18 +24,18 @@ class Structured:
     def __post_init__(self):
         given = [name for name, value in vars(self).items() if value is not None]
         if len(given) != 1:
-            raise ValueError(
+            raise UserError(
                 f"structured output takes exactly one of json, regex, choice, grammar; got {given or 'none'}"
             )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise ValueError(f"structured output: {name} is text; got {getattr(self, name)!r}")
+                raise UserError(f"structured output: {name} is text; got {getattr(self, name)!r}")
         if not isinstance(self.json, str | Mapping | None):
-            raise ValueError(f"structured output: json is a schema, as a dict or as text; got {self.json!r}")
+            raise UserError(f"structured output: json is a schema, as a dict or as text; got {self.json!r}")
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts("choice", self.choice))
             if not self.choice:
-                raise ValueError("choice is empty: no output could be made")
+                raise UserError("choice is empty: no output could be made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +70,18 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+            raise UserError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ValueError("allowed_token_ids is empty: no token could be sampled")
+            raise UserError("allowed_token_ids is empty: no token could be sampled")
         object.__setattr__(self, "structured", _structured(self.structured))
         if self.structured and self.allowed_token_ids is not None:
-            raise ValueError("structured output and allowed_token_ids contradict each other: give one of them")
+            raise UserError("structured output and allowed_token_ids contradict each other: give one of them")
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias must be a dict of token id to bias; got {self.logit_bias!r}")
+            raise UserError(f"logit_bias must be a dict of token id to bias; got {self.logit_bias!r}")
         _token_ids("logit_bias", self.logit_bias)
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -105,7 +107,7 @@ def check_room(name: str, max_tokens: int | None, prompt: int, context: int) -> 
     calls max_tokens. For a server and a chat: `LLM.generate` ends at the context, with finish_reason length."""
     if max_tokens is not None and prompt + max_tokens > context:
         message = f"{name}={max_tokens} after a prompt of {prompt} tokens is more than the context of {context} holds"
-        raise ValueError(f"{message}; at most {max(0, context - prompt)} fit")
+        raise UserError(f"{message}; at most {max(0, context - prompt)} fit")
 
 
 def _structured(value: Any) -> Structured | None:
@@ -114,10 +116,10 @@ def _structured(value: Any) -> Structured | None:
         return value
     names = [each.name for each in fields(Structured)]
     if not isinstance(value, Mapping):
-        raise ValueError(f"structured is a Structured(...) or a dict with one of {', '.join(names)}; got {value!r}")
+        raise UserError(f"structured is a Structured(...) or a dict with one of {', '.join(names)}; got {value!r}")
     unknown = [name for name in value if name not in names]
     if unknown:
-        raise ValueError(f"structured takes one of {', '.join(names)}; got {', '.join(map(repr, unknown))}")
+        raise UserError(f"structured takes one of {', '.join(names)}; got {', '.join(map(repr, unknown))}")
     return Structured(**value)
 
 
@@ -126,7 +128,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else _listed(name, value)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{name} takes strings that are not empty; got {text!r}")
+            raise UserError(f"{name} takes strings that are not empty; got {text!r}")
     return texts
 
 
@@ -134,13 +136,13 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     ids = _listed(name, value)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"{name} takes token ids, integers from 0 on; got {token!r}")
+            raise UserError(f"{name} takes token ids, integers from 0 on; got {token!r}")
     return ids
 
 
 def _listed(name: str, value: Any) -> tuple:
     if not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list; got {value!r}")
+        raise UserError(f"{name} must be a list; got {value!r}")
     return tuple(value)
 
 
@@ -149,7 +151,7 @@ def _check_range(name: str, value: Any, low: float | None, high: float | None) -
         return
     kind = int if name in _INTEGERS else (int, float)
     if isinstance(value, bool) or not isinstance(value, kind) or (isinstance(value, float) and math.isnan(value)):
-        raise ValueError(f"{name} must be {'an integer' if kind is int else 'a number'}; got {value!r}")
+        raise UserError(f"{name} must be {'an integer' if kind is int else 'a number'}; got {value!r}")
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bounds}; got {value!r}")
+        raise UserError(f"{name} must be {bounds}; got {value!r}")

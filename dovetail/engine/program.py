@@ -112,6 +112,13 @@ class Programs:
         return SingleDeviceSharding(self.absent) if self.absent else None
 
     @property
+    def history_sharding(self) -> Any:
+        """Return the layout of the sampler's table of counts: over the vocabulary, as the logits that it adjusts."""
+        if not self.placement:
+            return self.everywhere
+        return self.placement.sharding((None, "vocab"), (self.buckets.max_rows, self.cfg.vocab))
+
+    @property
     def devices(self) -> list[Any]:
         if self.placement:
             return list(self.placement.mesh.devices.flat)
@@ -128,7 +135,8 @@ class Programs:
         array, slots = self._array, self.buckets.max_rows + 1
         params, cache = self._form(params), self._form(cache)
         last, tables = array((slots,)), array((slots, self.buckets.max_pages))
-        history, flat = array((slots - 1, self.cfg.vocab)), array((shape.size,))
+        history = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
+        flat = array((shape.size,))
         where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
         options = compile_options(self.platform, shape.tokens)
         if not shape.tokens:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.engine.batch import NUMBERS
 from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
@@ -50,15 +51,27 @@ class _Row(NamedTuple):
 
 class Sampler:
     """vocab: the model's, which may be larger than the tokenizer's. max_rows: slots, as many as sequences may run.
-    eos_ids: what ends a sequence. device: a Device or Sharding for what is kept there; None: jax's default."""
+    eos_ids: what ends a sequence. device: a Device or Sharding for what is kept there; None: jax's default.
+    history_sharding: the layout of `history` [max_rows, V] (see `Programs.history_sharding`)."""
 
-    def __init__(self, vocab: int, max_rows: int, tokenizer: Any = None, eos_ids: Iterable[int] = (), device=None):
+    def __init__(
+        self,
+        vocab: int,
+        max_rows: int,
+        tokenizer: Any = None,
+        eos_ids: Iterable[int] = (),
+        device: Any = None,
+        history_sharding: Any = None,
+    ):
         self.vocab, self.max_rows, self.tokenizer = vocab, max_rows, tokenizer
         self.eos_ids = tuple(eos_ids)
         self.words = -(-vocab // 32)
         self._device = device
         self._history: jax.Array | None = None
-        self._write_row = jax.jit(lambda table, slot, row: table.at[slot].set(row), donate_argnums=0)
+        self._history_sharding = history_sharding
+        self._write_row = jax.jit(
+            lambda table, slot, row: table.at[slot].set(row), donate_argnums=0, out_shardings=history_sharding
+        )
         self._holder: list[SamplingState | None] = [None] * max_rows  # of each slot: whose numbers are there
         self._numbers = np.tile(SamplingState().numbers, (max_rows + 1, 1))  # [slots + 1, FIXED]; the last is padding
         self._resting: dict[int, tuple[jax.Array, ...]] = {}
@@ -72,12 +85,12 @@ class Sampler:
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab:
-                    raise ValueError(f"{name} holds {token}; this model's token ids end at {self.vocab - 1}")
+                    raise UserError(f"{name} holds {token}; this model's token ids end at {self.vocab - 1}")
         if len(params.logit_bias) > MAX_BIAS:
-            raise ValueError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIAS} are taken")
+            raise UserError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIAS} are taken")
         for name in ("bad_words", "structured"):
             if getattr(params, name) and self.tokenizer is None:
-                raise ValueError(f"{name} needs the model's tokenizer, and this engine was started without one")
+                raise UserError(f"{name} needs the model's tokenizer, and this engine was started without one")
         words = self._bad_words(params)
         return SamplingPlan(
             mask=self._fixed_mask(params, words),
@@ -134,9 +147,9 @@ class Sampler:
         """allowed_token_ids and bad words of one token."""
         allowed, bad = params.allowed_token_ids, {word[0] for word in words if len(word) == 1}
         if allowed is not None and bad.issuperset(allowed):
-            raise ValueError("bad_words forbid every one of allowed_token_ids: no token could be sampled")
+            raise UserError("bad_words forbid every one of allowed_token_ids: no token could be sampled")
         if params.min_tokens and {*(allowed or (-1,))} - bad <= {*self.eos_ids, *params.stop_token_ids}:
-            raise ValueError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
+            raise UserError("allowed_token_ids holds only tokens that end the output, but min_tokens forbids them")
         return None if allowed is None and not bad else self._bits(only=allowed, without=bad)
 
     def _bits(self, only: Iterable[int] | None = None, without: Iterable[int] = ()) -> np.ndarray:
@@ -190,7 +203,7 @@ class Sampler:
     def history(self) -> jax.Array:
         """[max_rows, V] int32, for `ops.sample`. Who donates it to a step puts here what comes out."""
         if self._history is None:
-            self.history = jax.device_put(jnp.zeros((self.max_rows, self.vocab), jnp.int32), self._device)
+            self.history = jnp.zeros((self.max_rows, self.vocab), jnp.int32, device=self._history_sharding)
         assert self._history is not None
         return self._history
 

@@ -20,6 +20,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.engine.blocks import BlockPool
 from dovetail.engine.limits import Demand, Limits
 from dovetail.engine.plan import Row, StepPlan
@@ -57,7 +58,7 @@ class Scheduler:
         """Queue a sequence; the n of a request are added one by one."""
         siblings = self._by_request.get(seq.request.id, {})
         if seq.status is not Status.WAITING or seq.index in siblings:
-            raise ValueError(f"sequence {seq.id} was added before; a request's id must be its own while it lives")
+            raise UserError(f"sequence {seq.id} was added before; a request's id must be its own while it lives")
         seq.limit = self.config.limit_of(seq)
         priority = seq.request.priority if self.config.policy == "priority" else 0
         seq.rank = (priority, seq.request.arrival, self._added)
@@ -308,7 +309,7 @@ class Scheduler:
         steps, rows = plan.steps, plan.rows
         if len(sampled) != steps or sampled.shape[1] < len(rows):
             wanted = f"{steps} steps of {len(rows)} rows"
-            raise ValueError(f"the plan is of {wanted}, but the tokens that came are {list(sampled.shape)}")
+            raise UserError(f"the plan is of {wanted}, but the tokens that came are {list(sampled.shape)}")
         sampled = sampled[:, : len(rows)]
         ends, size = stops.find(sampled), self.config.page_size
         gains: list[Gain] = []

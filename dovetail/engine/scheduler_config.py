@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dovetail.core.errors import UserError
 from dovetail.engine.sequence import Sequence
 
 
@@ -23,11 +24,11 @@ class SchedulerConfig:
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "multi_step"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must hold a prompt token and a sampled one; got {self.max_model_len}")
+            raise UserError(f"max_model_len must hold a prompt token and a sampled one; got {self.max_model_len}")
         if self.policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy must be 'fcfs' or 'priority'; got {self.policy!r}")
+            raise UserError(f"policy must be 'fcfs' or 'priority'; got {self.policy!r}")
 
     @property
     def context(self) -> int:
@@ -40,14 +41,14 @@ class SchedulerConfig:
         why preemption always helps."""
         size, asked, name = len(seq.tokens), seq.request.params.max_tokens, f"request {seq.request.id}"
         if not seq.request.prompt:
-            raise ValueError(f"{name}: the prompt is empty; give at least one token")
+            raise UserError(f"{name}: the prompt is empty; give at least one token")
         if size >= self.max_model_len:
-            raise ValueError(
+            raise UserError(
                 f"{name}: a prompt of {size} tokens leaves no room for a sampled one within "
                 f"max_model_len={self.max_model_len}; shorten the prompt or raise max_model_len"
             )
         if size >= self.context:
-            raise ValueError(
+            raise UserError(
                 f"{name}: a prompt of {size} tokens does not fit the KV pool of {self.num_pages} "
                 f"pages x {self.page_size} tokens; shorten the prompt or give the KV cache more memory"
             )

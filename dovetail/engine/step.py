@@ -160,7 +160,9 @@ def run_sampler(
 def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placement):
     """((tokens [S], their log-probabilities), last and history with them)."""
     tokens, scores = sample(logits, inputs, history, MAX_LOGPROBS, platform, placement)
-    return (tokens, scores), last.at[slots].set(tokens), count_tokens(history, inputs.slot, tokens)
+    # every program takes the table in this layout, whichever one the compiler would choose for the sum
+    history = constrain(count_tokens(history, inputs.slot, tokens), placement, None, "vocab")
+    return (tokens, scores), last.at[slots].set(tokens), history
 
 
 def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:

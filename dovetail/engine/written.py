@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from dovetail.core.errors import UserError
 from dovetail.engine.sequence import Sequence
 from dovetail.engine.token_logprobs import Scores
 
@@ -45,7 +46,7 @@ def go_on(seq: Sequence, written: Written) -> None:
 def _check(seq: Sequence, written: Written) -> None:
     params, count = seq.request.params, len(written.tokens)
     if params.max_tokens is not None and count >= params.max_tokens:
-        raise ValueError(f"an answer of at most {params.max_tokens} tokens cannot go on from {count}: raise max_tokens")
+        raise UserError(f"an answer of at most {params.max_tokens} tokens cannot go on from {count}: raise max_tokens")
     scored = sum(len(values) for values, *_ in written.scores or ())
     if params.logprobs is not None and scored != count:
-        raise ValueError(f"logprobs are asked for, and {count} tokens that are written need theirs; got {scored}")
+        raise UserError(f"logprobs are asked for, and {count} tokens that are written need theirs; got {scored}")
