@@ -1,3 +1,5 @@
+"""Run the command line: `python -m dovetail`."""
+
 from dovetail.cli.main import main
 
 if __name__ == "__main__":

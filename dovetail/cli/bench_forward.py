@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dovetail.core.errors import MissingPackageError, UserError
+
 ROUNDS = 5
 
 
@@ -20,7 +22,7 @@ def run(model: str, peer: str, tokens: int, seed: int) -> None:
     from dovetail.cli.progress import bar
 
     if peer not in ("transformers", "none"):
-        raise ValueError(f"--peer is transformers or none; got {peer!r}")
+        raise UserError(f"--peer is transformers or none; got {peer!r}")
     with bar() as progress:
         ours = dt.load(model, dtype="f32", progress=progress)
     theirs = _transformers(ours) if peer == "transformers" else None
@@ -96,7 +98,9 @@ def _transformers(model):
         import torch
         import transformers
     except ImportError as error:
-        raise ImportError("--peer transformers needs torch and transformers: pip install 'dovetail[dev]'") from error
+        raise MissingPackageError(
+            "--peer transformers needs torch and transformers: pip install 'dovetail[dev]'"
+        ) from error
     from dovetail.io.load import save
 
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dovetail.cli.remote import DONE, ServerError, explained, read_event, refusal
+from dovetail.core.errors import UserError
 
 if TYPE_CHECKING:
     import httpx
@@ -30,7 +31,7 @@ class Load:
 
     def __post_init__(self):
         if bool(self.rate) == bool(self.concurrency):
-            raise ValueError("give --rate (open loop) or --concurrency (so many at a time), and not both")
+            raise UserError("give --rate (open loop) or --concurrency (so many at a time), and not both")
 
     def describe(self) -> dict[str, Any]:
         """For JSON, which has no infinity."""

@@ -13,6 +13,7 @@ from typing import Any
 from dovetail.cli.bench_load import Generator, Load, Record
 from dovetail.cli.bench_predicted import busiest, describe, watch
 from dovetail.cli.bench_warm_up import read_compiled, warm_up
+from dovetail.core.errors import UserError
 
 PERCENTILES = (50, 90, 99)
 SOME_VOCAB = 1000  # assumed where the server does not say: every model has as many
@@ -33,7 +34,7 @@ def run(
 ) -> None:
     """Raises KeyboardInterrupt after the table of what there was, if interrupted."""
     if plot and Path(plot).suffix != ".svg":
-        raise ValueError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
+        raise UserError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
     _more_files()
     bench = Bench(url, api_key, load, timeout)
     interrupted = False
@@ -90,13 +91,13 @@ class Bench:
             with explained(self._url):
                 models = read_models(await client.get("/v1/models"))
         except ServerError as error:
-            raise ValueError(str(error)) from None
+            raise UserError(str(error)) from None
         found = next((each for each in models if each["id"] == model), None) if model else models[0]
         if found is None:
-            raise ValueError(f"{self._url} has no model {model}; it has {', '.join(each['id'] for each in models)}")
+            raise UserError(f"{self._url} has no model {model}; it has {', '.join(each['id'] for each in models)}")
         longest, asked = found.get("max_model_len"), self._load.input + self._load.output
         if longest and asked > longest:
-            raise ValueError(f"--input and --output are {asked} tokens, and {found['id']} takes at most {longest}")
+            raise UserError(f"--input and --output are {asked} tokens, and {found['id']} takes at most {longest}")
         return found["id"], vocab or found.get("vocab_size") or SOME_VOCAB
 
     def figures(self) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 
 def run(
     model: str, load_format: str, streams: list[int], prompt: int, output: int, peer: str, arrivals: float, **options
@@ -22,7 +24,7 @@ def run(
     from dovetail.engine.llm import LLM
 
     if peer not in ("transformers", "none"):
-        raise ValueError(f"--peer is transformers or none; got {peer!r}")
+        raise UserError(f"--peer is transformers or none; got {peer!r}")
     console = Console()
     size: dict[str, Any] = dict(max_model_len=prompt + output, max_num_seqs=max(streams), load_format=load_format)
     with bar() as progress:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.cli.bench_load import Generator, Load
+from dovetail.core.errors import UserError
 
 ROUNDS = 4  # of warming up, at most
 OPEN_LOOP = 8  # requests at a time that a load by --rate is warmed up with
@@ -53,4 +54,4 @@ async def warm_up(client: Any, load: Load, model: str, vocab: int, count: int | 
 def _check(generator: Generator) -> None:
     for record in generator.records:
         if record.error:
-            raise ValueError(f"a first request failed: {record.said}")
+            raise UserError(f"a first request failed: {record.said}")

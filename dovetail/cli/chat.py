@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     from dovetail.cli.chat_input import Said
     from dovetail.cli.chat_partner import Messages, Options, Partner
@@ -52,10 +54,10 @@ def _partner(place: str, url: str, model: str, api_key: str) -> Partner:
 
     if place.startswith(("http://", "https://")):
         if url:
-            raise ValueError(f"two servers: {place} and --url {url}; give one")
+            raise UserError(f"two servers: {place} and --url {url}; give one")
         place, url = "", place
     if place and model:
-        raise ValueError(f"two models: {place} and --model {model}; give one")
+        raise UserError(f"two models: {place} and --model {model}; give one")
     return Remote(url, place or model, api_key) if url else Local(place or model or MODEL)
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 
 @dataclass
 class Report:
@@ -36,7 +38,7 @@ def compiled(make) -> tuple[Any, int | None, float]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:300].rstrip(".")
-        raise ValueError(
+        raise UserError(
             f"it was planned to fit and the compiler says it does not: {reason}. What would do: more devices; of a "
             "recipe per_device=1 or remat=full, of an engine a lower memory_fraction"
         ) from error

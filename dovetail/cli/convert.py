@@ -4,6 +4,8 @@ import re
 
 import typer
 
+from dovetail.core.errors import UserError
+
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -31,5 +33,5 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = match and UNITS.get(match[2].upper())
     if not match or not unit or float(match[1]) * unit < 1:
-        raise ValueError(f"a size is a number and a unit, as 500MB, 5GB or 2GiB; got {text!r}")
+        raise UserError(f"a size is a number and a unit, as 500MB, 5GB or 2GiB; got {text!r}")
     return int(float(match[1]) * unit)

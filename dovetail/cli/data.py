@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     from dovetail.data.settings import Data
 
@@ -71,7 +73,7 @@ def show(
         show_example(recipe, model, index, use, length)
         return
     if index or use:
-        raise ValueError("expected --model with --index and --kind: whose tokenizer and chat template to use")
+        raise UserError("expected --model with --index and --kind: whose tokenizer and chat template to use")
     _show_rows(what, rows, first, length, packing, held_out, tokenizer, out, kind, text_key)
 
 
@@ -79,7 +81,7 @@ def _refuse_with_model(**given: object) -> None:
     for name, value in given.items():
         if value:
             option = "--" + name.replace("_", "-")
-            raise ValueError(
+            raise UserError(
                 f"{option} is about rows of text, and an example for fine-tuning is shown: leave it out, or --model"
             )
 
@@ -110,7 +112,7 @@ def _show_rows(
         found = open_data(data, length or recipe_length or LENGTH, 1, model, directory=out, progress=progress)
     loader = found[1] if held_out else found[0]
     if loader is None:
-        raise ValueError("expected held-out documents to show, and data.held_out is 0; set it, such as 0.01")
+        raise UserError("expected held-out documents to show, and data.held_out is 0; set it, such as 0.01")
     encoder, console = make(data.tokenizer, model), Console(highlight=False)
     for i in range(first, first + rows):
         source, _ = loader.rows.locate(i)
@@ -130,7 +132,7 @@ def _read(what: list[str], tokenizer: str, kind: str, text_key: str):
         from dovetail.train.settings import Pretrain
 
         if kind != "auto" or text_key != "text":
-            raise ValueError("expected --format and --text-key with paths; a recipe says them for each of its sources")
+            raise UserError("expected --format and --text-key with paths; a recipe says them for each of its sources")
         recipe = load(what[0], what[1:], Pretrain)
         data = dataclasses.replace(recipe.data, tokenizer=tokenizer or recipe.data.tokenizer)
         return data, beside_model(recipe.model, recipe.init), recipe.length
@@ -141,7 +143,7 @@ def _from_paths(paths: list[str], tokenizer: str, kind: str, text_key: str) -> D
     from dovetail.data.settings import Data, Source
 
     if not tokenizer:
-        raise ValueError("expected --tokenizer with paths: bytes, a folder with a tokenizer.json, or a model's name")
+        raise UserError("expected --tokenizer with paths: bytes, a folder with a tokenizer.json, or a model's name")
     return Data(tuple(Source(path, format=kind, text_key=text_key) for path in paths), tokenizer)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     from rich.text import Text
 
@@ -63,12 +65,12 @@ def _read(mapping: dict[str, Any], where: str = "") -> Tuning:
     known = {field.name for cls in (Sft, Dpo, Reward, Distill, Rl) for field in fields(cls)}
     for key in mapping:
         if key not in known:
-            raise ValueError(f"{where}{key} is not a key.{did_you_mean(key, sorted(known | {'keys', 'template'}))}")
+            raise UserError(f"{where}{key} is not a key.{did_you_mean(key, sorted(known | {'keys', 'template'}))}")
     wanted = {name: mapping[name] for name in READ_KEYS if name in mapping}
     try:  # whatever kind of fine-tuning it is for: all are alike in these
         return read(Sft, wanted | {"steps": 1})
     except ValueError as error:
-        raise ValueError(f"{where}{error}") from error
+        raise UserError(f"{where}{error}") from error
 
 
 def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int) -> None:
@@ -81,7 +83,7 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
     model = model or recipe.weights
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
-        raise ValueError(f"{model!r} has no tokenizer: name a model, or a folder with a tokenizer.json, by --model")
+        raise UserError(f"{model!r} has no tokenizer: name a model, or a folder with a tokenizer.json, by --model")
     settings, length = recipe.data, length or recipe.length
     record, keys = _record(settings, index)
     console = Console(highlight=False)
@@ -100,7 +102,7 @@ def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
             count += 1
             if count == index + 1:
                 return record, keys
-    raise ValueError(
+    raise UserError(
         f"expected an --index below {count}, for {' and '.join(names)} holds {count:,} records; got {index}"
     )
 
@@ -116,7 +118,7 @@ def _parts(
     kind = kind or kind_of(record, keys)
     found = example(record, kind, settings.format, keys)
     if found is None:
-        raise ValueError(f"{record.where()}: nothing is trained, for the assistant does not speak; try another --index")
+        raise UserError(f"{record.where()}: nothing is trained, for the assistant does not speak; try another --index")
     if kind == "prompts":
         yield Text(f"{record.where()} ({kind})", style="bold")
         yield Text(encoder.decode(encoder.prompt(found.sides[0])), style=READ)

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import typer
 
+from dovetail.core.errors import UserError
+
 MARKS = {"good": "[green]✓[/]", "note": "[cyan]·[/]", "warning": "[yellow]![/]", "fault": "[red]✗[/]"}
 
 
@@ -29,7 +31,7 @@ def doctor(
     from dovetail.doctor.finding import exit_code
 
     if bool(bucket) != bool(zone):
-        raise ValueError("--bucket and --zone belong together: a bucket, and the zone of the machines that read it")
+        raise UserError("--bucket and --zone belong together: a bucket, and the zone of the machines that read it")
     zone = zone and check_zone("--zone", zone)
     findings = list(_examine(speed, numerics, burn, coordinator, quiet=as_json))
     if bucket:

@@ -6,9 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-# ValueError, OSError and ImportError are how the package tells a user that the input, the machine or the installation
-# is at fault. Everything else is a fault of ours.
-USER_ERRORS = (ValueError, OSError, ImportError)
+from dovetail.core.errors import as_user_error
 
 
 def run(command: Callable[[], object]) -> None:
@@ -18,8 +16,6 @@ def run(command: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if os.environ.get("DOVETAIL_TRACEBACK") == "1":
-            raise
         _explain(error)
 
 
@@ -29,23 +25,23 @@ def outcome(error: BaseException) -> tuple[int, str]:
         return 130, "stopped"
     if isinstance(error, SystemExit):  # train.guard.stop.Stopped
         return error.code if isinstance(error.code, int) else 1, str(error)
-    if isinstance(error, USER_ERRORS):
-        return 2, f"error: {str(error) or type(error).__name__}"
-    why = "run again with DOVETAIL_TRACEBACK=1 to see where, and report it"
-    return 1, f"internal error: {type(error).__name__}: {error}; {why}"
+    if (known := as_user_error(error)) is not None:
+        return 2, f"error: {known}"
+    return 1, f"internal error: {type(error).__name__}: {error}. The traceback shows where; please report it."
 
 
 def last_words(error: BaseException) -> tuple[int, str]:
-    """The outcome for a process that others wait for; the traceback is shown here, where it was asked for."""
-    if os.environ.get("DOVETAIL_TRACEBACK") == "1":
+    """Return the outcome for a process that others wait for, and print the traceback of an internal error."""
+    code, line = outcome(error)
+    if code == 1 or os.environ.get("DOVETAIL_TRACEBACK") == "1":
         import traceback
 
         traceback.print_exception(error)
-    return outcome(error)
+    return code, line
 
 
 def _explain(error: Exception) -> NoReturn:
-    code, line = outcome(error)
+    code, line = last_words(error)
     label, _, message = line.partition(": ")
     _say(f"{label}:", message)
     # what the error broke off (a library's write under way) is collected at the exit, and would have the last word

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from dovetail.core.errors import UserError
+
 AT_ONCE = 2048  # prompts handed to the engine together: their log-probabilities are kept until all are done
 MAX_NEW = 256  # tokens of an answer, where a task does not say
 
@@ -37,7 +39,7 @@ class Judge:
     def __init__(self, llm: Any, tokenizer: Any = None):
         self.llm, self.tokenizer = llm, tokenizer or llm.tokenizer
         if self.tokenizer is None:
-            raise ValueError(
+            raise UserError(
                 "the model has no tokenizer, so text cannot be judged: give --tokenizer bytes if it reads raw bytes"
             )
         self.longest = llm.engine.scheduler.config.max_model_len - 1  # the engine samples a token after every prompt
@@ -75,7 +77,7 @@ class Judge:
         for token in (self.tokenizer.bos_id, self.tokenizer.eos_id, config.bos_id, *config.eos_ids):
             if token is not None:
                 return token
-        raise ValueError("the model names neither a BOS nor an EOS token, so a text's first token cannot be scored")
+        raise UserError("the model names neither a BOS nor an EOS token, so a text's first token cannot be scored")
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Both as ids. They are tokenized together and cut where the context ends; spaces between them belong to the
@@ -100,7 +102,7 @@ class Judge:
         """A TokenLogprob for each token of each continuation."""
         for _, continuation in pairs:
             if len(continuation) >= self.longest:
-                raise ValueError(
+                raise UserError(
                     f"a continuation of {len(continuation):,} tokens cannot be scored: with a token before it at most "
                     f"{self.longest:,} fit; raise --max-model-len or split it"
                 )
@@ -173,11 +175,11 @@ def sampling(
     if sample and not temperature:
         temperature = 1.0  # sampling was asked for without a temperature
     if int(rest.pop("num_beams", 1)) != 1:
-        raise ValueError(f"num_beams={options['num_beams']}: the engine samples one token at a time; leave it at 1")
+        raise UserError(f"num_beams={options['num_beams']}: the engine samples one token at a time; leave it at 1")
     kept = {name: rest.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in rest}
     unknown = sorted(set(rest) - set(named))
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"the task asks for {', '.join(unknown)} in its generation_kwargs, which the engine does not know"
         )
     params = SamplingParams(

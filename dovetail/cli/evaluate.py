@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import typer
 
+from dovetail.core.errors import MissingFileError, MissingPackageError, UserError
+
 LOSS = "loss"
 
 
@@ -56,14 +58,14 @@ def evaluate(
 def _check(names: list[str], data: str, tokenizer: str) -> None:
     """Checked before a model is loaded, which takes long."""
     if not names:
-        raise ValueError("--tasks is empty: give loss, an lm-eval task, or a task's .yaml file")
+        raise UserError("--tasks is empty: give loss, an lm-eval task, or a task's .yaml file")
     if (LOSS in names) != bool(data):
-        raise ValueError("the task loss and --data belong together: the one is measured on the other")
+        raise UserError("the task loss and --data belong together: the one is measured on the other")
     if tokenizer not in ("", "bytes"):
-        raise ValueError(f"--tokenizer is bytes, or not given for the model's own; got {tokenizer!r}")
+        raise UserError(f"--tokenizer is bytes, or not given for the model's own; got {tokenizer!r}")
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise FileNotFoundError(f"there is no task file {name}")
+            raise MissingFileError(f"there is no task file {name}")
     if names != [LOSS]:
         _lm_eval()
 
@@ -90,7 +92,7 @@ def newest_export(model: str) -> str:
     if steps:
         return str(steps[max(steps)])
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
-        raise ValueError(f"the run {folder} has no export to judge: set checkpoint.export_hf to the steps between two")
+        raise UserError(f"the run {folder} has no export to judge: set checkpoint.export_hf to the steps between two")
     return model
 
 
@@ -100,7 +102,7 @@ def newest_export(model: str) -> str:
 def documents(path: str, text_key: str, limit: int | None) -> list[str]:
     found = list(islice((text for text in _documents(Path(path), text_key) if text), limit))
     if not found:
-        raise ValueError(f"{path} holds no text to measure on")
+        raise UserError(f"{path} holds no text to measure on")
     return found
 
 
@@ -115,11 +117,11 @@ def _documents(path: Path, text_key: str) -> Iterator[str]:
             try:
                 text = json_module.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(
+                raise UserError(
                     f'line {number} of {path} is not {{"{text_key}": ...}}: name the key with --text-key'
                 ) from None
             if not isinstance(text, str):
-                raise ValueError(f"line {number} of {path}: {text_key} is not text")
+                raise UserError(f"line {number} of {path}: {text_key} is not text")
             yield text
 
 
@@ -133,7 +135,7 @@ def held_out(judge, texts: list[str]) -> list[Result]:
         size += len(text.encode()) - (0 if ids[0] in special else len(judge.tokenizer.token_bytes(ids[0])))
     entries = [entry for each in judge.entries(pairs) for entry in each]
     if not entries:
-        raise ValueError("the texts are of one token each: there is nothing to predict")
+        raise UserError("the texts are of one token each: there is nothing to predict")
     loss = -math.fsum(entry.logprob for entry in entries) / len(entries)
     nats = -math.fsum(entry.logprob for entry in entries if entry.token not in special)
     values = [("loss", loss), ("perplexity", math.exp(min(loss, 700.0)))]
@@ -148,7 +150,7 @@ def _lm_eval(module: str = "lm_eval") -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             f"tasks other than {LOSS} are lm-eval's, which is not installed ({error}): pip install 'dovetail[eval]'"
         ) from None
 
@@ -209,7 +211,7 @@ def load_tasks(names: list[str]) -> Any:
         elif name in manager.all_tasks:
             found.append(name)
         else:
-            raise ValueError(f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them, or give a .yaml file")
+            raise UserError(f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them, or give a .yaml file")
     return manager.load(found)
 
 

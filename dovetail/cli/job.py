@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.cli import job_queue
+from dovetail.core.errors import UserError
 
 if TYPE_CHECKING:
     from dovetail.jobs.job import Job
@@ -238,7 +239,7 @@ def clean(
     store = open_store()
     if release:
         if not store.release(release):
-            raise ValueError(f"{release} is not in quarantine")
+            raise UserError(f"{release} is not in quarantine")
         _print_json({"released": release}) if as_json else _say(f"{release} is released")
         return
     gone, kept = actions.old(store, days * 86400, runs=runs)
@@ -315,7 +316,7 @@ def supervise(
     from dovetail.jobs import daemon, presence
 
     if stop and restart:
-        raise ValueError("give --stop or --restart, not both")
+        raise UserError("give --stop or --restart, not both")
     store = open_store()
     store.close()
     ended = presence.stop(store.root) if stop or restart else ""
@@ -329,7 +330,7 @@ def supervise(
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     if not daemon.supervise(store.root, None if forever else daemon.IDLE_S):
-        raise ValueError(f"another supervisor runs already: {presence.holder(store.root)}")
+        raise UserError(f"another supervisor runs already: {presence.holder(store.root)}")
 
 
 @app.command()

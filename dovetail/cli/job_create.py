@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     from dovetail.jobs.price import Price
     from dovetail.jobs.spec import Spec
@@ -21,7 +23,7 @@ def read_spec(words: list[str]) -> tuple[Spec, Path]:
     if words and "=" not in words[0]:
         return specs.load(words[0], words[1:]), Path(words[0]).expanduser().parent
     if not words:
-        raise ValueError("expected a job's file or key=value, such as name=hello command='echo hello'")
+        raise UserError("expected a job's file or key=value, such as name=hello command='echo hello'")
     return specs.make(words), Path()
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     from dovetail.jobs.job import Job
     from dovetail.jobs.store import Store
@@ -35,7 +37,7 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not is_terminal():
-        raise ValueError("nothing was deleted: there is no terminal to ask at, so give --yes to delete without asking")
+        raise UserError("nothing was deleted: there is no terminal to ask at, so give --yes to delete without asking")
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 

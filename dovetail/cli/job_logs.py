@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dovetail.core.errors import UserError
 from dovetail.core.printable import printable
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ def attempt_of(store: Store, job: Job, row: Try) -> tuple[Attempt, Backend]:
 def last_attempt(store: Store, job: Job) -> tuple[Attempt, Backend]:
     row = store.last(job.id)
     if row is None:
-        raise ValueError(
-            f"job {job.id} has not begun yet: it is {job.status}{f' ({job.detail})' if job.detail else ''}"
-        )
+        raise UserError(f"job {job.id} has not begun yet: it is {job.status}{f' ({job.detail})' if job.detail else ''}")
     return attempt_of(store, job, row)
 
 
@@ -43,7 +42,7 @@ def show_logs(store: Store, job: Job, rank: int, number: int, as_json: bool) -> 
     rows = store.attempts(job.id)
     chosen = [row for row in rows if row.number == number] if number else rows[-1:]
     if not chosen:
-        raise ValueError(f"job {job.id} has {len(rows)} attempts{f'; there is no {number}' if number else ''}")
+        raise UserError(f"job {job.id} has {len(rows)} attempts{f'; there is no {number}' if number else ''}")
     attempt, backend = attempt_of(store, job, chosen[0])
     follower = Follower(backend, attempt, _ranks(attempt, rank))
     _print(follower.lines(), attempt, as_json)
@@ -80,7 +79,7 @@ def follow_job(store: Store, id: str, rank: int = -1, as_json: bool = False) -> 
 def _ranks(attempt: Attempt, rank: int) -> list[int]:
     count = attempt.spec.processes
     if rank >= count:
-        raise ValueError(f"--rank must be from 0 to {count - 1}; got {rank}")
+        raise UserError(f"--rank must be from 0 to {count - 1}; got {rank}")
     return list(range(count)) if rank < 0 else [rank]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dovetail.core.errors import UserError
 from dovetail.core.printable import printable
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def _lines(tasks: Tasks, name: str, follow: bool) -> Iterator[str]:
     position, half, found = 0, "", tasks.named(name)
     if not follow and not tasks.log(found).exists():
         by = f", worker {found.worker}: its log is in that worker's home of jobs" if found.worker else ""
-        raise ValueError(f"there is no log of task {name} here: it is {found.status}{by}")
+        raise UserError(f"there is no log of task {name} here: it is {found.status}{by}")
     while True:
         over = not follow or tasks.named(name).status in OVER
         while (part := read(tasks.log(found), position)).text:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from dovetail.core.errors import UserError
+
 
 def calibrate(folder: str) -> None:
     """Learn from a run's metrics, and say what later plans will use."""
@@ -17,11 +19,11 @@ def calibrate(folder: str) -> None:
     run = read(folder)
     measured = step_seconds(run)
     if run.prediction is None:
-        raise ValueError(f"{folder} has no {FILE}: a run writes it at its start where its chip is in the table")
+        raise UserError(f"{folder} has no {FILE}: a run writes it at its start where its chip is in the table")
     if measured is None or len(run.steps) < 4:
-        raise ValueError(f"{folder} has {len(run.steps)} reports: give a run of 4 or more, the first ones compile")
+        raise UserError(f"{folder} has {len(run.steps)} reports: give a run of 4 or more, the first ones compile")
     if any(split(line) for line in run.steps):
-        raise ValueError(f"{folder} is a run that learns from its own answers, whose steps differ: give a training's")
+        raise UserError(f"{folder} is a run that learns from its own answers, whose steps differ: give a training's")
     last = datetime.fromtimestamp(run.steps[-1].get("time", 0.0), UTC).strftime("%Y-%m-%d")
     one = run.prediction.observed(_name(folder), measured, last)
     known = store(one)

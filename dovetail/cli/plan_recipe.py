@@ -5,6 +5,8 @@ from typing import Any
 
 import typer
 
+from dovetail.core.errors import UserError
+
 BATCH, LENGTH = 256, 4096  # of a model alone, where nothing is said
 TOKENS_PER_WEIGHT = 20  # likewise: the run whose days and dollars are shown
 MODEL = "A shipped architecture, a hub id (its config alone is fetched), a folder, a .gguf file or a config.json."
@@ -63,5 +65,5 @@ def checked_region(price: float | None, spot: bool, region: str) -> str:
     from dovetail.core.regions import check_region
 
     if price is not None and (spot or region):
-        raise ValueError("--price is the price itself: leave out --spot and --region")
+        raise UserError("--price is the price itself: leave out --spot and --region")
     return check_region("--region", region) if region else ""

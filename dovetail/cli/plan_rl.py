@@ -6,6 +6,7 @@ import typer
 
 from dovetail.cli.plan_recipe import MODEL, PRICE, REGION, SPOT
 from dovetail.cli.plan_rl_table import STEPS, Run, as_json, show
+from dovetail.core.errors import UserError
 
 
 def rl(
@@ -30,7 +31,7 @@ def rl(
     known = fractions(accelerator.chip.name) if accelerator.chip else None
     plans, refused = _plans(settings, accelerator, answer, known)
     if not plans:
-        raise ValueError(next(iter(refused.values())))
+        raise UserError(next(iter(refused.values())))
     run = Run(settings, accelerator.total_chips, paid, spot)
     if json:
         print(as_json(plans, run))
@@ -89,7 +90,7 @@ def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> An
     engine, hbm = settings.engine, accelerator.chip.device_hbm if accelerator.chip else None
     alone = engine.devices or engine.sleep
     if answer > settings.max_tokens:
-        raise ValueError(f"--answer is at most max_tokens, {settings.max_tokens}; got {answer}")
+        raise UserError(f"--answer is at most max_tokens, {settings.max_tokens}; got {answer}")
     return Rollout(
         settings.prompts, settings.group_size, settings.max_prompt, settings.max_tokens,
         float(answer or settings.max_tokens), settings.sequences, engine.devices,

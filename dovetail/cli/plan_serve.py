@@ -3,6 +3,7 @@
 import typer
 
 from dovetail.cli.plan_recipe import MODEL, PRICE, REGION, SPOT
+from dovetail.core.errors import UserError
 
 ON = typer.Option(..., "--on", help="Such as v6e-8, v5litepod-8, h200x1, 2 x v5e-8, cpu.")
 
@@ -41,7 +42,7 @@ def serve(
     from dovetail.plan.train_plan import chip_to_plan
 
     if plot and Path(plot).suffix != ".svg":
-        raise ValueError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
+        raise UserError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
     region, accelerator = checked_region(price, spot, region), parse(on)
     cfg, stored = outline_of(model)
     chip, dtype = chip_to_plan(accelerator), dtype or ("bf16" if accelerator.chip else "f32")

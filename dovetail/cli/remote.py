@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     import httpx
 
@@ -32,11 +34,11 @@ def client_options(url: str, api_key: str, seconds: float) -> dict[str, Any]:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url} is not a URL: {error}") from None
+        raise UserError(f"{url} is not a URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"a server's URL looks like http://127.0.0.1:8000; got {url!r}")
+        raise UserError(f"a server's URL looks like http://127.0.0.1:8000; got {url!r}")
     if not (api_key.isascii() and api_key.isprintable()):
-        raise ValueError("a key is made of printable ASCII characters, for it travels in a header")
+        raise UserError("a key is made of printable ASCII characters, for it travels in a header")
     return dict(
         base_url=url.rstrip("/").removesuffix("/v1"),
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},

@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from dovetail.core.errors import FileError, MissingFileError
+
 
 def save(path: str | Path, text: str) -> Path:
     """Beside its place first and moved there when it is complete: a process killed meanwhile leaves the old file."""
@@ -11,9 +13,9 @@ def save(path: str | Path, text: str) -> Path:
 
     path = Path(path).expanduser()
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+        raise MissingFileError(f"cannot write {path}: there is no folder {path.parent}")
     if path.is_dir():
-        raise IsADirectoryError(f"cannot write {path}: it is a folder; name a file in it")
+        raise FileError(f"cannot write {path}: it is a folder; name a file in it")
     handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
 
 _ENGINE, _SAFETY, _NAMES = "Engine", "Safety", "Format"
@@ -107,21 +108,21 @@ def serve(
     keys = _keys(api_key, api_key_file, "--api-key-file")
     admin_keys = _keys(admin_key, admin_key_file, "--admin-key-file")
     if admin and len(admin_keys) != 1:
-        raise ValueError("--admin needs a key of its own: set DOVETAIL_ADMIN_KEY, or --admin-key-file with one line")
+        raise UserError("--admin needs a key of its own: set DOVETAIL_ADMIN_KEY, or --admin-key-file with one line")
     if admin and admin_keys[0] in keys:
-        raise ValueError("the admin key must differ from the API keys: those let clients ask, and not control")
+        raise UserError("the admin key must differ from the API keys: those let clients ask, and not control")
     if not all(name.strip() for name in served_model_name):
-        raise ValueError("--served-model-name must not be empty")
+        raise UserError("--served-model-name must not be empty")
     if protect_metrics and not keys:
-        raise ValueError("--protect-metrics needs an API key to ask for: set DOVETAIL_API_KEY, or --api-key-file")
+        raise UserError("--protect-metrics needs an API key to ask for: set DOVETAIL_API_KEY, or --api-key-file")
     if generation_config not in ("auto", "none"):
-        raise ValueError(f"--generation-config is auto or none; got {generation_config!r}")
+        raise UserError(f"--generation-config is auto or none; got {generation_config!r}")
     if not all(math.isfinite(each) for each in (max_body_mb, request_timeout, drain_timeout, step_timeout)):
-        raise ValueError("--max-body-mb, --request-timeout, --drain-timeout and --step-timeout take finite numbers")
+        raise UserError("--max-body-mb, --request-timeout, --drain-timeout and --step-timeout take finite numbers")
     of_base: dict[str, str] = {}
     if base := base_of(model):  # an adapter's folder: its base is served, and the adapter under the name that was given
         if len(served_model_name) > 1:
-            raise ValueError(f"{model} is an adapter, which is served under one name: give --served-model-name once")
+            raise UserError(f"{model} is an adapter, which is served under one name: give --served-model-name once")
         of_base = {(served_model_name or [model])[0]: model}
         model, served_model_name = base, [base]
     limits = Limits(
@@ -161,9 +162,9 @@ def adapters_named(given: list[str], names: tuple[str, ...] = ()) -> dict[str, s
     for each in given:
         name, equals, folder = each.partition("=")
         if not (name and equals and folder):
-            raise ValueError(f"--adapter takes name=DIR; got {each!r}")
+            raise UserError(f"--adapter takes name=DIR; got {each!r}")
         if name in found or name in names:
-            raise ValueError(f"--adapter {each}: {name!r} is taken already; give the adapter another name")
+            raise UserError(f"--adapter {each}: {name!r} is taken already; give the adapter another name")
         found[name] = str(Path(folder).expanduser())  # after the = a shell leaves a ~ as it is
     return found
 
@@ -172,14 +173,14 @@ def _keys(given: str, file: Path | None, flag: str) -> tuple[str, ...]:
     try:
         lines = [given, *(file.read_text().splitlines() if file else ())]
     except OSError as error:
-        raise ValueError(f"{flag}: {file} cannot be read ({error.strerror})") from None
+        raise UserError(f"{flag}: {file} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{flag}: {file} is not a text file with one key per line") from None
+        raise UserError(f"{flag}: {file} is not a text file with one key per line") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if file and not keys:
-        raise ValueError(f"{flag}: {file} holds no key")
+        raise UserError(f"{flag}: {file} holds no key")
     if not all(key.isascii() and key.isprintable() for key in keys):
-        raise ValueError("a key is made of printable ASCII characters, for it travels in a header")
+        raise UserError("a key is made of printable ASCII characters, for it travels in a header")
     return keys
 
 

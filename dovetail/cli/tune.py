@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from dovetail.cli.show_config import OPTION
+from dovetail.core.errors import UserError
 
 RECIPE = typer.Argument(
     None,
@@ -131,7 +132,7 @@ def _tune(name: str, recipe: str, overrides: list[str], run_dir: str, quiet: boo
     from dovetail.train.pretrain import run_folder
 
     if recipe == "-" and not overrides:
-        raise ValueError(
+        raise UserError(
             f"say what to train: dovetail {name} RECIPE, or dovetail {name} --model MODEL --data FILE; --show-config "
             "lists all keys"
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from dovetail.core.chip_family import CPU, FAMILIES, Family, in_order, is_slice, usual_sides
 from dovetail.core.chips import CHIPS, Chip
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 
 GPUS_OF_A_HOST = 8
 
@@ -162,7 +163,7 @@ def parse(text: str) -> Accelerator:
     many = re.match(r"(\d+)[x×*](?=[a-z]|7x|8[ti])", words)
     slices, rest = (int(many[1]), words[many.end() :]) if many else (1, words)
     if slices < 1:
-        raise ValueError(f"accelerator {text!r} has no slices: expected 1 or more, as in 2 x v5p-128")
+        raise UserError(f"accelerator {text!r} has no slices: expected 1 or more, as in 2 x v5p-128")
     if rest in ("", CPU.prefix):
         return Accelerator(None, (1,), slices)
     chip, size = _split(rest, text)
@@ -192,18 +193,18 @@ def _split(words: str, text: str) -> tuple[Chip, str]:
         if match:
             return CHIPS[_SPELT[spelt]], match[1] or ""
     hint = did_you_mean(re.split(r"[-:]", words)[0], _SPELT)
-    raise ValueError(f"no accelerator {text!r}.{hint} Expected a chip and a size, such as {_EXAMPLES}")
+    raise UserError(f"no accelerator {text!r}.{hint} Expected a chip and a size, such as {_EXAMPLES}")
 
 
 def _gpus(chip: Chip, size: str, text: str) -> Accelerator:
     if "x" in size:
-        raise ValueError(f"accelerator {text!r}: a GPU has a count and no topology; write {chip.name.lower()}x8")
+        raise UserError(f"accelerator {text!r}: a GPU has a count and no topology; write {chip.name.lower()}x8")
     count, host, domain = int(size or 1), max(FAMILIES[chip.name].hosts), chip.domain
     whole, left = divmod(count, domain)
     parts = count <= host or (count < domain and count % host == 0)
     if count < 1 or not (parts or (whole and not left)):
         racks = f", multiples of {host} up to {domain}" if domain > host else ""
-        raise ValueError(
+        raise UserError(
             f"accelerator {text!r}: expected 1 to {host} GPUs{racks}, or whole {_domains(chip)} of {domain}; write "
             f"{chip.name.lower()}x{max(whole, 1) * domain}, or 3 x {chip.name.lower()}x4 for parts of them"
         )
@@ -218,12 +219,12 @@ def _domains(chip: Chip) -> str:
 def _tpu(chip: Chip, size: str, text: str) -> Accelerator:
     family = FAMILIES[chip.name]
     if not size:
-        raise ValueError(f"accelerator {text!r} has no size: name a slice, such as {_nearest(chip, 16)}")
+        raise UserError(f"accelerator {text!r} has no size: name a slice, such as {_nearest(chip, 16)}")
     if "x" in size:
         sides = in_order(tuple(int(side) for side in size.split("x")), family)
         chips = math.prod(sides)
         if not is_slice(chip, sides):
-            raise ValueError(
+            raise UserError(
                 f"accelerator {text!r}: {chip.name} has no slice {size}; the nearest by chips: {_nearest(chip, chips)}"
             )
         return Accelerator(chip, sides)
@@ -232,7 +233,7 @@ def _tpu(chip: Chip, size: str, text: str) -> Accelerator:
     usual = usual_sides(chip, chips) if not left else None
     if usual is None:
         means = f"the number counts {family.counts}" + (f", {per_chip} per chip" if per_chip > 1 else "")
-        raise ValueError(
+        raise UserError(
             f"accelerator {text!r}: no slice of {chip.name} has that size ({means}); the nearest: "
             f"{_nearest(chip, chips)}"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 
 GIB = 2**30
 TERA = 1e12
@@ -121,7 +122,7 @@ def chip_named(name: str) -> Chip:
     by_name = {known.lower(): chip for known, chip in CHIPS.items()}
     chip = by_name.get(name.strip().lower()) or _BY_KIND.get(name.strip().lower())
     if chip is None:
-        raise ValueError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}")
+        raise UserError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}")
     return chip
 
 

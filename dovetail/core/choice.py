@@ -10,6 +10,8 @@ import difflib
 import math
 from collections.abc import Iterable
 
+from dovetail.core.errors import UserError
+
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` with a space before it, or nothing."""
@@ -21,7 +23,7 @@ def one_of(field: str, given: object, choices: Iterable[str]) -> None:
     choices = tuple(choices)
     if given not in choices:
         named = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"{field} must be one of {named}; got {given!r}.{did_you_mean(given, choices)}")
+        raise UserError(f"{field} must be one of {named}; got {given!r}.{did_you_mean(given, choices)}")
 
 
 def not_negative(settings: object, *names: str) -> None:
@@ -33,4 +35,4 @@ def not_negative(settings: object, *names: str) -> None:
 def require(holds: bool, sentence: str) -> None:
     """`sentence` starts with the field's name and says what was expected, what came, and what to do."""
     if not holds:
-        raise ValueError(sentence)
+        raise UserError(sentence)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dovetail.core.errors import UserError
+
 _EXACT = "highest"
 
 
@@ -63,7 +65,7 @@ def compute_of(asked: Any) -> Compute:
         name = repr(asked)
     found = COMPUTES.get(_LONG_NAMES.get(name, name))
     if found is None:
-        raise ValueError(f"dtype {asked!r} is not one of {', '.join(COMPUTES)}")
+        raise UserError(f"dtype {asked!r} is not one of {', '.join(COMPUTES)}")
     return found
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 DEEPEST = 100  # levels of schemas within schemas
 _KEYED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # name -> schema
 _LISTED = ("prefixItems", "allOf", "anyOf", "oneOf")
@@ -99,7 +101,7 @@ class _Closing:
     def _within(self, schema: Schema, depth: int) -> dict[str, Any]:
         """A copy whose inner schemas are closed. What `not` excludes stays as it is: closed, it would exclude less."""
         if depth > DEEPEST:
-            raise ValueError(f"a JSON schema may be nested {DEEPEST} levels deep; this one is deeper")
+            raise UserError(f"a JSON schema may be nested {DEEPEST} levels deep; this one is deeper")
         found = dict(schema)
         for word in _KEYED:
             if isinstance(schema.get(word), Mapping):

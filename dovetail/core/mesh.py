@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from dovetail.core.errors import UserError
 from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.torus import assign
 
@@ -53,11 +54,11 @@ def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mes
     """
     unknown = set(axes) - set(MESH_AXES)
     if unknown:
-        raise ValueError(f"mesh axes are {', '.join(MESH_AXES)}; got {', '.join(sorted(unknown))}")
+        raise UserError(f"mesh axes are {', '.join(MESH_AXES)}; got {', '.join(sorted(unknown))}")
     devices = list(devices if devices is not None else jax.devices())
     sizes = [axes.get(name, 1) for name in MESH_AXES]
     if math.prod(sizes) != len(devices):
-        raise ValueError(f"a mesh of {dict(axes)} needs {math.prod(sizes)} devices; there are {len(devices)}")
+        raise UserError(f"a mesh of {dict(axes)} needs {math.prod(sizes)} devices; there are {len(devices)}")
     return Mesh(lay_out(sizes, devices), MESH_AXES)
 
 
@@ -69,7 +70,7 @@ def lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     if slices == 1:
         return _along_links(sizes, devices)
     if sizes[0] % slices:
-        raise ValueError(
+        raise UserError(
             f"the data axis must be a multiple of the {slices} slices, for it alone crosses from one to another; "
             f"got data={sizes[0]}"
         )

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from dovetail.core import yaml_text
+from dovetail.core.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ def split(text: str) -> tuple[list[str], Typed]:
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise ValueError(f"an override is key=value with a dotted key, such as optimizer.lr=1e-3; got {text!r}")
+        raise RecipeError(f"an override is key=value with a dotted key, such as optimizer.lr=1e-3; got {text!r}")
     return path, Typed(value)
 
 
@@ -64,7 +65,7 @@ def _put(tree: dict, path: list[str], value: Any) -> None:
             below = [] if path[depth + 1].isdecimal() else {}
         if not isinstance(below, dict | list):
             here = ".".join(path[: depth + 1])
-            raise ValueError(f"{'.'.join(path)} has no place: {here} is {kind_of(below)}, which has no keys")
+            raise RecipeError(f"{'.'.join(path)} has no place: {here} is {kind_of(below)}, which has no keys")
         node[key] = below
         node = below
     node[_key(node, path[-1], path[:-1])] = value
@@ -76,9 +77,9 @@ def _key(node: dict | list, part: str, path: list[str]) -> Any:
         return part
     at = ".".join(path)
     if not part.isdecimal():
-        raise ValueError(f"{at} is a list: give a place in it, such as {at}.0; got {at}.{part}")
+        raise RecipeError(f"{at} is a list: give a place in it, such as {at}.0; got {at}.{part}")
     if int(part) > len(node):
-        raise ValueError(f"{at}.{part} is past the end: {at} has {len(node)}, and {at}.{len(node)} would add one")
+        raise RecipeError(f"{at}.{part} is past the end: {at} has {len(node)}, and {at}.{len(node)} would add one")
     if int(part) == len(node):
         node.append(None)
     return int(part)

@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from dovetail.core.errors import FileError, NotPermittedError
+
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -18,7 +20,7 @@ def own_folder(path: Path) -> Path:
         found = path.lstat()  # a link may lead to a folder that another user fills
         _require_own(path, found)
         if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(f"{path} is not a folder") from None
+            raise FileError(f"{path} is not a folder") from None
         if stat.S_IMODE(found.st_mode) & 0o077:
             path.chmod(0o700)
     return path
@@ -29,7 +31,7 @@ def check_own_folder(path: Path) -> None:
     found = path.lstat()
     _require_own(path, found)
     if not stat.S_ISDIR(found.st_mode) or found.st_mode & OTHERS:
-        raise PermissionError(f"{path} must be a folder that only its user may write")
+        raise NotPermittedError(f"{path} must be a folder that only its user may write")
 
 
 def read_own(path: Path) -> bytes:
@@ -38,10 +40,10 @@ def read_own(path: Path) -> bytes:
         found = os.fstat(file.fileno())
         _require_own(path, found)
         if found.st_mode & OTHERS:
-            raise PermissionError(f"{path} may be written by other users (mode {stat.S_IMODE(found.st_mode):04o})")
+            raise NotPermittedError(f"{path} may be written by other users (mode {stat.S_IMODE(found.st_mode):04o})")
         return file.read()
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to another user (uid {found.st_uid})")
+        raise NotPermittedError(f"{path} belongs to another user (uid {found.st_uid})")

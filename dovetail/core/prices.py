@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.core.chips import Chip
+from dovetail.core.errors import UserError
 
 # chip -> region -> dollars per chip and hour, on demand
 ELSEWHERE: dict[str, dict[str, float]] = {
@@ -33,7 +34,7 @@ def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float |
     region = region.lower()
     if given is not None:
         if given < 0:
-            raise ValueError(f"a price is 0 or more dollars per chip and hour; got {given:g}")
+            raise UserError(f"a price is 0 or more dollars per chip and hour; got {given:g}")
         return Rate(given, f"${given:g} per chip and hour, as given")
     if chip is None or chip.dollars is None:
         name = chip.name if chip else "CPU"

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 from dovetail.core import yaml_text
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.foreign_names import IN_SECTION, OURS
 from dovetail.core.overrides import Typed, flat, kind_of, parsed, place, split
 
@@ -53,7 +54,7 @@ def find(name_or_path: str, beside: Path | None = None, training: str = "") -> P
     looked = "no such file" if path.suffix in (".yaml", ".yml") else "neither a file nor shipped"
     names = [name for each in TRAININGS for name in shipped(each) if training in ("", each)]
     hint = did_you_mean(Path(name_or_path).stem, names)
-    raise ValueError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(names)}")
+    raise RecipeError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(names)}")
 
 
 def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: type[T]) -> T:
@@ -61,15 +62,15 @@ def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: t
     wanted = cls.__name__.lower() if cls.__name__.lower() in TRAININGS else ""
     meant = training_of(name_or_path)
     if wanted and meant and wanted != meant:
-        raise ValueError(
+        raise RecipeError(
             f"recipe {name_or_path} is for `dovetail {meant}`, not for `dovetail {wanted}`. Shipped for that: "
             f"{', '.join(shipped(wanted))}"
         )
     mapping = _with_base(find(name_or_path, training=wanted), cls, ())
     try:
         return _overridden(cls, mapping, overrides)
-    except ValueError as error:
-        raise ValueError(f"recipe {name_or_path}: {error}") from error
+    except UserError as error:
+        raise RecipeError(f"recipe {name_or_path}: {error}", param=error.param, code=error.code) from error
 
 
 def raw(name_or_path: str, cls: type = object) -> dict[str, Any]:
@@ -106,13 +107,13 @@ def _whole_path(cls: type, path: list[str], value: Any) -> list[str]:
 def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]:
     if path in above:
         chain = " -> ".join(p.name for p in (*above, path))
-        raise ValueError(f"recipe {path.name}: `base` runs in a circle: {chain}")
+        raise RecipeError(f"recipe {path.name}: `base` runs in a circle: {chain}")
     try:
         mapping = yaml_text.parse(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"recipe {path}: {error}") from error
+    except RecipeError as error:
+        raise RecipeError(f"recipe {path}: {error}") from error
     if not isinstance(mapping, dict):
-        raise ValueError(f"recipe {path}: a recipe is a mapping of keys to values; this is {kind_of(mapping)}")
+        raise RecipeError(f"recipe {path}: a recipe is a mapping of keys to values; this is {kind_of(mapping)}")
     if dataclasses.is_dataclass(cls):
         whole = {key: _whole_path(cls, [str(key)], value)[1:] for key, value in mapping.items()}
         mapping = {key: {whole[key][0]: value} if whole[key] else value for key, value in mapping.items()}
@@ -122,7 +123,7 @@ def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]
     if base is None:
         return mapping
     if not isinstance(base, str):
-        raise ValueError(f"recipe {path}: base must be a recipe's name or path; got {base!r}")
+        raise RecipeError(f"recipe {path}: base must be a recipe's name or path; got {base!r}")
     return layer(cls, _with_base(find(base, path.parent), cls, (*above, path)), mapping)
 
 
@@ -156,11 +157,11 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
     if isinstance(mapping, Typed):
         mapping = parsed(mapping)
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"{path or 'the recipe'} must be a mapping of keys to values; got {kind_of(mapping)}")
+        raise RecipeError(f"{path or 'the recipe'} must be a mapping of keys to values; got {kind_of(mapping)}")
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
     for key in mapping:
         if key not in fields:
-            raise ValueError(_unknown(cls, path, key, fields))
+            raise RecipeError(_unknown(cls, path, key, fields))
     hints = typing.get_type_hints(cls, include_extras=True)
     given = {
         key: _convert(hints[key], value, _join(path, key), _default(fields[key], start))
@@ -168,11 +169,11 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
     }
     missing = [f.name for f in fields.values() if start is None and f.name not in given and _is_required(f)]
     if missing:
-        raise ValueError(f"{_join(path, missing[0])} is missing: it must be given ({_name(hints[missing[0]])})")
+        raise RecipeError(f"{_join(path, missing[0])} is missing: it must be given ({_name(hints[missing[0]])})")
     try:
         return cls(**given) if start is None else dataclasses.replace(start, **given)  # pyright: ignore
-    except ValueError as error:  # a class's own checks start with the field's name
-        raise ValueError(_join(path, str(error))) from error
+    except UserError as error:  # a class's own checks start with the field's name
+        raise RecipeError(_join(path, str(error)), param=_join(path, error.param) if error.param else None) from error
 
 
 def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
@@ -248,28 +249,28 @@ def _member(args: tuple, value: Any, path: str, default: Any) -> Any:
     for member in members:
         try:
             return _convert(member, value, path, default)
-        except ValueError:
+        except UserError:
             continue
-    raise ValueError(_wrong(path, " or ".join(_name(a) for a in args), plain))
+    raise RecipeError(_wrong(path, " or ".join(_name(a) for a in args), plain))
 
 
 def _tuple(args: tuple, value: Any, path: str) -> tuple:
     if not isinstance(value, list | tuple):
-        raise ValueError(_wrong(path, "a list", value))
+        raise RecipeError(_wrong(path, "a list", value))
     if len(args) == 2 and args[1] is Ellipsis:
         args = (args[0],) * len(value)
     if len(args) != len(value):
-        raise ValueError(_wrong(path, f"a list of {len(args)}", value))
+        raise RecipeError(_wrong(path, f"a list of {len(args)}", value))
     return tuple(_convert(a, v, f"{path}.{i}") for i, (a, v) in enumerate(zip(args, value, strict=True)))
 
 
 def _mapping(value: Any, path: str) -> dict[str, Any]:
     """Keys that belong to someone else, who checks them (a reward of `rewards`): any values that YAML can hold."""
     if not isinstance(value, Mapping):
-        raise ValueError(_wrong(path, "a mapping of keys to values", value))
+        raise RecipeError(_wrong(path, "a mapping of keys to values", value))
     for key in value:
         if not isinstance(key, str):
-            raise ValueError(f"{path} must have text as keys; got {kind_of(key)}")
+            raise RecipeError(f"{path} must have text as keys; got {kind_of(key)}")
     return {key: _untyped(each) for key, each in value.items()}
 
 
@@ -290,7 +291,7 @@ def _scalar(hint: Any, value: Any, path: str) -> Any:
     if hint not in (bool, int, float, str):
         raise TypeError(f"{path}: a recipe cannot hold a {hint}")
     if type(value) is not hint:
-        raise ValueError(_wrong(path, _name(hint), value))
+        raise RecipeError(_wrong(path, _name(hint), value))
     return value
 
 
@@ -299,7 +300,7 @@ def _count(value: Any, path: str) -> int:
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)\s*", text)
     number = float(match[1].replace("_", "")) * _SUFFIXES[match[2]] if match else math.nan
     if isinstance(value, bool) or number != round(number, 0):
-        raise ValueError(_wrong(path, "a whole number such as 4096, 300M, 10B or 1e9", value))
+        raise RecipeError(_wrong(path, "a whole number such as 4096, 300M, 10B or 1e9", value))
     exact = match and re.fullmatch(r"[0-9_]+", match[1])
     return int(match[1].replace("_", "")) * _SUFFIXES[match[2]] if exact and match else round(number)
 

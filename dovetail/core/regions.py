@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 
 REGIONS = (
     "africa-south1",
@@ -35,23 +36,23 @@ def region(zone: str) -> str:
 def check_region(name: str, given: str) -> str:
     """Return a region in lower case; ValueError, starting with the option's or field's `name`, if there is none."""
     if given.lower() not in REGIONS:
-        raise ValueError(f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}")
+        raise UserError(f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}")
     return given.lower()
 
 
 def check_zone(name: str, zone: str) -> str:
     """Return `zone` in lower case; ValueError if its region is unknown or it has no suffix."""
     if region(zone) not in REGIONS:
-        raise ValueError(f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}")
+        raise UserError(f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}")
     if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-(ai[0-9]+)?[a-z]", zone.lower()):
-        raise ValueError(f"{name} must be a zone, such as {region(zone)}-a; got {zone!r}")
+        raise UserError(f"{name} must be a zone, such as {region(zone)}-a; got {zone!r}")
     return zone.lower()
 
 
 def check_place(name: str, place: str) -> str:
     """Return where a bucket is, in lower case: a region, a dual-region or a multi-region."""
     if place.lower() not in (*REGIONS, *MULTI_REGIONS, *DUAL_REGIONS):
-        raise ValueError(
+        raise UserError(
             f"{name} must be a region of Google Cloud, such as us-central1, or us, eu or asia; got {_unknown(place)}"
         )
     return place.lower()

@@ -10,6 +10,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from dovetail.core.errors import UserError
+
 
 @functools.lru_cache(maxsize=8192)
 def assign(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -23,7 +25,7 @@ def assign(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, .
         free = tuple(side // used for side, used in zip(shape, before, strict=True))
         ways = list(_ways(free, sizes[i]))
         if not ways:
-            raise ValueError(f"a mesh of {' x '.join(map(str, sizes))} cannot be laid along sides {shape}")
+            raise UserError(f"a mesh of {' x '.join(map(str, sizes))} cannot be laid along sides {shape}")
         taken[i] = max(ways, key=functools.partial(_preference, shape, before))
     return tuple(taken)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from dovetail.core.errors import RecipeError
+
 _SCALARS = (
     ("tag:yaml.org,2002:null", re.compile(r"~|null|Null|NULL|"), "~nN\0"),
     ("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), "tTfF"),
@@ -37,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise ValueError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice; keep one of them")
+                raise RecipeError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice; keep one of them")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -58,7 +60,7 @@ def parse(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError("not valid YAML: " + " ".join(str(error).split())) from error
+        raise RecipeError("not valid YAML: " + " ".join(str(error).split())) from error
 
 
 def write(mapping: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from dovetail.core.errors import UserError
+
 T = TypeVar("T")
 MOST = 20  # that an error lists; reading stops there
 
@@ -31,7 +33,7 @@ class BadRecords:
             return
         hint = "mend them, or set data.skip_bad_records=true to leave them out"
         if len(self.errors) == 1:
-            raise ValueError(f"{self.errors[0]} (or set data.skip_bad_records=true to leave the record out)")
+            raise UserError(f"{self.errors[0]} (or set data.skip_bad_records=true to leave the record out)")
         least = "at least " if len(self.errors) == MOST else ""
         listed = "\n".join(f"  {error}" for error in self.errors)
-        raise ValueError(f"{least}{len(self.errors)} records of {self.name} cannot be used: {hint}\n{listed}")
+        raise UserError(f"{least}{len(self.errors)} records of {self.name} cannot be used: {hint}\n{listed}")

@@ -10,6 +10,8 @@ import difflib
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from dovetail.core.errors import UserError
+
 VERSION = 1  # part of a cache's fingerprint: raise it when a story changes
 DOCUMENTS = 6000  # of a corpus named without a number; about 3 MB
 BYTES = 485  # of a document, on average: for the progress bar
@@ -171,9 +173,9 @@ def size(name: str) -> int:
     if corpus not in CORPORA:
         near = difflib.get_close_matches(corpus, CORPORA, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "for files, set format to what they are, or leave it out"
-        raise ValueError(f"expected a built-in corpus ({', '.join(CORPORA)}), got {name!r}; {hint}")
+        raise UserError(f"expected a built-in corpus ({', '.join(CORPORA)}), got {name!r}; {hint}")
     if count and not (count.isdecimal() and int(count) > 0):
-        raise ValueError(f"expected a number of documents after the colon, as fables:500; got {name!r}")
+        raise UserError(f"expected a number of documents after the colon, as fables:500; got {name!r}")
     return int(count) if count else DOCUMENTS
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
+
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
 
@@ -50,7 +52,7 @@ class TokenEncoder:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenEncoder:
         if tokenizer.eos_id is None:
-            raise ValueError(
+            raise UserError(
                 "expected a tokenizer with an end-of-text token, and this one has none; name eos_token in its "
                 "tokenizer_config.json, or set data.tokenizer to another"
             )
@@ -99,7 +101,7 @@ def make(name: str, tokenizer: Tokenizer | None = None) -> Encoder:
         tokenizer = find_tokenizer(name)
     if tokenizer is None:
         where = f"{name!r} has no tokenizer" if name else "the model brings no tokenizer"
-        raise ValueError(f"{where}: set data.tokenizer to 'bytes', a folder with a tokenizer.json, or a model's name")
+        raise UserError(f"{where}: set data.tokenizer to 'bytes', a folder with a tokenizer.json, or a model's name")
     return TokenEncoder.of(tokenizer)
 
 

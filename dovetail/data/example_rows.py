@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Batch
 from dovetail.data.example_store import Examples
 from dovetail.data.loader import Loader
@@ -144,7 +145,7 @@ def own_column(name: str, examples: Examples) -> np.ndarray:
     elif name == "margin":
         numbers = examples.margins
         if lacking := int(np.isnan(numbers).sum()) // examples.per_unit:
-            raise ValueError(
+            raise UserError(
                 f"expected a number as margin in each record, and {lacking:,} have none; add it, or name its key, as "
                 "keys: {margin: ...}"
             )
@@ -156,7 +157,7 @@ def own_column(name: str, examples: Examples) -> np.ndarray:
 def _per_token(name: str, values: Any, examples: Examples) -> np.ndarray:
     sizes = np.diff(examples.offsets)
     if len(values) != len(examples):
-        raise ValueError(
+        raise UserError(
             f"the column {name!r} must have one entry for each of the {len(examples):,} documents; got {len(values):,}"
         )
     if np.ndim(values[0]) == 0:
@@ -164,7 +165,7 @@ def _per_token(name: str, values: Any, examples: Examples) -> np.ndarray:
     else:
         wrong = next((i for i, each in enumerate(values) if len(each) != sizes[i]), None)
         if wrong is not None:
-            raise ValueError(
+            raise UserError(
                 f"the column {name!r} must have {sizes[wrong]:,} numbers for document {wrong}, one for each of its "
                 f"tokens; got {len(values[wrong]):,}"
             )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import fingerprint, of_sources
 from dovetail.data import shorten
 from dovetail.data.bad_records import BadRecords
@@ -184,7 +185,7 @@ def _documents(
         counts["unanswered"] += 1
         return []
     if len(sides) > 1 and any(len(side) > 1 for side in sides):
-        raise ValueError(
+        raise UserError(
             f"{encoder.name} writes the turns of one completion otherwise once it has gone on: give chosen and "
             "rejected one assistant's turn each, or set data.template to one with {% generation %} marks"
         )
@@ -195,4 +196,4 @@ def _located(record: Record, work: Callable[[], list[Trained]]) -> list[Trained]
     try:
         return work()
     except ValueError as error:
-        raise ValueError(f"{record.where()}: {error}") from error
+        raise UserError(f"{record.where()}: {error}") from error

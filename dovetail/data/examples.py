@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.core.choice import one_of
+from dovetail.core.errors import UserError
 from dovetail.data.messages import Messages, check_roles, check_turns, conversation, is_messages, say, tools_of
 from dovetail.data.records import Record
 from dovetail.data.tuning import Keys
@@ -68,7 +69,7 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
     """
     one_of("kind", kind, KINDS)
     if record.error:
-        raise ValueError(record.error)
+        raise UserError(record.error)
     forms = _FORMS[kind]
     if form != "auto":
         one_of(f"format of {kind}", form, forms)
@@ -78,7 +79,7 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
         if fields.has(*needed):
             return _checked(read, fields, kind)
     there = ", ".join(map(repr, record.fields)) or "none"
-    raise ValueError(
+    raise UserError(
         f"{record.where()}: expected a record with {_FITS[kind]}; its keys are {there}: say which one holds what, such "
         f"as {_hint(record, [needed for needed, _ in forms.values()])}"
     )
@@ -92,11 +93,11 @@ def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: s
             if isinstance(side, Chat):
                 check_turns(side.messages)
             elif kind != "prompts" and not side.completion.strip():
-                raise ValueError("the completion is empty; fill it, or remove the record")
+                raise UserError("the completion is empty; fill it, or remove the record")
         return found
     except ValueError as error:
         where = fields.where()
-        raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+        raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
 def _hint(record: Record, forms: Sequence[tuple[str, ...]]) -> str:
@@ -161,7 +162,7 @@ class _Fields:
             return value
         if is_messages(value):
             return conversation(value, self.keys, f"{self.where()}: {name}")
-        raise ValueError(
+        raise UserError(
             f"{self.where()}: expected {name} to be text or a list of messages, got {type(value).__name__}; "
             f"name another key, as keys: {{{name}: ...}}"
         )
@@ -199,14 +200,14 @@ def _prompt_and_completion(fields: _Fields) -> Example | None:
 def _text(fields: _Fields) -> Example:
     text = fields.get("text")
     if not isinstance(text, str):
-        raise ValueError(f"{fields.where()}: expected text to be a string, got {type(text).__name__}")
+        raise UserError(f"{fields.where()}: expected text to be a string, got {type(text).__name__}")
     return Example((Text("", text),))
 
 
 def _preference(fields: _Fields) -> Example | None:
     margin = fields.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
-        raise ValueError(f"{fields.where()}: expected margin to be a number, got {margin!r}; write it as one")
+        raise UserError(f"{fields.where()}: expected margin to be a number, got {margin!r}; write it as one")
     found = _pair(fields)
     return found if found is None or margin is None else replace(found, margin=float(margin))
 
@@ -218,7 +219,7 @@ def _pair(fields: _Fields) -> Example | None:
     if whole and not isinstance(prompt, list):  # a text then says again what both conversations begin with
         return _trained(*_sharing_a_beginning(fields, chosen, rejected))  # type: ignore[arg-type]
     if prompt is None:
-        raise ValueError(
+        raise UserError(
             f"{fields.where()}: expected a prompt beside chosen and rejected, or both as whole conversations that "
             f"begin alike; got {type(chosen).__name__} and {type(rejected).__name__} without one"
         )
@@ -228,9 +229,7 @@ def _pair(fields: _Fields) -> Example | None:
 def _unpaired(fields: _Fields) -> Example | None:
     label = fields.get("label")
     if label not in (True, False):
-        raise ValueError(
-            f"{fields.where()}: expected label to be true or false, got {label!r}; write it as one of them"
-        )
+        raise UserError(f"{fields.where()}: expected label to be true or false, got {label!r}; write it as one of them")
     found = _prompt_and_completion(fields)
     return Example(found.sides, bool(label)) if found else None
 
@@ -245,7 +244,7 @@ def _prompt_alone(fields: _Fields) -> Example:
     while prompt and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt:
-        raise ValueError(f"{fields.where()}: expected a prompt, got only what the assistant says; add the user's turn")
+        raise UserError(f"{fields.where()}: expected a prompt, got only what the assistant says; add the user's turn")
     messages = fields.with_system(prompt)
     return Example((Chat(messages, fields.tools(), len(messages)),))
 
@@ -264,7 +263,7 @@ def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) 
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     if shared < 1:
-        raise ValueError(
+        raise UserError(
             f"{fields.where()}: expected chosen and rejected to begin with the same messages, and their first ones "
             "differ; give what they share as prompt"
         )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.io.hub import HUB_ID, fetch_dataset
 
 PREFIX = "hf://datasets/"
@@ -32,7 +33,7 @@ def folder_of(path: str, endings: Sequence[str]) -> tuple[Path, str, str]:
     name, _, wanted = rest.partition("/")
     hub_id = f"{org}/{name}"
     if not HUB_ID.fullmatch(hub_id):
-        raise ValueError(f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}")
+        raise UserError(f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}")
     return fetch_dataset(hub_id, [f"*{ending}" for ending in endings if ending != CARD]), hub_id, wanted
 
 
@@ -43,13 +44,13 @@ def fetch(path: str, endings: Sequence[str]) -> list[Path]:
     files = [file for file in below if file.lower().endswith(tuple(endings)) and not file.endswith(CARD)]
     chosen = _named(files, wanted) if wanted else _train(files)
     if not chosen:
-        raise ValueError(
+        raise UserError(
             f"expected files ending in {' '.join(endings)} in the dataset {path!r}, found none; it holds "
             f"{', '.join(files[:8]) or 'no such file'}"
         )
     folders = sorted({str(Path(file).parent) for file in chosen})
     if len(folders) > 1 and not wanted:
-        raise ValueError(
+        raise UserError(
             f"the dataset {hub_id} has data in several folders ({', '.join(folders)}): name one, such as "
             f"{PREFIX}{hub_id}/{folders[0]}"
         )

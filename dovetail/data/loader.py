@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import of_sources
 from dovetail.core.types import Batch
 from dovetail.data.mixture import Mixture
@@ -44,9 +45,9 @@ class Loader:
         fingerprints: Mapping[str, str] = {},
     ):
         if batch < 1 or host_count < 1 or batch % host_count:
-            raise ValueError(f"expected a batch that {host_count} hosts share evenly, got {batch} rows; change batch")
+            raise UserError(f"expected a batch that {host_count} hosts share evenly, got {batch} rows; change batch")
         if not 0 <= host_index < host_count:
-            raise ValueError(f"expected a host_index from 0 to {host_count - 1}, got {host_index}")
+            raise UserError(f"expected a host_index from 0 to {host_count - 1}, got {host_index}")
         self.rows, self.length, self.vocab_size = rows, rows.length, vocab_size
         self.fingerprints = fingerprints  # of the sources' documents, by name: see train.inputs
         self._batch, self._share = batch, batch // host_count
@@ -55,7 +56,7 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """numpy arrays [batch / hosts, T]."""
         if step < 0:
-            raise ValueError(f"expected a step from 0 on, got {step}")
+            raise UserError(f"expected a step from 0 on, got {step}")
         numbers = self.rows_of(step)[self._first : self._first + self._share]
         return jax.tree.map(lambda *column: np.stack(column), *(self._row(i) for i in numbers))
 
@@ -123,7 +124,7 @@ def open_data(
     tokenizer: the model's own, for data.tokenizer "". The cache is made first where it is missing or out of date.
     """
     if length < 2:
-        raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
+        raise UserError(f"expected rows of 2 tokens or more, got length {length}")
     stores = prepare(data, tokenizer, directory, progress)
     wanted = held_out_each(data.held_out, [source.weight for source in data.sources])
     apart = [held_out(store.lengths, each, length, store.meta.name) for store, each in zip(stores, wanted, strict=True)]
@@ -162,7 +163,7 @@ def held_out(lengths: np.ndarray, wanted: float, length: int, name: str) -> np.n
         mask = np.zeros(len(lengths), bool)
         mask[order[: int(np.searchsorted(filled, wanted * length)) + 1]] = True
     if mask.all():
-        raise ValueError(
+        raise UserError(
             f"held_out={wanted:g} takes all {len(lengths)} documents of {name} and leaves none to train on; "
             "set it lower, or give the text as more documents"
         )

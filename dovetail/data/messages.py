@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 from dovetail.data.tuning import Keys
 from dovetail.io.chat import checked_messages, checked_tools
 
@@ -34,12 +35,12 @@ def is_messages(value: Any) -> bool:
 def conversation(value: Any, keys: Keys, where: str) -> Messages:
     """A copy with the names that templates know. A ValueError says which message is wrong, and how."""
     if not is_messages(value):
-        raise ValueError(f"{where}: expected a list of at least one message, each a dict, got {value!r:.60}")
+        raise UserError(f"{where}: expected a list of at least one message, each a dict, got {value!r:.60}")
     found = [_message(message, keys, f"{where}[{i}]") for i, message in enumerate(value)]
     try:
         checked_messages(found)  # its copy also names the reasoning twice, which rendering does by itself
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     return found
 
 
@@ -48,7 +49,7 @@ def check_roles(messages: Messages, template: str = "") -> None:
     for i, message in enumerate(messages):
         role = message["role"]
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-            raise ValueError(
+            raise UserError(
                 f"messages[{i}]: unknown role {role!r}, expected one of {', '.join(ROLES)}."
                 f"{did_you_mean(role, (*ROLES, *_ROLES))} Rename it, or set data.template to one that names this role"
             )
@@ -60,7 +61,7 @@ def check_turns(messages: Messages) -> None:
         said = message.get("content") or message.get("tool_calls") or any(message.get(name) for name in _THOUGHTS)
         said = said.strip() if isinstance(said, str) else said
         if not said and message["role"] in ("user", "assistant"):
-            raise ValueError(f"messages[{i}]: the {message['role']}'s turn is empty; fill it, or remove the record")
+            raise UserError(f"messages[{i}]: the {message['role']}'s turn is empty; fill it, or remove the record")
 
 
 def tools_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]] | None:
@@ -70,19 +71,19 @@ def tools_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]] | Non
     try:
         return checked_tools(json.loads(value) if isinstance(value, str) else value) or None
     except ValueError as error:
-        raise ValueError(f"{where()}: tools: {error}") from None
+        raise UserError(f"{where()}: tools: {error}") from None
 
 
 def _message(message: Any, keys: Keys, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where}: expected a dict such as {say('user', 'Hello')}, got {type(message).__name__}")
+        raise UserError(f"{where}: expected a dict such as {say('user', 'Hello')}, got {type(message).__name__}")
     # `content` may be null beside tool calls; any other key that is null is one that the record does not have.
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = _take(found, keys.role, "role", "from")
     content = _take(found, keys.content, "content", "value")
     content = _flat(content, f"{where}.content") if isinstance(content, list | tuple) else content
     if content is None and not found.get("tool_calls"):
-        raise ValueError(f"{where}: content is null or missing, and there are no tool_calls; write the text there")
+        raise UserError(f"{where}: content is null or missing, and there are no tool_calls; write the text there")
     if role == "function_call":
         found["tool_calls"], content = _calls(content, where), ""
     if isinstance(calls := found.get("tool_calls"), list | tuple):
@@ -97,7 +98,7 @@ def _flat(parts: Any, where: str) -> str:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(f"{where}[{i}]: expected a part of text, got {kind!r}; only text can be trained on")
+            raise UserError(f"{where}[{i}]: expected a part of text, got {kind!r}; only text can be trained on")
         texts.append(text)
     return "\n".join(texts)
 
@@ -112,7 +113,7 @@ def _calls(content: Any, where: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(content)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: expected a function_call to be the JSON of a name and arguments") from None
+        raise UserError(f"{where}: expected a function_call to be the JSON of a name and arguments") from None
     calls = found if isinstance(found, list) else [found]
     return [{"type": "function", "function": call} for call in calls]
 
@@ -125,7 +126,7 @@ def _call(call: Any, where: str) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"{where}: expected arguments to be an object or its JSON text, got {function['arguments']!r:.60}"
         ) from None
     changed = {**function, "arguments": arguments}

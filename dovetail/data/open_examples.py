@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.choice import one_of
+from dovetail.core.errors import UserError
 from dovetail.data import records as reading
 from dovetail.data.bad_records import BadRecords
 from dovetail.data.example_rows import COLUMNS, ExamplePacking, ExampleRows, own_column
@@ -52,7 +53,7 @@ def open_examples(
     for name in columns:
         one_of("a column", name, COLUMNS)
     if length < 2:
-        raise ValueError(f"expected rows of 2 tokens or more, got length {length}")
+        raise UserError(f"expected rows of 2 tokens or more, got length {length}")
     made, weights = _read(settings, example_encoder(settings, tokenizer, trained), kind, length, records, progress)
     examples = Examples(made, per_unit=1 if kind == "sft" else 2)
     wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
@@ -86,7 +87,7 @@ def open_prompts(
             found += [encoder.prompt(read.sides[0])] if read else []
         bad.check()
     if not found:
-        raise ValueError("expected at least one prompt, and the data holds no record; name another path")
+        raise UserError("expected at least one prompt, and the data holds no record; name another path")
     return found
 
 
@@ -107,7 +108,7 @@ def template_source(settings: TuningData) -> str | None:
         return None
     path = Path(settings.template).expanduser()
     if not path.is_file():
-        raise ValueError(f"template must be a file with a chat template's Jinja source; there is no {str(path)!r}")
+        raise UserError(f"template must be a file with a chat template's Jinja source; there is no {str(path)!r}")
     return path.read_text(encoding="utf-8")
 
 
@@ -118,7 +119,7 @@ def open_records(
     if records is not None:
         return [("the list of records", settings.keys, reading.from_list(records))]
     if not settings.all_sources:
-        raise ValueError("path must name a file or a folder of records, or sources list some; both are empty")
+        raise UserError("path must name a file or a folder of records, or sources list some; both are empty")
     return [(s.path, s.keys, reading.from_path(s.path, progress)) for s in settings.all_sources]
 
 
@@ -138,15 +139,15 @@ def _check_some(made: Made, length: int) -> None:
     if stats.documents:
         return
     if not stats.records:
-        raise ValueError(f"expected at least one record to train on, and {name} holds none; name another path")
+        raise UserError(f"expected at least one record to train on, and {name} holds none; name another path")
     if len(stats.bad) == stats.records:
-        raise ValueError(f"none of the {stats.records:,} records of {name} can be used; the first: {stats.bad[0]}")
+        raise UserError(f"none of the {stats.records:,} records of {name} can be used; the first: {stats.bad[0]}")
     if stats.unanswered == stats.records:
-        raise ValueError(
+        raise UserError(
             f"expected records in which the assistant speaks, and none of the {stats.records:,} of {name} has an "
             "assistant's turn; check the roles, or name the right keys"
         )
-    raise ValueError(
+    raise UserError(
         f"expected examples that fit rows of {length:,} tokens, and all of {name} were left out ({stats}); "
         "raise length, or set data.overlong to turns"
     )

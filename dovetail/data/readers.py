@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from dovetail.core.errors import UserError
 from dovetail.data import corpus
 
 RECORDS = 256  # read from an ArrayRecord file at a time
@@ -80,7 +81,7 @@ def _gz_lines(span: Span) -> Iterator[tuple[bytes, Where, int]]:
                 if line.strip():
                     yield line, lambda n=number: f"{span.path} line {n}", raw.tell()
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{span.path} is not a whole gzip file ({error}); copy or compress it again") from None
+            raise UserError(f"{span.path} is not a whole gzip file ({error}); copy or compress it again") from None
 
 
 def _seek_line(file: IO[bytes], start: int) -> None:
@@ -105,9 +106,9 @@ def parsed(line: bytes, where: Where) -> Any:
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where()}: expected UTF-8, got byte {_hex(error)}; convert the file to UTF-8") from None
+        raise UserError(f"{where()}: expected UTF-8, got byte {_hex(error)}; convert the file to UTF-8") from None
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"{where()}: expected one JSON object per line, got {_short(line)} ({error}); mend or remove the line, "
             "or set format to what the file is"
         ) from None
@@ -115,22 +116,20 @@ def parsed(line: bytes, where: Where) -> Any:
 
 def _text_of(record: Any, text_key: str, where: Where, escaped: bool) -> str:
     if not isinstance(record, dict):
-        raise ValueError(f"{where()}: expected a JSON object with the key {text_key!r}, got {type(record).__name__}")
+        raise UserError(f"{where()}: expected a JSON object with the key {text_key!r}, got {type(record).__name__}")
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "no keys"
-        raise ValueError(
-            f"{where()}: expected text under the key {text_key!r}, got {keys}; set text_key to one of them"
-        )
+        raise UserError(f"{where()}: expected text under the key {text_key!r}, got {keys}; set text_key to one of them")
     text = record[text_key] if record[text_key] is not None else ""  # null: an empty document, as in a column
     if not isinstance(text, str):
-        raise ValueError(
+        raise UserError(
             f"{where()}: expected text under the key {text_key!r}, got {type(text).__name__}; set text_key to another"
         )
     if escaped:  # only an escape can write half a surrogate pair
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError(
+            raise UserError(
                 f"{where()}: expected valid Unicode, got half a surrogate pair; write it again with errors='replace'"
             ) from None
     return text
@@ -150,7 +149,7 @@ def _parquet(path: str):
     try:
         return pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a whole Parquet file ({str(error).splitlines()[0]}); copy it again") from None
+        raise UserError(f"{path} is not a whole Parquet file ({str(error).splitlines()[0]}); copy it again") from None
 
 
 def _parquet_rows(span: Span, text_key: str) -> Documents:
@@ -197,20 +196,20 @@ def arrow_batches(span: Span, text_key: str = "") -> Iterator[tuple[Any, int]]:
             for batch in stream:
                 yield batch, min(file.tell(), span.size)
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{span.path} is not a whole Arrow file ({error}); copy it again") from None
+            raise UserError(f"{span.path} is not a whole Arrow file ({error}); copy it again") from None
 
 
 def _check_column(schema: Any, text_key: str, path: str) -> None:
     import pyarrow.types as types
 
     if text_key not in schema.names:
-        raise ValueError(
+        raise UserError(
             f"{path}: expected a column {text_key!r}, got {', '.join(map(repr, schema.names))}; set text_key to another"
         )
     kind = schema.field(text_key).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise ValueError(
+        raise UserError(
             f"{path}: expected text in the column {text_key!r}, got {kind}; set text_key to a column of text"
         )
 
@@ -233,7 +232,7 @@ def _array_record(path: str) -> Iterator[Any]:
             yield reader
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is not a whole ArrayRecord file ({reason}); copy it again") from None
+        raise UserError(f"{path} is not a whole ArrayRecord file ({reason}); copy it again") from None
 
 
 def _array_record_rows(span: Span, text_key: str) -> Documents:
@@ -271,7 +270,7 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ValueError(
+        raise UserError(
             f"{where} line {line}: expected UTF-8, got byte {_hex(error)} (byte {error.start} of it); convert it to "
             "UTF-8, or leave it out if it is no text"
         ) from None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from dovetail.core.errors import UserError
 from dovetail.data import readers, sources
 from dovetail.data.readers import Span, Where
 from dovetail.data.settings import Source
@@ -24,7 +25,7 @@ def from_path(path: str, progress: Progress | None = None) -> Iterator[Record]:
     source = Source(path)
     files = sources.find(source)
     if files.kind not in _READERS:
-        raise ValueError(
+        raise UserError(
             f"expected records with fields (.jsonl, .parquet, or a Hugging Face dataset's folder) at {path!r}, "
             f"found {files.kind}; write each example as a line of a .jsonl file"
         )
@@ -41,7 +42,7 @@ def from_path(path: str, progress: Progress | None = None) -> Iterator[Record]:
 def from_list(records: Iterable[Any]) -> Iterator[Record]:
     """Dicts from a program."""
     if isinstance(records, str | bytes | Mapping):
-        raise ValueError(
+        raise UserError(
             f"expected a list of records, each a dict, got {type(records).__name__}; put a single record into a list, "
             "and name files by path"
         )
@@ -104,7 +105,7 @@ def _record(read: Callable[[], Any], where: Where) -> Record:
 
 def _object(found: Any, where: Where) -> dict[str, Any]:
     if not isinstance(found, Mapping):
-        raise ValueError(
+        raise UserError(
             f"{where()}: expected a record with keys, such as {{'messages': [...]}}, got {type(found).__name__}"
         )
     return dict(found)

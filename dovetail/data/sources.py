@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.data import corpus
 from dovetail.data.hub_dataset import fetch, is_hub_dataset
@@ -48,7 +49,7 @@ def find(source: Source) -> Files:
         kind, paths = _by_ending(source, fetch(source.path, ALL_ENDINGS))
         return Files(kind, _name(Path(source.path)), tuple(paths))
     if "://" in source.path:
-        raise ValueError(
+        raise UserError(
             f"expected a path on this machine, got {source.path!r}; mount the bucket or copy the files here"
         )
     path = _sample(source.path) or Path(source.path).expanduser()
@@ -96,7 +97,7 @@ def _candidates(path: Path) -> list[Path]:
         return [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     if glob.has_magic(str(path)):
         return sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-    raise ValueError(
+    raise UserError(
         f"expected a file, a folder, a pattern such as data/*.jsonl, or built-in data "
         f"({', '.join((*corpus.CORPORA, *samples()))}); there is no {str(path)!r}"
     )
@@ -112,16 +113,16 @@ def _by_ending(source: Source, paths: list[Path]) -> tuple[str, list[Path]]:
     if source.format != "auto":
         chosen = kinds.get(source.format, paths)
         if not chosen:
-            raise ValueError(f"expected {source.format} files in {source.path!r}, and it holds no files")
+            raise UserError(f"expected {source.format} files in {source.path!r}, and it holds no files")
         return source.format, chosen
     if len(kinds) == 1:
         return next(iter(kinds.items()))
     endings = " ".join(ALL_ENDINGS)
     if not kinds:
-        raise ValueError(
+        raise UserError(
             f"expected files ending in {endings} at {source.path!r}, found none; set format to say what it is"
         )
-    raise ValueError(
+    raise UserError(
         f"{source.path!r} holds files of several kinds ({', '.join(sorted(kinds))}); set format to one of them, or "
         "name the files by a pattern such as data/*.jsonl"
     )
@@ -140,7 +141,7 @@ def _hf_files(path: Path) -> tuple[str, list[Path]] | None:
     """The Arrow files of a folder that `Dataset.save_to_disk` wrote, in the order its state.json gives."""
     if (path / SPLITS).is_file():
         splits = _json(path / SPLITS).get("splits", [])
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} holds a dataset of several splits ({', '.join(splits)}); name one, as {path}/train"
         )
     if not (path / STATE).is_file():
@@ -148,9 +149,9 @@ def _hf_files(path: Path) -> tuple[str, list[Path]] | None:
     listed = [path / str(entry["filename"]) for entry in _json(path / STATE).get("_data_files", [])]
     for file in listed:
         if not file.is_file():
-            raise ValueError(f"{path / STATE} lists {file.name}, which is not there; copy the whole dataset folder")
+            raise UserError(f"{path / STATE} lists {file.name}, which is not there; copy the whole dataset folder")
     if not listed:
-        raise ValueError(f"{path / STATE} lists no data files; save the dataset again with save_to_disk")
+        raise UserError(f"{path / STATE} lists no data files; save the dataset again with save_to_disk")
     return "hf", listed
 
 
@@ -158,7 +159,7 @@ def _json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); save the dataset again with save_to_disk") from None
+        raise UserError(f"{path} is not JSON ({error}); save the dataset again with save_to_disk") from None
     return found if isinstance(found, dict) else {}
 
 

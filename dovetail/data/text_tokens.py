@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer as Backend
 
+from dovetail.core.errors import UserError
 from dovetail.data.encoder import before_text
 from dovetail.io.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ class TextTokens:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
+            raise UserError(
                 f"expected valid Unicode, got half a surrogate pair at character {error.start}; write the text again "
                 "with errors='replace'"
             ) from None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dovetail.core.errors import FileError, UserError
 from dovetail.data import cache, sources
 from dovetail.data.cache import Meta, Store
 from dovetail.data.encoder import Encoder, make
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
 
 SMALLEST_PART, MOST_PARTS = 4 << 20, 256  # bytes of the source; a part is an open file of every reader
-ERRORS = {"ValueError": ValueError, "OSError": OSError, "ImportError": ImportError}
 
 
 def prepare(
@@ -87,7 +87,7 @@ def _make(
     job.save(partial, encoder)
     _Run(job, encoder, partial, files.name, progress).run(processes or _cores())
     if cache.fingerprint(sources.find(source), source, encoder) != mark:
-        raise ValueError(f"{source.path!r} changed while it was being read; start again when nothing writes to it")
+        raise UserError(f"{source.path!r} changed while it was being read; start again when nothing writes to it")
     _finish(job, encoder, partial, files.name, mark)
     partial.rename(place)
 
@@ -96,7 +96,7 @@ def _finish(job: Job, encoder: Encoder, folder: Path, name: str, mark: str) -> N
     counts = [dict(np.load(counts_path(folder, index))) for index in range(len(job.parts))]
     offsets = np.concatenate([[0], *(part["lengths"] for part in counts)]).cumsum()
     if len(offsets) == 1:
-        raise ValueError(f"{name} holds no text: every document in it is empty; is text_key {job.text_key!r} right?")
+        raise UserError(f"{name} holds no text: every document in it is empty; is text_key {job.text_key!r} right?")
     np.save(folder / cache.OFFSETS, offsets)
     meta = Meta(
         name, mark, job.dtype, encoder.eos_id, encoder.vocab_size, [len(part["lengths"]) for part in counts],
@@ -196,12 +196,14 @@ class _Run:
         for line in child.stdout:
             message = json.loads(line)
             if "error" in message:
-                raise ERRORS[message["kind"]](message["error"])
+                raise UserError(message["error"])
             if "finished" in message:
                 self._report(index, self._sizes[index], message["tokens"])
                 return
             self._report(index, message["done"], message["tokens"])
-        raise OSError(f"a process that tokenised {self._name} ended with code {child.wait()}; was it short of memory?")
+        raise FileError(
+            f"a process that tokenised {self._name} ended with code {child.wait()}; was it short of memory?"
+        )
 
     def _report(self, index: int, done: int, tokens: int) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.data.examples import Chat, Text
 from dovetail.data.messages import check_roles
 from dovetail.data.text_tokens import TextTokens
@@ -101,7 +102,7 @@ class ExampleEncoder:
         """That of its messages: one with tools may have another."""
         with_tools = side.tools is not None
         if self._source is None and not self.tokenizer.chat_templates:
-            raise ValueError(
+            raise UserError(
                 "the model's tokenizer has no chat template, so messages cannot be written: set data.template=FILE to "
                 "a file with one (Jinja), or give prompt and completion as text"
             )
@@ -113,12 +114,12 @@ class ExampleEncoder:
         """Refuse a conversation of which the template leaves out tools, calls or whole messages."""
         remedy = "set data.template to one that does, or leave the record out"
         if side.tools and not all(_name_of(tool) in text for tool in side.tools):
-            raise ValueError(f"tools: {self.name} does not write them; {remedy}")
+            raise UserError(f"tools: {self.name} does not write them; {remedy}")
         for i, message in enumerate(side.messages):
             if not all(_name_of(call) in text for call in message.get("tool_calls") or ()):
-                raise ValueError(f"messages[{i}].tool_calls: {self.name} does not write them; {remedy}")
+                raise UserError(f"messages[{i}].tool_calls: {self.name} does not write them; {remedy}")
             if message["role"] != "assistant" and self._is_left_out(side, template, i, text):
-                raise ValueError(f"messages[{i}], of role {message['role']!r}: {self.name} does not write it; {remedy}")
+                raise UserError(f"messages[{i}], of role {message['role']!r}: {self.name} does not write it; {remedy}")
 
     def _is_left_out(self, side: Chat, template: ChatTemplate, at: int, text: str) -> bool:
         """Whether the text is the same whatever the message says; it need not be there letter by letter."""
@@ -135,13 +136,13 @@ class ExampleEncoder:
         """BOS where the tokenizer adds one, the prompt, the completion, one EOS."""
         eos = self.tokenizer.eos_id
         if eos is None:
-            raise ValueError(
+            raise UserError(
                 "expected a tokenizer with an end-of-text token, to end a completion with, and this one has none; name "
                 "eos_token in its tokenizer_config.json"
             )
         found = self._text.split(side.prompt, side.completion)
         if found is None:
-            raise ValueError(
+            raise UserError(
                 f"expected tokens to end where the prompt does, and one reaches from {side.prompt[-12:]!r} into "
                 f"{side.completion[:12]!r}; move the space between them from the prompt's end to the completion's start"
             )

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError, as_user_error
 from dovetail.data.cache import part_path
 from dovetail.data.encoder import Encoder, from_spec
 from dovetail.data.readers import Span, read
@@ -106,8 +107,8 @@ def main(folder: Path) -> None:
             tokens = tokenise(job, encoder, folder, index, _reporter())
         except BrokenPipeError:
             return
-        except (ValueError, OSError, ImportError) as error:
-            _say({"error": str(error), "kind": "OSError" if isinstance(error, OSError) else type(error).__name__})
+        except (UserError, OSError) as error:
+            _say({"error": str(as_user_error(error) or error)})
             return
         _say({"finished": index, "tokens": tokens})
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.doctor.finding import Finding
 
 
@@ -23,7 +24,7 @@ def read(path: Path) -> dict[str, Any]:
         told = json.loads(path.read_text())
         assert isinstance(told["host"], str) and all("found" in one for one in told["findings"])
     except (OSError, ValueError, KeyError, TypeError, AssertionError):
-        raise ValueError(f"{path} is not what `dovetail doctor --json` prints: write one on each host") from None
+        raise UserError(f"{path} is not what `dovetail doctor --json` prints: write one on each host") from None
     return told
 
 

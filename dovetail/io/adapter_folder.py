@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.hub import name_here
 from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.io.tokenizer import Tokenizer
@@ -23,22 +24,22 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Return the contents of adapter_config.json. ValueError, naming the folder, for an adapter that cannot be used."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}")
+            raise UserError(f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}")
     try:
         said = json.loads((folder / CONFIG).read_text())
     except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{folder / CONFIG} is not valid JSON: {error}") from None
+        raise UserError(f"{folder / CONFIG} is not valid JSON: {error}") from None
     if not isinstance(said, dict):
-        raise ValueError(f"{folder / CONFIG}: expected a JSON object, got {type(said).__name__}")
+        raise UserError(f"{folder / CONFIG}: expected a JSON object, got {type(said).__name__}")
     if said.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
+        raise UserError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
     for name in REFUSED:
         if said.get(name):
-            raise ValueError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
+            raise UserError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
     if said.get("bias", "none") != "none" or said.get("lora_bias"):
-        raise ValueError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
+        raise UserError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
     if said.get("target_parameters") and said.get("use_dora"):
-        raise ValueError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
+        raise UserError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
     _check_numbers(folder, said)
     return said
 
@@ -51,7 +52,7 @@ def base_of(folder: str | Path) -> str | None:
         return None
     base = read_adapter_config(path).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
-        raise ValueError(
+        raise UserError(
             f"{path} is a LoRA adapter whose {CONFIG} names no base_model_name_or_path: name its base yourself, such "
             f"as `dovetail serve BASE --adapter {path.resolve().name}={path}`"
         )
@@ -74,26 +75,24 @@ def check_servable(folder: Path, most: int | None) -> None:
     said = read_adapter_config(folder)
     SafetensorFolder(folder)  # reads the headers
     if said.get("use_dora"):
-        raise ValueError(f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)")
+        raise UserError(f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)")
     named = [*(said.get("modules_to_save") or ()), *(said.get("target_modules") or ())]
     if outer := sorted({name.rpartition(".")[2] for name in named} & {"embed_tokens", "lm_head"}):
-        raise ValueError(
+        raise UserError(
             f"{folder} is an adapter for {' and '.join(outer)} too, which is not served: merge it into the model "
             "(`dovetail merge`)"
         )
     rank = max(said["r"], *(said.get("rank_pattern") or {}).values(), 0)
     if most is not None and rank > most:
-        raise ValueError(
-            f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank"
-        )
+        raise UserError(f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank")
 
 
 def _check_numbers(folder: Path, said: dict[str, Any]) -> None:
     for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
         value = said.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
-            raise ValueError(f"{folder / CONFIG}: {name} must be a number above 0, got {value!r}")
+            raise UserError(f"{folder / CONFIG}: {name} must be a number above 0, got {value!r}")
     for name in ("rank_pattern", "alpha_pattern"):
         values = said.get(name) or {}
         if not isinstance(values, dict) or not all(isinstance(each, int | float) for each in values.values()):
-            raise ValueError(f"{folder / CONFIG}: {name} must map names to numbers, got {values!r:.80}")
+            raise UserError(f"{folder / CONFIG}: {name} must map names to numbers, got {values!r:.80}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Params
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
@@ -23,9 +24,9 @@ def add_special_tokens(
 ) -> tuple[ModelConfig, Params, Tokenizer]:
     """Return the model with these tokens. Rows that a padded vocabulary has to spare are used first."""
     if tokenizer is None:
-        raise ValueError("special tokens are added to a tokenizer, and the model has none: add a tokenizer.json")
+        raise UserError("special tokens are added to a tokenizer, and the model has none: add a tokenizer.json")
     if "per_layer" in params:
-        raise ValueError("special tokens cannot be added to a model with embeddings for each layer")
+        raise UserError("special tokens cannot be added to a model with embeddings for each layer")
     before, grown = tokenizer.vocab_size, tokenizer.with_special_tokens(tokens)
     vocab = max(cfg.vocab, grown.vocab_size)
     cfg = parse_config(_resized(cfg, vocab), "the model with more tokens") if vocab > cfg.vocab else cfg

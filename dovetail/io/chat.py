@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.io import sandbox
 
 # Unicode's noncharacters: reserved for marks inside a program, they are no part of any language's text.
@@ -23,7 +24,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         if not isinstance(source, str):
-            raise ValueError(f"expected a chat template as text, got {type(source).__name__}; pass its Jinja source")
+            raise UserError(f"expected a chat template as text, got {type(source).__name__}; pass its Jinja source")
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         sandbox.compile_source(source)
@@ -45,7 +46,7 @@ class ChatTemplate:
         if not continue_final_message:
             return sandbox.render(self.source, names, sandbox.Run())
         if add_generation_prompt:
-            raise ValueError(
+            raise UserError(
                 "expected one of add_generation_prompt and continue_final_message, got both: "
                 "a new turn cannot begin while the last one goes on; set add_generation_prompt=False"
             )
@@ -71,7 +72,7 @@ class ChatTemplate:
         marked = sandbox.render(self.source, names, sandbox.Run((start, end), plain.now))
         found, spans = _take_spans(marked, start, end)
         if found != text:
-            raise ValueError(
+            raise UserError(
                 "expected the text of {% generation %} blocks to reach the prompt as it is, but this chat template "
                 "changes it afterwards (a trim or a length around the block?); move the tag inside that expression"
             )
@@ -90,7 +91,7 @@ class ChatTemplate:
     def _render_open(self, names: dict[str, Any]) -> str:
         last = names["messages"][-1]
         if not isinstance(last.get("content"), str):
-            raise ValueError(
+            raise UserError(
                 f"continue_final_message needs text in the last message's content, got {last.get('content')!r}"
             )
         mark = _unused_marks(last["content"])[0]
@@ -98,14 +99,14 @@ class ChatTemplate:
         last["content"] += mark + " "
         head, found, tail = sandbox.render(self.source, names, sandbox.Run()).rpartition(mark)
         if not found:
-            raise ValueError("continue_final_message: this chat template does not write the last message's content")
+            raise UserError("continue_final_message: this chat template does not write the last message's content")
         return head if tail.startswith(" ") else head.rstrip()
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """A plain copy of `messages`; a ValueError says which one is wrong, and how."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"expected a list of at least one message, got {messages!r:.80}; {_MESSAGE_HELP}")
+        raise UserError(f"expected a list of at least one message, got {messages!r:.80}; {_MESSAGE_HELP}")
     return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -114,14 +115,14 @@ _MESSAGE_HELP = "a message is a dict such as {'role': 'user', 'content': 'Hello'
 
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where}: expected a dict, got {type(message).__name__}; {_MESSAGE_HELP}")
+        raise UserError(f"{where}: expected a dict, got {type(message).__name__}; {_MESSAGE_HELP}")
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"{where}: expected a 'role' that is a string, got {message.get('role')!r}; {_MESSAGE_HELP}")
+        raise UserError(f"{where}: expected a 'role' that is a string, got {message.get('role')!r}; {_MESSAGE_HELP}")
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
-        raise ValueError(f"{where}: expected 'content' or 'tool_calls', got keys {sorted(message)}; {_MESSAGE_HELP}")
+        raise UserError(f"{where}: expected 'content' or 'tool_calls', got keys {sorted(message)}; {_MESSAGE_HELP}")
     if not isinstance(content, str | list | tuple | Mapping | None):
-        raise ValueError(
+        raise UserError(
             f"{where}: expected 'content' to be text or a list of parts, got {type(content).__name__}; {_MESSAGE_HELP}"
         )
     plain = _plain(message, where)
@@ -134,14 +135,14 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
-        raise ValueError(f"expected a list of tools, got {type(tools).__name__}; {_TOOL_HELP}")
+        raise UserError(f"expected a list of tools, got {type(tools).__name__}; {_TOOL_HELP}")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise ValueError(f"tools[{i}]: expected a dict, got {type(tool).__name__}; {_TOOL_HELP}")
+            raise UserError(f"tools[{i}]: expected a dict, got {type(tool).__name__}; {_TOOL_HELP}")
         function = tool.get("function")
         named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if tool.get("type", "function") == "function" and not named:
-            raise ValueError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}; {_TOOL_HELP}")
+            raise UserError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}; {_TOOL_HELP}")
     return _plain(tools, "tools")
 
 
@@ -159,7 +160,7 @@ def _plain(value: Any, where: str) -> Any:
         return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise ValueError(
+    raise UserError(
         f"{where}: expected what JSON can hold (text, number, true/false, null, list, dict), "
         f"got {type(value).__name__}; convert it first"
     )
@@ -169,7 +170,7 @@ def _unused_marks(text: str) -> tuple[str, str]:
     for start, end in pairwise(_MARKS):
         if start not in text and end not in text:
             return start, end
-    raise ValueError("expected text, got every one of Unicode's noncharacters U+FDD0 to U+FDEF; remove them")
+    raise UserError("expected text, got every one of Unicode's noncharacters U+FDD0 to U+FDEF; remove them")
 
 
 def _take_spans(marked: str, start: str, end: str) -> tuple[str, list[tuple[int, int]]]:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dovetail.core.errors import FileError, UserError
 from dovetail.io.checkpoint_tier import Report, Tier, every_process
 from dovetail.io.manifest import NotOurs
 
@@ -39,9 +40,9 @@ class Checkpoints:
     ) -> None:
         """`on_problem` is given one sentence when a save failed or a checkpoint is damaged; else that is logged."""
         if keep < 1:
-            raise ValueError(f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {keep}")
+            raise UserError(f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {keep}")
         if bool(durable) != bool(durable_every):
-            raise ValueError(f"durable and durable_every belong together; got {durable!r} and {durable_every}")
+            raise UserError(f"durable and durable_every belong together; got {durable!r} and {durable_every}")
         self._report = on_problem or log.warning
         self._durable_every = durable_every
         self._tiers = [Tier("local", os.fspath(directory), keep, keep_every, self._report)]
@@ -57,12 +58,12 @@ class Checkpoints:
         waits) and does not raise. Waits for the save before, when that is still under way.
         """
         if durable and len(self._tiers) == 1:
-            raise ValueError("there is no durable folder to save to: give Checkpoints durable= and durable_every=")
+            raise UserError("there is no durable folder to save to: give Checkpoints durable= and durable_every=")
         meta = _plain(meta)
         arrays = _named(state)
         for name, leaf in arrays.items():
             if not isinstance(leaf, jax.Array):
-                raise ValueError(
+                raise UserError(
                     f"a checkpoint holds jax arrays; {name} is {type(leaf).__name__}: wrap it in jnp.asarray"
                 )
         wanted = durable if durable is not None else bool(self._durable_every) and step % self._durable_every == 0
@@ -135,7 +136,7 @@ class Checkpoints:
         where = " and ".join(str(tier.folder) for tier in self._tiers)
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
         damaged = f": damaged are {'; '.join(faults)}" if faults else ""
-        raise OSError(f"there is no good {wanted} in {where}{damaged}")
+        raise FileError(f"there is no good {wanted} in {where}{damaged}")
 
     def _candidates(self, step: int | None) -> list[tuple[int, Tier]]:
         """Newest first, and the faster tier before the other. Process 0 decides for all what there is."""
@@ -175,7 +176,7 @@ def _named(tree: Any) -> dict[str, Any]:
 def _placed(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
-        raise ValueError(f"restore needs to know where each array goes; {name} has no sharding")
+        raise UserError(f"restore needs to know where each array goes; {name} has no sharding")
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -184,4 +185,4 @@ def _plain(meta: dict[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(meta))
     except TypeError as error:
-        raise ValueError(f"a checkpoint's meta must be JSON (numbers, strings, lists, dicts): {error}") from error
+        raise UserError(f"a checkpoint's meta must be JSON (numbers, strings, lists, dicts): {error}") from error

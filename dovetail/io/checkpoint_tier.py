@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from dovetail.core.errors import UserError
 from dovetail.io import manifest
 from dovetail.io.digest import digest
 from dovetail.io.manifest import Damaged, Leaf, Manifest, NotOurs
@@ -151,7 +152,7 @@ class Tier:
             raise problem or OSError("process 0 could not make the folder ready")
         # Every process writes into it. Find out at the first save, and not when a restore misses half.
         if not every_process((self.folder / PROBE).exists()):
-            raise ValueError(
+            raise UserError(
                 f"checkpoints need a folder that every process sees, and {self.folder} is not one; "
                 "put the run directory on a shared file system or in a bucket"
             )

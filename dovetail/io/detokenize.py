@@ -15,6 +15,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer as Backend
 
+from dovetail.core.errors import UserError
+
 # The library reads <0xNN> with a parser that also takes a plus sign; to decode alike we take it too.
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2}|\+[0-9a-fA-F])>")
 
@@ -52,7 +54,7 @@ class Detokenizer:
         """The text that `token_id` makes certain; '' while a character is unfinished. An id past the tokenizer's own
         has none: a padded vocabulary has such, and a model hardly trained may well choose one."""
         if token_id < 0:
-            raise ValueError(f"a token id is 0 or more; got {token_id}")
+            raise UserError(f"a token id is 0 or more; got {token_id}")
         token = self._backend.id_to_token(token_id)
         return "" if token is None or token_id in self._skip else "".join(_through(self._stages, [token]))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from dovetail.core.errors import MissingPackageError, UserError
 from dovetail.io.gguf_config import hf_config
 from dovetail.io.gguf_file import GgufFile
 from dovetail.io.gguf_names import StoredWeight, stored_weights
@@ -33,7 +34,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: str | Path):
         if importlib.util.find_spec("gguf") is None:
-            raise ImportError(f"Reading {path} needs the `gguf` package: pip install gguf")
+            raise MissingPackageError(f"Reading {path} needs the `gguf` package: pip install gguf")
         self._file = GgufFile(path)
         self.path = self._file.path
         self.config: dict[str, Any] = hf_config(self._file)
@@ -48,7 +49,7 @@ class GgufCheckpoint:
         source = self._source(name)
         shape, _ = self._describe(source)
         if len(index) > len(shape):
-            raise ValueError(f"{self.path}: {name} has shape {shape}; it was indexed with {len(index)} slices.")
+            raise UserError(f"{self.path}: {name} has shape {shape}; it was indexed with {len(index)} slices.")
         kind, raw = self._file.tensors[source.tensor].type, self._file.raw(source.tensor)
         if source.expert is not None:
             raw = raw[source.expert]
@@ -65,7 +66,7 @@ class GgufCheckpoint:
 
     def _source(self, name: str) -> StoredWeight:
         if name not in self._sources:
-            raise ValueError(f"{self.path} holds no weight named {name!r}; `tensors()` lists the names it has.")
+            raise UserError(f"{self.path} holds no weight named {name!r}; `tensors()` lists the names it has.")
         return self._sources[name]
 
     def _describe(self, source: StoredWeight) -> tuple[tuple[int, ...], np.dtype]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.io.gguf_file import GgufFile
 from dovetail.io.gguf_tokenizer import special_ids
 
@@ -55,13 +56,13 @@ class _Keys:
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
-            raise ValueError(f"{self.file.path}: {self.arch}.{key} differs between layers, which is not supported.")
+            raise UserError(f"{self.file.path}: {self.arch}.{key} differs between layers, which is not supported.")
         return value
 
     def need(self, key: str, default: float | None = None, kind: type = int) -> Any:
         value = self.get(key, default)
         if not isinstance(value, kind) or value <= 0:
-            raise ValueError(
+            raise UserError(
                 f"{self.file.path}: a positive {kind.__name__} was expected as {self.arch}.{key}, and {value!r} came; "
                 f"convert the model again."
             )
@@ -83,13 +84,13 @@ def _family(file: GgufFile) -> tuple[str, str, str]:
     arch = file.metadata.get("general.architecture")
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
-        raise ValueError(f"{file.path} holds a GGUF of type {kind!r}; a whole model was expected.")
+        raise UserError(f"{file.path} holds a GGUF of type {kind!r}; a whole model was expected.")
     if not isinstance(arch, str) or arch not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{file.path} is of architecture {arch!r}, which is not supported; these are: {', '.join(FAMILIES)}."
         )
     if arch == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
-        raise ValueError(f"{file.path} is OLMo 3 (olmo2 with a sliding window), which is not supported; OLMo 2 is.")
+        raise UserError(f"{file.path} is OLMo 3 (olmo2 with a sliding window), which is not supported; OLMo 2 is.")
     mixtral = arch == "llama" and file.metadata.get("llama.expert_count")
     model_type, class_name = _MIXTRAL if mixtral else FAMILIES[arch]
     return arch, model_type, class_name
@@ -98,17 +99,17 @@ def _family(file: GgufFile) -> tuple[str, str, str]:
 def _refuse_reserved(keys: _Keys, model_type: str) -> None:
     for key, families in _RESERVED.items():
         if model_type not in families and keys.file.metadata.get(f"{keys.arch}.{key}"):
-            raise ValueError(f"{keys.file.path} sets {keys.arch}.{key}, which a {model_type} model has no place for.")
+            raise UserError(f"{keys.file.path} sets {keys.arch}.{key}, which a {model_type} model has no place for.")
 
 
 def _common(keys: _Keys) -> dict[str, Any]:
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
     embedding = keys.file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise ValueError(f"{keys.file.path} has no tensor 'token_embd.weight'; it is not a whole language model.")
+        raise UserError(f"{keys.file.path} has no tensor 'token_embd.weight'; it is not a whole language model.")
     layers = keys.need("block_count")
     if layers > len(keys.file.tensors):  # a damaged number would have us list billions of names
-        raise ValueError(f"{keys.file.path} claims {layers} layers and has {len(keys.file.tensors)} tensors.")
+        raise UserError(f"{keys.file.path} claims {layers} layers and has {len(keys.file.tensors)} tensors.")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -129,7 +130,7 @@ def _head_dim(keys: _Keys, default: int) -> int:
     for key in ("attention.value_length", "rope.dimension_count"):
         other = keys.get(key, size)
         if other != size:
-            raise ValueError(
+            raise UserError(
                 f"{keys.file.path}: {keys.arch}.{key} is {other} and a head has {size} dimensions; they must be equal."
             )
     return size
@@ -152,7 +153,7 @@ def _rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     scaling = _scaling_from_keys(keys)
     if "rope_freqs.weight" in keys.file.tensors:
         if scaling:
-            raise ValueError(f"{keys.file.path} has both rope_freqs.weight and {scaling['rope_type']} rope scaling.")
+            raise UserError(f"{keys.file.path} has both rope_freqs.weight and {scaling['rope_type']} rope scaling.")
         scaling = _scaling_from_factors(keys.file, theta, config["head_dim"])
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -165,7 +166,7 @@ def _scaling_from_keys(keys: _Keys) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn" or keys.get("rope.scaling.yarn_log_multiplier"):
-        raise ValueError(
+        raise UserError(
             f"{keys.file.path}: rope scaling {kind!r} (with its settings) is not supported; linear and plain yarn are."
         )
     optional = {
@@ -186,7 +187,7 @@ def _scaling_from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[s
     stored = file.raw("rope_freqs.weight").view(np.float32)
     factor = round(float(stored.max(initial=1.0)), 4)
     if stored.shape != (head_dim // 2,) or not np.allclose(stored, _llama3_factors(theta, head_dim, factor), rtol=1e-4):
-        raise ValueError(
+        raise UserError(
             f"{file.path}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, original context 8192), the only "
             f"one supported; its largest factor is {factor}."
         )

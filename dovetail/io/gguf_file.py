@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -70,21 +72,21 @@ class GgufFile:
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(value, int) or value <= 0 or value & (value - 1):
-            raise ValueError(f"{self.path}: general.alignment must be a power of two; it is {value!r}.")
+            raise UserError(f"{self.path}: general.alignment must be a power of two; it is {value!r}.")
         return value
 
     def _check(self, table: list[TensorInfo]) -> None:
         if len(self.tensors) != len(table):
-            raise ValueError(f"{self.path}: two tensors in it share one name; the file is damaged.")
+            raise UserError(f"{self.path}: two tensors in it share one name; the file is damaged.")
         for info in table:
             end = self._start + info.offset + info.nbytes
             if end > len(self._data):
-                raise ValueError(
+                raise UserError(
                     f"{self.path} is truncated: tensor {info.name!r} ends at byte {end} and the file has "
                     f"{len(self._data)}. Download it again."
                 )
         if self.metadata.get("split.count", 1) not in (0, 1):
-            raise ValueError(
+            raise UserError(
                 f"{self.path} is one of {self.metadata['split.count']} shards; join them first with "
                 f"`llama-gguf-split --merge`."
             )
@@ -95,17 +97,17 @@ def _map(path: Path) -> np.ndarray:
         magic = file.read(len(MAGIC))
     if magic != MAGIC:
         came = f"it begins with {magic!r}" if magic else "it is empty"
-        raise ValueError(f"{path} is not a GGUF file: {came}, where {MAGIC!r} was expected.")
+        raise UserError(f"{path} is not a GGUF file: {came}, where {MAGIC!r} was expected.")
     return np.memmap(path, mode="r")
 
 
 def _check_version(path: Path, version: int) -> None:
     # A version is a small number: when its low half is empty the bytes are in the other order.
     if version and not version & 0xFFFF:
-        raise ValueError(f"{path} is a big-endian GGUF file; convert it to little-endian with `gguf-convert-endian`.")
+        raise UserError(f"{path} is a big-endian GGUF file; convert it to little-endian with `gguf-convert-endian`.")
     if version not in VERSIONS:
         expected = " or ".join(map(str, VERSIONS))
-        raise ValueError(f"{path} is GGUF version {version}; version {expected} was expected. Convert the model again.")
+        raise UserError(f"{path} is GGUF version {version}; version {expected} was expected. Convert the model again.")
 
 
 def _align(position: int, alignment: int) -> int:
@@ -121,7 +123,7 @@ class _Cursor:
     def take(self, size: int) -> memoryview:
         end = self.at + size
         if end > len(self.bytes):
-            raise ValueError(
+            raise UserError(
                 f"{self.path} is truncated: its header runs past the end, at byte {len(self.bytes)}. Download it again."
             )
         piece = self.bytes[self.at : end]
@@ -139,7 +141,7 @@ class _Cursor:
         try:
             return str(self.take(self.u64()), "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path}: the text at byte {start} is not UTF-8; the file is damaged.") from error
+            raise UserError(f"{self.path}: the text at byte {start} is not UTF-8; the file is damaged.") from error
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -157,7 +159,7 @@ class _Cursor:
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         if kind not in _SCALARS:
-            raise ValueError(f"{self.path}: a metadata value near byte {self.at} has the unknown type {kind}.")
+            raise UserError(f"{self.path}: a metadata value near byte {self.at} has the unknown type {kind}.")
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
@@ -165,14 +167,14 @@ class _Cursor:
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
     name, dims = cursor.text(), cursor.u32()
     if not 1 <= dims <= MAX_DIMS:
-        raise ValueError(f"{cursor.path}: tensor {name!r} has {dims} dimensions; 1 to {MAX_DIMS} were expected.")
+        raise UserError(f"{cursor.path}: tensor {name!r} has {dims} dimensions; 1 to {MAX_DIMS} were expected.")
     shape = tuple(cursor.u64() for _ in range(dims))[::-1]
     kind, offset = cursor.u32(), cursor.u64()
     type_name, block, block_bytes = _quant(cursor.path, name, kind)
     if 0 in shape:
-        raise ValueError(f"{cursor.path}: tensor {name!r} has the empty shape {shape}; the file is damaged.")
+        raise UserError(f"{cursor.path}: tensor {name!r} has the empty shape {shape}; the file is damaged.")
     if shape[-1] % block:
-        raise ValueError(
+        raise UserError(
             f"{cursor.path}: a row of tensor {name!r} has {shape[-1]} values; {type_name} needs a multiple of {block}."
         )
     return TensorInfo(name, type_name, shape, shape[-1] // block * block_bytes, offset)
@@ -185,7 +187,7 @@ def _quant(path: Path, tensor: str, kind: int) -> tuple[str, int, int]:
     known = {int(each): each.name for each in GGMLQuantizationType}
     name = known.get(kind, f"number {kind}")
     if name not in QUANT_TYPES:
-        raise ValueError(
+        raise UserError(
             f"{path}: tensor {tensor!r} is stored as {name}, which is not supported; take a file of one of these "
             f"types: {', '.join(QUANT_TYPES)}."
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.gguf_file import GgufFile
 
 _ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
@@ -63,7 +64,7 @@ def stored_weights(file: GgufFile, config: dict[str, Any]) -> dict[str, StoredWe
     claimed = {source.tensor for source in found.values()}
     for tensor in file.tensors:
         if tensor not in claimed and not _NOT_WEIGHTS.fullmatch(tensor):
-            raise ValueError(
+            raise UserError(
                 f"{file.path}: tensor {tensor!r} has no place in a {config['model_type']} model; without it the model "
                 f"would compute something else."
             )

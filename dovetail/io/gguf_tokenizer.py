@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def tokenizer(file: GgufFile) -> Tokenizer:
     elif kind in ("llama", "gemma"):
         made, add_bos = _sentencepiece(file, tokens), True
     else:
-        raise ValueError(f"{file.path} has a tokenizer of kind {kind!r}; gpt2 and llama are supported.")
+        raise UserError(f"{file.path} has a tokenizer of kind {kind!r}; gpt2 and llama are supported.")
     made.add_tokens(_added(tokens, _list(file, "token_type")))
     ids = special_ids(file.metadata)
     bos, pad, unk = (_token(tokens, ids.get(f"{name}_token_id")) for name in ("bos", "pad", "unk"))
@@ -129,16 +130,16 @@ def _list(file: GgufFile, key: str) -> list[Any]:
     """One of the parallel lists that describe the vocabulary."""
     value, tokens = file.metadata.get(f"tokenizer.ggml.{key}"), file.metadata.get("tokenizer.ggml.tokens", ())
     if not value:
-        raise ValueError(f"{file.path} has no tokenizer.ggml.{key}: the tokenizer cannot be built from it.")
+        raise UserError(f"{file.path} has no tokenizer.ggml.{key}: the tokenizer cannot be built from it.")
     if key != "merges" and len(value) != len(tokens):
-        raise ValueError(f"{file.path}: tokenizer.ggml.{key} has {len(value)} entries for {len(tokens)} tokens.")
+        raise UserError(f"{file.path}: tokenizer.ggml.{key} has {len(value)} entries for {len(tokens)} tokens.")
     return value
 
 
 def _words(file: GgufFile) -> _Words:
     name = file.metadata.get("tokenizer.ggml.pre")
     if name not in _WORDS_BY_NAME:
-        raise ValueError(
+        raise UserError(
             f"{file.path}: tokenizer.ggml.pre is {name!r}, a way of cutting text into words that is not known here; "
             f"these are: {', '.join(_WORDS_BY_NAME)}."
         )

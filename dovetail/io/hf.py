@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
 from dovetail.core.types import Params
@@ -73,7 +74,7 @@ def match_names(source: TensorSource, cfg: ModelConfig, where: str, mtp: bool = 
     problems += [("of another shape", wrong), ("stored twice", repeated), ("not plain floats", coded)]
     report = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems if items)
     if report:
-        raise ValueError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
+        raise UserError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
     return names
 
 

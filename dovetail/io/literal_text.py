@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.tokenizer import Tokenizer
 
 MARK = "\ufdef"  # io.chat uses others, from U+FDD0 on
@@ -28,7 +29,7 @@ class LiteralText:
         """Return text, or JSON with texts in it, with a mark in each spelling of a special token."""
         if isinstance(value, str):
             if MARK in value:
-                raise ValueError(f"the text holds U+{ord(MARK):04X}, which is not a character; remove it")
+                raise UserError(f"the text holds U+{ord(MARK):04X}, which is not a character; remove it")
             return self._spelled.sub(rf"\1{MARK}", value) if self._spelled else value
         if isinstance(value, Mapping):
             return {self.mark(key): self.mark(item) for key, item in value.items()}
@@ -46,10 +47,10 @@ class LiteralText:
             seen.update(marks)
             if len(marks) < end - start or start == end:
                 if marks:
-                    raise ValueError(_CANNOT)
+                    raise UserError(_CANNOT)
                 tokens.append(token)
         if len(seen) < text.count(MARK):
-            raise ValueError(_CANNOT)
+            raise UserError(_CANNOT)
         return tokens
 
 

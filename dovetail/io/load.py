@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.compute import Compute, compute_of
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
@@ -133,7 +134,7 @@ def convert(
     `special_tokens`: new ones to add to its vocabulary (io.added_tokens)."""
     dst = Path(dst)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise ValueError(f"{dst} exists and is not an empty folder: choose another place or remove it")
+        raise UserError(f"{dst} exists and is not an empty folder: choose another place or remove it")
     path = resolve(src, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
     dtype = stored_dtype(checkpoint, cfg, str(path)) if dtype is None else _to_store(dtype)
@@ -193,7 +194,7 @@ def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
 def _to_store(asked: Any) -> Any:
     compute = compute_of(asked)
     if compute.name == "tf32":
-        raise ValueError("dtype 'tf32' is a way to multiply f32 weights, not to store them: ask for f32")
+        raise UserError("dtype 'tf32' is a way to multiply f32 weights, not to store them: ask for f32")
     return compute.dtype
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from dovetail.core.errors import FileError
+
 TIMEOUT_S = 1200  # for one save, all processes together
 
 Seal = Callable[[Any], None]  # writes the manifest into a folder whose arrays are all there
@@ -52,7 +54,7 @@ class Writer(ocp.PyTreeCheckpointHandler):
     def _finish(self, directory: Any) -> None:
         silent = [i for i in range(jax.process_count()) if not _marker(directory, i).exists()]
         if silent:
-            raise OSError(f"processes {silent} could not write their part")
+            raise FileError(f"processes {silent} could not write their part")
         super().finalize(directory)
         assert self.seal is not None, "a save sets the seal first"
         self.seal(directory)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 from dovetail.io.hub import CATALOGUE, HUB_ID, fetch_config, local, resolve
 from dovetail.io.load import open_checkpoint, stored_dtype
 from dovetail.models.config import ModelConfig
@@ -39,7 +40,7 @@ def config_of(x: str) -> ModelConfig:
         return config_of(str(resolve(x)))
     if HUB_ID.fullmatch(x) and path.suffix not in (".gguf", ".json"):
         return read_config(fetch_config(x))
-    raise ValueError(
+    raise UserError(
         f"{x!r} is no folder or .gguf file that exists, no config.json, no hub id (org/name) and no shipped "
         f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}"
     )

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.types import Params
 from dovetail.io.adapter_folder import WEIGHTS
@@ -117,14 +118,14 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     flat: Flat = take_stacked(stacks, found, config)
     names = {name.rpartition(".lora_")[0] for name in found}
     if unknown := sorted(names - set(modules)):
-        raise ValueError(f"{folder} is an adapter for another model: this one has no module {unknown[0]}")
+        raise UserError(f"{folder} is an adapter for another model: this one has no module {unknown[0]}")
     for module in sorted(names):
         pairs = [_read_part(config, module, part, found) for part in modules[module]]
         ranks = own_ranks([pair["lora_b"] for pair in pairs], config.lora.rank)
         for part, pair, kept in zip(modules[module], pairs, ranks, strict=True):
             _add(flat, part, pair | {"lora_a": pair["lora_a"][kept], "lora_b": pair["lora_b"][..., kept]})
     if not flat and not own:
-        raise ValueError(f"{folder}: the adapter has no weights")
+        raise UserError(f"{folder}: the adapter has no weights")
     return _named(config, cfg, flat), _tree(flat, len(cfg.layers)) | own
 
 
@@ -141,9 +142,9 @@ def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wan
     saved = {name.rpartition(".")[2] for name in said.get("modules_to_save") or []} - set(OUTER.values())
     own = {"score": found.pop(SCORE)} if SCORE in found else {}
     if saved and not (own and saved <= {"score", "classifier"}):  # the two that PEFT names for any classifier
-        raise ValueError(f"{folder}: modules_to_save={sorted(saved)!r} is not supported; train the adapter without it")
+        raise UserError(f"{folder}: modules_to_save={sorted(saved)!r} is not supported; train the adapter without it")
     if own and not wanted:
-        raise ValueError(
+        raise UserError(
             f"{folder} is the adapter of a reward model, with a score of its own: write it into its model with "
             "`dovetail merge`, and use that"
         )
@@ -156,13 +157,13 @@ def _read_part(
     try:
         down, up = found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"]
     except KeyError as error:
-        raise ValueError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
+        raise UserError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
     leaf, rank = part.spec, down.shape[0]
     rows, columns = leaf.stored.shape[0], leaf.stored.shape[-1]
     parameter = f"{module}.weight"
     gain = config.gain(parameter if config.is_parameter(parameter) else module, rank, up.shape[1])
     if down.shape[1] != columns or up.shape[0] != rows:
-        raise ValueError(
+        raise UserError(
             f"{config.folder} is an adapter for another model: {module} is {up.shape[0]} x {down.shape[1]} there, and "
             f"{rows} x {columns} here"
         )

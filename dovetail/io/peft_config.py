@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.adapter_folder import CONFIG, read_adapter_config
 from dovetail.io.whole_file import write_whole
 from dovetail.models.lora import ALL, OUTER, Lora
@@ -33,7 +34,7 @@ class AdapterConfig:
         known = list(known)
         for target in self.said.get("target_parameters") or ():
             if not any(_ends(name, target) for name in known):
-                raise ValueError(
+                raise UserError(
                     f"{self.folder}: target_parameters names {target}, and this model has no projection that is called "
                     "so and can be adapted; train the adapter without it"
                 )
@@ -42,7 +43,7 @@ class AdapterConfig:
         """The scale of one weight's update, which has these ranks, over that of the adapter."""
         wanted = _pattern(self.said.get("rank_pattern"), name, self.lora.rank)
         if not down == up == wanted:
-            raise ValueError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
+            raise UserError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
         alpha = _pattern(self.said.get("alpha_pattern"), name, self.lora.alpha)
         return alpha / (math.sqrt(down) if self.lora.rslora else down) / self.lora.scale
 

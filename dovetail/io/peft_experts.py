@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.io.peft_config import AdapterConfig
 from dovetail.io.peft_joined import own_ranks
 from dovetail.models.config import ModelConfig
@@ -111,7 +112,7 @@ def take_stacked(stacks: list[Stack], found: dict[str, np.ndarray], config: Adap
             names = [f"{prefix}.lora_{which}.weight" for which in "AB"]
             for name in names:
                 if name not in found:
-                    raise ValueError(f"{config.folder}: {name!r} is missing; the adapter was not written whole")
+                    raise UserError(f"{config.folder}: {name!r} is missing; the adapter was not written whole")
             down, up = _unstacked(stack, config, *(found.pop(name) for name in names))
             flat |= _parts(stack, down, up, config.lora.rank)
     return flat
@@ -129,7 +130,7 @@ def _unstacked(stack: Stack, config: AdapterConfig, down: np.ndarray, up: np.nda
     """(down [E, R, in], up [E, out, R]) of PEFT's two."""
     E, rows, columns = stack.shape
     if down.shape[1] != columns or up.shape[0] != rows or down.shape[0] % E or up.shape[1] % E:
-        raise ValueError(
+        raise UserError(
             f"{config.folder} is an adapter for another model: {stack.name} has {list(down.shape)} and "
             f"{list(up.shape)} there, and {E} experts of {rows} x {columns} here"
         )

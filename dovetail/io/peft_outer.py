@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Params
 from dovetail.io.peft_config import AdapterConfig
 from dovetail.models.config import ModelConfig
@@ -51,7 +52,7 @@ def take_outer(cfg: ModelConfig, config: AdapterConfig, found: dict[str, np.ndar
         if not given:
             continue
         if len(given) < len(each) or not all(_same(given[0], one) for one in given[1:]):
-            raise ValueError(
+            raise UserError(
                 f"{config.folder} changes embed_tokens and lm_head differently, and this model has one weight for "
                 "both: train the adapter with ensure_weight_tying=True"
             )
@@ -59,7 +60,7 @@ def take_outer(cfg: ModelConfig, config: AdapterConfig, found: dict[str, np.ndar
     for name, theirs in OUTER.items():
         whole = tree.get("embed" if cfg.tied else name)
         if theirs in config.lora.modules_to_save and (whole is None or isinstance(whole, dict)):
-            raise ValueError(f"{config.folder}: modules_to_save names {theirs}, and its weights are not in the adapter")
+            raise UserError(f"{config.folder}: modules_to_save names {theirs}, and its weights are not in the adapter")
     return tree
 
 
@@ -79,7 +80,7 @@ def _take(config: AdapterConfig, module: str, found: dict[str, np.ndarray], shap
     try:
         down, up = (found.pop(name) for name in names)
     except KeyError as error:
-        raise ValueError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
+        raise UserError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
     down, up = (down.T, up.T) if _is_embedding(module) else (down, up)
     _check_rows(config, module, (len(up), down.shape[1]), shape)
     gain = config.gain(module, len(down), up.shape[1])
@@ -88,7 +89,7 @@ def _take(config: AdapterConfig, module: str, found: dict[str, np.ndarray], shap
 
 def _check_rows(config: AdapterConfig, module: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
     if theirs != ours:
-        raise ValueError(
+        raise UserError(
             f"{config.folder}: {module} is {' x '.join(map(str, theirs))} there, and {' x '.join(map(str, ours))} in "
             "this model: add the adapter's tokens to the model first (`dovetail convert --special-token`)"
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from dovetail.core.errors import MissingFileError, UserError
 from dovetail.io.umask import umask
 
 DTYPES = {
@@ -39,7 +40,7 @@ class SafetensorFolder:
                     repeated.append(f"{name} (in {self._where[name][0].name} and {path.name})")
                 self._where[name] = path, shape, dtype, offset
         if repeated:
-            raise ValueError(f"{self.folder}: tensors stored twice: {', '.join(sorted(repeated))}")
+            raise UserError(f"{self.folder}: tensors stored twice: {', '.join(sorted(repeated))}")
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         return {name: (shape, dtype) for name, (_, shape, dtype, _) in self._where.items()}
@@ -58,19 +59,19 @@ class SafetensorFolder:
         if not index.exists():
             files = sorted(self.folder.glob("*.safetensors"))
             if not files:
-                raise FileNotFoundError(f"{self.folder} holds no *.safetensors file")
+                raise MissingFileError(f"{self.folder} holds no *.safetensors file")
             return files
         try:
             names = sorted({str(file) for file in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not a safetensors index: {error}") from error
+            raise UserError(f"{index} is not a safetensors index: {error}") from error
         outside = [n for n in names if n in ("", ".", "..") or {"/", "\\", "\0"} & set(n)]
         if outside:
             example = "such as model-00001-of-00002.safetensors"
-            raise ValueError(f"{index} must name files of its own folder, {example}; got {outside[0]!r}")
+            raise UserError(f"{index} must name files of its own folder, {example}; got {outside[0]!r}")
         missing = [n for n in names if not (self.folder / n).exists()]
         if missing:
-            raise FileNotFoundError(f"{self.folder}: {INDEX} names files that are not there: {', '.join(missing)}")
+            raise MissingFileError(f"{self.folder}: {INDEX} names files that are not there: {', '.join(missing)}")
         return [self.folder / n for n in names]
 
 
@@ -84,14 +85,14 @@ def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, i
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size
-        raise ValueError(
+        raise UserError(
             f"{path} is not a whole safetensors file ({size:,} bytes: {error}); download or copy it again"
         ) from error
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
+            raise UserError(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
         dtype = np.dtype(DTYPES[entry["dtype"]])
         yield name, tuple(entry["shape"]), dtype, 8 + length + entry["data_offsets"][0]
 

@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_eval_context
 from jinja2.visitor import NodeTransformer
 
+from dovetail.core.errors import UserError
 from dovetail.io import sandbox_bounds as bounds
 
 MAX_PASSES = 2_000_000
@@ -55,7 +56,7 @@ def compile_source(source: str) -> Template:
     try:
         return _ENVIRONMENT.from_string(source)
     except Exception as error:
-        raise ValueError(explain(error)) from error
+        raise UserError(explain(error)) from error
 
 
 def render(source: str, names: dict[str, Any], run: Run) -> str:
@@ -65,7 +66,7 @@ def render(source: str, names: dict[str, Any], run: Run) -> str:
     try:
         return template.render(names)
     except Exception as error:
-        raise ValueError(explain(error)) from error
+        raise UserError(explain(error)) from error
     finally:
         _RUN.reset(token)
 

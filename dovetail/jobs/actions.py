@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import asked, gate, preflight, secrets, sensitive, snapshot
 from dovetail.jobs.attempt import CALL
 from dovetail.jobs.job import OVER, Job
@@ -69,7 +70,7 @@ def cancel(store: Store, job: Job) -> Job:
     """Tell it to stop: it has `ceiling.grace` seconds to save and end, and `resume` continues from there. A second
     cancel kills it at once."""
     if job.is_over:
-        raise ValueError(f"job {job.id} is over already: it {_word(job)}")
+        raise UserError(f"job {job.id} is over already: it {_word(job)}")
     wanted = "stop" if job.wanted == "run" else "kill"
     with store.transaction():
         store.change(job.id, wanted=wanted)
@@ -81,11 +82,11 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
     """Start it again, its budgets full, where its last attempt stopped. `words`: key=value to change in its spec, which
     only its user may do, at its site: it runs there as that user."""
     if not job.is_over:
-        raise ValueError(f"job {job.id} is not over: it is {job.status}")
+        raise UserError(f"job {job.id} is not over: it is {job.status}")
     if job.status == "succeeded":
-        raise ValueError(f"job {job.id} has succeeded: create another to run it again")
+        raise UserError(f"job {job.id} has succeeded: create another to run it again")
     if words and not store.is_ours(job):
-        raise ValueError(
+        raise UserError(
             f"job {job.id} runs as {job.user} at {job.site.rpartition(' ')[0] or store.root}, so only {job.user} may "
             f"change its spec, there; got {_without_values(words[0])}. Resume it without changes, or create your own"
         )
@@ -131,9 +132,9 @@ def refuse_delete(store: Store, job: Job) -> None:
     """Raise ValueError where it may not be deleted, or not by this user."""
     store.refuse_elsewhere(job, "delete it")
     if job.user != store.user:
-        raise ValueError(f"job {job.id} is {job.user}'s, and only {job.user} may delete it; you are {store.user}")
+        raise UserError(f"job {job.id} is {job.user}'s, and only {job.user} may delete it; you are {store.user}")
     if not job.is_over:
-        raise ValueError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
+        raise UserError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
 
 
 def size(store: Store, job: Job) -> int:

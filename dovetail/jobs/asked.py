@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.core.own_files import check_own_folder, read_own
 from dovetail.jobs import modes
 
@@ -33,12 +34,12 @@ def check(home: Path, spec: str, snapshot: str) -> None:
         check_own_folder(home)
         found = read_own(home / FILE).decode()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"there is no file {FILE} of {modes.user_name()} that asks for this job ({error}), so it may be another "
             "user's: it is not run; create it again if it is yours"
         ) from None
     if found != _whole(spec, snapshot):
-        raise ValueError(
+        raise UserError(
             f"the spec in the table of jobs is not the one that {modes.user_name()} asked for in {home / FILE}: it is "
             "not run; create the job again"
         )

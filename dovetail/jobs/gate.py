@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dovetail.core import regions
 from dovetail.core.accelerator import Accelerator, parse
+from dovetail.core.errors import UserError
 from dovetail.jobs.backends import slurm_check
 from dovetail.jobs.spec import Spec
 
@@ -38,7 +39,7 @@ def check_place(spec: Spec, anyway: str = "") -> str:
                 if mount.region:
                     regions.check_place("mounts.region", mount.region)
     except ValueError as error:
-        raise ValueError(f"{str(error).removesuffix('.')} ({anyway})" if anyway else str(error)) from None
+        raise UserError(f"{str(error).removesuffix('.')} ({anyway})" if anyway else str(error)) from None
     return ""
 
 
@@ -84,5 +85,5 @@ def _ask(spec: Spec, device: Accelerator, words: list[str], code: Path | None) -
         return f"not compiled beforehand: it took more than {TIMEOUT_S / 60:.0f} minutes"
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1].removeprefix("error: ")
-        raise ValueError(f"{spec.recipe} does not run on {device}: {reason}; {ANYWAY}")
+        raise UserError(f"{spec.recipe} does not run on {device}: {reason}; {ANYWAY}")
     return ""

@@ -16,6 +16,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from dovetail.core.errors import UserError
+
 SHARED = stat.S_ISGID | stat.S_IWGRP
 EACH = 0o3770  # of a shared folder in which each user has folders: only that user can rename and remove them
 OWN = 0o3750  # of such a folder, and all below it: the group may read it
@@ -130,7 +132,7 @@ def check(root: Path, names: Sequence[str]) -> None:
         needed = os.R_OK | os.W_OK | (os.X_OK if os.path.isdir(path) else 0)
         if not os.access(path, needed) and os.path.lexists(path):
             whose = f"belongs to {owner(path)} (mode {stat.S_IMODE(path.stat().st_mode):04o})"
-            raise ValueError(
+            raise UserError(
                 f"{path} {whose}, and {user_name()} may not write it. {_share(root)}; to have jobs of your own, set "
                 "DOVETAIL_JOBS to a folder of yours"
             )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import MissingPackageError, UserError
 from dovetail.core.own_files import read_own
 from dovetail.jobs import modes
 
@@ -39,7 +40,7 @@ def key_of(folder: Path) -> str:
     try:
         return read_own(folder / KEY).decode()
     except OSError as error:
-        raise ValueError(f"the key of the call cannot be read ({error}): submit it again") from None
+        raise UserError(f"the key of the call cannot be read ({error}): submit it again") from None
 
 
 def write(path: Path, data: bytes, key: str) -> None:
@@ -60,14 +61,14 @@ def read(path: Path, key: str) -> bytes:
     except FileNotFoundError:
         expected = b""
     if not hmac.compare_digest(_mac(path, data, key).encode(), expected):
-        raise ValueError(f"{path} is not what the job wrote: its MAC is wrong, so it is not loaded")
+        raise UserError(f"{path} is not what the job wrote: its MAC is wrong, so it is not loaded")
     return data
 
 
 def _mac(path: Path, data: bytes, key: str) -> str:
     """Of the name too, which has the attempt's number: an earlier result does not pass for a later one."""
     if not key:
-        raise ValueError(f"there is no key for {path.name}: ${VARIABLE} is not set; submit the call again")
+        raise UserError(f"there is no key for {path.name}: ${VARIABLE} is not set; submit the call again")
     return hmac.new(key.encode(), path.name.encode() + b"\0" + data, hashlib.sha256).hexdigest()
 
 
@@ -82,7 +83,7 @@ def packed(function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         try:
             return cloudpickle.dumps((function, tuple(args), dict(kwargs)))
         except Exception as error:
-            raise ValueError(_culprit(function, args, kwargs, error)) from error
+            raise UserError(_culprit(function, args, kwargs, error)) from error
 
 
 @contextlib.contextmanager
@@ -136,5 +137,5 @@ def _cloudpickle():
     try:
         import cloudpickle
     except ImportError:
-        raise ImportError("remote functions need cloudpickle: pip install cloudpickle") from None
+        raise MissingPackageError("remote functions need cloudpickle: pip install cloudpickle") from None
     return cloudpickle

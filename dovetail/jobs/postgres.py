@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import MissingPackageError, UserError
 from dovetail.jobs import modes
 from dovetail.jobs.database import WAIT_S, Connection, Cursor
 
@@ -33,7 +34,7 @@ SILENCE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3
 class Postgres:
     def __init__(self, url: str, root: Path) -> None:
         if not URL.fullmatch(url):
-            raise ValueError(
+            raise UserError(
                 "DOVETAIL_JOBS must be a folder or postgresql://USER:PASSWORD@HOST:PORT/DATABASE, and what was given "
                 "reads otherwise: in a password, @ / ? # and % are written %40 %2F %3F %23 and %25"
             )
@@ -48,7 +49,7 @@ class Postgres:
                     application_name=f"dovetail {platform.node()}", **SILENCE,
                 )  # fmt: skip
             except psycopg.ProgrammingError as error:
-                raise ValueError(
+                raise UserError(
                     f"the Postgres URL of DOVETAIL_JOBS cannot be used: {_line(error, self._url)}"
                 ) from None
             made.execute(SESSION)
@@ -146,5 +147,7 @@ def _psycopg() -> Any:
     try:
         import psycopg
     except ImportError as error:
-        raise ImportError(f"a Postgres URL needs psycopg ({error}): pip install 'dovetail[postgres]'") from error
+        raise MissingPackageError(
+            f"a Postgres URL needs psycopg ({error}): pip install 'dovetail[postgres]'"
+        ) from error
     return psycopg

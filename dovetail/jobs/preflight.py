@@ -13,6 +13,7 @@ import sys
 from pathlib import Path, PurePosixPath
 
 from dovetail.core import recipe as recipes
+from dovetail.core.errors import UserError
 from dovetail.jobs import ignore, price, secrets, sensitive
 from dovetail.jobs.backends.backend import Unavailable
 from dovetail.jobs.backends.choose import chooser
@@ -42,7 +43,7 @@ def _check_backend(spec: Spec) -> None:
     try:
         chooser(jobs_home(), "")(spec.backend).check(spec)
     except Unavailable as error:  # a supervisor would try again; a person is told, and can
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def _check_environment(spec: Spec, code: Path | None) -> None:
@@ -58,18 +59,18 @@ def _refuse_missing(spec: Spec, field: str, text: str, code: Path | None) -> Non
     path = Path(text).expanduser()
     if path.is_absolute():
         if spec.backend in SAME_FILES and not path.is_file():
-            raise ValueError(f"{field}: there is no file {text}")
+            raise UserError(f"{field}: there is no file {text}")
         return
     if not spec.code.path:
-        raise ValueError(
+        raise UserError(
             f"{field}: {text} is relative to the job's code, and `code.path` is empty: give an absolute path"
         )
     if code is None:
         return
     if not (code / path).is_file():
-        raise ValueError(f"{field}: there is no file {text} in the job's code, which is {code.resolve()}")
+        raise UserError(f"{field}: there is no file {text} in the job's code, which is {code.resolve()}")
     if PurePosixPath(os.path.normpath(path)) not in ignore.files(code, spec.code.exclude):
-        raise ValueError(
+        raise UserError(
             f"{field}: {text} is not taken along with the code, since .gitignore or `code.exclude` leaves it out: give "
             "an absolute path, or include it"
         )
@@ -79,7 +80,7 @@ def _check_recipe(spec: Spec, code: Path | None) -> None:
     is_none = spec.recipe == "-" and spec.training != "pretrain"  # its overrides say everything
     shipped_for = recipes.training_of(spec.recipe)
     if shipped_for and shipped_for != spec.training:
-        raise ValueError(
+        raise UserError(
             f"recipe {spec.recipe} is for training={shipped_for}, and training is {spec.training}: set "
             f"training={shipped_for}"
         )
@@ -108,4 +109,4 @@ def _read_settings(spec: Spec, code: Path | None) -> None:
         return
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"recipe {spec.recipe}: `dovetail recipes --check` failed"]
-        raise ValueError(lines[-1].removeprefix("error: "))
+        raise UserError(lines[-1].removeprefix("error: "))

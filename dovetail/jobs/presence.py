@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import modes
 
 PATIENCE_S = 60.0  # for a supervisor to finish the calls that it is at
@@ -80,7 +81,7 @@ def stop(root: Path) -> str:
     """
     found = _settled(root)
     if found and modes.owner(lock_file(root)) != modes.user_name():  # which process it names is another user's word
-        raise ValueError(f"{lock_file(root)} belongs to {modes.owner(lock_file(root))}: remove it")
+        raise UserError(f"{lock_file(root)} belongs to {modes.owner(lock_file(root))}: remove it")
     until = time.monotonic() + PATIENCE_S
     told = None
     while found and holder(root) == found:
@@ -109,7 +110,7 @@ def started(root: Path) -> str:
     until = time.monotonic() + PATIENCE_S
     while not (found := holder(root)):
         if time.monotonic() > until:
-            raise ValueError(f"no supervisor started within {PATIENCE_S:g} s: {log_file(root)} says why")
+            raise UserError(f"no supervisor started within {PATIENCE_S:g} s: {log_file(root)} says why")
         time.sleep(0.05)
     return _settled(root) or found
 
@@ -117,13 +118,13 @@ def started(root: Path) -> str:
 def _signal(found: str, number: int) -> None:
     match = re.fullmatch(r"pid (\d+) on (.*)", found)
     if match is None or match[2] != platform.node():
-        raise ValueError(f"the supervisor is {found}, and this is {platform.node()}: stop it there")
+        raise UserError(f"the supervisor is {found}, and this is {platform.node()}: stop it there")
     try:
         os.kill(int(match[1]), number)
     except ProcessLookupError:
         return
     except PermissionError:
-        raise ValueError(f"the supervisor, {found}, is another user's: only that user can stop it") from None
+        raise UserError(f"the supervisor, {found}, is another user's: only that user can stop it") from None
 
 
 def ensure(root: Path) -> None:

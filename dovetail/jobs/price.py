@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dovetail.core.errors import UserError
 from dovetail.core.prices import rate
 from dovetail.core.transfer import region, transfer
 from dovetail.jobs.spec import Spec
@@ -43,7 +44,7 @@ def hourly(spec: Spec) -> float:
 def refuse_blind_ceiling(spec: Spec) -> None:
     """A ceiling in dollars that cannot be counted would be ignored."""
     if spec.ceiling.dollars and price(spec).hourly is None:
-        raise ValueError(f"ceiling.dollars cannot be kept: {price(spec).says}; set ceiling.hours in its place")
+        raise UserError(f"ceiling.dollars cannot be kept: {price(spec).says}; set ceiling.hours in its place")
 
 
 def transfer_warnings(spec: Spec, locations: dict[str, str], gigabytes: float = 1000.0) -> list[str]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.core.printable import printable
 from dovetail.jobs import actions, gate, logs, parcel, presence
 from dovetail.jobs.attempt import CALL as FOLDER
@@ -109,7 +110,7 @@ class Handle:
     def _answer(self, job: Job) -> Any:
         self.store.refuse_elsewhere(job, "its value is")
         if job.user != self.store.user:
-            raise ValueError(
+            raise UserError(
                 f"job {job.id} is {job.user}'s, and a value is code to whoever reads it: only {job.user} may"
             )
         folder, row = self.store.home(self.id) / FOLDER, self.store.last(self.id)
@@ -208,7 +209,7 @@ def remote(function: Callable | None = None, **options: Any) -> Any:
     """`@remote` or `@remote(accelerator=..., backend=..., spot=True, hosts=2, ...)`: the keys of a job's spec."""
     for name in ("command", "recipe"):
         if name in options:
-            raise ValueError(f"{name} is not for a remote function: the function is what runs")
+            raise UserError(f"{name} is not for a remote function: the function is what runs")
     if function is not None:
         return Remote(function, options)
     return lambda decorated: Remote(decorated, options)
@@ -219,12 +220,12 @@ def _check(spec: Spec) -> None:
     gate.check_place(spec)
     given = spec.environment
     if spec.backend == "gcp-tpu" and not (given.lock or given.venv or given.conda):
-        raise ValueError(
+        raise UserError(
             "a remote function on gcp-tpu needs an environment with dovetail and the same Python as here: "
             "environment={'lock': 'requirements.lock'}, or 'venv' or 'conda'"
         )
     if spec.backend == "gke" and not (given.image and spec.gke.bucket):
-        raise ValueError(
+        raise UserError(
             "a remote function on gke needs environment={'image': ...}, with dovetail and the same Python as here, and "
             "gke={'bucket': 'gs://...'}, through which its arguments and its value travel"
         )

@@ -6,6 +6,7 @@ FLOAT, for a REAL has 6 digits there.
 
 from __future__ import annotations
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.database import Connection, Database
 
 VERSION = 2
@@ -69,7 +70,7 @@ def prepare(database: Database, connection: Connection, owner: str) -> None:
     try:
         found = database.version(connection)
         if found > VERSION:
-            raise ValueError(
+            raise UserError(
                 f"the table of jobs was written by a newer dovetail (schema {found}, this one knows {VERSION}): upgrade"
             )
         if found == 0:

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import parcel
 from dovetail.jobs.attempt import CALL
 from dovetail.jobs.spec import Spec
@@ -25,12 +26,12 @@ def take(spec: Spec) -> dict[str, str]:
     for name, kind, where in _parts(spec):
         if kind == "env":
             if where not in os.environ:
-                raise ValueError(f"secret {name} is to come from ${where}, which is not set here: set it")
+                raise UserError(f"secret {name} is to come from ${where}, which is not set here: set it")
             found[name] = os.environ[where]
         elif kind == "file":
             found[name] = _from_file(name, where)
         elif spec.backend != "gcp-tpu":
-            raise ValueError(f"secret {name} is in Google's Secret Manager, which backend {spec.backend} does not read")
+            raise UserError(f"secret {name} is in Google's Secret Manager, which backend {spec.backend} does not read")
     return found
 
 
@@ -50,7 +51,7 @@ def _from_file(name: str, where: str) -> str:
         return Path(where).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
-        raise ValueError(f"secret {name} is to come from the file {where}, which cannot be read: {why}") from None
+        raise UserError(f"secret {name} is to come from the file {where}, which cannot be read: {why}") from None
 
 
 def keep(home: Path, values: dict[str, str]) -> None:
@@ -59,7 +60,7 @@ def keep(home: Path, values: dict[str, str]) -> None:
         forget(home)
         return
     if home.stat().st_uid != os.geteuid():  # a file that only we can read would be of no use to its supervisor
-        raise ValueError(f"{home} is another user's job: only that user can give it the secrets that it needs")
+        raise UserError(f"{home} is another user's job: only that user can give it the secrets that it needs")
     beside = home / f"{FILE}.{os.getpid()}.part"
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(file, "w") as out:
@@ -85,11 +86,11 @@ def _kept(home: Path, spec: Spec) -> dict[str, str]:
     except FileNotFoundError:
         held = {}
     except PermissionError:
-        raise ValueError(
+        raise UserError(
             f"{path} can be read only by the user who created the job: `dovetail job supervise --restart` as that user"
         ) from None
     if missing := [name for name in wanted if name not in held]:
-        raise ValueError(f"the value of secret {', '.join(missing)} is not kept here: create the job again")
+        raise UserError(f"the value of secret {', '.join(missing)} is not kept here: create the job again")
     return {name: held[name] for name in wanted}
 
 

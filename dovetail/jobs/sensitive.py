@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.core import recipe as recipes
+from dovetail.core.errors import UserError
 from dovetail.jobs.spec import Spec, to_text
 
 # A prefix that nothing else has, and enough characters after it.
@@ -41,7 +42,7 @@ def refuse_tokens(spec: Spec) -> None:
         if holds_token(text):
             name = text.partition("=")[0] if field == "env" else "NAME"
             where = f"the value of {name} in env" if field == "env" else field
-            raise ValueError(
+            raise UserError(
                 f"{where} looks like a token, and a job's spec is stored and shown: set ${name} in your shell, and "
                 f"give `secrets: [{name}=env:{name}]`"
             )

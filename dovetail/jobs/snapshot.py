@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from dovetail.core.errors import UserError
 from dovetail.core.own_files import check_own_folder
 from dovetail.jobs import ignore, modes
 from dovetail.jobs.archive import extract
@@ -36,7 +37,7 @@ def source(code: Code, base: Path | None = None) -> Path:
     """Return the folder that the code is taken from. `base`: what `code.path` is relative to."""
     root = (base or Path()) / Path(code.path).expanduser()
     if not root.is_dir():
-        raise ValueError(f"code.path must be a folder; there is no {root}")
+        raise UserError(f"code.path must be a folder; there is no {root}")
     return root
 
 
@@ -46,7 +47,7 @@ def command_folder(code: Code, base: Path | None = None) -> Path | None:
         return None
     folder = source(code, base) / code.cwd
     if not folder.is_dir():
-        raise ValueError(f"code.cwd must be a folder of the code; there is no {folder}")
+        raise UserError(f"code.cwd must be a folder of the code; there is no {folder}")
     return folder
 
 
@@ -85,7 +86,7 @@ def _check_own(folder: Path) -> None:
     try:
         check_own_folder(folder)
     except PermissionError as error:
-        raise ValueError(f"{error}, and the code of your jobs would be kept there: remove it") from None
+        raise UserError(f"{error}, and the code of your jobs would be kept there: remove it") from None
 
 
 def _check_sizes(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None:
@@ -93,10 +94,10 @@ def _check_sizes(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None
     large = [f"{path} ({size / 1e6:.0f} MB)" for path, size in sizes.items() if size > code.file_mb * 1e6]
     how = f"add them to .gitignore or code.exclude{_narrower(code)}"
     if large:
-        raise ValueError(f"code: files of more than {code.file_mb:g} MB are data, not code: {_some(large)}; {how}")
+        raise UserError(f"code: files of more than {code.file_mb:g} MB are data, not code: {_some(large)}; {how}")
     if sum(sizes.values()) > code.total_mb * 1e6:
         top = sorted(sizes, key=lambda path: -sizes[path])[:SHOWN]
-        raise ValueError(
+        raise UserError(
             f"code: {sum(sizes.values()) / 1e6:.0f} MB in {len(paths)} files, and {code.total_mb:g} MB is the most; "
             f"the largest are {', '.join(map(str, top))}: {how}, or raise code.total_mb"
         )
@@ -110,7 +111,7 @@ def _narrower(code: Code) -> str:
 def _check_secrets(root: Path, paths: Sequence[PurePosixPath], code: Code) -> None:
     found = [str(path) for path in paths if SECRET_FILES.search(str(path)) or _holds_secret(root / path)]
     if found:
-        raise ValueError(
+        raise UserError(
             f"code: what looks like a secret would be taken along: {_some(found)}; add it to .gitignore or "
             f"code.exclude{_narrower(code)}, and give its value as `secrets: [NAME=env:NAME]`"
         )
@@ -178,7 +179,7 @@ def unpack(archive: Path, folder: Path) -> None:
             path.chmod(path.stat().st_mode & ~0o022)
         beside.chmod(modes.folder_mode(beside))
     except DAMAGED as error:
-        raise ValueError(f"the code of the job, {archive}, cannot be unpacked: {error}") from error
+        raise UserError(f"the code of the job, {archive}, cannot be unpacked: {error}") from error
     try:
         beside.rename(folder)
     except OSError:  # another was first

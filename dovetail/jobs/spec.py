@@ -27,6 +27,7 @@ from dovetail.core import recipe as recipes
 from dovetail.core import yaml_text
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.choice import not_negative, one_of, require
+from dovetail.core.errors import UserError
 
 BACKENDS = ("local", "slurm", "gcp-tpu", "gke")
 TIERS = ("on-demand", "spot", "flex-start", "reservation")
@@ -255,7 +256,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Spec:
     """From a YAML file, with key=value on top."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"expected a job's file, such as job.yaml, and there is no {path}; `dovetail job create -h`")
+        raise UserError(f"expected a job's file, such as job.yaml, and there is no {path}; `dovetail job create -h`")
     return recipes.load(str(file), _typed(overrides), Spec)
 
 

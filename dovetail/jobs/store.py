@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import asked, database, modes, schema
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.database import Connection, Database, Sqlite
@@ -156,7 +157,7 @@ class Store:
     def job(self, id: str) -> Job:
         found = self.rows(Job, f"SELECT {_JOB} FROM jobs WHERE id = ?", (id,))
         if not found:
-            raise ValueError(f"no job {id!r}: `dovetail job list` shows those there are")
+            raise UserError(f"no job {id!r}: `dovetail job list` shows those there are")
         return found[0]
 
     def find(self, text: str) -> Job:
@@ -166,7 +167,7 @@ class Store:
         exact = [job for job in found if job.id == text] or found
         if len(exact) > 1:
             ids = ", ".join(job.id for job in exact[:8])
-            raise ValueError(f"{len(exact)} jobs are called {text!r}: name one of them by its id ({ids})")
+            raise UserError(f"{len(exact)} jobs are called {text!r}: name one of them by its id ({ids})")
         return exact[0] if exact else self.job(text)
 
     def spec(self, id: str) -> Spec:
@@ -177,7 +178,7 @@ class Store:
     def _spec_text(self, id: str) -> str:
         found = self.read("SELECT text FROM specs WHERE job = ?", (id,))
         if not found:
-            raise ValueError(f"no job {id!r}: `dovetail job list` shows those there are")
+            raise UserError(f"no job {id!r}: `dovetail job list` shows those there are")
         return found[0][0]
 
     def check_asked(self, job: Job) -> None:
@@ -216,7 +217,7 @@ class Store:
 
     def home(self, id: str) -> Path:
         if not (id.isascii() and id.isalnum()):  # a row may be another user's
-            raise ValueError(f"a job's id must be letters and digits, got {id!r}")
+            raise UserError(f"a job's id must be letters and digits, got {id!r}")
         return self.root / "jobs" / id
 
     def where(self, job: Job) -> str:
@@ -226,12 +227,10 @@ class Store:
     def refuse_elsewhere(self, job: Job, what: str) -> None:
         """Raise ValueError where its files are not here, or not this user's to read."""
         if job.site != self.site:
-            raise ValueError(f"job {job.id} was created at {job.site.rpartition(' ')[0]}: {what} there")
+            raise UserError(f"job {job.id} was created at {job.site.rpartition(' ')[0]}: {what} there")
         home = self.home(job.id)
         if home.exists() and not os.access(home, os.R_OK | os.X_OK):
-            raise ValueError(
-                f"the files of job {job.id} are {job.user}'s alone: {job.user} runs `chmod -R g+rX {home}`"
-            )
+            raise UserError(f"the files of job {job.id} are {job.user}'s alone: {job.user} runs `chmod -R g+rX {home}`")
 
     # --- attempts -----------------------------------------------------------------------------------------------------
 
@@ -333,7 +332,7 @@ def _prepare(root: Path) -> None:
     try:
         modes.make_folder(root)
     except PermissionError as error:
-        raise ValueError(
+        raise UserError(
             f"the folder of jobs, {root}, cannot be used: {error}; set DOVETAIL_JOBS to a folder that you may write"
         ) from None
     modes.repair(root, (*names, "snapshots", *SUPERVISOR))

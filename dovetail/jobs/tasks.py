@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.store import Store
 
 LOSSES = 100  # workers that a task may lose before it is called failed: by then it is the task that kills them
@@ -46,7 +47,7 @@ class Tasks:
 
     def __init__(self, store: Store, queue: str) -> None:
         if not queue or "/" in queue or queue.startswith("."):
-            raise ValueError(f"a queue's name must be fit for a folder; got {queue!r}")
+            raise UserError(f"a queue's name must be fit for a folder; got {queue!r}")
         self.store, self.queue = store, queue
         self.folder = store.root / "queues" / queue
 
@@ -56,7 +57,7 @@ class Tasks:
         """`after`: names of tasks of this queue that must have succeeded."""
         with self.store.transaction() as db:
             if self._named(name):
-                raise ValueError(f"queue {self.queue} has a task {name!r} already: give this one another name")
+                raise UserError(f"queue {self.queue} has a task {name!r} already: give this one another name")
             needs = [self.named(other).id for other in after]
             db.execute(
                 "INSERT INTO tasks (queue, name, command, zones, retries, created) VALUES (?, ?, ?, ?, ?, ?)",
@@ -72,7 +73,7 @@ class Tasks:
     def named(self, name: str) -> Task:
         found = self._named(name)
         if not found:
-            raise ValueError(f"queue {self.queue} has no task {name!r}")
+            raise UserError(f"queue {self.queue} has no task {name!r}")
         return found[0]
 
     def _named(self, name: str) -> list[Task]:
@@ -141,7 +142,7 @@ class Tasks:
     def retry(self, name: str = "") -> int:
         """Make the tasks that failed ready again, or the named one if it failed or was cancelled; return how many."""
         if name and self.named(name).status not in ("failed", "cancelled"):
-            raise ValueError(
+            raise UserError(
                 f"task {name} of queue {self.queue} is {self.named(name).status}: there is nothing to retry"
             )
         which = "name = ? AND status IN ('failed', 'cancelled')" if name else "status = 'failed'"
@@ -157,7 +158,7 @@ class Tasks:
         with self.store.transaction() as db:
             task = self.named(name)
             if task.status in OVER:
-                raise ValueError(f"task {name} of queue {self.queue} is over already: {task.status}")
+                raise UserError(f"task {name} of queue {self.queue} is over already: {task.status}")
             db.execute(
                 "UPDATE tasks SET status = 'cancelled', detail = 'cancelled', ended = ? WHERE id = ?",
                 (time.time(), task.id),

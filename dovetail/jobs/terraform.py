@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.spec import Spec
 
 FOLDER = Path(__file__).parent / "templates"
@@ -19,7 +20,7 @@ def terraform(spec: Spec) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     if spec.backend not in ("gcp-tpu", "gke"):
-        raise ValueError(f"there is Terraform for backend gcp-tpu and gke; got {spec.backend}: set backend=gke, say")
+        raise UserError(f"there is Terraform for backend gcp-tpu and gke; got {spec.backend}: set backend=gke, say")
     words = _words(spec)
     made = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, keep_trailing_newline=True)
     made.filters["hcl"] = hcl
@@ -36,9 +37,9 @@ def _words(spec: Spec) -> dict[str, Any]:
     device, slices = spec.device, spec.slices * spec.device.slices
     gke = spec.backend == "gke"
     if not gke and device.runtime_version is None:
-        raise ValueError(f"{device} is not to be had as TPU VMs: use backend gke")
+        raise UserError(f"{device} is not to be had as TPU VMs: use backend gke")
     if gke and device.machine_type is None:
-        raise ValueError(f"GKE has no nodes with {device}: name a TPU that it has, such as v6e-16")
+        raise UserError(f"GKE has no nodes with {device}: name a TPU that it has, such as v6e-16")
     account, _, domain = spec.gcp.service_account.partition("@")
     is_own = domain.endswith(OWN_ACCOUNT)  # and none that Google makes
     made = "google_container_cluster.jobs" if gke else "google_service_account.jobs"

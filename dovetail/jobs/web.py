@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
+from dovetail.core.errors import UserError
 from dovetail.core.printable import printable
 from dovetail.jobs import actions, presence
 from dovetail.jobs.backends.backend import Backend
@@ -91,7 +92,7 @@ class Pages:
         job, spec = self.store.job(id), self.store.spec(id)
         row = next((row for row in self.store.attempts(id) if row.number == number), None)
         if row is None or not 0 <= rank < spec.processes or since < 0:
-            raise ValueError(f"job {id} has no attempt {number} with a rank {rank}")
+            raise UserError(f"job {id} has no attempt {number} with a rank {rank}")
         self.store.refuse_elsewhere(job, "look at its logs")
         attempt = self.store.attempt(job, row, spec)
         part = self.backend(job.backend).logs(attempt, rank, since)
@@ -116,7 +117,7 @@ def server(pages: Pages, port: int, token: str = "") -> PageServer:
     try:
         return PageServer(pages, port, token)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"cannot listen on 127.0.0.1:{port} ({error.strerror}); choose another --port, or --port 0 for a free one"
         ) from None
 
@@ -168,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
     def _post(self, parts: SplitResult) -> None:
         match = re.fullmatch(r"/api/jobs/([a-z0-9]+)/cancel", parts.path)
         if match is None:
-            raise ValueError(f"no page {parts.path}")
+            raise UserError(f"no page {parts.path}")
         if not self.server.access.may_change(self.headers):
             self._answer(403, "application/json", b'{"error": "only the page itself may cancel"}')
             return
@@ -194,4 +195,4 @@ def _answer(pages: Pages, parts: SplitResult) -> tuple[str, bytes]:
     if match := re.fullmatch(r"/api/jobs/([a-z0-9]+)(/logs)?", parts.path):
         found = pages.logs(match[1], parse_qs(parts.query)) if match[2] else pages.job(match[1])
         return "application/json", json.dumps(found).encode()
-    raise ValueError(f"no page {parts.path}")
+    raise UserError(f"no page {parts.path}")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Context, Packed, Params
 from dovetail.models.block import Residual, Table, block, by_token, norm
@@ -110,7 +111,7 @@ def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placem
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Logits [..., V] in f32."""
     if cfg.scored:
-        raise ValueError("the model gives texts a score and has no head for words: ask it for scores (LLM.score)")
+        raise UserError("the model gives texts a score and has no head for words: ask it for scores (LLM.score)")
     logits = matmul(hidden, params["embed"] if cfg.tied else params["head"], out_dtype=jnp.float32)
     logits = logits * cfg.logit_scale if cfg.logit_scale != 1.0 else logits
     return jnp.tanh(logits / cfg.logit_softcap) * cfg.logit_softcap if cfg.logit_softcap else logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dovetail.core.errors import UserError
 from dovetail.models.config import Latent, Layer, Mlp, ModelConfig, Moe
 from dovetail.models.family import Family, finish, read_glu, read_rope, rope_dict
 from dovetail.models.fields import Fields
@@ -14,7 +15,7 @@ def parse_v2(f: Fields) -> ModelConfig:
     f.only("norm_topk_prob", False)
     method = f.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise ValueError(f"{f.where}: topk_method={method!r} is not supported (greedy or group_limited_greedy)")
+        raise UserError(f"{f.where}: topk_method={method!r} is not supported (greedy or group_limited_greedy)")
     groups = (f.get("n_group", 1), f.get("topk_group", 1)) if method == "group_limited_greedy" else (1, 1)
     f.skip("n_group", "topk_group")
     router = Router(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.fields import Fields
 from dovetail.ops.glu import Glu
@@ -56,7 +57,7 @@ def read_glu(f: Fields, key: str = "hidden_act", default: str = "silu") -> Glu:
     kinds = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     name = f.get(key, default)
     if name not in kinds:
-        raise ValueError(f"{f.where}: {key}={name!r} is not supported (only {', '.join(kinds)})")
+        raise UserError(f"{f.where}: {key}={name!r} is not supported (only {', '.join(kinds)})")
     return Glu(kinds[name])
 
 
@@ -73,9 +74,9 @@ def read_windows(f: Fields, default_types: list[str]) -> list[int | None]:
     n, window = f.get("num_hidden_layers"), f.get("sliding_window", None)
     known = {"full_attention", "sliding_attention"}
     if len(types) != n or not set(types) <= known:
-        raise ValueError(f"{f.where}: layer_types must be {n} of {sorted(known)}; got {types}")
+        raise UserError(f"{f.where}: layer_types must be {n} of {sorted(known)}; got {types}")
     if "sliding_attention" in types and not window:
-        raise ValueError(f"{f.where}: layer_types has sliding_attention but sliding_window is not set")
+        raise UserError(f"{f.where}: layer_types has sliding_attention but sliding_window is not set")
     return [window if t == "sliding_attention" else None for t in types]
 
 
@@ -115,14 +116,14 @@ def read_rope(
     p = {k: v for k, v in params.items() if v is not None}
     kind, theta = p.pop("rope_type"), p.pop("rope_theta")
     if kind not in ROPE_KEYS:
-        raise ValueError(f"{f.where}: rope type {kind!r} is not supported (only {', '.join(ROPE_KEYS)})")
+        raise UserError(f"{f.where}: rope type {kind!r} is not supported (only {', '.join(ROPE_KEYS)})")
     share = p.pop("partial_rotary_factor", 1.0 if partial is None else f.get("partial_rotary_factor", partial))
     unknown = set(p) - ROPE_KEYS[kind] - {"original_max_position_embeddings"}
     if unknown or (share != 1.0 and kind != "proportional" and partial is None):
         what = ", ".join(sorted(unknown)) or f"partial_rotary_factor={share}"
-        raise ValueError(f"{f.where}: rope type {kind!r} does not support {what}")
+        raise UserError(f"{f.where}: rope type {kind!r} does not support {what}")
     if "factor" in ROPE_KEYS[kind] and kind not in OPTIONAL_FACTOR and "factor" not in p:
-        raise ValueError(f"{f.where}: rope type {kind!r} needs a 'factor'")
+        raise UserError(f"{f.where}: rope type {kind!r} needs a 'factor'")
     if kind != "proportional":  # whose table has all dims, some of which stand still
         dim, share = int(dim * share), 1.0
     factor = p.get("factor", 1.0)
@@ -149,7 +150,7 @@ def _longrope(f: Fields, rope: Rope, p: dict[str, Any]) -> Rope:
     for key in ("short_factor", "long_factor"):
         if not isinstance(p.get(key), list) or len(p[key]) != rope.dim // 2:
             given = f"{len(p[key])}" if isinstance(p.get(key), list) else p.get(key)
-            raise ValueError(f"{f.where}: rope type 'longrope' needs {rope.dim // 2} numbers as {key!r}; got {given}")
+            raise UserError(f"{f.where}: rope type 'longrope' needs {rope.dim // 2} numbers as {key!r}; got {given}")
     length = f.get("max_position_embeddings")
     original = f.get("original_max_position_embeddings", rope.original_len)  # beside the dict it has the last word
     magnitude = p.get("attention_factor") or longrope_magnitude(p.get("factor", length / original), original)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 _REQUIRED = object()
 
 # Bookkeeping, defaults of generation, switches of transformers' own code path, training-only losses: none of them
@@ -45,7 +47,7 @@ class Fields:
             self._check_kind(key, value, default)
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self.where}: the field '{key}' is missing")
+            raise UserError(f"{self.where}: the field '{key}' is missing")
         return default
 
     def _check_kind(self, key: str, value: Any, default: Any) -> None:
@@ -53,7 +55,7 @@ class Fields:
         wanted = (int, float) if default is _REQUIRED or isinstance(default, (bool, int, float)) else ()
         wanted = (dict,) if isinstance(default, dict) else wanted
         if wanted and not isinstance(value, wanted):
-            raise ValueError(f"{self.where}: {key}={value!r} should be a {'dict' if dict in wanted else 'number'}")
+            raise UserError(f"{self.where}: {key}={value!r} should be a {'dict' if dict in wanted else 'number'}")
 
     def nullable(self, key: str, default: Any) -> Any:
         """A field whose null means 'off' and whose absence means the default."""
@@ -64,7 +66,7 @@ class Fields:
         value = self.get(key, supported[0])
         if value not in supported:
             wanted = " or ".join(repr(s) for s in supported)
-            raise ValueError(f"{self.where}: {key}={value!r} is not supported (only {wanted})")
+            raise UserError(f"{self.where}: {key}={value!r} is not supported (only {wanted})")
 
     def skip(self, *keys: str) -> None:
         """Fields that repeat what others say."""
@@ -74,7 +76,7 @@ class Fields:
         left = [k for k, v in self.hf.items() if k not in self._read and k not in HARMLESS and v is not None]
         if left:
             listed = ", ".join(f"{k}={str(self.hf[k])[:60]}" for k in sorted(left))
-            raise ValueError(
+            raise UserError(
                 f"{self.where}: not supported: {listed}. Such a field may change the model's numbers, so it is not "
                 "ignored; remove it from config.json if you know that it does not"
             )

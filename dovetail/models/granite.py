@@ -3,6 +3,7 @@ each scaled by a number of the config."""
 
 from __future__ import annotations
 
+from dovetail.core.errors import UserError
 from dovetail.models.config import Attention, Layer, Mlp, ModelConfig
 from dovetail.models.family import Family, finish, read_glu, read_heads, read_rope, rope_dict
 from dovetail.models.fields import Fields
@@ -17,7 +18,7 @@ def parse_hybrid(f: Fields) -> ModelConfig:
     """Granite 4 names one architecture for all its models; those with attention alone and no experts are dense."""
     kinds, experts = f.get("layer_types", ["mamba"]), f.get("num_local_experts", 8)
     if not set(kinds) <= {"attention", "full_attention"} or experts:
-        raise ValueError(
+        raise UserError(
             f"{f.where}: this Granite 4 has {experts} experts and layers of the kinds {sorted(set(kinds))}; only its "
             "dense models are supported: no experts, attention in every layer (granite-4.0-1b, say, not granite-4.0-h)"
         )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.compute import Compute
+from dovetail.core.errors import UserError
 from dovetail.core.types import Cache, Paged, Params
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, init_cache, unembed
@@ -46,10 +47,10 @@ def greedy(
 ) -> Iterator[int]:
     """Yields tokens until the model's end token (which is not yielded) or the limit."""
     if not ids:
-        raise ValueError("the prompt is empty: give at least one token")
+        raise UserError("the prompt is empty: give at least one token")
     room = min(len(ids) + max_new_tokens, cfg.max_len)
     if len(ids) >= cfg.max_len:
-        raise ValueError(f"the prompt has {len(ids)} tokens; the model takes at most {cfg.max_len - 1}")
+        raise UserError(f"the prompt has {len(ids)} tokens; the model takes at most {cfg.max_len - 1}")
     cfg = cfg.within(room)
     cache = init_cache(cfg, -(-room // PAGE), PAGE, params["embed"].dtype)
     length = 0

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.choice import one_of, require
+from dovetail.core.errors import UserError
 from dovetail.core.spec import ParamSpec, is_spec, leaves, path_name
 from dovetail.core.types import Params
 from dovetail.models.config import ModelConfig
@@ -77,7 +78,7 @@ def saved_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     ends = {name: [module.rpartition(".")[2] for module in given] for name, given in outer_modules(cfg).items()}
     for wanted in lora.modules_to_save:
         if not any(wanted in modules for modules in ends.values()):
-            raise ValueError(f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out")
+            raise UserError(f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out")
     return [name for name, modules in ends.items() if set(modules) & set(lora.modules_to_save)]
 
 
@@ -102,7 +103,7 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     tree |= {name: whole[name] for name in saved_names(cfg, lora)}
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
         names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
-        raise ValueError(
+        raise UserError(
             f"lora.targets are {', '.join(lora.targets)}, and no projection of this model is called so: it has {names}"
         )
     return tree

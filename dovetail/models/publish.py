@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, path_name
 from dovetail.core.types import Params
@@ -160,12 +161,12 @@ def _check(params: Params, cfg: ModelConfig) -> None:
     try:
         given = _by_name({name: part for name, part in params.items() if name not in TRAINED_ONLY})
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"weights come as the tree that dt.load gives; this is none ({error!r})") from None
+        raise UserError(f"weights come as the tree that dt.load gives; this is none ({error!r})") from None
     for name in [*wanted, *given]:
         want = f"{list(wanted[name].shape)}" if name in wanted else "nothing"
         got = f"{list(given[name].shape)}" if name in given else "nothing"
         if want != got:
-            raise ValueError(f"weights {name}: the model has {want} there, and {got} came")
+            raise UserError(f"weights {name}: the model has {want} there, and {got} came")
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

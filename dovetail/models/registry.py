@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import MissingFileError, UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen
 from dovetail.models.config import ModelConfig
@@ -30,7 +31,7 @@ def family_of(config: ModelConfig) -> Family:
 def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """A config.json's contents -> ModelConfig. A model that also sees is read for its text tower."""
     if not isinstance(hf, dict):
-        raise ValueError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
+        raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
     scores = is_scored(hf, where)
     if isinstance(hf.get("text_config"), dict):
         shared = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "quantization_config")
@@ -40,13 +41,13 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
     if kind not in FAMILIES:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
+        raise UserError(
             f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}"
         )
     if hf.get("quantization_config"):
         given = hf["quantization_config"]
         method = given.get("quant_method", "unknown") if isinstance(given, dict) else given
-        raise ValueError(
+        raise UserError(
             f"{where}: quantization_config: the weights are quantised ({method}), which cannot be loaded yet; "
             "take a bf16 or f16 copy of the model"
         )
@@ -60,17 +61,17 @@ def read_config(path: str | Path) -> ModelConfig:
     """A config.json file, or the folder that holds one."""
     path = Path(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{path} is a LoRA adapter, not a model: merge it into its base (`dovetail merge BASE {path} OUT`), or "
             f"train it further with model=BASE and from_adapter={path}"
         )
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: a model folder needs a config.json")
+        raise MissingFileError(f"{path} does not exist: a model folder needs a config.json")
     try:
         hf = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     return parse_config(hf, str(path))
 
 
@@ -92,7 +93,7 @@ def read_model(name_or_path: str) -> ModelConfig:
     path = Path(name_or_path).expanduser()
     if not path.exists():
         known = (*shipped_models(), *shipped_shapes())
-        raise ValueError(
+        raise UserError(
             f"model {name_or_path!r} is neither shipped nor a folder with a config.json."
             f"{did_you_mean(name_or_path, known)} Shipped: {', '.join(known)}"
         )

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.models.config import ModelConfig
 
 WORDS, SCORES = "ForCausalLM", "ForSequenceClassification"  # the ends of their architectures' names
@@ -19,7 +20,7 @@ def is_scored(hf: dict[str, Any], where: str) -> bool:
         return False
     labels = len(hf.get("id2label") or ()) or hf.get("num_labels", LABELS)
     if labels != 1:
-        raise ValueError(
+        raise UserError(
             f"{where}: a model for sequence classification with {labels} labels; those with one, which is a score, "
             "are supported"
         )

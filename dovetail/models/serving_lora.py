@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, path_name, tree_map
 from dovetail.core.types import Params
@@ -147,11 +148,11 @@ def greatest_rank(adapters: Params) -> int:
 def check_served(adapters: Params, lora: Lora, most: int) -> None:
     """Raise ValueError for an adapter that an engine with room for ranks up to `most` cannot serve."""
     if lora.dora:
-        raise ValueError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
+        raise UserError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
     if outer := [OUTER[name] for name in OUTER if name in adapters]:
-        raise ValueError(f"the adapter is for {' and '.join(outer)} too, which is not served: merge it into the model")
+        raise UserError(f"the adapter is for {' and '.join(outer)} too, which is not served: merge it into the model")
     for weight, pair in _by_weight(adapters).items():
         if ".experts." in weight or weight.endswith(".router"):
-            raise ValueError(f"the adapter is for experts too ({weight}), which is not served: merge it into the model")
+            raise UserError(f"the adapter is for experts too ({weight}), which is not served: merge it into the model")
         if (rank := pair["lora_a"].shape[0]) > most:
-            raise ValueError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank")
+            raise UserError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank")

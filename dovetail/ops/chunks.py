@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.chips import LOGITS_BYTES
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, Rules, constrain
 
 # The logits of one chunk on one device, LOGITS_BYTES of an accelerator. Each chunk reads the head twice and reads and
@@ -72,7 +73,7 @@ def chunks_of(
     """Of a batch [B, T, ...]: `chunk` tokens at a time, or as many as may hold `itemsize` bytes for each word that a
     device has."""
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token; got {chunk}")
+        raise UserError(f"chunk must be at least 1 token; got {chunk}")
     rows, length = shape[:2]
     row_axes, row_groups = _groups(placement, "batch", rows)
     length_axes, length_groups = _groups(placement, "length", length)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
 from dovetail.ops.dispatch import has_loss_kernel
@@ -59,9 +60,9 @@ def cross_entropy(
 
 def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array) -> None:
     if hidden.ndim != 3 or head.ndim != 2 or hidden.shape[-1] != head.shape[-1]:
-        raise ValueError(f"hidden must be [B, T, D] and head [V, D]; got {hidden.shape} and {head.shape}")
+        raise UserError(f"hidden must be [B, T, D] and head [V, D]; got {hidden.shape} and {head.shape}")
     if targets.shape != hidden.shape[:2] or mask.shape != hidden.shape[:2]:
-        raise ValueError(f"targets and mask must be {hidden.shape[:2]}; got {targets.shape} and {mask.shape}")
+        raise UserError(f"targets and mask must be {hidden.shape[:2]}; got {targets.shape} and {mask.shape}")
 
 
 # --- how it is computed -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.choice import one_of, require
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, constrain
 from dovetail.ops.chunks import Chunks, capped, chunks_of, is_target, scaled
 from dovetail.ops.linear import ARRAYS, matmul
@@ -276,9 +277,9 @@ _product.defvjp(_product_forward, _product_backward)
 
 def _check(hidden: jax.Array, head: Any, tokens: tuple[int, ...]) -> None:
     if hidden.ndim != 3 or len(head.shape) != 2 or hidden.shape[-1] != head.shape[-1]:
-        raise ValueError(f"hidden must be [B, T, D] and head [V, D]; got {hidden.shape} and {head.shape}")
+        raise UserError(f"hidden must be [B, T, D] and head [V, D]; got {hidden.shape} and {head.shape}")
     if tokens != hidden.shape[:2]:
-        raise ValueError(f"what comes with the hidden states must be of {hidden.shape[:2]} tokens; got {tokens}")
+        raise UserError(f"what comes with the hidden states must be of {hidden.shape[:2]} tokens; got {tokens}")
 
 
 def _check_vocabularies(ours: int, theirs: int) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 FILE = "calibration.json"
 
 
@@ -60,10 +62,10 @@ class Fractions:
 def fit(observations: Sequence[Observation]) -> Fractions:
     """Of one kind of chip. A product's share holds all that goes on beside it, the small operations too."""
     if not observations:
-        raise ValueError("a calibration needs one run at least; got none")
+        raise UserError("a calibration needs one run at least; got none")
     chips = {one.chip for one in observations}
     if len(chips) > 1:
-        raise ValueError(f"a calibration is of one kind of chip; got runs on {', '.join(sorted(chips))}")
+        raise UserError(f"a calibration is of one kind of chip; got runs on {', '.join(sorted(chips))}")
     alone = [one for one in observations if not one.links]
     products = _share(alone, "products") or _share(observations, "products")
     memory = _share(alone, "memory") or _share(observations, "memory")
@@ -111,7 +113,7 @@ def stored(path: Path | None = None) -> list[Observation]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no calibration ({error!r}): delete it and calibrate anew") from error
+        raise UserError(f"{path} is no calibration ({error!r}): delete it and calibrate anew") from error
 
 
 def fractions(chip: str, path: Path | None = None) -> Fractions | None:

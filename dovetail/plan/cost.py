@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.core.chips import Chip
+from dovetail.core.errors import UserError
 from dovetail.models.config import ModelConfig
 from dovetail.plan.plans import forward_flops
 
@@ -44,7 +45,7 @@ def cost(seconds: float, chips: int, price: float | None, spot: float | None) ->
 def seconds_at(cfg: ModelConfig, tokens: float, chip: Chip, chips: int, mfu: float) -> float:
     """What `tokens` take where `chips` chips reach a share `mfu` of their peak: 6 FLOPs per weight and token."""
     if not 0 < mfu <= 1:
-        raise ValueError(f"an MFU is a share of the peak above 0 and up to 1, such as 0.4; got {mfu:g}")
+        raise UserError(f"an MFU is a share of the peak above 0 and up to 1, such as 0.4; got {mfu:g}")
     return 3 * forward_flops(cfg) * tokens / (chip.bf16 * chips * mfu)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from dovetail.core.accelerator import of_devices
 from dovetail.core.chips import GIB, Chip
+from dovetail.core.errors import UserError
 from dovetail.core.training import REMATS, Mesh, Training
 from dovetail.models.config import ModelConfig
 from dovetail.models.repeats import repeats
@@ -95,7 +96,7 @@ def derive(
     if on_host:  # links and recomputation cost a CPU what the estimate does not know: without them where that fits
         found = [plan for plan in plans(cfg, settings, devices, None) if plan in found] or found
     if not found:
-        raise ValueError(_refusal(cfg, settings, _name(chip, hbm, on_host), devices, limit, on_host))
+        raise UserError(_refusal(cfg, settings, _name(chip, hbm, on_host), devices, limit, on_host))
     machine = of_devices(chip, devices, settings.mesh.slices) if chip else None
     best = ranked(cfg, settings, found, chip, machine)[0].plan
     filled = replace(
@@ -124,7 +125,7 @@ def _fits(cfg: ModelConfig, settings: Training, devices: int, limit: int) -> boo
 def _with_slices(mesh: Mesh, slices: int) -> Mesh:
     """The slices that are there, unless the recipe says more (to rehearse them on one machine)."""
     if mesh.slices not in (1, slices) and slices > 1:
-        raise ValueError(f"mesh.slices={mesh.slices}, and the devices come from {slices} slices; leave it out")
+        raise UserError(f"mesh.slices={mesh.slices}, and the devices come from {slices} slices; leave it out")
     return replace(mesh, slices=max(slices, mesh.slices))
 
 
@@ -233,20 +234,20 @@ def check(cfg: ModelConfig, settings: Training) -> None:
     """What no number of devices would mend."""
     mesh, experts, heads = settings.mesh, num_experts(cfg), num_heads(cfg)
     if settings.length > cfg.max_len:
-        raise ValueError(
+        raise UserError(
             f"length is {settings.length} and the model has {cfg.max_len} positions: lower length, or raise "
             "max_position_embeddings in its config.json"
         )
     if mesh.context and settings.length % mesh.context:
-        raise ValueError(f"mesh.context={mesh.context} must divide length, which is {settings.length}")
+        raise UserError(f"mesh.context={mesh.context} must divide length, which is {settings.length}")
     if mesh.expert > 1 and (experts == 1 or experts % mesh.expert):
         has = f"{experts} experts" if experts > 1 else "no experts"
-        raise ValueError(f"mesh.expert={mesh.expert} must divide the model's experts; it has {has}")
+        raise UserError(f"mesh.expert={mesh.expert} must divide the model's experts; it has {has}")
     if mesh.tensor and heads % mesh.tensor:
-        raise ValueError(f"mesh.tensor={mesh.tensor} must divide the model's {heads} attention heads")
+        raise UserError(f"mesh.tensor={mesh.tensor} must divide the model's {heads} attention heads")
     split = mesh.fsdp * max(mesh.context, 1)
     if mesh.fsdp > 1 and cfg.dim % split:
-        raise ValueError(
+        raise UserError(
             f"mesh.fsdp x mesh.context is {split} and must divide the model dim, {cfg.dim}: "
             "otherwise every weight would be whole on every device"
         )

@@ -7,6 +7,7 @@ many. Recomputation is never counted: it is work, but not the model's.
 
 from __future__ import annotations
 
+from dovetail.core.errors import UserError
 from dovetail.models.config import Attention, Latent, ModelConfig
 from dovetail.models.spec import flops_per_token
 
@@ -20,7 +21,7 @@ def train_flops_per_token(cfg: ModelConfig, length: int, causal: bool, frozen: b
     and not 6N: the products that give the weights' own gradients are not made, and the adapters' are too few to count.
     """
     if length < 1:
-        raise ValueError(f"a row has at least 1 token; got a length of {length}")
+        raise UserError(f"a row has at least 1 token; got a length of {length}")
     attention = sum(layer.attn.flops_per_key * _keys(layer.attn, length, causal) for layer in cfg.layers)
     products = flops_per_token(cfg) * (FROZEN if frozen else FORWARD_AND_BACKWARD)
     return products + FORWARD_AND_BACKWARD * attention
@@ -31,7 +32,7 @@ def mfu(
 ) -> float:
     """The share (0.4 is 40%) of `chips` chips with a peak of `peak` FLOP/s each. `tokens_per_second` is of all."""
     if peak <= 0 or chips < 1:
-        raise ValueError(f"the peak in FLOP/s and the number of chips must be positive; got {peak} and {chips}")
+        raise UserError(f"the peak in FLOP/s and the number of chips must be positive; got {peak} and {chips}")
     return tokens_per_second * train_flops_per_token(cfg, length, causal) / (peak * chips)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chip_family import CUBE
 from dovetail.core.chips import Chip
+from dovetail.core.errors import UserError
 from dovetail.core.torus import assign
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")  # core.mesh.MESH_AXES, without importing jax
@@ -57,7 +58,7 @@ def layout(accelerator: Accelerator, axes: Mapping[str, int]) -> tuple[Span, ...
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = accelerator.total_devices
     if math.prod(sizes) != devices:
-        raise ValueError(f"a mesh of {dict(axes)} has {math.prod(sizes)} devices and {accelerator.name} has {devices}")
+        raise UserError(f"a mesh of {dict(axes)} has {math.prod(sizes)} devices and {accelerator.name} has {devices}")
     return _layout(accelerator, sizes)
 
 
@@ -127,7 +128,7 @@ def _switched(chip: Chip, axis: str, size: int, near: int) -> Span:
 def _over_torus(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) -> tuple[Span, ...]:
     slices = accelerator.slices
     if sizes[0] % slices:
-        raise ValueError(
+        raise UserError(
             f"the data axis must be a multiple of the {slices} slices, for it alone crosses from one to another; got "
             f"data={sizes[0]}"
         )

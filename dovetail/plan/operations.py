@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import TRAIN
 from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.training import Training
@@ -96,7 +97,7 @@ def serving_operations(
     `context` of so many. One query is decoding; more are (a chunk of) a prompt. Only a sequence's last token is
     unembedded."""
     if sequences < 1 or queries < 1 or context < 0:
-        raise ValueError(
+        raise UserError(
             f"a step has sequences and queries of 1 or more and a context of 0 or more; got {sequences}, {queries}, "
             f"{context}"
         )

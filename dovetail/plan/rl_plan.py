@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 from dovetail.core.accelerator import Accelerator, of_devices
 from dovetail.core.chips import GIB, Chip
+from dovetail.core.errors import UserError
 from dovetail.core.training import Training
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
@@ -87,10 +88,10 @@ def plan_rl(
     """ValueError where the trainer, the engine or both do not fit, with what would do."""
     chip = accelerator.chip
     if chip is None:
-        raise ValueError("no prediction: what a CPU can do is not in the table of chips; name an accelerator")
+        raise UserError("no prediction: what a CPU can do is not in the table of chips; name an accelerator")
     devices = accelerator.total_devices - settings.spare_devices
     if devices < 1:
-        raise ValueError(
+        raise UserError(
             f"{settings.spare_devices} devices are kept for the engine and the reference; {accelerator.name} has "
             f"{accelerator.total_devices}: leave one to the trainer"
         )
@@ -116,7 +117,7 @@ def _trainer(cfg: ModelConfig, settings: Training, chip: Chip, devices: int) -> 
     except ValueError as error:
         others = settings.beside(cfg, chip.device_hbm)
         told = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in others.items() if size)
-        raise ValueError(f"{error} (beside the trainer on each: {told})" if told else str(error)) from error
+        raise UserError(f"{error} (beside the trainer on each: {told})" if told else str(error)) from error
 
 
 def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: Rollout) -> Held:
@@ -124,7 +125,7 @@ def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: Rollout) ->
     if rollout.kv_bytes is not None:
         room = Held(room.tensor, room.weights, room.per_token, room.page, room.step, rollout.kv_bytes)
     if (room.sequences(rollout.prompt + rollout.answer) or 0) < 1:
-        raise ValueError(
+        raise UserError(
             f"the engine has no room for one answer of {rollout.prompt + rollout.answer:,} tokens on {replica.tensor} "
             f"x {chip.name}: give it more devices of its own (engine.devices), or a larger engine.kv_gib"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.chips import CHIPS, GIB
+from dovetail.core.errors import UserError
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.pool import FRACTION, HELD, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
@@ -34,7 +35,7 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("prompt", "output", "concurrency"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+                raise UserError(f"{name} must be at least 1; got {getattr(self, name)}")
 
     @property
     def length(self) -> int:
@@ -163,16 +164,16 @@ def plan_serving(
     one device, where it is known better than from the table; `tensor`: the only degree to try."""
     for name, value in (("dtype", dtype), ("kv", kv or dtype)):
         if value not in HELD:
-            raise ValueError(f"{name} is one of {', '.join(HELD)}; got {value!r}")
+            raise UserError(f"{name} is one of {', '.join(HELD)}; got {value!r}")
     if workload.length > cfg.max_len:
-        raise ValueError(
+        raise UserError(
             f"a prompt of {workload.prompt:,} and an answer of {workload.output:,} tokens are {workload.length:,}, and "
             f"the model takes {cfg.max_len:,} at most: lower --in or --out"
         )
     wider = beyond(accelerator)
     if tensor and tensor not in (*degrees(accelerator), *wider):
         most = max((*degrees(accelerator), *wider))
-        raise ValueError(
+        raise UserError(
             f"--tensor-parallel must be a power of two that divides the devices of {accelerator.name}, {most} at most; "
             f"got {tensor}"
         )
@@ -181,7 +182,7 @@ def plan_serving(
         found = [plan for one in replicas if (plan := _plan(one, workload, dollars, memory))]
         if found:
             return sorted(found, key=_worth, reverse=True)
-    raise ValueError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
+    raise UserError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
 
 
 def degrees(accelerator: Accelerator) -> list[int]:

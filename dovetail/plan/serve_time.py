@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import Chip
+from dovetail.core.errors import UserError
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.exchange import collective
@@ -158,7 +159,7 @@ class Replica:
     @property
     def chip(self) -> Chip:
         if self.accelerator.chip is None:
-            raise ValueError("no prediction: what this machine can do is not in the table of chips")
+            raise UserError("no prediction: what this machine can do is not in the table of chips")
         return self.accelerator.chip
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dovetail.core.errors import UserError
 from dovetail.plan.memory import BYTES
 from dovetail.plan.plans import axes_of, row_shards
 from dovetail.plan.train_plan import TrainPlan
@@ -32,10 +33,10 @@ def staged(one: TrainPlan, stages: int) -> Staged:
     """The best plan with its data or fsdp axis cut by `stages`, and its layers dealt out over those devices."""
     mesh, layers = one.plan.mesh, len(one.cfg.layers)
     if layers % stages:
-        raise ValueError(f"--stages {stages} must divide the model's {layers} layers")
+        raise UserError(f"--stages {stages} must divide the model's {layers} layers")
     cut = "data" if mesh.data % stages == 0 else "fsdp"
     if getattr(mesh, cut) % stages:
-        raise ValueError(f"--stages {stages} must divide data or fsdp of the best mesh, {axes_of(mesh)}")
+        raise UserError(f"--stages {stages} must divide data or fsdp of the best mesh, {axes_of(mesh)}")
     smaller = replace(mesh, **{cut: getattr(mesh, cut) // stages})
     rows = one.settings.batch // row_shards(smaller)
     micro = max(1, min(rows, MICROBATCHES * stages))

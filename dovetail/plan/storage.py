@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dovetail.core.errors import UserError
 from dovetail.core.training import Mesh, Training
 from dovetail.core.transfer import CLASS_A, CLASS_B, PIECE_MB, per_gb, region, storage
 from dovetail.models.config import ModelConfig
@@ -59,7 +60,7 @@ def plan_storage(
     """`bandwidth`: bytes per second of each host to where checkpoints go. `tokens`: of the data; the run's unless
     given. `bucket` and `zone`: the region of the one and the zone of the other; dollars of carrying need both."""
     if bandwidth <= 0 or hosts < 1:
-        raise ValueError(f"hosts and their bandwidth must be above 0; got {hosts} and {bandwidth:g} bytes/s")
+        raise UserError(f"hosts and their bandwidth must be above 0; got {hosts} and {bandwidth:g} bytes/s")
     state, run = state_bytes(cfg, settings), settings.total_steps * settings.tokens_per_step
     data = (tokens or run) * token_bytes(cfg.vocab)
     read = data * (epochs if tokens else 1.0)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dovetail.core.chips import CHIPS, Chip
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import MissingPackageError, UserError
 from dovetail.core.libtpu import NO_CHIPS
 
 # a chip of core.chips -> (libtpu's name of it, sides of its torus)
@@ -46,7 +47,7 @@ def parse(text: str) -> Topology:
     """`v5e:16x16`, `v4:2x2x1`, `7x:4x4x4`."""
     match = re.fullmatch(r"([\w-]+):(\d+(?:x\d+)*)", text.strip().lower())
     if match is None:
-        raise ValueError(f"a topology is a chip and its grid, such as v5e:16x16 or v5p:2x2x2, or gpu; got {text!r}")
+        raise UserError(f"a topology is a chip and its grid, such as v5e:16x16 or v5p:2x2x2, or gpu; got {text!r}")
     chip, sides = _chip(match[1]), tuple(int(side) for side in match[2].split("x"))
     dims = TPUS[chip.name][1]
     # a flat torus may be written with a third side of 1
@@ -54,10 +55,10 @@ def parse(text: str) -> Topology:
         sides = sides[:2]
     if len(sides) != dims or 0 in sides:
         example = "x".join(["4"] * dims)
-        raise ValueError(f"a slice of {chip.name} has {dims} sides, such as {chip.name}:{example}; got {text!r}")
+        raise UserError(f"a slice of {chip.name} has {dims} sides, such as {chip.name}:{example}; got {text!r}")
     topology = Topology(chip, sides)
     if chip.pod and topology.chips > chip.pod:
-        raise ValueError(
+        raise UserError(
             f"{text} has {topology.chips:,} chips and a slice of {chip.name} at most {chip.pod:,}: name a smaller one, "
             "and say with --slices 2 that there are several"
         )
@@ -68,7 +69,7 @@ def _chip(name: str) -> Chip:
     known = {chip.lower(): chip for chip in TPUS} | ALSO
     if name not in known:
         hint = did_you_mean(name, known)
-        raise ValueError(f"no TPU {name!r} to compile for.{hint} Known: {', '.join(TPUS)}; on a machine with one, gpu")
+        raise UserError(f"no TPU {name!r} to compile for.{hint} Known: {', '.join(TPUS)}; on a machine with one, gpu")
     return CHIPS[known[name]]
 
 
@@ -81,7 +82,7 @@ def without_hardware() -> None:
 def tpu_devices(topology: Topology, slices: int = 1) -> list[Any]:
     """The devices of so many slices: they can be compiled for, and nothing else."""
     if importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
+        raise MissingPackageError(
             f"compiling for {topology} needs libtpu, which is not installed: pip install 'dovetail[tpu]' (Linux; no "
             "TPU is needed)"
         )
@@ -96,7 +97,7 @@ def tpu_devices(topology: Topology, slices: int = 1) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
     except JaxRuntimeError as error:
         reason = str(error).partition(":")[2].strip().splitlines()[0]
-        raise ValueError(f"libtpu does not know a slice {topology}: {reason}") from error
+        raise UserError(f"libtpu does not know a slice {topology}: {reason}") from error
 
 
 def gpu_devices() -> list[Any]:
@@ -105,7 +106,7 @@ def gpu_devices() -> list[Any]:
 
     devices = jax.devices()
     if devices[0].platform != "gpu":
-        raise ValueError(
+        raise UserError(
             f"compiling for gpu needs a GPU on this machine, and jax sees {len(devices)} x {devices[0].device_kind}: "
             "run it where the GPUs are, or name a TPU slice such as v5e:4x4, which needs none"
         )

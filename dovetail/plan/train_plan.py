@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import GIB, Chip, cpu_chip
+from dovetail.core.errors import UserError
 from dovetail.core.host import host_memory
 from dovetail.core.prices import Rate
 from dovetail.core.training import Mesh, Training
@@ -101,7 +102,7 @@ def plan_training(
     kind = dict(on_gpu=bool(accelerator.chip) and not accelerator.is_tpu, on_tpu=accelerator.is_tpu)
     found = list(plans(cfg, settings, accelerator.total_devices, limit, **kind, on_host=accelerator.chip is None))
     if not found:
-        raise ValueError(refusal(cfg, settings, accelerator, limit))
+        raise UserError(refusal(cfg, settings, accelerator, limit))
     return [
         TrainPlan(
             cfg, _filled(settings, one.plan), accelerator, chip, one.plan, one.time, one.spans, limit, prices, known
@@ -120,7 +121,7 @@ def over_slices(settings: Training, accelerator: Accelerator) -> Training:
     """TPU slices are joined by data alone; GPUs' machines are joined by every axis, as devices come."""
     slices = accelerator.slices if accelerator.is_tpu else 1
     if settings.mesh.slices not in (1, slices):
-        raise ValueError(f"mesh.slices={settings.mesh.slices}, and {accelerator.name} has {slices}: leave it out")
+        raise UserError(f"mesh.slices={settings.mesh.slices}, and {accelerator.name} has {slices}: leave it out")
     return replace(settings, mesh=replace(settings.mesh, slices=slices))
 
 

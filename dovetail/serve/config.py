@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 LONGEST_SECONDS = 30 * 24 * 3600  # an event loop's timers take no more than a few weeks
 
 
@@ -26,7 +28,7 @@ class Limits:
         for name in ("body_seconds", "request_seconds", "drain_seconds", "step_seconds"):
             seconds = getattr(self, name)
             if not 0 <= seconds <= LONGEST_SECONDS:
-                raise ValueError(f"{name} must be between 0 and {LONGEST_SECONDS:,} seconds; got {seconds}")
+                raise UserError(f"{name} must be between 0 and {LONGEST_SECONDS:,} seconds; got {seconds}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.train.guard.abort import on_abort
 from dovetail.train.guard.exits import LOST
 
@@ -86,7 +87,7 @@ def _on_tpu_vm() -> bool:
 def _checked(cluster: Cluster) -> Cluster:
     processes, index = cluster.processes, cluster.index
     if processes is not None and (processes < 1 or index is None or not 0 <= index < processes):
-        raise ValueError(
+        raise UserError(
             f"{cluster.kind}: a process's index must be from 0 to {max(processes - 1, 0)}, for there are {processes} "
             f"processes; got {index}. See that each process is given its own"
         )
@@ -113,13 +114,13 @@ def _slurm(env: Mapping[str, str]) -> Cluster | None:
     if tasks == 1:
         return Cluster("slurm", None, 1, 0)
     if not any(name.startswith("SLURM_STEP") for name in env):
-        raise ValueError(
+        raise UserError(
             f"slurm: this is the batch script itself, and the job has {tasks} tasks: start it as `srun dovetail ...`, "
             "so that each task is a process (or set DOVETAIL_NUM_PROCESSES=1 to run alone)"
         )
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not nodes:
-        raise ValueError(f"slurm: SLURM_STEP_NODELIST is missing, and {tasks} tasks must find each other by it")
+        raise UserError(f"slurm: SLURM_STEP_NODELIST is missing, and {tasks} tasks must find each other by it")
     # two jobs may share a node; above the ports that systems hand out by themselves
     port = 61_000 + _number(env, "SLURM_JOB_ID", 0) % 4_000
     return Cluster("slurm", f"{first_host(nodes)}:{port}", tasks, _number(env, "SLURM_PROCID"), _one_device_each(env))
@@ -138,7 +139,7 @@ def first_host(nodes: str) -> str:
     """`gpu[003-005,9],login` -> `gpu003`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
     if not first:
-        raise ValueError(f"slurm: the list of nodes is not understood: {nodes!r}")
+        raise UserError(f"slurm: the list of nodes is not understood: {nodes!r}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
@@ -186,7 +187,7 @@ def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
         return Cluster("open mpi", None, 1, 0)
     host = env.get("MASTER_ADDR") or _mpirun_host(env.get("OMPI_MCA_orte_hnp_uri", ""))
     if not host:
-        raise ValueError(
+        raise UserError(
             f"open mpi: {processes} processes, and nothing says where the first one runs: "
             "give mpirun `-x MASTER_ADDR=host`, the host of rank 0"
         )
@@ -207,14 +208,14 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if not text and default is not None:
         return default
     if not text.strip().isdecimal():
-        raise ValueError(f"{name} must be a whole number; got {text!r}")
+        raise UserError(f"{name} must be a whole number; got {text!r}")
     return int(text)
 
 
 def _all_of(env: Mapping[str, str], names, why: str) -> None:
     missing = [name for name in names if not env.get(name)]
     if missing:
-        raise ValueError(f"{', '.join(missing)} missing beside {_present(env, names)}: {why}")
+        raise UserError(f"{', '.join(missing)} missing beside {_present(env, names)}: {why}")
 
 
 def _present(env: Mapping[str, str], names) -> str:
@@ -227,5 +228,5 @@ def _address(text: str) -> str:
     if not colon:
         return f"{text}:{PORT}"
     if not host or not port.isdecimal():
-        raise ValueError(f"a coordinator is host:port, such as node0:{PORT}; got {text!r}")
+        raise UserError(f"a coordinator is host:port, such as node0:{PORT}; got {text!r}")
     return text

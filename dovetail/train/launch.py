@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from dovetail.core.errors import FileError, UserError
 from dovetail.core.training import Training
 from dovetail.io.lock import locked
 from dovetail.train.distributed import Cluster, start
@@ -83,7 +84,7 @@ def launch(
                     settings, kept = _as_begun(settings, folder)
                     settings = settle(settings)
                 if not settings.total_steps:
-                    raise ValueError("epochs are counted in examples that are read, and here none are: set steps")
+                    raise UserError("epochs are counted in examples that are read, and here none are: set steps")
                 ready = _prepared(settings, objective)
                 if first:
                     explain([*kept, *ready.derived.explain()])
@@ -147,7 +148,7 @@ def only_run(folder: Path, first: bool) -> Iterator[None]:
         return
 
     def refuse(holder: str) -> NoReturn:
-        raise OSError(
+        raise FileError(
             f"another run writes into {folder}: {holder}. Stop it or wait for its end to go on from there, or give "
             "this one a folder of its own with --run-dir"
         )

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from dovetail.core.chips import chip_of, usable_bytes
+from dovetail.core.errors import UserError
 from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
 from dovetail.core.training import Training
@@ -183,7 +184,7 @@ def prepare(
 def _all_but(spare: int) -> list[Any]:
     devices = jax.devices()
     if spare >= len(devices):
-        raise ValueError(
+        raise UserError(
             f"{spare} devices apart (engine.devices, reference.devices) leaves none of the {len(devices)} devices to "
             "the trainer: set fewer apart, or 0 to share them"
         )

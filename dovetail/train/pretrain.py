@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core import recipe as recipes
+from dovetail.core.errors import UserError
 from dovetail.train.launch import Ended, launch
 from dovetail.train.settings import Pretrain
 
@@ -79,7 +80,7 @@ def _open_rows(settings: Pretrain, ready: Ready, bar: Bar | None) -> Opened:
             progress=progress,
         )  # fmt: skip
     if rows.vocab_size > ready.cfg.vocab:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {rows.vocab_size:,} ids and the model's vocabulary {ready.cfg.vocab:,}: set "
             "data.tokenizer to the model's own, or vocab_size in the model's config.json"
         )

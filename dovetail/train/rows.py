@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Batch, Params
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.position import Position
@@ -117,19 +118,19 @@ def check_columns(rows: Batch, form: Batch) -> None:
     the step is compiled for."""
     declared, brought = set(form.columns), set(rows.columns)
     for name in sorted(declared - brought):
-        raise ValueError(
+        raise UserError(
             f"the objective declares the column {name!r} and the rows do not have it: they bring {_list(brought)}; "
             "put it into each batch's `columns`"
         )
     for name in sorted(brought - declared):
-        raise ValueError(
+        raise UserError(
             f"the rows bring the column {name!r} and the objective does not declare it: it declares {_list(declared)}; "
             "declare it (Objective.columns), or leave it out of the rows"
         )
     for name, column in rows.columns.items():
         wanted = (rows.tokens.shape[0], *form.columns[name].shape[1:])
         if column.shape != wanted:
-            raise ValueError(f"the column {name!r} must have the shape {wanted}, as declared; got {column.shape}")
+            raise UserError(f"the column {name!r} must have the shape {wanted}, as declared; got {column.shape}")
 
 
 def _list(names: set[str]) -> str:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from dovetail.core.compute import compute_of
+from dovetail.core.errors import FileError, UserError
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.train.changes import changes, rows_key_of
 from dovetail.train.guard.stop import Together
@@ -67,7 +68,7 @@ class Saves:
         if not changed:
             return
         if not self._settings.checkpoint.allow_changed_inputs:
-            raise ValueError(refusal(self._folder, step, changed))
+            raise UserError(refusal(self._folder, step, changed))
         self._remark(f"changed since step {step:,}, and used as it is now: {', '.join(changed)}")
 
     def restore(self) -> Position:
@@ -81,7 +82,7 @@ class Saves:
         if key not in (meta["data"], rows_key_of(meta["recipe"], type(self._settings))):
             changed = changes(meta["recipe"], self._settings)
             told = [text for name, text in changed.items() if name.partition(".")[0] in ("", *key)]
-            raise ValueError(
+            raise UserError(
                 f"the run in {self._folder} was begun with other {_either(list(key))} ({', '.join(told)}); give "
                 "another --run-dir, or the recipe it was begun with"
             )
@@ -117,7 +118,7 @@ class Saves:
     def refuse_lost(self, step: int) -> None:
         if self._lost:
             left = self.checkpoints.latest()
-            raise OSError(
+            raise FileError(
                 f"the last checkpoint, of step {step:,}, could not be written ({self.checkpoints.problem}), so "
                 f"{f'what came after step {left:,}' if left is not None else 'the run'} is lost: make room, and start "
                 "the same command again"

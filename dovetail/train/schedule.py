@@ -18,6 +18,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import UserError
 from dovetail.core.training import Schedule
 
 
@@ -25,7 +26,7 @@ def learning_rate(schedule: Schedule, lr: float, total_steps: int) -> Callable[[
     """step (from 0) -> the rate of that step's update, f32; past the end it stays where the run left it."""
     warmup = schedule.warmup
     if warmup > total_steps:
-        raise ValueError(
+        raise UserError(
             f"warmup must end within the run: it is {warmup:,} steps and the run has {total_steps:,}; "
             "lower schedule.warmup or train longer"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Batch, Packed, Params
 from dovetail.models.attention import Attention
 from dovetail.models.block import norm
@@ -28,7 +29,7 @@ def attention_map(number: int, params: Params, cfg: ModelConfig, batch: Batch, c
     layer, p = cfg.layers[number - 1], params["layers"][number - 1]
     attn = layer.attn
     if not isinstance(attn, Attention) or attn.kv_from is not None or not layer.pre_norm:
-        raise ValueError(
+        raise UserError(
             f"attention is compared in layers with keys and a norm of their own; layer {number} of this {cfg.family} "
             "model has none: set attention.weight=0, or name other layers"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleRows
@@ -59,7 +60,7 @@ def with_columns(
 ) -> tuple[ExampleRows, ExampleRows | None]:
     """The rows with what was computed, which is done now unless an earlier start has."""
     if jax.process_count() > 1:
-        raise ValueError(f"{wanted.said}=disk is for one process: set it to live where several train together")
+        raise UserError(f"{wanted.said}=disk is for one process: set it to live where several train together")
     adapters = _adapters(wanted, settings, ready)
     content = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
     key = fingerprint(settings.rows_key, rows.fingerprints, wanted.weights, settings.held, *content)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.compute import compute_of
+from dovetail.core.errors import UserError
 from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hf import read_params
 from dovetail.io.hub import Progress, resolve
@@ -28,7 +29,7 @@ def merge(
     """
     to = Path(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"{to} exists and is not an empty folder: choose another place or remove it")
+        raise UserError(f"{to} exists and is not an empty folder: choose another place or remove it")
     path = resolve(model, progress)
     source, cfg, tokenizer = open_checkpoint(path)
     lora, adapters = read_adapter(adapter, cfg, score=True)

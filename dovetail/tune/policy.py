@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.compute import compute_of
+from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
 from dovetail.core.types import Params
@@ -144,19 +145,19 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
     theirs, tree = read_adapter(folder, cfg, score=cfg.scored)
     for what in ("rank", "dora"):
         if getattr(theirs, what) != getattr(lora, what):
-            raise ValueError(
+            raise UserError(
                 f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
                 f"set it to the adapter's"
             )
     adapters, wanted = {name: part for name, part in tree.items() if name != "score"}, lora_spec(cfg, lora)
     if jax.tree.structure(wanted, is_leaf=is_spec) != jax.tree.structure(adapters):
-        raise ValueError(
+        raise UserError(
             f"from_adapter={folder} trains other weights than lora.targets and lora.modules_to_save say: set them to "
             f"[{', '.join(theirs.targets)}] and [{', '.join(theirs.modules_to_save)}]"
         )
     for (path, leaf), x in zip(leaves(wanted), jax.tree.leaves(adapters), strict=True):
         if x.shape != leaf.shape:
-            raise ValueError(
+            raise UserError(
                 f"from_adapter={folder} has {list(x.shape)} for {path}, and {list(leaf.shape)} is trained: go on with "
                 f"an adapter that has rank {lora.rank} everywhere"
             )

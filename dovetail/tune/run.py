@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from dovetail.core import recipe as recipes
+from dovetail.core.errors import UserError
 from dovetail.data.example_rows import ExampleRows
 from dovetail.data.example_store import Stats
 from dovetail.data.open_examples import open_examples, template_source
@@ -129,7 +130,7 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
     rows, held_out = (each and each.of_host(*ready.rows_here()) for each in (whole, apart))
     assert rows is not None
     if tokenizer.vocab_size > ready.cfg.vocab:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {tokenizer.vocab_size:,} ids and the model's vocabulary {ready.cfg.vocab:,}: they do "
             "not belong together; name the model's own folder"
         )
@@ -169,6 +170,6 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
     if settings.from_adapter:
         found = adapter_tokenizer(settings.from_adapter, found)
     if found is None:
-        raise ValueError(f"{settings.weights} has no tokenizer.json beside its weights: fine-tuning reads text")
+        raise UserError(f"{settings.weights} has no tokenizer.json beside its weights: fine-tuning reads text")
     template = template_source(settings.data)
     return found if template is None else found.with_templates(template)

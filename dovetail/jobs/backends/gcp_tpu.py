@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import secrets
 from dovetail.jobs.attempt import PREFIX, Attempt, Resource
 from dovetail.jobs.backends import tpu_request, tpu_ssh, tpu_worker
@@ -73,7 +74,7 @@ class GcpTpu:
         name = _full(attempt)
         there = self._service.get(name)
         if there is not None and not self._is_ours(_labels(there)):
-            raise ValueError(f"{name} is there and carries another owner's label: it is not ours to use")
+            raise UserError(f"{name} is there and carries another owner's label: it is not ours to use")
         return name
 
     def _create_by_gcloud(self, attempt: Attempt) -> str:
@@ -84,7 +85,7 @@ class GcpTpu:
         if "ALREADY_EXISTS" in done.err or "already exists" in done.err:
             return self._adopt(attempt)
         if done.code != 255 and any(word in done.err for word in REFUSED):
-            raise ValueError(f"gcloud refused the flex-start request: {says}")
+            raise UserError(f"gcloud refused the flex-start request: {says}")
         full = any(word in done.err.lower() for word in NO_ROOM)
         raise Unavailable(f"gcloud could not ask for {attempt.name}: {says}", elsewhere=full)
 
@@ -204,7 +205,7 @@ class GcpTpu:
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         workers = {worker.rank: worker for worker in _workers(attempt, self._ready(attempt))}
         if rank not in workers:
-            raise ValueError(f"{attempt.name} has no rank {rank} to open a shell on: it has {len(workers)} hosts now")
+            raise UserError(f"{attempt.name} has no rank {rank} to open a shell on: it has {len(workers)} hosts now")
         return self._how(attempt)(workers[rank], None)
 
     def _program(self, attempt: Attempt) -> Program | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import modes, secrets
 from dovetail.jobs.attempt import CALL, Attempt, Resource
 from dovetail.jobs.backends import jobset, log_copy, tpu_ssh
@@ -68,13 +69,11 @@ class Gke:
     def _refuse_others(self, attempt: Attempt, kind: str) -> None:
         there = self._space(attempt).get(kind, attempt.name)
         if there is not None and not self._is_ours(there):
-            raise ValueError(f"{kind} {attempt.name} is there and carries another owner's label: it is not ours to use")
+            raise UserError(f"{kind} {attempt.name} is there and carries another owner's label: it is not ours to use")
 
     def _upload(self, attempt: Attempt, files: Sequence[Path], inside: str) -> None:
         if not attempt.spec.gke.bucket:
-            raise ValueError(
-                "the code is larger than a ConfigMap holds: set gke.bucket, or exclude more (code.exclude)"
-            )
+            raise UserError("the code is larger than a ConfigMap holds: set gke.bucket, or exclude more (code.exclude)")
         target = f"{_bucket(attempt)}/{inside}"
         done = self._run(["gcloud", "storage", "cp", *map(str, files), target], b"", COPY_S)
         if done.code:
@@ -173,7 +172,7 @@ class Gke:
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         found = [one for one in pods(self._pods(attempt), attempt.spec.device.hosts) if one.rank == rank]
         if not found:
-            raise ValueError(f"{attempt.name} has no pod of rank {rank} now: see `dovetail job show`")
+            raise UserError(f"{attempt.name} has no pod of rank {rank} now: see `dovetail job show`")
         context, name = self._place(attempt)
         words = ["kubectl", f"--namespace={name}", *([f"--context={context}"] if context else [])]
         return [*words, "exec", "-it", found[0].name, "--", "sh"]

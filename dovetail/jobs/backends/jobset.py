@@ -9,6 +9,7 @@ import base64
 import re
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import script
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.pod import HERE, TOLD, pod
@@ -28,13 +29,13 @@ def check(spec: Spec) -> None:
     """Refuse what a JobSet cannot be."""
     device = spec.device
     if not device.is_tpu or not device.gke_label:
-        raise ValueError(f"backend gke runs on TPUs that GKE has; got accelerator {spec.accelerator!r}")
+        raise UserError(f"backend gke runs on TPUs that GKE has; got accelerator {spec.accelerator!r}")
     if not spec.environment.image:
-        raise ValueError("backend gke needs environment.image: a container image with Python and jax[tpu]")
+        raise UserError("backend gke needs environment.image: a container image with Python and jax[tpu]")
     buckets = [("gke.bucket", spec.gke.bucket)] if spec.gke.bucket else []
     for field, source in [*buckets, *(("mounts", one.source) for one in spec.mounts)]:
         if not source.startswith("gs://"):
-            raise ValueError(f"{field}: a pod can mount buckets alone, as gs://bucket/folder; got {source!r}")
+            raise UserError(f"{field}: a pod can mount buckets alone, as gs://bucket/folder; got {source!r}")
     for pair in spec.gke.labels:
         _label(pair)
 
@@ -52,7 +53,7 @@ def labels(attempt: Attempt) -> dict[str, str]:
 def _label(pair: str) -> tuple[str, str]:
     key, equals, value = pair.partition("=")
     if not equals or not re.fullmatch(r"([a-z0-9.-]+/)?[\w.-]{1,63}", key) or not re.fullmatch(r"[\w.-]{0,63}", value):
-        raise ValueError(f"gke.labels must be key=value, as Kubernetes has labels; got {pair!r}")
+        raise UserError(f"gke.labels must be key=value, as Kubernetes has labels; got {pair!r}")
     return key, value
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from dovetail.core.errors import MissingPackageError, UserError
 from dovetail.jobs.backends.backend import Unavailable
 from dovetail.jobs.backends.jobset import GROUP, PLURAL, VERSION
 
@@ -155,7 +156,7 @@ def _asked(what: str) -> Iterator[None]:
     try:
         import kubernetes.client  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"backend gke needs kubernetes ({error}): pip install 'dovetail[gke]'") from error
+        raise MissingPackageError(f"backend gke needs kubernetes ({error}): pip install 'dovetail[gke]'") from error
     try:
         yield
     except (NoCluster, ImportError, Unavailable):
@@ -164,7 +165,7 @@ def _asked(what: str) -> Iterator[None]:
         status, says = _status(error), f"could not {what}: {_line(error)}"
         full = status == 403 and "quota" in says.lower()
         if 400 <= status < 500 and status not in AGAIN and not full:
-            raise ValueError(says) from error
+            raise UserError(says) from error
         # No answer, half an answer, or one that says to come back: what was asked may have been done all the same.
         raise Unavailable(says, elsewhere=full) from error
 

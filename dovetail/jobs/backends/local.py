@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import modes, script, secrets
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends.backend import LogPart, Observed
@@ -36,16 +37,16 @@ class Local:
 
     def check(self, spec: Spec) -> None:
         if spec.mounts:
-            raise ValueError("mounts are for machines in the cloud: here, name the folder itself in the command")
+            raise UserError("mounts are for machines in the cloud: here, name the folder itself in the command")
         if spec.environment.image:
-            raise ValueError("environment.image is for gke and slurm; here give environment.lock, venv or conda")
+            raise UserError("environment.image is for gke and slurm; here give environment.lock, venv or conda")
         if spec.environment.conda and shutil.which("conda") is None:
-            raise ValueError("environment.conda needs the program conda, which is not in PATH here")
+            raise UserError("environment.conda needs the program conda, which is not in PATH here")
 
     def create(self, attempt: Attempt) -> str:
         folder = attempt.folder
         if platform.node() in attempt.exclude:
-            raise ValueError(
+            raise UserError(
                 f"{platform.node()} is in quarantine, for its hardware computed wrong: run it elsewhere, or release it "
                 f"with `dovetail job clean --release {platform.node()}`"
             )

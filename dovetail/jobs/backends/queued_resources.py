@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dovetail.core.errors import MissingPackageError
 from dovetail.jobs.backends.backend import Unavailable
 
 ENDPOINT = "DOVETAIL_TPU_ENDPOINT"
@@ -119,7 +120,9 @@ def _client(endpoint: str) -> Any:
         from google.cloud import tpu_v2
         from google.cloud.tpu_v2.services.tpu.transports import TpuRestTransport
     except ImportError as error:
-        raise ImportError(f"backend gcp-tpu needs google-cloud-tpu ({error}): pip install 'dovetail[gcp]'") from error
+        raise MissingPackageError(
+            f"backend gcp-tpu needs google-cloud-tpu ({error}): pip install 'dovetail[gcp]'"
+        ) from error
     if endpoint:
         transport = TpuRestTransport(host=endpoint, credentials=AnonymousCredentials())
         return tpu_v2.TpuClient(transport=transport)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import modes, script, secrets
 from dovetail.jobs.attempt import Attempt, Resource
 from dovetail.jobs.backends import slurm_script
@@ -42,9 +43,9 @@ class Slurm:
 
     def check(self, spec: Spec) -> None:
         if spec.mounts:
-            raise ValueError("mounts are for machines in the cloud: name a folder that the nodes share in the command")
+            raise UserError("mounts are for machines in the cloud: name a folder that the nodes share in the command")
         if shutil.which("sbatch") is None:
-            raise ValueError("there is no sbatch here: run dovetail on a machine that submits to Slurm")
+            raise UserError("there is no sbatch here: run dovetail on a machine that submits to Slurm")
         for name in (spec.accelerator, *spec.others):
             slurm_script.gpus(replace(spec, accelerator=name))
 
@@ -130,7 +131,7 @@ class Slurm:
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         seen = self._seen(attempt)
         if seen is None or seen.state != "RUNNING":
-            raise ValueError(f"{attempt.name} does not run now: there is no node to open a shell on")
+            raise UserError(f"{attempt.name} does not run now: there is no node to open a shell on")
         node = expand(seen.nodes)[rank // attempt.spec.slurm.tasks_per_node]
         return ["srun", "--jobid", seen.id, "--overlap", "--nodelist", node, "--ntasks=1", "--pty", "sh", "-l"]
 
@@ -182,4 +183,4 @@ def _call(command: list[str], environ: dict[str, str] | None = None) -> str:
     why = " ".join((done.stderr or done.stdout).split())
     if any(word in why.lower() for word in AWAY):
         raise Unavailable(f"{command[0]}: {why}")
-    raise ValueError(f"{shlex.join(command[:2])}: {why}")
+    raise UserError(f"{shlex.join(command[:2])}: {why}")

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.backends.slurm_script import options
 from dovetail.jobs.spec import Spec
@@ -27,7 +28,7 @@ def check(spec: Spec) -> str:
         said = _refusal(options(Attempt("job", 1, spec, Path.cwd(), "owner", zone), "dovetail"))
         if any(word in said.lower() for word in NEVER):
             where = f" in partition {zone or spec.slurm.partition}" if zone or spec.slurm.partition else ""
-            raise ValueError(f"Slurm cannot meet this request{where} ({_asked(spec)}): {said}")
+            raise UserError(f"Slurm cannot meet this request{where} ({_asked(spec)}): {said}")
         if said:
             return f"not checked with Slurm: {said}"
     return ""

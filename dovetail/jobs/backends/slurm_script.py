@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.outcome import PREEMPTED, SIGTERM
 from dovetail.jobs.spec import Spec
@@ -42,7 +43,7 @@ def gpus(spec: Spec) -> str:
     if spec.slurm.gpus_per_node or device.chip is None:
         return spec.slurm.gpus_per_node
     if device.is_tpu:
-        raise ValueError(f"accelerator {device} is a TPU, and Slurm has none: use backend gcp-tpu or gke")
+        raise UserError(f"accelerator {device} is a TPU, and Slurm has none: use backend gcp-tpu or gke")
     return str(device.chips_per_host)
 
 

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.attempt import Attempt
 from dovetail.jobs.spec import Spec
 
@@ -21,14 +22,14 @@ def parent(attempt: Attempt) -> str:
     """projects/P/locations/ZONE. Once it is made, its handle knows the project: the environment may say another now."""
     project = attempt.handle.split("/")[1] if attempt.handle.startswith("projects/") else project_of(attempt.spec)
     if not attempt.zone:
-        raise ValueError("backend gcp-tpu needs zones, in order of preference, such as zones: [us-east5-b]")
+        raise UserError("backend gcp-tpu needs zones, in order of preference, such as zones: [us-east5-b]")
     return f"projects/{project}/locations/{attempt.zone}"
 
 
 def project_of(spec: Spec) -> str:
     found = spec.gcp.project or os.environ.get("GOOGLE_CLOUD_PROJECT", "")
     if not found:
-        raise ValueError("backend gcp-tpu needs a project: set gcp.project, or $GOOGLE_CLOUD_PROJECT")
+        raise UserError("backend gcp-tpu needs a project: set gcp.project, or $GOOGLE_CLOUD_PROJECT")
     return found
 
 
@@ -56,7 +57,7 @@ def labels(attempt: Attempt) -> dict[str, str]:
 def _label(pair: str) -> tuple[str, str]:
     key, equals, value = pair.partition("=")
     if not equals or not re.fullmatch(r"[a-z][\w-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
-        raise ValueError(f"gcp.labels must be key=value in lower-case letters, digits, - and _; got {pair!r}")
+        raise UserError(f"gcp.labels must be key=value in lower-case letters, digits, - and _; got {pair!r}")
     return key, value
 
 
@@ -110,7 +111,7 @@ def _node(attempt: Attempt) -> dict[str, Any]:
 def runtime(spec: Spec) -> str:
     usual = spec.device.runtime_version
     if usual is None:
-        raise ValueError(f"{spec.device} is not to be had as TPU VMs: use backend gke")
+        raise UserError(f"{spec.device} is not to be had as TPU VMs: use backend gke")
     return spec.gcp.runtime or usual
 
 
@@ -118,7 +119,7 @@ def flex_start(attempt: Attempt, program: str = "gcloud") -> list[str]:
     """The command that asks for a flex-start slice: so far only gcloud's alpha commands can."""
     spec, device, gcp = attempt.spec, attempt.spec.device, attempt.spec.gcp
     if device.accelerator_type is None:
-        raise ValueError(f"tier flex-start has no topology of one's own: name a usual size; got {device}")
+        raise UserError(f"tier flex-start has no topology of one's own: name a usual size; got {device}")
     _, project, _, zone = parent(attempt).split("/")
     many = slices(spec)
     which = [f"--node-count={many}", f"--node-prefix={attempt.name}"] if many > 1 else [f"--node-id={attempt.name}"]

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.core.errors import UserError
+
 AT_ONCE = 16  # each is a process here
 # A key is taken at the first connection to a VM, and must be the same afterwards.
 OPTIONS = (
@@ -68,9 +70,7 @@ def plain(known_hosts: Path, user: str = "", program: str = "ssh") -> Ssh:
 
     def command(worker: Worker, line: str | None) -> list[str]:
         if not worker.address:
-            raise ValueError(
-                f"rank {worker.rank} of {worker.node} has no address: see gcp.external_ips and gcp.network"
-            )
+            raise UserError(f"rank {worker.rank} of {worker.node} has no address: see gcp.external_ips and gcp.network")
         whom = f"{user}@{worker.address}" if user else worker.address
         words = [program, *options, "--", whom]  # a name that begins with - is no option
         return words if line is None else [*words, line]
@@ -82,7 +82,7 @@ def check(program: str) -> None:
     """Raise ValueError where there is no way to reach a slice: it would be paid for, and do nothing."""
     if shutil.which(program) is None:
         other = "install it, or set gcp.ssh_user to use ssh" if program == "gcloud" else "install it"
-        raise ValueError(f"TPU VMs are reached by {program}, which is not in PATH here: {other}")
+        raise UserError(f"TPU VMs are reached by {program}, which is not in PATH here: {other}")
 
 
 def run(words: Sequence[str], given: bytes, timeout: float) -> Done:

@@ -15,6 +15,7 @@ import tarfile
 from dataclasses import dataclass
 from typing import Literal
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import secrets
 from dovetail.jobs.archive import extract
 from dovetail.jobs.attempt import CALL, Attempt
@@ -151,12 +152,12 @@ def _kill(signal: str, process: str) -> str:
 def check(spec: Spec) -> None:
     """Refuse what a TPU VM cannot be given."""
     if spec.environment.image:
-        raise ValueError("environment.image is for gke and slurm; on gcp-tpu give environment.lock, venv or conda")
+        raise UserError("environment.image is for gke and slurm; on gcp-tpu give environment.lock, venv or conda")
     for mount in spec.mounts:
         if not mount.source.startswith("gs://"):
-            raise ValueError(f"mounts: a TPU VM can mount buckets alone, as gs://bucket/folder; got {mount.source!r}")
+            raise UserError(f"mounts: a TPU VM can mount buckets alone, as gs://bucket/folder; got {mount.source!r}")
     if spec.gcp.bucket and not spec.gcp.bucket.startswith("gs://"):
-        raise ValueError(f"gcp.bucket must be a bucket, such as gs://my-jobs; got {spec.gcp.bucket!r}")
+        raise UserError(f"gcp.bucket must be a bucket, such as gs://my-jobs; got {spec.gcp.bucket!r}")
 
 
 def _keeper(spec: Spec) -> str:

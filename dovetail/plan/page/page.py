@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import Chip
+from dovetail.core.errors import UserError
 from dovetail.plan.operations import Operation
 from dovetail.plan.steptime import StepTime
 
@@ -64,4 +65,4 @@ class Page:
 
     def __post_init__(self) -> None:
         if not self.choices:
-            raise ValueError("a page shows at least one plan; got none")
+            raise UserError("a page shows at least one plan; got none")

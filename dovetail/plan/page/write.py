@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import MissingFileError
 from dovetail.plan.operations import Operation
 from dovetail.plan.page import arrays, places
 from dovetail.plan.page.page import Choice, Page
@@ -25,7 +26,7 @@ def write(path: str | Path, page: Page) -> Path:
     """Where it is."""
     path = Path(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+        raise MissingFileError(f"cannot write {path}: there is no folder {path.parent}")
     beside = path.with_name(f".{path.name}.part")  # a browser that reloads meanwhile finds the old page, whole
     beside.write_text(html(page), encoding="utf-8")
     os.replace(beside, path)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from dovetail.core.errors import UserError
 from dovetail.engine.params import SamplingParams, Structured
 from dovetail.serve.api.chat_request import Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, StopList
@@ -184,7 +185,7 @@ class MessagesRequest(CountRequest):
         structured = Structured(json=form.schema_ or "object") if form else None
         try:
             return SamplingParams(stop=tuple(self.stop_sequences or ()), structured=structured, **values)
-        except ValueError as error:
+        except UserError as error:
             raise refused(error) from None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from dovetail.core.errors import UserError
 from dovetail.serve.api.completions_request import CompletionRequest
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, event
 from dovetail.serve.api.merge_streams import merge_streams
@@ -150,5 +151,5 @@ class _Completion:
 def _echoed(service: Service, body: CompletionRequest, prompt: list[int]) -> str:
     try:
         return service.tokenizer.decode(prompt, body.skip_special_tokens)
-    except ValueError as error:
+    except UserError as error:
         raise bad(f"echo: {error}", "prompt") from None

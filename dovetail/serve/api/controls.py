@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from dovetail.core.errors import UserError
 from dovetail.engine.controls import InUse
 from dovetail.serve.api.arguments import arguments, described
 from dovetail.serve.api.delivery import json_answer
@@ -144,5 +145,5 @@ async def _done(call: Awaitable[T]) -> T:
         return await call
     except InUse as error:
         raise ApiError(409, str(error), code="in_use", retry_after=RETRY_SECONDS) from None
-    except ValueError as error:
+    except UserError as error:
         raise refused(error) from None

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, Response
 
+from dovetail.core.errors import UserError
 from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
 from dovetail.serve.api.delivery import JsonAnswer, encode
 from dovetail.serve.api.fields import Body, Refused
@@ -45,7 +46,7 @@ async def _embeddings(service: Service, body: EmbeddingRequest, adapter: str | N
     prompts = await read_inputs(service, lambda most: encoded(service, body.inputs(), most), "input")
     try:
         vectors = await service.forward(service.backend.embed(prompts, body.pooling, adapter), len(prompts))
-    except ValueError as error:
+    except UserError as error:
         raise refused(error, "input") from None
     form = _base64 if body.encoding_format == "base64" else list
     data = []

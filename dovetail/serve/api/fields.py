@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from dovetail.core.errors import UserError
 from dovetail.serve.errors import bad
 
 log = logging.getLogger(__name__)
@@ -30,9 +31,9 @@ def _at_most(count: int, size: int) -> Callable[[str | list[str]], str | list[st
     def check(given: str | list[str]) -> str | list[str]:
         texts = [given] if isinstance(given, str) else given
         if len(texts) > count:
-            raise ValueError(f"expected at most {count} strings, got {len(texts)}")
+            raise UserError(f"expected at most {count} strings, got {len(texts)}")
         if (longest := max(map(len, texts), default=0)) > size:
-            raise ValueError(f"expected strings of at most {size} characters, got one of {longest}")
+            raise UserError(f"expected strings of at most {size} characters, got one of {longest}")
         return given
 
     return check

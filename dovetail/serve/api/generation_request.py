@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from dovetail.core.errors import UserError
 from dovetail.engine.params import MAX_LOGPROBS, SamplingParams, Structured
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, Stops, Token, Words
 from dovetail.serve.errors import bad, refused
@@ -31,7 +32,7 @@ class StructuredOutputs(Body):
         try:
             choice = None if self.choice is None else tuple(self.choice)
             return Structured(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
-        except ValueError as error:
+        except UserError as error:
             raise bad(str(error), "structured_outputs") from None
 
 
@@ -124,7 +125,7 @@ class GenerationRequest(Body):
             values["structured"] = self.structured_outputs.structured()
         try:
             return SamplingParams(**values | {name: value for name, value in more.items() if value is not None})
-        except ValueError as error:
+        except UserError as error:
             raise refused(error) from None
 
     def check_stream(self) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from dovetail.core.errors import UserError
 from dovetail.engine.params import SamplingParams, Structured
 from dovetail.serve.api.chat_request import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused
@@ -148,7 +149,7 @@ class ResponsesRequest(Body):
         form = self.text.format if self.text else None
         try:
             return SamplingParams(**values, structured=form.structured() if form else None)
-        except ValueError as error:
+        except UserError as error:
             raise refused(error) from None
 
     def conversation(self) -> Conversation:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from dovetail.core.errors import UserError
 from dovetail.serve.api.chat_request import Message, Tool
 from dovetail.serve.api.completions_request import Batch, TokenBatch, as_many
 from dovetail.serve.api.delivery import JsonAnswer
@@ -77,7 +78,7 @@ async def _score(service: Service, body: ScoreRequest, adapter: str | None) -> d
     prompts = await read_inputs(service, encode, name)
     try:
         scores = await service.forward(service.backend.score(prompts, adapter), len(prompts))
-    except ValueError as error:
+    except UserError as error:
         raise refused(error, name) from None
     data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
     return {"object": "list", "data": data, "model": service.name_of(adapter), "usage": usage(prompts)}

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from dovetail.core.errors import UserError
 from dovetail.serve.api.chat_request import Message, Tool
 from dovetail.serve.api.delivery import json_answer
 from dovetail.serve.api.fields import Body, Flag
@@ -61,7 +62,7 @@ def routes(service: Service) -> APIRouter:
         service.adapter_of(body.model)
         try:
             text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
-        except ValueError as error:
+        except UserError as error:
             raise bad(str(error), "tokens") from None
         return json_answer({"prompt": text})
 

@@ -7,6 +7,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
 from dovetail.io.adapter_folder import check_servable
 from dovetail.serve.config import ServerConfig
@@ -23,20 +24,20 @@ def check_start(config: ServerConfig, options: EngineOptions) -> None:
     ):
         try:
             find(name=name)
-        except ValueError as error:
-            raise ValueError(f"{flag}: {error}") from None
+        except UserError as error:
+            raise UserError(f"{flag}: {error}") from None
     for origin in config.allow_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
+            raise UserError(
                 f"--allow-origin must be * or a scheme, host and port, such as https://example.com:8443; got {origin!r}"
             )
     if config.is_open and not config.allow_unauthenticated:
-        raise ValueError(
+        raise UserError(
             f"--host {config.host} without an API key lets everybody who reaches this machine use the model: set "
             "DOVETAIL_API_KEY or --api-key-file, or pass --allow-unauthenticated if that is meant"
         )
     if config.profile_dir is not None and config.admin_key is None:
-        raise ValueError("--profile-dir needs --admin: /start_profile and /stop_profile take the admin key")
+        raise UserError("--profile-dir needs --admin: /start_profile and /stop_profile take the admin key")
     _check_adapters(options)
     if config.profile_dir is not None:  # the last one: it makes the folder
         _check_profile_dir(Path(config.profile_dir))
@@ -47,7 +48,7 @@ def _check_adapters(options: EngineOptions) -> None:
         try:
             check_servable(Path(folder), options.max_adapter_rank)
         except (ValueError, OSError) as error:
-            raise ValueError(f"--adapter {name}: {error}") from None
+            raise UserError(f"--adapter {name}: {error}") from None
 
 
 def _check_profile_dir(folder: Path) -> None:
@@ -56,6 +57,6 @@ def _check_profile_dir(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--profile-dir {folder} cannot be written to ({error.strerror}); choose a folder that can"
         ) from None

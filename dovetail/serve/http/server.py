@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from dovetail.core.errors import UserError
 from dovetail.core.note import NOTE
 from dovetail.engine.options import EngineOptions
 from dovetail.io.tokenizer import Tokenizer
@@ -156,7 +157,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         sock.bind((host.strip("[]"), port))
     except OSError as error:
         sock.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {_why_not(error)}") from None
+        raise UserError(f"cannot listen on {host}:{port}: {_why_not(error)}") from None
     return sock
 
 
@@ -175,5 +176,5 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
         return GgufCheckpoint(path).tokenizer()
     if not (path / "tokenizer.json").exists():
-        raise ValueError(f"{path} has no tokenizer.json, and a server needs one to read and write text")
+        raise UserError(f"{path} has no tokenizer.json, and a server needs one to read and write text")
     return Tokenizer.from_folder(path)

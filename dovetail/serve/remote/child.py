@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.died import EngineDied
 from dovetail.serve.remote.delta_stream import DeltaStream
 from dovetail.serve.remote.wire import (
@@ -105,7 +106,7 @@ class Child:
 
     def open(self, add: Add) -> DeltaStream:
         if add.id in self.streams:
-            raise ValueError(f"a request {add.id!r} is under way already")
+            raise UserError(f"a request {add.id!r} is under way already")
         stream = DeltaStream(add.params.n)
         self._send(add)
         self.streams[add.id] = stream
@@ -162,7 +163,7 @@ class Child:
         if self._failed is not None:
             self.why = self._failed.sentence
         self.ended.set()
-        died = ValueError if self._failed is not None and self._failed.user else EngineDied
+        died = UserError if self._failed is not None and self._failed.user else EngineDied
         if not self._ready.done():
             self._ready.set_exception(died(self.why))
         for stream in self.streams.values():
@@ -214,7 +215,7 @@ class Child:
             case Deltas():
                 self._deliver(message)
             case RequestRefused():
-                error = ValueError(message.sentence) if message.user else RuntimeError(message.sentence)
+                error = RequestError(message.sentence) if message.user else RuntimeError(message.sentence)
                 self._close(message.id, error)
             case CallAnswer():
                 self._answer(message)
@@ -250,4 +251,4 @@ class Child:
         if answer.error is None:
             future.set_result(answer.result)
         else:
-            future.set_exception(ValueError(answer.error) if answer.user else RuntimeError(answer.error))
+            future.set_exception(UserError(answer.error) if answer.user else RuntimeError(answer.error))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.engine.died import EngineDied as EngineDied
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.params import SamplingParams
@@ -157,7 +158,7 @@ class EngineClient:
         aborts."""
         self._check_open()
         if not isinstance(id, str):
-            raise ValueError(f"a request's id is a string; got {id!r}")
+            raise UserError(f"a request's id is a string; got {id!r}")
         child = self._supervisor.child
         stream = child.open(Add(id, list(prompt), params, priority, cache_salt, time.monotonic(), adapter))
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.engine.controls import CONTROLS
 from dovetail.engine.embed import Cancelled, Embedder, Pooling
 from dovetail.engine.loop import EngineLoop
@@ -54,7 +55,7 @@ class Commands:
     def start_profile(self, folder: str) -> None:
         with self._lock:
             if self._profile is not None:
-                raise ValueError(f"a profile is being written to {self._profile}: stop that first")
+                raise UserError(f"a profile is being written to {self._profile}: stop that first")
             jax.profiler.start_trace(folder)
             self._profile = folder
 
@@ -62,7 +63,7 @@ class Commands:
         """The folder it was written to."""
         with self._lock:
             if self._profile is None:
-                raise ValueError("no profile is being written: start one first")
+                raise UserError("no profile is being written: start one first")
             folder, self._profile = self._profile, None
             jax.profiler.stop_trace()
             return folder

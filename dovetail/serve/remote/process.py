@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from dovetail.core.errors import as_user_error
 from dovetail.engine.died import EngineDied
 from dovetail.serve.log_text import traceback_text
 from dovetail.serve.remote.outbox import Outbox
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from dovetail.engine.llm import LLM
 
 log = logging.getLogger(__name__)
-USER_ERRORS = (ValueError, OSError, ImportError)  # the caller can do something about these: see cli.errors
 PROGRESS_SECONDS = 0.1
 STEP_TOKENS = 8192  # most of a server's step on an accelerator
 PR_SET_PDEATHSIG = 1
@@ -68,10 +68,7 @@ def main(fd: int) -> None:
     try:
         process.start(start)
     except BaseException as error:
-        user = isinstance(error, USER_ERRORS)
-        if not user:
-            log.exception("the engine could not be started")
-        process.fail(EngineFailed(str(error) if user else repr(error), user))
+        process.fail(EngineFailed(*_sentence_of(error, "the engine could not be started")))
     process.ended.wait()
     outbox.close()
     os._exit(process.code)  # without waiting for threads that still load or compile
@@ -240,10 +237,10 @@ class EngineProcess:
 
 def _sentence_of(error: BaseException, what: str) -> tuple[str, bool]:
     """The error's sentence, and whether the caller can act on it; an error it cannot act on is logged."""
-    user = isinstance(error, USER_ERRORS)
-    if not user:
-        log.error("%s\n%s", what, traceback_text(error))
-    return str(error) if user else repr(error), user
+    if (known := as_user_error(error)) is not None:
+        return str(known), True
+    log.error("%s\n%s", what, traceback_text(error))
+    return repr(error), False
 
 
 def _aborted(add: Add) -> Deltas:

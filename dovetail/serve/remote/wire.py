@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
+from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.params import SamplingParams
 
@@ -199,7 +200,7 @@ def frame(message: ToEngine | FromEngine) -> bytes:
     try:
         payload = msgspec.msgpack.encode(message)
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise ValueError(f"this cannot be sent to the engine: {error}") from None
+        raise UserError(f"this cannot be sent to the engine: {error}") from None
     return LENGTH.pack(len(payload)) + payload
 
 

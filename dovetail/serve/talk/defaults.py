@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.engine.params import SamplingParams
 
 # Their names there, and ours. The tokenizer brings the ids that end an answer. do_sample is not read: a server samples
@@ -31,5 +32,5 @@ def read_defaults(path: Path) -> Mapping[str, Any]:
         values = {ours: found[theirs] for theirs, ours in _NAMES.items() if found.get(theirs) is not None}
         SamplingParams(**values)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be used ({error}); mend it, or start with --generation-config none") from None
+        raise UserError(f"{file} cannot be used ({error}); mend it, or start with --generation-config none") from None
     return values

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.engine.params import SamplingParams, Structured
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
@@ -102,7 +103,7 @@ class Prompts:
             if own:
                 return ChatTemplate(source, names).render(messages, tools, **kwargs)
             return self._request_templates.render(source, names, messages, tools, **kwargs)
-        except ValueError as error:
+        except UserError as error:
             raise bad(str(error), "messages" if own else "chat_template") from None
 
     def is_own(self, template: str | None) -> bool:
@@ -127,21 +128,21 @@ class Prompts:
             if self._literal is None:
                 return self._tokenizer.encode(text, add_special)
             return self._literal.encode(text if rendered else self._literal.mark(text), add_special)
-        except ValueError as error:
+        except UserError as error:
             raise bad(str(error)) from None
 
     def _mark(self, value: Any, param: str) -> Any:
         assert self._literal is not None
         try:
             return self._literal.mark(value)
-        except ValueError as error:
+        except UserError as error:
             raise bad(str(error), param) from None
 
     def _source(self, talk: Conversation) -> str:
         tools = list(talk.tools) or None
         try:
             return self._templates.tokenizer(talk.adapter).chat_source(tools, talk.template)
-        except ValueError as error:
+        except UserError as error:
             raise bad(str(error), "messages") from None
 
     def _messages(self, talk: Conversation) -> list[dict[str, Any]]:
@@ -201,7 +202,7 @@ class Prompts:
                 tool_format, talk.tools, choice, talk.parallel,
                 special=special, reasoning=reasoning, in_reasoning=inside,
             )  # fmt: skip
-        except ValueError as error:
+        except UserError as error:
             raise refused(error) from None
 
 

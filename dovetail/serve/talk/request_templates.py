@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.serve.talk.template_process import CPU_SECONDS, MEMORY, packed, read
 
 SECONDS = 30.0  # in which an answer comes, its process started and the machine busy
@@ -41,12 +42,12 @@ class RequestTemplates:
                 raise
             if answer is None:
                 self._end()
-                raise ValueError(
+                raise UserError(
                     f"the chat template was ended: rendering it took more than {CPU_SECONDS:g} s of processor time or "
                     f"{MEMORY >> 20} MiB of memory"
                 )
         if "error" in answer:
-            raise ValueError(answer["error"])
+            raise UserError(answer["error"])
         return answer["text"]
 
     def _ask(self, message: bytes) -> dict[str, str] | None:

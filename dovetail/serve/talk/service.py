@@ -13,6 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
+from dovetail.core.errors import UserError
 from dovetail.engine.params import check_room
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.caller import salted
@@ -99,7 +100,7 @@ class Service:
         if ask.limit is not None:
             try:
                 check_room(ask.limit, ask.params.max_tokens, len(ask.prompt), self.max_len)
-            except ValueError as error:
+            except UserError as error:
                 raise bad(str(error), ask.limit, "context_length_exceeded") from None
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Step]:

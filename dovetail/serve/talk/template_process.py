@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from typing import IO, Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.chat import ChatTemplate
 
 CPU_SECONDS = 2.0  # of one rendering
@@ -54,7 +55,7 @@ def _answer(asked: dict[str, Any]) -> dict[str, str]:
         template = ChatTemplate(asked["source"], asked["special_tokens"])
         text = template.render(asked["messages"], asked["tools"], **asked["options"])
         if len(text) > TEXT:
-            raise ValueError(f"chat template: it wrote {len(text):,} characters, and at most {TEXT:,} are taken")
+            raise UserError(f"chat template: it wrote {len(text):,} characters, and at most {TEXT:,} are taken")
         return {"text": text}
     except ValueError as error:
         return {"error": str(error)[:2000]}

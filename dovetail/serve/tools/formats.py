@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dovetail.core.errors import UserError
 from dovetail.serve.tools.envelope import Envelope
 from dovetail.serve.tools.head import ARGUMENTS, KEY, NAME, SPACE, Head
 from dovetail.serve.tools.ids import call_id, short_id
@@ -191,5 +192,5 @@ def _reasoning_format_in(text: str) -> str:
 
 def _named(what: str, name: str, formats: Mapping[str, Any]) -> Any:
     if name != "none" and name not in formats:
-        raise ValueError(f"expected a {what}, got {name!r}; it is one of {', '.join(sorted(formats))}, or none")
+        raise UserError(f"expected a {what}, got {name!r}; it is one of {', '.join(sorted(formats))}, or none")
     return formats.get(name)

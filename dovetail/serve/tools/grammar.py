@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.serve.tools import grammar_fields
 from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat
 from dovetail.serve.tools.lark import Lark
@@ -86,13 +87,13 @@ def grammar_for(
 
 def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if not parameters:
-        raise ValueError(f"tool_choice {choice!r} needs tools to choose from, and there are none; send 'tools'")
+        raise UserError(f"tool_choice {choice!r} needs tools to choose from, and there are none; send 'tools'")
     if choice in ("required", "auto"):
         return parameters
     function = choice.get("function", choice) if isinstance(choice, Mapping) else {"name": choice}
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in parameters:
-        raise ValueError(
+        raise UserError(
             f"expected tool_choice to be 'required' or to name one of the tools {sorted(parameters)}, got {choice!r}"
         )
     return {name: parameters[name]}
@@ -103,7 +104,7 @@ def _text_or_calls(lark: Lark, form: ToolFormat, allowed: dict[str, Mapping[str,
     written = _WRITTEN[form.name]
     opening = next((m for m in form.opens if (written.first or written.before).startswith(m)), None)
     if opening is None:
-        raise ValueError(f"strict is not supported with tool_choice auto: a call in {form.name} has no opening marker")
+        raise UserError(f"strict is not supported with tool_choice auto: a call in {form.name} has no opening marker")
     calls = _calls(lark, form.name, allowed, several, opening)
     return lark.rule(f"{lark.without((*form.opens, *form.bare))} | {lark.until(opening)} {calls}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.core.json_schema import resolve
 
 _TYPES = {
@@ -21,7 +22,7 @@ def parameters_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}")
+            raise UserError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}")
         found[function["name"]] = function.get("parameters") or {"type": "object", "properties": {}}
     return found
 

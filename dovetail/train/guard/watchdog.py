@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dovetail.core.errors import UserError
 from dovetail.train.guard.exits import HUNG, meaning
 
 GOODBYE_SECONDS = 10.0  # on_hang may itself wait for what hangs
@@ -33,7 +34,7 @@ class Watchdog:
         self, hang_seconds: float, run_dir: str | os.PathLike, on_hang: Callable[[str], object] | None = None
     ) -> None:
         if hang_seconds < 0:
-            raise ValueError(f"hang_seconds must be 0 (no watchdog) or more; got {hang_seconds}")
+            raise UserError(f"hang_seconds must be 0 (no watchdog) or more; got {hang_seconds}")
         self.hang_seconds = hang_seconds
         self.path = Path(run_dir) / f"hang-{platform.node()}-{os.getpid()}.txt"
         self._on_hang = on_hang

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.io.whole_file import write_whole
 
 # kind -> what a reader is told
@@ -108,7 +109,7 @@ class Goodput:
     def span(self, kind: str) -> Iterator[None]:
         """The time of its body. A span within another one takes its time from it, so no second counts twice."""
         if kind not in KINDS:
-            raise ValueError(f"goodput counts {', '.join(KINDS)}; got {kind!r}")
+            raise UserError(f"goodput counts {', '.join(KINDS)}; got {kind!r}")
         self._enter(kind)
         try:
             yield
@@ -247,7 +248,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(path.read_text())
         if not {"wall", "starts", "seconds", "marks"} <= kept.keys():
-            raise ValueError("a key is missing")
+            raise UserError("a key is missing")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a goodput ledger ({error}): move it away, and counting starts again") from None
+        raise UserError(f"{path} is not a goodput ledger ({error}): move it away, and counting starts again") from None
     return kept

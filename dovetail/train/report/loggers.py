@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from dovetail.core.errors import UserError
 from dovetail.io.whole_file import write_whole
 
 PROJECT = "dovetail"  # of Weights & Biases, unless WANDB_PROJECT says another
@@ -27,7 +28,7 @@ class Logger(Protocol):
 def check_loggers(names: Sequence[str]) -> None:
     """Raise a ValueError where one that a recipe names is not installed."""
     if "wandb" in names and find_spec("wandb") is None:
-        raise ValueError(
+        raise UserError(
             "report_to names wandb, and the package is not installed: `pip install wandb`, or leave it out of report_to"
         )
 
@@ -72,7 +73,7 @@ class Wandb:
                 resume="allow", dir=str(folder), config=dict(config),
             )  # fmt: skip
         except wandb.errors.Error as error:
-            raise ValueError(
+            raise UserError(
                 f"Weights & Biases could not be started: {error}. Run `wandb login`, set WANDB_MODE=offline, or leave "
                 "wandb out of report_to"
             ) from error

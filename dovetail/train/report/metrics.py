@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from dovetail.core.errors import UserError
 from dovetail.io.whole_file import write_whole
 from dovetail.train.report.environment import environment
 from dovetail.train.report.goodput import Goodput
@@ -94,7 +95,7 @@ class RunMetrics:
     def record(self, step: int, values: Mapping[str, float], seconds: float, tokens: int) -> None:
         """The results of `step`. `seconds` and `tokens` are of all steps since the last report."""
         if step <= self._step:
-            raise ValueError(f"step {self._step} was reported already; got step {step} after it")
+            raise UserError(f"step {self._step} was reported already; got step {step} after it")
         many, self._step = step - self._step, step
         rate = tokens / seconds if seconds > 0 else 0.0
         speed: dict[str, float] = {"seconds": seconds, "tokens": tokens, "tokens_per_second": rate}

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dovetail.core.errors import MissingFileError
 from dovetail.io.whole_file import write_whole
 from dovetail.train.report import completions_page as browser
 from dovetail.train.report import curves, reinforcement
@@ -65,7 +66,7 @@ def write(folder: str | Path, out: str | Path | None = None) -> Path:
     """Makes the page of a run's folder; where it is."""
     path = Path(out) if out else Path(folder) / PAGE
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+        raise MissingFileError(f"cannot write {path}: there is no folder {path.parent}")
     write_whole(path, page(read(folder)))
     return path
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from dovetail.core.errors import MissingFileError
 from dovetail.plan.prediction import Prediction, seconds_text
 from dovetail.train.report import completions, goodput, predicted
 from dovetail.train.report.live import clock_text, short
@@ -75,7 +76,7 @@ class RunRecord:
 def read(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     if not (folder / FILE).is_file():
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{folder} is not a run's folder: it has no {FILE}; give the one that `dovetail pretrain` writes"
         )
     lines = [line for line in read_lines(folder / FILE) if isinstance(line.get("step"), int)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.data.open_examples import example_encoder
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.grammar import masks
@@ -86,12 +87,12 @@ class Calls:
     def _check(self) -> None:
         """Before anything is sampled: a grammar that cannot be made would end the run there."""
         if not any(self._tools.values()):
-            raise ValueError(
+            raise UserError(
                 f"sampling.tool_choice={self._choice} says how tools are called, and no prompt shows any: give an "
                 "environment with tools, or leave it out"
             )
         if self._choice == "required" and not all(self._tools.values()):
-            raise ValueError(
+            raise UserError(
                 "sampling.tool_choice=required needs tools to choose from in every prompt, and some show none: give "
                 "these their tools, or set auto"
             )
@@ -101,7 +102,7 @@ class Calls:
                 if structured := self._grammar(task, np.zeros(0, np.int32)):
                     compile_grammar(structured, self._tokenizer)
             except ValueError as error:
-                raise ValueError(f"sampling.tool_choice={self._choice} cannot be kept to: {error}") from None
+                raise UserError(f"sampling.tool_choice={self._choice} cannot be kept to: {error}") from None
 
 
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:

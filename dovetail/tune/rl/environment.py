@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.tune.rl.answer import Answer
 from dovetail.tune.rl.rewards.imported import Imported
 
@@ -66,9 +67,9 @@ def maker_of(made: Any) -> Maker:
         try:
             return cast(Maker, Imported.of(made).function)
         except ValueError as error:
-            raise ValueError(f"environment: {error}") from None
+            raise UserError(f"environment: {error}") from None
     if callable(made):
         return cast(Maker, made)
-    raise ValueError(
+    raise UserError(
         f"environment must be a class, a function of (columns, random) that makes one, or 'file.py:Class'; got {made!r}"
     )

@@ -6,6 +6,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from dovetail.core.errors import UserError
+
 MOST_UNREWARDED = 3  # rollouts in a row without a reward, after which a run stops
 DEEPEST = 12  # frames of a traceback that are kept, the last ones
 
@@ -32,7 +34,7 @@ class Failures:
             self._first = ""
         elif self._unrewarded >= min(MOST_UNREWARDED, rollouts):
             last = "last rollout" if self._unrewarded == 1 else f"last {self._unrewarded} rollouts"
-            raise ValueError(
+            raise UserError(
                 f"no completion of the {last} got a reward: the run was stopped and nothing was exported. Correct the "
                 "rewards or the environment and start the same command again, which repeats these rollouts. The first "
                 f"failure: {self._first or 'every reward returned None'}"

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
+from dovetail.core.errors import UserError
 from dovetail.core.types import Batch, Column, Params
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
@@ -170,7 +171,7 @@ def _tokens(batch: Batch) -> jax.Array:
 
 
 def _no_rows(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
-    raise ValueError("held-out prompts are answered and judged (exam), not measured by a loss")
+    raise UserError("held-out prompts are answered and judged (exam), not measured by a loss")
 
 
 def _with_critic(objective: Objective, policy: Policy, settings: Rl) -> Objective:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from dovetail.core.choice import require
+from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
@@ -123,7 +124,7 @@ class _Data:
 
     def settle(self, settings: Rl) -> Rl:
         if jax.process_count() > 1:
-            raise ValueError(
+            raise UserError(
                 "dovetail rl runs in one process, with as many devices as that has: start one, without the environment "
                 "of several"
             )
@@ -191,12 +192,12 @@ def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -
     if given:
         return Rewards(given, seconds=settings.reward_seconds)
     if not (has_environment or settings.is_taught):
-        raise ValueError(
+        raise UserError(
             "rewards must say what is good: a function of your program (dt.rl(rewards=[...])), or in a recipe such as "
             "rewards: [{kind: number, column: answer}]; there is none"
         )
     if settings.reward_seconds != Rl.reward_seconds:
-        raise ValueError("reward_seconds is what rewards may take, and there are none: leave it out")
+        raise UserError("reward_seconds is what rewards may take, and there are none: leave it out")
     return None
 
 

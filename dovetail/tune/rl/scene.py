@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.data.examples import Chat, Text
 from dovetail.data.open_examples import example_encoder
 from dovetail.io.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ class Scene:
         so an episode that a killed run had not ended is played again as it would have been."""
         made = self.make(columns, np.random.default_rng((self.seed, task, *place)))
         if not isinstance(made, Environment):
-            raise ValueError(
+            raise UserError(
                 f"environment must make a tune.rl.environment.Environment; it made {made!r}: derive from it"
             )
         return made, made.reset(np.random.default_rng((self.seed, task)))
@@ -44,12 +45,12 @@ class Scene:
         environment, said = self.environment(task, columns, Place(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         if isinstance(side, Chat) and side.tools:
-            raise ValueError(
+            raise UserError(
                 "with an environment the tools are its own functions, and a record names tools beside them: leave the "
                 "record's out"
             )
         if tools and isinstance(side, Text):
-            raise ValueError(
+            raise UserError(
                 "an environment with tools needs a chat template to show them, and a prompt is plain text: give it as "
                 "messages"
             )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.data.examples import Chat, Text
 from dovetail.data.messages import Messages, say
 from dovetail.data.trained_tokens import ExampleEncoder
@@ -58,7 +59,7 @@ class Script:
         whether the turn has its end token; a stop string leaves that to the template.
         """
         if MARK in json.dumps(said, ensure_ascii=False):
-            raise ValueError("what an environment says must be text, without the noncharacter U+FDD0; leave that out")
+            raise UserError("what an environment says must be text, without the noncharacter U+FDD0; leave that out")
         tail = self._tail([*before, *said], tools, goes_on=True)
         end = self._end_of(tail)
         if end is None or not self._ends_turns(before, tools):
@@ -145,7 +146,7 @@ def said_messages(said: Any) -> Messages:
 
 def said_text(said: Any) -> str:
     if not isinstance(said, str):
-        raise ValueError(
+        raise UserError(
             f"after a prompt that is plain text an environment says text; got {type(said).__name__}: give the prompt "
             "as messages"
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.core.errors import UserError
 from dovetail.data.examples import Chat
 from dovetail.data.messages import Messages
 from dovetail.io.chat import checked_messages
@@ -89,7 +90,7 @@ class Stage:
             return self._over(playing, "length")
         step = environment.step(answer)
         if not isinstance(step, Step) or not math.isfinite(step.reward):
-            raise ValueError(f"step() must return a Step with a finite reward; got {step!r}")
+            raise UserError(f"step() must return a Step with a finite reward; got {step!r}")
         playing.reward += float(step.reward)
         is_last = step.done or playing.turns >= environment.turns
         said = self._said(playing, step.observation, is_last)
@@ -115,7 +116,7 @@ class Stage:
     def _said(self, playing: _Playing, said: Said, is_last: bool) -> list[int]:
         """What the environment says, as tokens. After the last answer nobody reads it: it is only recorded."""
         if not (said or is_last):
-            raise ValueError("step() must say something for the policy to answer, or be done; got neither")
+            raise UserError("step() must say something for the policy to answer, or be done; got neither")
         episode = playing.episode
         if playing.messages is None or episode.messages is None:
             return [] if is_last else self._script.text(said_text(said))

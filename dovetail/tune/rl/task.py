@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.core.errors import UserError
 from dovetail.data.bad_records import BadRecords
 from dovetail.data.examples import Chat, Text, example
 from dovetail.data.open_examples import example_encoder, open_records
@@ -77,7 +78,7 @@ def open_tasks(
         bad.check()
     held = _held_out(settings, len(found))
     if len(found) - held < 1:
-        raise ValueError(
+        raise UserError(
             f"expected prompts of at most max_prompt={most} tokens to learn from, and of {len(found) + long} none is "
             f"left ({long} are longer, {held} held out): raise max_prompt, or name another path"
         )

@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from dovetail.core.errors import UserError
+
 _PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 _KINDS = {list: "array", dict: "object"}
 P = inspect.Parameter
@@ -16,7 +18,7 @@ P = inspect.Parameter
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     name = getattr(function, "__name__", "")
     if not callable(function) or not name.isidentifier():
-        raise ValueError(f"a tool must be a function with a name of its own, not a lambda; got {function!r}")
+        raise UserError(f"a tool must be a function with a name of its own, not a lambda; got {function!r}")
     hints, docs = _hints(function, name), inspect.getdoc(function) or ""
     parameters = inspect.signature(function).parameters
     properties = {key: _property(each, hints, docs, name) for key, each in parameters.items()}
@@ -30,18 +32,18 @@ def _hints(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise ValueError(
+        raise UserError(
             f"the tool {name} has a type hint that is not known where it is defined ({error}); import it there"
         ) from None
 
 
 def _property(parameter: P, hints: dict[str, Any], docs: str, tool: str) -> dict[str, Any]:
     if parameter.kind not in (P.POSITIONAL_OR_KEYWORD, P.KEYWORD_ONLY):
-        raise ValueError(
+        raise UserError(
             f"a tool's parameters are given by name; the tool {tool} has {parameter}: give each a name of its own"
         )
     if parameter.name not in hints:
-        raise ValueError(f"the tool {tool} must have a type hint for each parameter; {parameter.name} has none")
+        raise UserError(f"the tool {tool} must have a type hint for each parameter; {parameter.name} has none")
     schema = _schema(hints[parameter.name], f"{parameter.name} of the tool {tool}")
     if said := _said_of(parameter.name, docs):
         schema["description"] = said
@@ -66,7 +68,7 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
         return {"anyOf": [_schema(each, where) for each in inner]}
     if origin in _KINDS:
         return _nested(origin, inner, where)
-    raise ValueError(
+    raise UserError(
         f"{where} must be str, int, float, bool, None, Literal, list, dict, or a union of these, which JSON can "
         f"say; its type is {hint}"
     )

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 from dovetail.serve.tools.events import ToolCall
 from dovetail.tune.rl.answer import Answer
 from dovetail.tune.rl.environment import Environment, Step
@@ -80,7 +81,7 @@ def tools_of(environment: Any) -> list[Tool]:
     found = [Tool.of(function) for function in getattr(environment, "tools", ())]
     names = [tool.name for tool in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"tools must have different names; {', '.join(sorted(twice))} comes twice")
+        raise UserError(f"tools must have different names; {', '.join(sorted(twice))} comes twice")
     return found
 
 

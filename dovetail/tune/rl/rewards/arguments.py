@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.core.errors import UserError
+
 IDS = "completion_ids"  # given to those who ask for it by name
 OURS = ("prompts", "completions")
 P = inspect.Parameter
@@ -58,7 +60,7 @@ def _columns(
     starred = any(p.kind is P.VAR_POSITIONAL for p in parameters.values())
     if by_name is None and len(named) < 2 and not starred:
         name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(
+        raise UserError(
             f"the reward function {name} must take (prompts, completions, **columns); "
             f"it takes ({', '.join(parameters)})"
         )

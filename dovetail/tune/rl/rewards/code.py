@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from dovetail.core.choice import not_negative, one_of
+from dovetail.core.errors import UserError
 from dovetail.tune.rl.rewards.deadline import seconds_left
 from dovetail.tune.rl.rewards.sandbox import Limits, require_isolation, run_python
 from dovetail.tune.rl.rewards.scored import NoReward
@@ -93,7 +94,7 @@ def _tests(given: Any) -> list[Any]:
     tests = list(given or ())
     wrong = [test for test in tests if not isinstance(test, str) and not _is_pair(test)]
     if wrong or len({isinstance(test, str) for test in tests}) > 1:
-        raise ValueError(
+        raise UserError(
             "tests must be statements, or pairs of input and output, all of one kind; got "
             f"{str((wrong or tests)[0])[:80]!r}"
         )

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dovetail.core.choice import did_you_mean
+from dovetail.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Imported:
     def of(cls, where: str) -> Imported:
         module, colon, name = where.rpartition(":")
         if not (colon and module and name):
-            raise ValueError(
+            raise UserError(
                 f"function must be 'file.py:name' or 'package.module:name', the name after a colon; got {where!r}"
             )
         return cls(str(Path(module).resolve()) if module.endswith(".py") else module, name)
@@ -39,7 +40,7 @@ class Imported:
         if not callable(found):
             known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             what = "is no function" if found is not None else "is not there"
-            raise ValueError(f"{self.name!r} {what} in {self.module}.{did_you_mean(self.name, known)}")
+            raise UserError(f"{self.name!r} {what} in {self.module}.{did_you_mean(self.name, known)}")
         return found
 
     def __call__(self, *arguments: Any, **columns: Any) -> Any:
@@ -53,7 +54,7 @@ def _of_name(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"the module {module} was not found ({error}); name one that can be imported here, or a file as "
             "'file.py:name'"
         ) from None
@@ -65,7 +66,7 @@ def _of_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise ValueError(f"the file of functions {path} does not exist; a path is taken from the working folder")
+        raise UserError(f"the file of functions {path} does not exist; a path is taken from the working folder")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # it may import its neighbours
     spec = importlib.util.spec_from_file_location(name, path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.choice import did_you_mean, require
+from dovetail.core.errors import UserError
 from dovetail.tune.rl.rewards.scored import NoReward
 from dovetail.tune.rl.rewards.text import block_of, text_of
 
@@ -73,7 +74,7 @@ class Json:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+    raise UserError(f"{constant} is not JSON")
 
 
 # --- the schema ---------------------------------------------------------------------------------------------------
@@ -96,15 +97,15 @@ def check_schema(schema: Any, root: Any = None) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, Mapping):
-        raise ValueError(f"a JSON schema must be a mapping such as {{'type': 'object'}}; got {schema!r}")
+        raise UserError(f"a JSON schema must be a mapping such as {{'type': 'object'}}; got {schema!r}")
     root = schema if root is None else root
     for word, said in schema.items():
         if word not in CHECKS and word not in IGNORED:
-            raise ValueError(
+            raise UserError(
                 f"the JSON schema says {word!r}, which is not checked here; leave it out.{did_you_mean(word, CHECKS)}"
             )
         if word == "type" and (unknown := set(_list(said)) - set(TYPES)):
-            raise ValueError(
+            raise UserError(
                 f"the JSON schema's types must be of {', '.join(TYPES)}; got {', '.join(map(str, unknown))}"
             )
         if word == "$ref":
@@ -131,7 +132,7 @@ def _resolve(reference: str, root: Any) -> Any:
     for part in reference.removeprefix("#/").split("/"):
         part = part.replace("~1", "/").replace("~0", "~")
         if not reference.startswith("#/") or not isinstance(found, Mapping) or part not in found:
-            raise ValueError(f"the JSON schema's $ref must be a place in it, such as #/$defs/name; got {reference!r}")
+            raise UserError(f"the JSON schema's $ref must be a place in it, such as #/$defs/name; got {reference!r}")
         found = found[part]
     return found
 

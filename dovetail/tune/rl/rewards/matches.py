@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.choice import one_of, require
+from dovetail.core.errors import UserError
 from dovetail.tune.rl.rewards.text import text_of
 
 UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda text: len(text.split())}
@@ -133,4 +134,4 @@ def compiled(field: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{field} must be a regular expression; {pattern!r} is none: {error}") from None
+        raise UserError(f"{field} must be a regular expression; {pattern!r} is none: {error}") from None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.core.choice import require
+from dovetail.core.errors import UserError
 from dovetail.tune.rl.failures import traceback_of
 from dovetail.tune.rl.rewards import worker_process
 from dovetail.tune.rl.rewards.reward import Reward, reward_of
@@ -137,7 +138,7 @@ class Rewards:
     def _begin(self, index: int, rows: _Rows) -> Future[Values]:
         threads = self._threads if self._forms[index] else self._here
         if threads is None:
-            raise ValueError("these rewards are closed; use them within `with Rewards(...) as rewards:`")
+            raise UserError("these rewards are closed; use them within `with Rewards(...) as rewards:`")
         return threads.submit(self._values, index, rows)
 
     def _values(self, index: int, rows: _Rows) -> Values:
@@ -209,7 +210,7 @@ class Rewards:
 def _check_names(names: list[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise ValueError(f"two rewards are called {twice!r}; give one of them a name of its own")
+        raise UserError(f"two rewards are called {twice!r}; give one of them a name of its own")
 
 
 def _stays(reward: Reward) -> bool:
@@ -234,7 +235,7 @@ def _rows(prompts: Sequence, completions: Sequence, columns: Mapping[str, Sequen
     rows = _Rows(list(prompts), list(completions), {name: list(values) for name, values in (columns or {}).items()})
     for name, values in {"prompts": rows.prompts, **rows.columns}.items():
         if len(values) != len(rows.completions):
-            raise ValueError(
+            raise UserError(
                 f"{name} must have a value for each of the {len(rows.completions)} completions; got {len(values)}"
             )
     return rows

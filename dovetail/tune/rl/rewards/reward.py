@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from dovetail.core.choice import did_you_mean, require
+from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.tune.rl.rewards.arguments import Arguments, arguments_of
 from dovetail.tune.rl.rewards.code import Code
@@ -62,7 +63,7 @@ class Reward:
         """ValueError where it asks for a column that the data has not."""
         for name in self.arguments.missing([*columns, "completion_ids"]):
             has = ", ".join(sorted(columns)) or "none"
-            raise ValueError(
+            raise UserError(
                 f"the reward {self.name!r} needs a column {name!r} of the data, which has {has}; add it, or name "
                 f"another.{did_you_mean(name, columns)}"
             )
@@ -89,9 +90,7 @@ def reward_of(given: Any, columns: Collection[str] | None = None) -> Reward:
 
 def _of_function(given: Any) -> Reward:
     if not callable(given):
-        raise ValueError(
-            f"a reward must be a function, a Reward, or a mapping with a kind or a function; got {given!r}"
-        )
+        raise UserError(f"a reward must be a function, a Reward, or a mapping with a kind or a function; got {given!r}")
     kinds = {kind: name for name, kind in KINDS.items()}
     name = getattr(given, "name", None) or kinds.get(type(given)) or getattr(given, "__name__", type(given).__name__)
     return Reward(str(name), given)
@@ -100,7 +99,7 @@ def _of_function(given: Any) -> Reward:
 def _of_mapping(given: Mapping[str, Any]) -> Reward:
     own = {key: given[key] for key in OWN if key in given}
     if ("kind" in given) == ("function" in given):
-        raise ValueError(
+        raise UserError(
             f"a reward must have either a kind ({', '.join(KINDS)}) or a function ('rewards.py:name'); "
             f"got {dict(given)}"
         )
@@ -118,17 +117,17 @@ def _of_mapping(given: Mapping[str, Any]) -> Reward:
 
 def _of_kind(kind: str, settings: dict[str, Any]) -> Callable[..., Any]:
     if kind not in KINDS:
-        raise ValueError(f"a reward's kind must be one of {', '.join(KINDS)}; got {kind!r}.{did_you_mean(kind, KINDS)}")
+        raise UserError(f"a reward's kind must be one of {', '.join(KINDS)}; got {kind!r}.{did_you_mean(kind, KINDS)}")
     fields = dataclasses.fields(KINDS[kind])
     _refuse_unknown(f"of kind {kind}", settings, [field.name for field in fields])
     optional = [f.name for f in fields if f.default is not f.default_factory]  # both are MISSING where it is needed
     missing = [f.name for f in fields if f.name not in (*optional, *settings)]
     if missing:
-        raise ValueError(f"a reward of kind {kind} needs {' and '.join(missing)}; got {settings or 'neither'}")
+        raise UserError(f"a reward of kind {kind} needs {' and '.join(missing)}; got {settings or 'neither'}")
     try:
         return KINDS[kind](**settings)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the reward of kind {kind}: {error}") from None
+        raise UserError(f"the reward of kind {kind}: {error}") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -139,4 +138,4 @@ def _refuse_unknown(what: str, given: Collection[str], known: Collection[str]) -
     for key in given:
         if key not in known:
             every = [*known, *OWN]
-            raise ValueError(f"a reward {what} has no {key!r}; it has {', '.join(every)}.{did_you_mean(key, every)}")
+            raise UserError(f"a reward {what} has no {key!r}; it has {', '.join(every)}.{did_you_mean(key, every)}")

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dovetail.core.choice import one_of, require
+from dovetail.core.errors import FileError, UserError
 from dovetail.tune.rl.rewards.checks import Check
 from dovetail.tune.rl.rewards.watch import Report, Watch, report_of
 
@@ -86,7 +87,7 @@ def run_python(source: str, *, tests: Sequence[str] = (), stdin: str = "", limit
     ran = _run(source, tests, stdin, limits)
     if limits.isolation == "kernel" and not ran.isolated:
         missing = ", ".join(sorted(ENFORCED - set(ran.isolation)))
-        raise OSError(f"the sandbox could not be set up, so the program did not start: {missing} did not hold")
+        raise FileError(f"the sandbox could not be set up, so the program did not start: {missing} did not hold")
     return ran
 
 
@@ -94,7 +95,7 @@ def require_isolation(limits: Limits) -> None:
     """ValueError where the kernel must enforce the limits and cannot."""
     if limits.isolation == "kernel" and not ENFORCED.issubset(isolation_here()):
         missing = ", ".join(sorted(ENFORCED - set(isolation_here())))
-        raise ValueError(
+        raise UserError(
             f"code runs in a sandbox that needs {missing} of the kernel, which this machine does not offer; use Linux "
             "5.13 or newer on x86-64 or arm64, or set isolation to 'any' if you trust the code not to break out"
         )
