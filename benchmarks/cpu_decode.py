@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from numba import njit
 
+from dovetail.engine.device.memory import held_bytes
 from dovetail.engine.llm import LLM
-from dovetail.engine.memory import held_bytes
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.ops import linear
 
 TOKENS, TURNS = 24, 5

@@ -21,8 +21,8 @@ import numpy as np
 
 import dovetail.engine.engine as engine_module
 from dovetail.engine.engine import Engine
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.scheduler import Scheduler, SchedulerConfig
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 
 VOCAB, EOS, PAGE, PROMPT, PROMPTS = 32_000, 2, 16, 128, 8
 PARTS = ("schedule", "commit", "logprobs", "update", "output")

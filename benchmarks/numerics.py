@@ -28,7 +28,7 @@ import transformers
 import dovetail as dt
 from dovetail.core.types import Packed
 from dovetail.engine.llm import LLM
-from dovetail.engine.params import MAX_LOGPROBS, SamplingParams
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams
 from dovetail.models.decoder import forward, unembed
 
 BASE = dict(

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.loop import EngineLoop
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.sequence import Update
+from dovetail.engine.request.outputs import Update
+from dovetail.engine.request.params import SamplingParams
 
 MODEL = "smollm2-135m"
 TOPICS = ("a lighthouse", "bread", "the moon", "rivers", "chess", "a violin", "glass", "bees", "maps", "winter", "iron")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.engine.llm import LLM as LLM
-    from dovetail.engine.params import SamplingParams as SamplingParams
+    from dovetail.engine.request.params import SamplingParams as SamplingParams
     from dovetail.io.load import load as load
     from dovetail.jobs.remote import remote as remote
     from dovetail.train.pretrain import pretrain as pretrain

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dovetail.engine.batch import Shape
-from dovetail.engine.sampler import MAX_BIAS
-from dovetail.engine.step import DeviceState, run_decode, run_prompts
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.sampler import MAX_BIAS
+from dovetail.engine.device.step import DeviceState, run_decode, run_prompts
 
 
 def ints(*dims: int) -> jax.ShapeDtypeStruct:

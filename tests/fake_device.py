@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import StepPlan
-from dovetail.engine.scheduler import Scheduler, SchedulerConfig
-from dovetail.engine.sequence import Request, Sequence, Status
-from dovetail.engine.stops import Stops
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence, Status
+from dovetail.engine.request.stops import Stops
+from dovetail.engine.schedule.plan import StepPlan
+from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 
 VOCAB, EOS = 30, 0
 STOPS = Stops([EOS])

@@ -14,7 +14,7 @@ import dovetail as dt
 
 def test_the_names_are_those_of_the_rooms():
     from dovetail.engine.llm import LLM
-    from dovetail.engine.params import SamplingParams
+    from dovetail.engine.request.params import SamplingParams
     from dovetail.io.load import load
     from dovetail.train.pretrain import pretrain
 

@@ -15,8 +15,8 @@ from dovetail.core.compute import COMPUTES
 from dovetail.core.mesh import SERVE, TRAIN, Placement, make_mesh
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed, Paged
-from dovetail.engine.batch import NUMBERS, Shape
-from dovetail.engine.step import Unsampled, run_sampler
+from dovetail.engine.device.batch import NUMBERS, Shape
+from dovetail.engine.device.step import Unsampled, run_sampler
 from dovetail.io.load import _logits
 from dovetail.models import greedy
 from dovetail.models.decoder import cache_form, forward, init_cache, unembed

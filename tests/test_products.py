@@ -20,9 +20,9 @@ from dovetail.core.compute import COMPUTES, Compute, compute_of
 from dovetail.core.spec import abstract
 from dovetail.core.training import Precision
 from dovetail.core.types import Batch, Packed
-from dovetail.engine.batch import Shape
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.step import score
 from dovetail.engine.embed import _embed
-from dovetail.engine.step import score
 from dovetail.io.load import _logits
 from dovetail.models import greedy
 from dovetail.models.decoder import init_cache

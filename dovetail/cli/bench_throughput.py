@@ -50,7 +50,7 @@ def run(
 
 def _predicted(expected, n: int, prompt: int, output: int) -> str:
     """Output tok/s: bounds, or what earlier runs here make likely."""
-    from dovetail.engine.predict import rates
+    from dovetail.engine.schedule.step_time import rates
 
     return rates(expected.replica.per_token(n, prompt, output), n) if expected.replica else "-"
 
@@ -86,7 +86,7 @@ def _arriving(llm, n: int, prompt: int, output: int, window: float) -> Measured:
 def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int) -> Measured:
     """Drive the engine as LLM.generate does, or a server where they come one by one, with a clock at each request's
     first and last token."""
-    from dovetail.engine.params import SamplingParams
+    from dovetail.engine.request.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     prompts = _prompts(n, prompt, llm.config.vocab, seed)

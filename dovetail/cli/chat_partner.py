@@ -59,7 +59,7 @@ class Local:
         return f"{self._model}, in this process, started in {self._llm.start_seconds:.1f} s"
 
     def answer(self, messages: Messages, options: Options) -> Pieces:
-        from dovetail.engine.params import SamplingParams, check_room
+        from dovetail.engine.request.params import SamplingParams, check_room
 
         params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
         assert self._tokenizer is not None  # only dummy weights have none

@@ -149,7 +149,7 @@ class Judge:
         ]
 
     def _prompt_logprobs(self, prompts: Sequence[Sequence[int]]) -> list[tuple]:
-        from dovetail.engine.params import SamplingParams
+        from dovetail.engine.request.params import SamplingParams
 
         params = SamplingParams(
             temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, allowed_token_ids=self._known
@@ -164,7 +164,7 @@ def sampling(
     options: Mapping[str, Any], engine_stops: bool = True, allowed: tuple[int, ...] | None = None
 ) -> tuple[Any, list[str]]:
     """(SamplingParams, stop strings) of lm-eval's generation arguments. What cannot be honoured is refused."""
-    from dovetail.engine.params import SamplingParams
+    from dovetail.engine.request.params import SamplingParams
 
     rest = dict(options)
     until = rest.pop("until", None) or []

@@ -15,12 +15,12 @@ from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import leaf_dtype, tree_map
 from dovetail.core.types import Paged
-from dovetail.engine.adapters import with_adapters
-from dovetail.engine.batch import Shape
 from dovetail.engine.build import pages_that_fit, placement_of, programs_for
-from dovetail.engine.memory import held_bytes
+from dovetail.engine.device.adapters import with_adapters
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.memory import held_bytes
+from dovetail.engine.device.programs import Programs
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.program import Programs
 from dovetail.models.config import ModelConfig
 from dovetail.models.latent import Latent
 from dovetail.models.publish import serving_spec

@@ -14,15 +14,15 @@ from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Params, Weights
-from dovetail.engine.adapters import adapters_for, check_adapters
-from dovetail.engine.buckets import LEAST_TOKENS, Buckets
+from dovetail.engine.device.adapters import adapters_for, check_adapters
+from dovetail.engine.device.buckets import LEAST_TOKENS, Buckets
+from dovetail.engine.device.memory import bytes_beside, coarse_pages, held_bytes, num_pages, pool_bytes, round_pages
+from dovetail.engine.device.programs import Programs
+from dovetail.engine.device.runner import Runner
 from dovetail.engine.engine import Engine
-from dovetail.engine.memory import bytes_beside, coarse_pages, held_bytes, num_pages, pool_bytes, round_pages
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.pace import Pace
-from dovetail.engine.program import Programs
-from dovetail.engine.runner import Runner
-from dovetail.engine.scheduler import Scheduler, SchedulerConfig
+from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
+from dovetail.engine.schedule.step_time import Pace
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token

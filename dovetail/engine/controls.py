@@ -34,3 +34,7 @@ CONTROLS = {
     "adapter_unused": Control("await_unused"),
     "adapter_place": Control("await_place"),
 }
+
+
+class EngineDied(RuntimeError):
+    """The engine has ended: what it died of is the __cause__, where it is known; None if it was stopped."""

@@ -19,8 +19,8 @@ import numpy as np
 from dovetail.core.compute import Compute
 from dovetail.core.errors import UserError
 from dovetail.core.types import Packed, Params
+from dovetail.engine.device.runner import form_of
 from dovetail.engine.engine import Engine
-from dovetail.engine.weights import form_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, score
 from dovetail.ops.adapter import choose

@@ -17,31 +17,39 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.types import Params, Weights
-from dovetail.engine.answer import completion_of, take_in, update_of, updates_of
-from dovetail.engine.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
 from dovetail.engine.controls import Later
-from dovetail.engine.intake import Intake, Prompt
-from dovetail.engine.limits import Limits
-from dovetail.engine.logprobs import (
+from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
+from dovetail.engine.device.launched import (
+    LaunchedStep,
     keep_logprobs,
     keep_prompt_logprobs,
     prompt_logprobs,
     send_logprobs,
     wants_prompt_logprobs,
 )
-from dovetail.engine.pace import Pace
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import StepPlan
-from dovetail.engine.predict import Predictor, predictor
-from dovetail.engine.runner import LaunchedStep, Runner
-from dovetail.engine.sampler import Sampler
-from dovetail.engine.scheduler import Scheduler
-from dovetail.engine.sequence import Completion, Request, RequestOutput, Sequence, Status, Update
-from dovetail.engine.sleep import Asleep, drop_weights, put_to_sleep, wake_up
+from dovetail.engine.device.runner import Asleep, Runner, drop_weights, put_to_sleep, wake_up
+from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.request.intake import Intake, Prompt
+from dovetail.engine.request.outputs import (
+    Completion,
+    RequestOutput,
+    Update,
+    Written,
+    completion_of,
+    go_on,
+    take_in,
+    update_of,
+    updates_of,
+    written_of,
+)
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence, Status
+from dovetail.engine.request.stops import Stops
+from dovetail.engine.request.text import Text
+from dovetail.engine.schedule.plan import Limits, StepPlan
+from dovetail.engine.schedule.scheduler import Scheduler
+from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.stats import Stats
-from dovetail.engine.stops import Stops
-from dovetail.engine.text import Text
-from dovetail.engine.written import Written, go_on, written_of
 from dovetail.io.hub import Progress
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
@@ -382,7 +390,7 @@ class Engine:
             self.pace.rest()
         self.pace.fetched(launched.plan, launched.padded, bool(self._inflight))
         if launched.hidden is not None:
-            keep_prompt_logprobs(launched, self.runner)
+            keep_prompt_logprobs(launched, self.runner.score)
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
         scores = keep_logprobs(launched, gains)
         now = time.monotonic()

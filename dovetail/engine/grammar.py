@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.json_schema import closed
-from dovetail.engine.params import Structured
+from dovetail.engine.request.params import Structured
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer

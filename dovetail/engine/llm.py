@@ -24,16 +24,14 @@ from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init
 from dovetail.core.types import Params
-from dovetail.engine.bars import RequestBar, compiling
 from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
-from dovetail.engine.intake import Prompt
-from dovetail.engine.interrupt import deferred_interrupt
-from dovetail.engine.many import Conversation, as_many, holds_messages, is_conversation
 from dovetail.engine.options import EngineOptions, OptionKeywords
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.sequence import RequestOutput, Update
+from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
+from dovetail.engine.request.outputs import RequestOutput, Update
+from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.stats import Stats
+from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.hub import Progress
 from dovetail.io.load import load

@@ -17,9 +17,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from dovetail.engine.controls import CONTROLS, Later
-from dovetail.engine.died import EngineDied as EngineDied
+from dovetail.engine.controls import EngineDied as EngineDied
 from dovetail.engine.engine import Engine
-from dovetail.engine.sequence import Update
+from dovetail.engine.request.outputs import Update
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

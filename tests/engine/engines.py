@@ -12,8 +12,8 @@ from reference_models import reference
 
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.scheduler import Scheduler
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.schedule.scheduler import Scheduler
 
 NEW = 12
 PAGE = 4  # small, so that an answer needs several and a pool runs out of them

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.engine.batch import UNKNOWN, Packer, Shape, sample_inputs, unpack
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sampler import Sampler
-from dovetail.engine.sequence import Request, Sequence
+from dovetail.engine.device.batch import UNKNOWN, Packer, Shape, sample_inputs, unpack
+from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence
+from dovetail.engine.schedule.plan import Row, StepPlan
 
 SLOTS, VOCAB = 4, 50
 

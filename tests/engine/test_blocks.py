@@ -2,9 +2,9 @@
 
 import pytest
 
-from dovetail.engine.blocks import BlockPool, page_hash
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.sequence import Request, Sequence
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence
+from dovetail.engine.schedule.blocks import BlockPool, page_hash
 
 
 def chain(pool: BlockPool, tokens: list[int], **root) -> list[bytes]:

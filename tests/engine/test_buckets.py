@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from dovetail.engine.buckets import Buckets, steps_in_time
 from dovetail.engine.build import page_size_for
+from dovetail.engine.device.buckets import Buckets, steps_in_time
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sequence import Request, Sequence
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence
+from dovetail.engine.schedule.plan import Row, StepPlan
 from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
 
 SIZES = {

@@ -14,7 +14,7 @@ from reference_models import reference
 
 import dovetail as dt
 from dovetail.engine.llm import LLM
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.models.spec import kv_bytes_per_token
 
 pytestmark = pytest.mark.slow  # some forty compiled steps

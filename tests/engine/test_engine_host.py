@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dovetail.engine.engine import Engine
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.scheduler import Scheduler, SchedulerConfig
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 
 EOS, TOP = 2, 3
 

@@ -11,7 +11,7 @@ from engine.engines import OPTIONS, tokens_of, variant
 from smollm2_greedy import NEW, greedy_tokens, mixed_prompts
 
 from dovetail.engine.llm import LLM
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
 
 # 135 M parameters, compiled with all optimisations. `make test` asks the server's engine (tests/serve/api).
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("optimised")]

@@ -9,16 +9,15 @@ from dataclasses import replace
 import pytest
 from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of
 
-from dovetail.engine.batch import Shape
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.programs import Program, limits_of
+from dovetail.engine.device.step import score
 from dovetail.engine.engine import Engine
-from dovetail.engine.limits import Demand, Limits, limits_of
 from dovetail.engine.llm import LLM
-from dovetail.engine.pace import STEP_SECONDS, Pace
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.program import Program
-from dovetail.engine.sequence import Request, Sequence
-from dovetail.engine.step import score
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence
+from dovetail.engine.schedule.plan import Demand, Limits, Row, StepPlan
+from dovetail.engine.schedule.step_time import STEP_SECONDS, Pace
 
 LONG = replace(GREEDY, max_tokens=120)
 PROMPT = mixed_prompts(1, least=150, most=150)[0]

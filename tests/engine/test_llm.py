@@ -15,11 +15,11 @@ from reference_models import reference
 
 from dovetail.core.compute import COMPUTES, compute_of
 from dovetail.core.types import Packed
+from dovetail.engine.device.memory import SLACK, held_bytes, num_pages, pool_bytes
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
-from dovetail.engine.memory import SLACK, held_bytes, num_pages, pool_bytes
 from dovetail.engine.options import DTYPES, EngineOptions, OptionKeywords
-from dovetail.engine.scheduler import Scheduler
+from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.io.load import load
 from dovetail.models.decoder import forward
 

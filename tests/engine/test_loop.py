@@ -17,8 +17,9 @@ from dovetail.engine.controls import CONTROLS
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.loop import EngineDied, EngineLoop
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.sequence import RequestOutput, Times, Update
+from dovetail.engine.request.outputs import RequestOutput, Update
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Times
 from dovetail.io.load import load
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.engine.params import SamplingParams, Structured, check_room
+from dovetail.engine.request.params import SamplingParams, Structured, check_room
 
 NAN = float("nan")
 REFUSED = [

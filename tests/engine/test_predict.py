@@ -3,7 +3,7 @@
 import jax
 
 from dovetail.core.compute import compute_of
-from dovetail.engine.predict import predictor, rates
+from dovetail.engine.schedule.step_time import predictor, rates
 from dovetail.models.registry import read_model
 from dovetail.models.score import scored
 from dovetail.plan.serve_time import Bounds

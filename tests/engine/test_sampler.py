@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dovetail.engine.params import SamplingParams, Structured
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sampler import MAX_BIAS, Sampler
-from dovetail.engine.sequence import Request, Sequence
+from dovetail.engine.device.sampler import MAX_BIAS, Sampler
+from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.sequence import Request, Sequence
+from dovetail.engine.schedule.plan import Row, StepPlan
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.ops import sample as ops
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_device import EOS, STOPS, Driver, add, check_invariants, expected, make
 
-from dovetail.engine.sequence import Status
+from dovetail.engine.request.sequence import Status
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dovetail.engine.sequence import Status
+from dovetail.engine.request.sequence import Status
 
 pytestmark = pytest.mark.slow
 

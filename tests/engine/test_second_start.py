@@ -20,8 +20,8 @@ from data.conftest import small_tokenizer
 from engine.engines import GREEDY, make_llm, tokens_of
 from reference_models import reference
 
-from dovetail.engine import memory, program
-from dovetail.engine.memory import coarse_pages, held_bytes
+from dovetail.engine.device import memory, programs
+from dovetail.engine.device.memory import coarse_pages, held_bytes
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.remote.wire import EngineInfo, Start
 
@@ -46,13 +46,13 @@ def empty_cache(tmp_path):
 @pytest.fixture
 def compiled(monkeypatch) -> list[str]:
     """The keys of the programs that are compiled, not loaded."""
-    keys, compile_program = [], program.compile_program
+    keys, compile_program = [], programs.compile_program
 
     def counted(key, compile):
         keys.append(key)
         return compile_program(key, compile)
 
-    monkeypatch.setattr(program, "compile_program", counted)
+    monkeypatch.setattr(programs, "compile_program", counted)
     return keys
 
 

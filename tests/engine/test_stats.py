@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from fake_device import Driver, add, make
 
-from dovetail.engine.batch import Shape
-from dovetail.engine.program import Compilations, Program
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.device.programs import Compilations, Program
 from dovetail.io import compiled
 
 pytestmark = pytest.mark.slow

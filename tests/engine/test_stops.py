@@ -8,10 +8,10 @@ from itertools import repeat
 import numpy as np
 import pytest
 
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.sequence import Request, Sequence
-from dovetail.engine.stops import Stops
-from dovetail.engine.text import Text
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import Request, Sequence
+from dovetail.engine.request.stops import Stops
+from dovetail.engine.request.text import Text
 
 EOS = (2, 5)
 
@@ -129,7 +129,7 @@ def test_stop_strings_are_found_as_in_the_whole_text():
 @pytest.mark.parametrize("unit", ["b", "a" * 254 + "bb"], ids=["no beginning", "half of each"])
 def test_a_token_costs_a_few_comparisons_however_long_the_stop_strings_are(unit, monkeypatch):
     compared = []
-    monkeypatch.setattr("dovetail.engine.text.repeat", lambda end: compared.append(end) or repeat(end))
+    monkeypatch.setattr("dovetail.engine.request.text.repeat", lambda end: compared.append(end) or repeat(end))
     pieces = [unit[i % len(unit)] for i in range(2048)]
     stops = tuple("a" * 255 + chr(200 + i) for i in range(16))
     text = Text(Pieces(pieces), stops, False)  # type: ignore[arg-type]

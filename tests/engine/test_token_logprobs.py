@@ -6,8 +6,9 @@ import pickle
 
 import numpy as np
 
-from dovetail.engine.sequence import Completion, Times, Update
-from dovetail.engine.token_logprobs import Logprobs, TokenLogprob
+from dovetail.engine.request.logprobs import Logprobs, TokenLogprob
+from dovetail.engine.request.outputs import Completion, Update
+from dovetail.engine.request.sequence import Times
 
 PLAIN = ([-0.5, -0.25], [2, 1], None)
 TOPS = ([-1.5], [3], [([4, 8], [-0.25, -0.5])])

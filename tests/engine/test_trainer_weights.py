@@ -17,7 +17,7 @@ from dovetail.core.training import Optimizer
 from dovetail.core.types import Packed
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.registry import parse_config
 from dovetail.train.export import export

@@ -10,8 +10,9 @@ from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.chips import CHIPS, GIB, cpu_chip
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import init
-from dovetail.engine import ahead, build, options, program
-from dovetail.engine import memory as engine_memory
+from dovetail.engine import ahead, build, options
+from dovetail.engine.device import memory as engine_memory
+from dovetail.engine.device import programs
 from dovetail.models.decoder import init_cache
 from dovetail.models.publish import publish
 from dovetail.models.registry import parse_config, read_model
@@ -94,7 +95,7 @@ def test_the_engines_own_pool_has_as_many_bytes():
 def test_what_the_engine_takes_of_a_device_is_what_is_planned_with():
     assert pool.FRACTION == options.MEMORY_FRACTION and pool.CPU_FRACTION == options.CPU_MEMORY_FRACTION
     assert pool.SLACK == engine_memory.SLACK and pool.USABLE["tpu"] == ahead.USABLE
-    assert pool.SAMPLER_TABLES == program.SAMPLER_TABLES
+    assert pool.SAMPLER_TABLES == programs.SAMPLER_TABLES
     for platform in ("tpu", "cuda", "cpu"):
         size = build.page_size_for(options.EngineOptions(max_num_seqs=8), 4096, platform)
         assert size == pool.PAGE[platform]

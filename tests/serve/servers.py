@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.engine.stats import Stats
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig

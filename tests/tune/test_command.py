@@ -132,7 +132,7 @@ def test_chat_with_an_adapter_uses_it(first, monkeypatch):
             yield from ()
 
     monkeypatch.setattr(llm, "LLM", FakeEngine)
-    monkeypatch.setattr("dovetail.engine.params.check_room", lambda *given: None)
+    monkeypatch.setattr("dovetail.engine.request.params.check_room", lambda *given: None)
     partner = Local("runs/first/export/step_2")
     assert list(partner.answer([{"role": "user", "content": "Hi"}], Options(0.0, 4))) == []
     assert asked == [("org/tiny", {"adapter": "runs/first/export/step_2"}), "adapter"]

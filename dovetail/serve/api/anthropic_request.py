@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.serve.api.chat_request import Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, StopList
 from dovetail.serve.api.generation_request import LABELS

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.serve.api.fields import Body, Flag, Int, Refused
 from dovetail.serve.api.generation_request import GenerationRequest, TopLogprobs
 from dovetail.serve.errors import bad

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.serve.api.chat_request import ResponseFormat
 from dovetail.serve.api.fields import Flag, Int, Refused
 from dovetail.serve.api.generation_request import GenerationRequest, Tokens

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import MAX_LOGPROBS, SamplingParams, Structured
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, Stops, Token, Words
 from dovetail.serve.errors import bad, refused
 

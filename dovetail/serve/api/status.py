@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from dovetail import __version__
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.api.delivery import json_answer
 from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad
 from dovetail.serve.talk.service import Service

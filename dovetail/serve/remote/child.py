@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.remote.delta_stream import DeltaStream
 from dovetail.serve.remote.wire import (
     LENGTH,

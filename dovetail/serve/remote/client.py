@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from dovetail.core.errors import UserError
-from dovetail.engine.died import EngineDied as EngineDied
+from dovetail.engine.controls import EngineDied as EngineDied
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.stats import Stats
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.supervisor import RestartLimits, Supervisor

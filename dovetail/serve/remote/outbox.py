@@ -9,7 +9,7 @@ import socket
 import threading
 from queue import Empty, SimpleQueue
 
-from dovetail.engine.sequence import Update
+from dovetail.engine.request.outputs import Update
 from dovetail.serve.remote.wire import Delta, Deltas, DeltaTimes, FromEngine, Logprob, frame
 
 

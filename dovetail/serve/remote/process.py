@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from dovetail.core.errors import as_user_error
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.log_text import traceback_text
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
@@ -259,7 +259,7 @@ def _options(start: Start) -> dict[str, Any]:
 
 
 def _info(model: str, llm: LLM) -> EngineInfo:
-    from dovetail.engine.memory import held_bytes
+    from dovetail.engine.device.memory import held_bytes
 
     engine, room = llm.engine, llm.runner.adapters.form
     config = engine.scheduler.config

@@ -9,7 +9,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.remote.child import Child, ShowProgress
 from dovetail.serve.remote.control_state import ControlState
 from dovetail.serve.remote.watchdog import watch

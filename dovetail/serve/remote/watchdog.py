@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.remote.child import Child
 
 CHECKS = 4  # at least so many within the time that a step may take

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 
 LENGTH = struct.Struct("<I")
 T = TypeVar("T")

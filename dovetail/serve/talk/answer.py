@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.text import Text
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.text import Text
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.remote.wire import Delta, Logprob
 from dovetail.serve.tools.events import CallEnd, CallStart, Content, Event

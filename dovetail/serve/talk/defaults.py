@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 
 # Their names there, and ours. The tokenizer brings the ids that end an answer. do_sample is not read: a server samples
 # unless a request has temperature 0.

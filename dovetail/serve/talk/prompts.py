@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import check_room
+from dovetail.engine.request.params import check_room
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.caller import salted
 from dovetail.serve.config import ServerConfig

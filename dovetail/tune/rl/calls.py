@@ -17,7 +17,7 @@ from dovetail.core.errors import UserError
 from dovetail.data.open_examples import example_encoder
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.grammar import masks
-from dovetail.engine.params import Structured
+from dovetail.engine.request.params import Structured
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.tune.rl.episode import Episode

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dovetail.engine.sequence import Completion
-from dovetail.engine.token_logprobs import Logprobs, Scores
-from dovetail.engine.written import Written
+from dovetail.engine.request.logprobs import Logprobs, Scores
+from dovetail.engine.request.outputs import Completion, Written
 from dovetail.tune.rl.episode import Episode, Place, array_of, with_arrays
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dovetail.engine.engine import Engine
-from dovetail.engine.sequence import Completion
+from dovetail.engine.request.outputs import Completion
 from dovetail.tune.rl.draft import Draft, Turn, turn_of
 from dovetail.tune.rl.episode import Episode, Place
 

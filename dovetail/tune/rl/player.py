@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dovetail.engine.device.sampler import seed_of
 from dovetail.engine.llm import LLM, without_collection
-from dovetail.engine.params import SamplingParams, Structured
-from dovetail.engine.sampler import seed_of
-from dovetail.engine.sequence import Completion
-from dovetail.engine.token_logprobs import Logprobs
-from dovetail.engine.written import Written
+from dovetail.engine.request.logprobs import Logprobs
+from dovetail.engine.request.outputs import Completion, Written
+from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.draft import Draft, Turn
 from dovetail.tune.rl.drafts import Drafts

@@ -13,7 +13,7 @@ import pytest
 from serve.servers import MODEL, Script, running
 
 from dovetail.engine.grammar import compile
-from dovetail.engine.params import Structured
+from dovetail.engine.request.params import Structured
 from dovetail.serve.tools.cut_json import read_cut_off
 from dovetail.serve.tools.formats import TOOL_FORMATS
 from dovetail.serve.tools.grammar import grammar_for

@@ -16,7 +16,7 @@ from reference_models import reference
 
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.io.load import load
 from dovetail.models.decoder import forward
 from dovetail.serve.remote.client import EngineClient, EngineDied

@@ -14,7 +14,7 @@ import pytest
 from serve.servers import hanging
 
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.serve.remote.client import EngineClient, EngineDied
 from dovetail.serve.remote.supervisor import RestartLimits, Supervisor
 from dovetail.serve.remote.wire import Start

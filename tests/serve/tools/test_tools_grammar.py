@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dovetail.engine import grammar
-from dovetail.engine.params import Structured
+from dovetail.engine.request.params import Structured
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, special_ids

@@ -10,8 +10,8 @@ import pytest
 from tune.small_models import model_folder
 
 from dovetail import LLM
-from dovetail.engine.params import Structured
-from dovetail.engine.written import Written
+from dovetail.engine.request.outputs import Written
+from dovetail.engine.request.params import Structured
 from dovetail.tune.rl import drafts as drafts_module
 from dovetail.tune.rl.draft import Draft
 from dovetail.tune.rl.drafts import Drafts

@@ -6,9 +6,12 @@ No array is needed, so a step can be compiled before there are pages, and for de
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,16 +23,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
 from dovetail.core.note import NOTE
-from dovetail.engine.batch import NUMBERS, Shape
-from dovetail.engine.buckets import Buckets
-from dovetail.engine.sampler import MAX_BIAS
-from dovetail.engine.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler
+from dovetail.engine.device.batch import NUMBERS, Shape
+from dovetail.engine.device.buckets import Buckets
+from dovetail.engine.device.sampler import MAX_BIAS
+from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler
+from dovetail.engine.schedule.plan import Demand, Limits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import cache_form
 from dovetail.ops.dispatch import compile_options
 
 log = logging.getLogger(__name__)
+MOST_PADDING = 4  # times a step's tokens: a program that is so much larger is used while its own is compiled
 SAMPLER_TABLES = 4  # [rows, vocab] of 32 bits that a step needs beyond the compiler's figure, for the whole sampler
 
 
@@ -190,3 +195,97 @@ class Programs:
     def _left(self, shape: Shape) -> Unsampled:
         logits = self._array((shape.rows, self.cfg.vocab), jnp.float32)
         return Unsampled(logits, self._array((shape.rows,)), self._array((len(NUMBERS), shape.rows)))
+
+
+class Steps:
+    """From any thread. `program`: what a shape's step is, a runner's method."""
+
+    def __init__(self, program: Callable[[Shape], Program], devices: list[Any]):
+        # weak: a runner that is dropped frees its device memory at once, not when Python looks for garbage
+        self._program, self._devices = weakref.WeakMethod(program), devices
+        self._futures: dict[Shape, Future] = {}
+        self._lock = threading.Lock()
+        self.compilations = Compilations()
+        self._pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2), thread_name_prefix="compile")
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __call__(self, shape: Shape) -> Callable:
+        """The step for a shape, compiled now unless it was before; another thread may be compiling it already."""
+        return self.later(shape).result()
+
+    def later(self, shape: Shape, ahead: bool = False) -> Future:
+        """`ahead`: of any request that needs it."""
+        with self._lock:
+            if shape not in self._futures:
+                self._futures[shape] = self._pool.submit(self._get, shape, ahead)
+            return self._futures[shape]
+
+    def _get(self, shape: Shape, ahead: bool) -> Any:
+        program = self._program()
+        assert program is not None, "its runner is gone"
+        return program(shape).kept(self._devices, ahead, self.compilations)
+
+    def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Have these, all of them."""
+        futures = [self.later(shape, ahead=True) for shape in dict.fromkeys(shapes)]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            if progress:
+                progress("compiling steps", done, len(futures))
+
+    def load(self, shapes: Iterable[Shape]) -> None:
+        """Have those of these that an earlier start kept."""
+        program = self._program()
+        assert program is not None, "its runner is gone"
+        self.all(shape for shape in shapes if program(shape).is_kept)
+
+    def nearest(self, shape: Shape, waits: bool = True) -> Shape:
+        """Return the shape; or where it is not compiled yet and one that holds it is, without many times as many
+        tokens, that one, while this one is compiled in the background. Unless the caller `waits` for a compiler, any
+        shape that can run the step is taken, also one with prompts for a step that decodes."""
+        if self.is_ready(shape):
+            return shape
+        self.have(shape)
+        ready = self.ready()
+        holding = [other for other in ready if other.holds(shape)]
+        near = [other for other in holding if other.tokens <= MOST_PADDING * shape.tokens]
+        if not waits and not near:
+            near = holding or [other for other in ready if other.can_run(shape)]
+        return min(near, key=lambda s: (s.tokens, s.rows, s.pages), default=shape)
+
+    def have(self, shape: Shape) -> None:
+        """Compile a step in the background, with the sampler that follows it."""
+        for part in (shape,) if shape.is_decode else (shape, shape.sampler):
+            self.later(part)
+
+    def ready(self) -> list[Shape]:
+        """Return the steps that can be run now."""
+        return [shape for shape in list(self._futures) if shape.tokens and self.is_ready(shape)]
+
+    def is_ready(self, shape: Shape) -> bool:
+        parts = (shape, shape.sampler) if shape.tokens and not shape.is_decode else (shape,)
+        futures = [self._futures.get(part) for part in parts]
+        return all(future is not None and future.done() and future.exception() is None for future in futures)
+
+    @property
+    def busy(self) -> bool:
+        return any(not future.done() for future in list(self._futures.values()))
+
+
+def limits_of(demand: Demand, budget: int, wanted: Shape, ready: list[Shape]) -> Limits | None:
+    """Return what a step of `budget` tokens may take of `demand` with programs that are `ready`, where `wanted` would
+    be the program for all of it. None: nothing can go on before another program is compiled.
+
+    All who decode come first: a program without a row for each of them is not used for prompts."""
+    if demand.prompts:
+        most_tokens = max(budget, MOST_PADDING * wanted.tokens)
+        fit = [s for s in ready if not s.is_decode and s.keeps_hidden == demand.scores and s.tokens <= most_tokens]
+        if any(s.holds(wanted) for s in fit):
+            return Limits(budget, demand.rows, demand.prompts)
+        if some := [s for s in fit if s.rows > demand.decoding]:
+            largest = max(some, key=lambda s: (s.tokens, s.rows))
+            return Limits(min(budget, largest.tokens), largest.rows, largest.rows - demand.decoding)
+    rows = max((s.rows for s in ready if s.steps == 1), default=0)
+    return Limits(budget, rows, 0) if demand.decoding and rows else None

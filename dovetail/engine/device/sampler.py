@@ -22,13 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.errors import UserError
-from dovetail.engine.batch import NUMBERS
+from dovetail.engine.device.batch import NUMBERS
 from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sampling_state import FIXED, SamplingPlan, SamplingState
-from dovetail.engine.sequence import Sequence
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.sequence import FIXED, SamplingPlan, SamplingState, Sequence
+from dovetail.engine.schedule.plan import Row, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI takes 300

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from dovetail.io.hub import Progress
 
@@ -50,3 +53,26 @@ class RequestBar:
     def __exit__(self, *_):
         if self.display:
             self.display.stop()
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """An interrupt that comes meanwhile is raised at the end. Who asks a second time does not want to wait."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+
+    def note(number: int, frame: Any) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        before(*came[0])

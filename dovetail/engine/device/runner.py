@@ -16,38 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.types import Cache, Params, Weights
-from dovetail.engine.adapters import Adapters
-from dovetail.engine.batch import Packer, Shape
-from dovetail.engine.limits import Demand, Limits, limits_of
-from dovetail.engine.plan import StepPlan
-from dovetail.engine.program import Program, Programs
-from dovetail.engine.sampler import Sampler
-from dovetail.engine.step import DeviceState, StepOutput, score
-from dovetail.engine.steps import Steps
+from dovetail.engine.device.adapters import Adapters
+from dovetail.engine.device.batch import Packer, Shape
+from dovetail.engine.device.launched import CHUNK, LaunchedStep
+from dovetail.engine.device.programs import Program, Programs, Steps, limits_of
+from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.device.step import DeviceState, StepOutput, score
+from dovetail.engine.schedule.plan import Demand, Limits, StepPlan
 from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
 STAND_IN_TOKENS = 64  # of a step that stands in for those that are not compiled yet
-CHUNK = 128  # prompt positions scored at a time: their logits are never all there at once
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
-
-
-@dataclass
-class LaunchedStep:
-    """A step under way, its results still on the device: tokens [steps, S], log-probabilities (see ops.sample.logprobs)
-    [steps, S, ...], and where they were asked for the hidden states [T, D]."""
-
-    plan: StepPlan
-    tokens: jax.Array
-    logprobs: tuple[jax.Array, ...] | None = None
-    hidden: jax.Array | None = None
-    version: int = 0
-    padded: int = 0  # tokens a step computes, with those that fill its shape
-    waited: bool = False  # for its program to be compiled
-
-    def fetch(self) -> np.ndarray:
-        """The new tokens [steps, S]: a column for each of the plan's rows, also those that do not sample, and more."""
-        return np.asarray(self.tokens)
 
 
 class Runner:
@@ -188,3 +168,48 @@ class Runner:
         """Run `score` once on zeros: its program does not depend on the step whose hidden states it takes."""
         hidden = jnp.zeros((CHUNK, self.cfg.dim), self.compute.dtype, device=self.programs.everywhere)
         jax.block_until_ready(self.score(hidden, np.zeros(CHUNK, np.int32)))
+
+
+@dataclass(frozen=True)
+class Asleep:
+    level: int
+    host: Params | None  # level 1 keeps the weights here; 2 drops them
+
+
+def put_to_sleep(runner: Runner, level: int) -> Asleep:
+    """Drop the pages; move the weights to the host, or drop them too. No step may be under way. The runner keeps the
+    forms of both: steps may be compiled meanwhile."""
+    weights = runner.weights
+    host = jax.device_get(weights.params) if level == 1 and not is_form(weights.params) else None
+    pages, runner.cache = runner.cache, form_of(runner.cache)
+    for array in jax.tree.leaves(pages):
+        array.delete()  # at once: no other reference to them is of use
+    drop_weights(runner)
+    return Asleep(level, host)
+
+
+def drop_weights(runner: Runner) -> None:
+    runner.weights = Weights(form_of(runner.weights.params), runner.weights.version)
+
+
+def wake_up(runner: Runner, asleep: Asleep) -> None:
+    """Empty pages again, and the weights back from the host, unless new ones have come meanwhile."""
+    weights = runner.weights
+    if asleep.host is not None and is_form(weights.params):
+        runner.weights = Weights(placed(asleep.host, weights.params), weights.version)
+    runner.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), runner.cache)
+
+
+def form_of(params: Params) -> Any:
+    """The same tree with what the steps are compiled for in place of each array."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+
+
+def is_form(params: Params) -> bool:
+    """Whether this is the form alone: the arrays have been dropped."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+
+
+def placed(params: Params, form: Any) -> Params:
+    """The arrays where the form says they lie; those that lie there already are taken as they are."""
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, form)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.engine.plan import Row, StepPlan
-from dovetail.engine.sequence import Sequence
+from dovetail.engine.request.sequence import Sequence
+from dovetail.engine.schedule.plan import Row, StepPlan
 from dovetail.ops.sample import SampleInputs
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled

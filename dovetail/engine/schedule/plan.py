@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from dovetail.engine.sequence import Sequence
+from dovetail.engine.request.sequence import Sequence
 
 
 @dataclass
@@ -32,3 +33,27 @@ class StepPlan:
     @functools.cached_property
     def is_decode(self) -> bool:
         return all(row.count == 1 and row.samples for row in self.rows)
+
+
+class Limits(NamedTuple):
+    """Of one step."""
+
+    tokens: int
+    rows: int
+    prompts: int  # rows of more than one token
+
+
+class Demand(NamedTuple):
+    """What the scheduler would put into a step without limits."""
+
+    decoding: int  # sequences that decode
+    prompts: int = 0  # sequences with more than one token to compute
+    tokens: int = 0  # of those
+    scores: bool = False  # some ask for log-probabilities of their prompt, which only some programs give
+
+    @property
+    def rows(self) -> int:
+        return self.decoding + self.prompts
+
+
+Gain = tuple[Sequence, list[int], int]  # the tokens kept, and the plan's row they came from

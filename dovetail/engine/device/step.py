@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Paged, Params
-from dovetail.engine.batch import UNKNOWN, Shape, StepArrays, sample_inputs, unpack
-from dovetail.engine.params import MAX_LOGPROBS
+from dovetail.engine.device.batch import UNKNOWN, Shape, StepArrays, sample_inputs, unpack
+from dovetail.engine.request.params import MAX_LOGPROBS
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, unembed
 from dovetail.ops.adapter import choose

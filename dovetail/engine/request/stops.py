@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from dovetail.engine.sequence import Sequence
+from dovetail.engine.request.sequence import Sequence
 
 End = tuple[str, int | str | None]  # (finish_reason, stop_reason)
 

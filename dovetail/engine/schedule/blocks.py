@@ -14,7 +14,7 @@ from hashlib import sha256
 from struct import Struct
 
 from dovetail.core.errors import UserError
-from dovetail.engine.sequence import Sequence
+from dovetail.engine.request.sequence import Sequence
 
 
 def page_hash(parent: bytes, tokens: Seq[int], extra: bytes = b"") -> bytes:

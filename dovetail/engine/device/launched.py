@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
 import numpy as np
 
-from dovetail.engine.plan import Row
-from dovetail.engine.runner import CHUNK, LaunchedStep, Runner
-from dovetail.engine.scheduler import Gain
-from dovetail.engine.sequence import Sequence
-from dovetail.engine.token_logprobs import Logprobs, Scores, TokenLogprob, Top
+from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
+from dovetail.engine.request.sequence import Sequence
+from dovetail.engine.schedule.plan import Gain, Row, StepPlan
+
+Score = Callable[[jax.Array, np.ndarray], tuple[jax.Array, ...]]  # Runner.score
+CHUNK = 128  # prompt positions scored at a time: their logits are never all there at once
+
+
+@dataclass
+class LaunchedStep:
+    """A step under way, its results still on the device: tokens [steps, S], log-probabilities (see ops.sample.logprobs)
+    [steps, S, ...], and where they were asked for the hidden states [T, D]."""
+
+    plan: StepPlan
+    tokens: jax.Array
+    logprobs: tuple[jax.Array, ...] | None = None
+    hidden: jax.Array | None = None
+    version: int = 0
+    padded: int = 0  # tokens a step computes, with those that fill its shape
+    waited: bool = False  # for its program to be compiled
+
+    def fetch(self) -> np.ndarray:
+        """The new tokens [steps, S]: a column for each of the plan's rows, also those that do not sample, and more."""
+        return np.asarray(self.tokens)
 
 
 def send_logprobs(launched: LaunchedStep, asked: set[int | None]) -> None:
@@ -52,16 +75,16 @@ def wants_prompt_logprobs(row: Row) -> bool:
     return seq.request.params.prompt_logprobs is not None and seq.index == 0 and row.start < seq.prompt_len - 1
 
 
-def keep_prompt_logprobs(launched: LaunchedStep, runner: Runner) -> None:
+def keep_prompt_logprobs(launched: LaunchedStep, score: Score) -> None:
     """Score the prompt tokens that this step's hidden states predict: position p says what p + 1 is."""
     first = 0
     for row in launched.plan.rows:
         if wants_prompt_logprobs(row):
-            _score_row(launched, row, first, runner)
+            _score_row(launched, row, first, score)
         first += row.count
 
 
-def _score_row(launched: LaunchedStep, row: Row, first: int, runner: Runner) -> None:
+def _score_row(launched: LaunchedStep, row: Row, first: int, score: Score) -> None:
     assert launched.hidden is not None
     prompt, found = row.seq.request.prompt, row.seq.prompt_logprobs
     end = min(row.start + row.count, len(prompt) - 1)
@@ -70,7 +93,7 @@ def _score_row(launched: LaunchedStep, row: Row, first: int, runner: Runner) -> 
         at = np.minimum(first + start - row.start + np.arange(CHUNK), launched.hidden.shape[0] - 1)
         padded = np.zeros(CHUNK, np.int32)
         padded[: len(targets)] = targets
-        values, ranks, *top = (np.asarray(a)[: len(targets)] for a in runner.score(launched.hidden[at], padded))
+        values, ranks, *top = (np.asarray(a)[: len(targets)] for a in score(launched.hidden[at], padded))
         tops = _tops(top, row.seq.request.params.prompt_logprobs or 0)
         found.update(enumerate(Logprobs(targets, [(values.tolist(), ranks.tolist(), tops)]), start + 1))
 

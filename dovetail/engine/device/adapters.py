@@ -16,7 +16,7 @@ from dovetail.core.mesh import param_sharding
 from dovetail.core.spec import ParamSpec, tree_map
 from dovetail.core.types import Params
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.sequence import Adapter
+from dovetail.engine.request.sequence import Adapter
 from dovetail.io.peft import read_adapter
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import Lora

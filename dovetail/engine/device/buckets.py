@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dovetail.engine.batch import Shape
-from dovetail.engine.plan import StepPlan
+from dovetail.engine.device.batch import Shape
+from dovetail.engine.schedule.plan import StepPlan
 
 STEPS = (1, 4, 16)  # decode steps a dispatch may take: each is compiled, and XLA runs a loop it knows the length of
 # without asking the host after every turn

@@ -4,15 +4,69 @@
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from dovetail.engine.params import SamplingParams
-from dovetail.engine.sampling_state import SamplingPlan, SamplingState
-from dovetail.engine.text import Text
-from dovetail.engine.token_logprobs import Logprobs, Scores, TokenLogprob
+from dovetail.engine.grammar import Grammar, Matcher
+from dovetail.engine.request.logprobs import Scores, TokenLogprob
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.text import Text
+
+# the numbers of SampleInputs that stay as they are from a sequence's first token to its last
+FIXED = (
+    "temperature", "top_p", "min_p", "presence", "frequency", "repetition", "seed_hi", "seed_lo", "top_k",
+    "top_logprobs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingPlan:
+    """What takes long to make of SamplingParams (words tokenized, masks, a grammar compiled), for all n sequences.
+    W = ceil(V / 32) words of mask, V vocabulary."""
+
+    mask: np.ndarray | None = None  # [W] uint32: allowed_token_ids and bad words of one token
+    early: np.ndarray | None = None  # [W] uint32: what holds until min_tokens are there
+    bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    grammar: Grammar | None = None
+
+
+@dataclass(eq=False)
+class SamplingState:
+    """The defaults are a greedy row that asks for nothing. W = ceil(V / 32) words of mask, V vocabulary."""
+
+    floats: tuple[float, ...] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # temperature, top_p, min_p, presence, frequency, repet.
+    ints: tuple[int, ...] = (0, 0, 0)  # top_k, seed_hi, seed_lo
+    bias: Mapping[int, float] = field(default_factory=dict)
+    penalized: bool = False
+    mask: np.ndarray | None = None  # [W] uint32: what holds throughout
+    early: np.ndarray | None = None  # [W] uint32: what holds until min_tokens are there
+    early_until: int = 0  # the position at which `early` ends
+    bad: tuple[tuple[int, ...], ...] = ()  # bad words of several tokens
+    matcher: Matcher | None = None
+    top_logprobs: int | None = None
+    fed: int = 0  # output tokens the matcher has seen
+    history_of: tuple[int | None, int] | None = None  # (slot, preemptions) for which the history row was written
+
+    @property
+    def needs_host(self) -> bool:
+        return self.matcher is not None or bool(self.bad) or (self.mask is not None and self.early is not None)
+
+    @functools.cached_property
+    def asks(self) -> bool:
+        """Whether it asks for more than numbers that stay as they are."""
+        masks = self.mask is not None or self.early is not None or self.bad or self.matcher
+        return bool(self.penalized or self.bias or masks)
+
+    @functools.cached_property
+    def numbers(self) -> np.ndarray:
+        """[FIXED] int32: their bits."""
+        floats = np.array(self.floats, np.float32).view(np.int32)
+        words = np.array(self.ints[1:], np.uint32).view(np.int32)
+        top_logprobs = -1 if self.top_logprobs is None else self.top_logprobs
+        return np.array([*floats, *words, self.ints[0], top_logprobs], np.int32)
 
 
 class Status(enum.Enum):
@@ -114,67 +168,3 @@ class Sequence:
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_len :]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished answer."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    stop_reason: int | str | None = None
-    logprobs: Logprobs | None = None  # a TokenLogprob for each token, where they were asked for
-    weights_version: int = 0  # the last that sampled a token of it
-    weights_versions: tuple[tuple[int, int], ...] = ()  # (from which token on, version), where they changed under way
-    times: Times | None = None
-
-    @property
-    def token_logprobs(self) -> np.ndarray | None:
-        """[tokens] f32: the log-probabilities alone, with no object made for each."""
-        return None if self.logprobs is None else self.logprobs.array
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A request with its n completions."""
-
-    id: str
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    cached_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    adapter: Adapter | None = None  # that answered it
-
-
-class Update(NamedTuple):
-    """What a step brought one sequence: a record for any thread. A tuple, because every sequence gets one per step."""
-
-    id: str  # the request's
-    index: int  # which of the request's n
-    tokens: list[int]
-    text: str
-    time: float  # when the engine had them, in seconds of time.monotonic
-    times: Times  # the sequence's own, which the engine fills in as things happen
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    weights_version: int = 0  # of the weights that sampled these tokens
-    scores: list[Scores] | None = None  # of these tokens, where they were asked for; see `logprobs`
-    finish_reason: str | None = None  # stop, length, abort; None: it goes on
-    stop_reason: int | str | None = None  # the token id or string that stopped it
-    error: str | None = None  # why it ended, where it was not asked to: a grammar that could not go on
-    output: RequestOutput | None = None  # in a request's last update from Engine.close or abort: the whole of it
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def logprobs(self) -> Logprobs | None:
-        """A TokenLogprob for each of these tokens, where they were asked for."""
-        return None if self.scores is None else Logprobs(self.tokens, self.scores)
-
-    def then(self, later: Update) -> Update:
-        """Both in one, for a reader that takes them more slowly than they come."""
-        scores = None if self.scores is None else self.scores + (later.scores or [])
-        return later._replace(tokens=self.tokens + later.tokens, text=self.text + later.text, scores=scores)
