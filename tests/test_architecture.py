@@ -34,21 +34,18 @@ ARROWS = {
 # The rooms of serve, from the client to the engine. What lies in serve/ itself is for all of them and imports none.
 SERVE_ARROWS = {
     "": set(),
-    "tools": set(),
     "remote": set(),
-    "talk": {"tools", "remote"},
-    "api": {"tools", "talk"},
-    "http": {"tools", "remote", "talk", "api"},
+    "talk": {"remote"},
+    "api": {"talk"},
+    "http": {"remote", "talk", "api"},
 }
-# Of serve, what agents read the policy's tool calls with: it must be what the server reads, and it imports nothing.
-PARSERS = "dovetail.serve.tools."
 ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
 
 # An accelerator's image often has no more than this: rooms in LEAN load with it alone.
 LEAN = {"core", "ops", "models", "io", "engine", "train", "tune", "tune/rl"}
 LEAN_PACKAGES = {"jax", "numpy", "ml_dtypes", "optax", "orbax", "safetensors", "tokenizers", "jinja2", "yaml", "rich"}
 QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
-QUICK_FILES = {"engine/options.py", "core/choice.py", "core/printable.py"}  # and these: the standard library alone
+QUICK_FILES = {"engine/options.py", "core/choice.py", "core/errors.py", "core/printable.py"}  # standard library alone
 COMPARED_WITH = {"torch", "transformers"}  # never needed to run
 NEVER = {"tensorflow", "tensorflow_datasets", "seqio"}
 LONGEST_FILE = 600
@@ -95,8 +92,6 @@ def broken_arrow(room: str, item: Import) -> Iterator[str]:
     if room in ("", "cli"):
         if item.at_load and other != "cli" and not is_quick(item.target):
             yield f"{item.target} is imported before a command runs; import it in the function that uses it"
-    elif room == "tune/rl" and item.target.startswith(PARSERS):
-        return
     elif room != other and not (room == "tune/rl" and other == "tune") and other not in ARROWS[room]:
         yield f"{room} may not import {other} ({item.target})"
     elif room == "tune" and parts[:2] == ["tune", "rl"]:
@@ -240,11 +235,6 @@ BROKEN = {
     "tune outside rl to engine": ("tune/sft.py", "import dovetail.engine", "tune may not import engine"),
     "tune to rl": ("tune/sft.py", "import dovetail.tune.rl.loop", "rl stands on tune"),
     "rl to the server": ("tune/rl/a.py", "import dovetail.serve.http.app", "tune/rl may not import serve"),
-    "tune to the server's parsers": (
-        "tune/sft.py",
-        "from dovetail.serve.tools.stream import parse",
-        "tune may not import serve",
-    ),
     "serve to train": ("serve/a.py", "import dovetail.train", "serve may not import train"),
     "serve's talk to its api": (
         "serve/talk/a.py",
@@ -278,12 +268,12 @@ FINE = {
     "ops/a.py": "import jax\nfrom dovetail.core.types import Packed",
     "io/a.py": "import numpy\ndef f():\n    import gguf",
     "tune/rl/a.py": "import dovetail.engine, dovetail.train\nfrom dovetail.tune import sft\nfrom . import loop",
-    "tune/rl/stage.py": "from dovetail.serve.tools.events import ToolCall",
+    "tune/rl/stage.py": "from dovetail.io.tool_formats.events import ToolCall",
     "cli/a.py": "import typer\nfrom dovetail.cli import errors\ndef f():\n    import jax, dovetail",
     "cli/bench_forward.py": "def f():\n    import torch, transformers",
     "interop/torch.py": "import torch",
     "serve/http/a.py": "from dovetail.serve.api import chat\nimport dovetail.engine.llm, dovetail.serve.http.gate",
-    "serve/talk/a.py": "from dovetail.serve import errors\nfrom dovetail.serve.tools.events import Event",
+    "serve/talk/a.py": "from dovetail.serve import errors\nfrom dovetail.io.tool_formats.events import Event",
     "plan/a.py": "from dovetail import __version__\nfrom dovetail.models import registry",
 }
 

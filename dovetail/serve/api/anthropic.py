@@ -12,14 +12,13 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from dovetail.serve.api.anthropic_request import CountRequest, MessagesRequest
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
+from dovetail.serve.api.anthropic_request import CountRequest, MessagesRequest, to_anthropic
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, event, json_answer
 from dovetail.serve.api.usage import Usage
 from dovetail.serve.errors import ApiError
 from dovetail.serve.talk.answer import Ask, Step
 from dovetail.serve.talk.service import Service
-from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
-from dovetail.serve.tools.ids import to_anthropic
 
 PATH = "/v1/messages"
 

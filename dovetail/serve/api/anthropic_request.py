@@ -10,12 +10,12 @@ from pydantic import Field
 
 from dovetail.core.errors import UserError
 from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat_request import Name
 from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, StopList
 from dovetail.serve.api.generation_request import LABELS
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.prompts import Conversation
-from dovetail.serve.tools.ids import from_anthropic
 
 _TEXT_ONLY = Refused("the model reads text only")
 
@@ -207,3 +207,14 @@ def _tool_result(block: Block, where: str) -> dict[str, Any]:
     if block.is_error:  # chat templates can show this only in the text
         content = json.dumps({"error": content}, ensure_ascii=False)
     return {"role": "tool", "tool_call_id": from_anthropic(block.need("tool_use_id", where)), "content": content}
+
+
+def to_anthropic(id: str) -> str:
+    """Return a call's id as Anthropic's look, toolu_ and what follows call_."""
+    return "toolu_" + id.removeprefix("call_")
+
+
+def from_anthropic(id: str) -> str:
+    """Return the id that `to_anthropic` was given, for a chat template; any other id as it is."""
+    rest = id.removeprefix("toolu_")
+    return id if rest == id else rest if len(rest) == SHORT_ID_LENGTH else f"call_{rest}"

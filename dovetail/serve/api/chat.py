@@ -10,13 +10,13 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 from dovetail.serve.api.chat_request import ChatRequest
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, event
 from dovetail.serve.api.usage import Usage
 from dovetail.serve.errors import ApiError
 from dovetail.serve.talk.answer import Ask, Step
 from dovetail.serve.talk.service import Service
-from dovetail.serve.tools.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 
 PATH = "/v1/chat/completions"
 

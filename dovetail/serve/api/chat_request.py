@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.serve.api.cut_json import read_cut_off
 from dovetail.serve.api.fields import Body, Flag, Int, Refused
 from dovetail.serve.api.generation_request import GenerationRequest, TopLogprobs
 from dovetail.serve.errors import bad
 from dovetail.serve.talk.prompts import EFFORTS, Conversation
-from dovetail.serve.tools.cut_json import read_cut_off
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 _TEXT_ONLY = "the model reads text only"

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from dovetail.core.errors import UserError
+from dovetail.io.tool_formats.events import Content
 from dovetail.serve.api.completions_request import CompletionRequest
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, event
 from dovetail.serve.api.merge_streams import merge_streams
@@ -19,7 +20,6 @@ from dovetail.serve.api.usage import Usage
 from dovetail.serve.errors import ApiError, bad
 from dovetail.serve.talk.answer import Ask, Step
 from dovetail.serve.talk.service import Service
-from dovetail.serve.tools.events import Content
 
 PATH = "/v1/completions"
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, event
 from dovetail.serve.api.responses_request import ResponsesRequest
 from dovetail.serve.api.usage import Usage
 from dovetail.serve.errors import ApiError
 from dovetail.serve.talk.answer import Ask, Step
 from dovetail.serve.talk.service import Service
-from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
 PATH = "/v1/responses"
 EventData = tuple[str, dict[str, Any]]  # an event's name and its fields

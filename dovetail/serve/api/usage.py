@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.io.tool_formats.events import Content, Reasoning
 from dovetail.serve.talk.answer import Ask, Step
-from dovetail.serve.tools.events import Content, Reasoning
 
 
 class Usage:

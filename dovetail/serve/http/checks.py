@@ -10,8 +10,8 @@ from pathlib import Path
 from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
 from dovetail.io.adapter_folder import check_servable
+from dovetail.io.tool_formats.formats import format_for, reasoning_for
 from dovetail.serve.config import ServerConfig
-from dovetail.serve.tools.formats import format_for, reasoning_for
 
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.text import Text
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.tool_formats.events import CallEnd, CallStart, Content, Event
+from dovetail.io.tool_formats.stream import StreamParser
 from dovetail.serve.remote.wire import Delta, Logprob
-from dovetail.serve.tools.events import CallEnd, CallStart, Content, Event
-from dovetail.serve.tools.stream import StreamParser
 
 CONTEXT = 8  # of the prompt's last tokens: they decide whether the answer's text begins with a space
 

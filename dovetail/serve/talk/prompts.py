@@ -11,15 +11,15 @@ from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
+from dovetail.io.tool_formats.grammar import grammar_for
+from dovetail.io.tool_formats.stream import StreamParser
+from dovetail.io.tool_formats.tools import spell
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.talk.adapter_templates import AdapterTemplates
 from dovetail.serve.talk.answer import Ask
 from dovetail.serve.talk.request_templates import RequestTemplates
-from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
-from dovetail.serve.tools.grammar import grammar_for
-from dovetail.serve.tools.spelled import spell
-from dovetail.serve.tools.stream import StreamParser
 
 LONGEST = 4 * 2**20  # characters of a text to tokenize, or more where the model reads more
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.tools.events import ToolCall
-from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
-from dovetail.serve.tools.grammar import grammar_for
-from dovetail.serve.tools.stream import parse
+from dovetail.io.tool_formats.events import ToolCall
+from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
+from dovetail.io.tool_formats.grammar import grammar_for
+from dovetail.io.tool_formats.stream import parse
 
 CONTEXT = 32  # tokens before an answer that tell whether they open the reasoning
 

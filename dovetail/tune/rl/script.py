@@ -16,7 +16,7 @@ from dovetail.core.errors import UserError
 from dovetail.data.examples import Chat, Text
 from dovetail.data.messages import Messages, say
 from dovetail.data.trained_tokens import ExampleEncoder
-from dovetail.serve.tools.spelled import spell
+from dovetail.io.tool_formats.tools import spell
 from dovetail.tune.rl.answer import Answer, Listener
 
 MARK = chr(0xFDD0)  # one of Unicode's noncharacters, which are in no text

@@ -16,7 +16,7 @@ from dovetail.data.examples import Chat
 from dovetail.data.messages import Messages
 from dovetail.io.chat import checked_messages
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.tools.events import ToolCall
+from dovetail.io.tool_formats.events import ToolCall
 from dovetail.tune.rl.answer import Answer
 from dovetail.tune.rl.environment import Environment, Said, Step
 from dovetail.tune.rl.episode import Episode, Place

@@ -28,7 +28,7 @@ from typing import Any
 
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import UserError
-from dovetail.serve.tools.events import ToolCall
+from dovetail.io.tool_formats.events import ToolCall
 from dovetail.tune.rl.answer import Answer
 from dovetail.tune.rl.environment import Environment, Step
 from dovetail.tune.rl.rewards.json_schema import fits

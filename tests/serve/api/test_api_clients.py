@@ -11,8 +11,9 @@ from later import later
 from serve.api.test_api_tools import CALL, WEATHER
 from serve.servers import MODEL
 
+from dovetail.io.tool_formats.formats import call_id, short_id
+from dovetail.serve.api.anthropic_request import from_anthropic, to_anthropic
 from dovetail.serve.remote.wire import LoadedAdapter
-from dovetail.serve.tools.ids import call_id, from_anthropic, short_id, to_anthropic
 
 anthropic = later("anthropic")
 

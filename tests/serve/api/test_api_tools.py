@@ -14,10 +14,10 @@ from serve.servers import MODEL, Script, running
 
 from dovetail.engine.grammar import compile
 from dovetail.engine.request.params import Structured
-from dovetail.serve.tools.cut_json import read_cut_off
-from dovetail.serve.tools.formats import TOOL_FORMATS
-from dovetail.serve.tools.grammar import grammar_for
-from dovetail.serve.tools.stream import parse
+from dovetail.io.tool_formats.formats import TOOL_FORMATS
+from dovetail.io.tool_formats.grammar import grammar_for
+from dovetail.io.tool_formats.stream import parse
+from dovetail.serve.api.cut_json import read_cut_off
 
 pytestmark = pytest.mark.slow
 

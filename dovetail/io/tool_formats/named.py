@@ -1,13 +1,100 @@
-"""Arguments as tags, `<parameter=key>value</parameter>`, whose types only the tool's schema tells."""
+"""A call that names its function and then writes the arguments: `name[ARGS]{...}`, `f(a=1)`, `<function=f>...`."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
-from dovetail.serve.tools.head import SPACE, Blank, beginning
-from dovetail.serve.tools.notation import State, as_json, literal
+from dovetail.io.tool_formats.notation import State, as_json, literal
+
+
+class Arguments(Protocol):
+    """Reads arguments in a format's own notation and writes them as JSON."""
+
+    state: State
+
+    def push(self, text: str, at: int) -> int: ...
+
+    def take(self) -> str: ...
+
+
+class Named:
+    """`name` is None until the head is complete; until then nothing is read."""
+
+    def __init__(self, heads: tuple[Head, ...], arguments: Callable[[str], Arguments]):
+        self.state, self.complete = State.OPEN, False
+        self.name: str | None = None
+        self._heads, self._new_arguments = heads, arguments
+        self._arguments: Arguments | None = None
+
+    def push(self, text: str, at: int) -> int:
+        if self._arguments is None:
+            found = [head.find(text, at) for head in self._heads]
+            whole = next((head for head in found if isinstance(head, Found)), None)
+            if whole is None:
+                self.state = State.OPEN if any(found) else State.BROKEN
+                return at
+            self.name, at = whole
+            self._arguments = self._new_arguments(self.name)
+        at = self._arguments.push(text, at)
+        self.state = self._arguments.state
+        self.complete = self.state is State.DONE
+        return at
+
+    def take(self) -> str:
+        assert self._arguments is not None
+        return self._arguments.take()
+
+
+class Blank(str):
+    """A part of a head that is a pattern and not a text."""
+
+
+# OpenAI's function names are [a-zA-Z0-9_-]; tool servers also use dots, colons and slashes. The bound limits how long a
+# text that only looks like a call is buffered.
+NAME = Blank(r"[\w.:/\-]{1,128}")
+KEY = Blank(r"\w{1,128}")
+SPACE = Blank(r"\s{0,16}")
+ARGUMENTS = Blank("")  # where the arguments begin
+
+
+class Found(NamedTuple):
+    name: str
+    arguments: int  # where they begin
+
+
+class Head:
+    """A sequence of texts and blanks, of which ARGUMENTS says where the arguments begin."""
+
+    def __init__(self, *parts: str):
+        self._whole, self._beginning = re.compile("".join(map(_group, parts))), re.compile(beginning(*parts))
+
+    def find(self, text: str, at: int) -> Found | bool:
+        """The head at this position; else whether it may still become one."""
+        whole = self._whole.match(text, at)
+        if whole:
+            return Found(whole["name"], whole.start("arguments"))
+        return self._beginning.fullmatch(text, at) is not None
+
+
+def beginning(*parts: str) -> str:
+    """A pattern for any beginning of these: each character or blank may be missing together with all that follow."""
+    pattern = ""
+    for part in reversed(parts):
+        for piece in [str(part)] if isinstance(part, Blank) else map(re.escape, reversed(part)):
+            pattern = f"(?:{piece}{pattern})?"
+    return pattern
+
+
+def _group(part: str) -> str:
+    if part is NAME:
+        return f"(?P<name>{part})"
+    if part is ARGUMENTS:
+        return "(?P<arguments>)"
+    return str(part) if isinstance(part, Blank) else re.escape(part)
+
 
 _OPEN, _CLOSE, _END, _OUTER_END = "<parameter=", "</parameter>", "</function>", "</tool_call>"
 _KEY = re.compile(_OPEN + r"([^<>\n]{1,256})>")

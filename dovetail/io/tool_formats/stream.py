@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dovetail.serve.tools import events as made
-from dovetail.serve.tools.envelope import Envelope
-from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Parsed, Reasoning
-from dovetail.serve.tools.formats import ReasoningFormat, ToolFormat
-from dovetail.serve.tools.named import Named
-from dovetail.serve.tools.notation import State
-from dovetail.serve.tools.schema import parameters_by_name
+from dovetail.io.tool_formats import events as made
+from dovetail.io.tool_formats.envelope import Envelope
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Parsed, Reasoning
+from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat
+from dovetail.io.tool_formats.named import Named
+from dovetail.io.tool_formats.notation import State
+from dovetail.io.tool_formats.tools import parameters_by_name
 
 # What may come between a marker and the first call, and between calls: a list's brackets, separators, the end of a
 # fenced block, an extra brace. Where no call follows, closing characters are dropped and the rest is content.

@@ -10,114 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tool_call_cases import TOOLS, WRITTEN, Call, events_of
 
-from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, collect, merge
-from dovetail.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from dovetail.serve.tools.stream import StreamParser, parse
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, collect
+from dovetail.io.tool_formats.formats import REASONING_FORMATS, TOOL_FORMATS
+from dovetail.io.tool_formats.stream import StreamParser, parse
 
-PROPERTIES = {
-    "text": {"type": "string"},
-    "count": {"type": "integer"},
-    "ratio": {"type": "number"},
-    "flag": {"type": "boolean"},
-    "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-    "data": {"$ref": "#/$defs/anything"},
-    "items": {"type": ["array", "null"]},
-}
-PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"anything": {"type": "object"}}}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("look_up", "run-it.now")
-]
-
-# --- the formats, written as the models' templates write them ---------------------------------------------------------
-
-Call = tuple[str, dict[str, Any]]
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def hermes(calls: list[Call]) -> str:
-    return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {dumps(a)}}}\n</tool_call>' for n, a in calls)
-
-
-def qwen3_coder(calls: list[Call]) -> str:
-    def parameter(key: str, value: Any) -> str:
-        return f"<parameter={key}>\n{value if isinstance(value, str) else dumps(value)}\n</parameter>\n"
-
-    bodies = ["".join(itertools.starmap(parameter, a.items())) for _, a in calls]
-    calls_and_bodies = zip(calls, bodies, strict=True)
-    return "\n".join(
-        f"<tool_call>\n<function={n}>\n{body}</function>\n</tool_call>" for (n, _), body in calls_and_bodies
-    )
-
-
-def llama3_json(calls: list[Call]) -> str:
-    return "; ".join(f'{{"name": "{n}", "parameters": {dumps(a)}}}' for n, a in calls)
-
-
-def llama3_tagged(calls: list[Call]) -> str:
-    return "<|python_tag|>" + llama3_json(calls)
-
-
-def pythonic(calls: list[Call]) -> str:
-    return "[" + ", ".join(f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls) + "]"
-
-
-def pythonic_tagged(calls: list[Call]) -> str:
-    return f"<|python_start|>{pythonic(calls)}<|python_end|>"
-
-
-def mistral(calls: list[Call]) -> str:
-    return "[TOOL_CALLS]" + dumps([{"name": n, "arguments": a, "id": "abcdefghi"} for n, a in calls])
-
-
-def mistral_v11(calls: list[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls)
-
-
-def deepseek(calls: list[str], between: str) -> str:
-    each = [f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls]
-    return f"<｜tool▁calls▁begin｜>{between.join(each)}<｜tool▁calls▁end｜>"
-
-
-def deepseek_v3(calls: list[Call]) -> str:
-    return deepseek([f"function<｜tool▁sep｜>{n}\n```json\n{dumps(a)}\n```" for n, a in calls], "\n")
-
-
-def deepseek_v31(calls: list[Call]) -> str:
-    return deepseek([f"{n}<｜tool▁sep｜>{dumps(a)}" for n, a in calls], "")
-
-
-def gemma4(calls: list[Call]) -> str:
-    def write(value: Any) -> str:
-        match value:
-            case str():
-                return f'<|"|>{value}<|"|>'
-            case dict():
-                return "{" + ",".join(f"{key}:{write(item)}" for key, item in value.items()) + "}"
-            case list():
-                return f"[{','.join(map(write, value))}]"
-        return dumps(value)
-
-    return "".join(f"<|tool_call>call:{n}{write(a)}<tool_call|>" for n, a in calls)
-
-
-WRITTEN = {
-    "hermes": ("hermes", hermes),
-    "qwen3_coder": ("qwen3_coder", qwen3_coder),
-    "llama3_json": ("llama3_json", llama3_json),
-    "llama3_json, tagged": ("llama3_json", llama3_tagged),
-    "llama4_pythonic": ("llama4_pythonic", pythonic),
-    "llama4_pythonic, tagged": ("llama4_pythonic", pythonic_tagged),
-    "llama4_pythonic, as JSON": ("llama4_pythonic", llama3_json),
-    "mistral": ("mistral", mistral),
-    "mistral_v11": ("mistral_v11", mistral_v11),
-    "deepseek_v3": ("deepseek_v3", deepseek_v3),
-    "deepseek_v31": ("deepseek_v31", deepseek_v31),
-    "gemma4": ("gemma4", gemma4),
-}
 MARKERS = "</tool_call><tool_call>{[<|python_end|>]}[TOOL_CALLS]<｜tool▁call▁end｜><tool_call|></function></parameter>"
 
 # name -> the text before, the calls
@@ -141,10 +39,6 @@ def parser_for(written: str, **options: Any) -> StreamParser:
     numbers = itertools.count()
     options = {"tools": TOOLS, "new_id": lambda: f"id{next(numbers)}"} | options
     return StreamParser(TOOL_FORMATS[WRITTEN[written][0]], **options)
-
-
-def events_of(parser: StreamParser, pieces: list[str], truncated: bool = False) -> list:
-    return merge([event for piece in pieces for event in parser.push(piece)] + parser.finish(truncated))
 
 
 def text_of(written: str, message: str) -> str:

@@ -6,14 +6,14 @@ import json
 import re
 
 import pytest
-from serve.tools.test_tools import TOOLS, events_of
+from tool_call_cases import TOOLS, events_of
 
-from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, merge
-from dovetail.serve.tools.formats import TOOL_FORMATS, format_for, special_ids
-from dovetail.serve.tools.notation import GEMMA, JSON, PYTHON, State, ValueReader, as_json
-from dovetail.serve.tools.parameters import typed
-from dovetail.serve.tools.schema import parameters_by_name, types_of
-from dovetail.serve.tools.stream import StreamParser, parse
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, merge
+from dovetail.io.tool_formats.formats import TOOL_FORMATS, format_for, special_ids
+from dovetail.io.tool_formats.named import typed
+from dovetail.io.tool_formats.notation import GEMMA, JSON, PYTHON, State, ValueReader, as_json
+from dovetail.io.tool_formats.stream import StreamParser, parse
+from dovetail.io.tool_formats.tools import parameters_by_name, types_of
 
 # --- values -----------------------------------------------------------------------------------------------------------
 

@@ -5,21 +5,33 @@ To add a format, add a table; where its arguments are written in a notation of t
 
 from __future__ import annotations
 
+import secrets
+import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import UserError
-from dovetail.serve.tools.envelope import Envelope
-from dovetail.serve.tools.head import ARGUMENTS, KEY, NAME, SPACE, Head
-from dovetail.serve.tools.ids import call_id, short_id
-from dovetail.serve.tools.named import Arguments, Named
-from dovetail.serve.tools.notation import GEMMA, JSON, PYTHON, Notation, ValueReader
-from dovetail.serve.tools.parameters import Parameters
-from dovetail.serve.tools.schema import types_of
+from dovetail.io.tool_formats.envelope import Envelope
+from dovetail.io.tool_formats.named import ARGUMENTS, KEY, NAME, SPACE, Arguments, Head, Named, Parameters
+from dovetail.io.tool_formats.notation import GEMMA, JSON, PYTHON, Notation, ValueReader
+from dovetail.io.tool_formats.tools import types_of
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
+
+
+SHORT_ID_LENGTH = 9  # letters and digits
+
+
+def call_id() -> str:
+    """As OpenAI's look: call_ and 24 characters."""
+    return "call_" + secrets.token_hex(12)
+
+
+def short_id() -> str:
+    """Mistral's templates take an id of exactly 9 letters and digits, and refuse any other."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(SHORT_ID_LENGTH))
 
 
 @dataclass(frozen=True)

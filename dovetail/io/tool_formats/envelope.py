@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from dovetail.serve.tools.notation import JSON, State, ValueReader, as_json
+from dovetail.io.tool_formats.notation import JSON, State, ValueReader, as_json
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = {"name", *_ARGUMENTS, "type", "id"}  # with any other key before the arguments, the object is not a call

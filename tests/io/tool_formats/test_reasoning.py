@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from serve.tools.test_tools import TOOLS, events_of
+from tool_call_cases import TOOLS, events_of
 
-from dovetail.serve.tools.events import Content, Reasoning, collect
-from dovetail.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_for
-from dovetail.serve.tools.stream import StreamParser, parse
+from dovetail.io.tool_formats.events import Content, Reasoning, collect
+from dovetail.io.tool_formats.formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_for
+from dovetail.io.tool_formats.stream import StreamParser, parse
 
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"text": "</think>"}}\n</tool_call>'
 GEMMA_CALL = '<|tool_call>call:look_up{text:<|"|><channel|><|"|>}<tool_call|>'

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serve.tools.test_tools import WRITTEN, dumps
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from tool_call_cases import WRITTEN, dumps
 
 from dovetail.engine import grammar
 from dovetail.engine.request.params import Structured
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.tools.formats import REASONING_FORMATS, TOOL_FORMATS, special_ids
-from dovetail.serve.tools.grammar import grammar_for
-from dovetail.serve.tools.stream import parse
+from dovetail.io.tool_formats.formats import REASONING_FORMATS, TOOL_FORMATS, special_ids
+from dovetail.io.tool_formats.grammar import grammar_for
+from dovetail.io.tool_formats.stream import parse
 
 LOOK_UP = {
     "type": "object",
