@@ -19,7 +19,7 @@ from dovetail.engine.device.batch import NUMBERS, Shape
 from dovetail.engine.device.step import Unsampled, run_sampler
 from dovetail.io.load import _logits
 from dovetail.models import greedy
-from dovetail.models.decoder import cache_form, forward, init_cache, unembed
+from dovetail.models.decoder import abstract_cache, forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
 from dovetail.ops.dispatch import has_tokamax
@@ -140,7 +140,7 @@ def test_paged_on_a_mesh_of_tpus(name):
     )
     placement = Placement(mesh, SERVE)
     cfg = parse_config(dict(MODELS[name]))
-    cache = cache_form(cfg, S * PAGES, PAGE, jnp.bfloat16, placement, "tpu")
+    cache = abstract_cache(cfg, S * PAGES, PAGE, jnp.bfloat16, placement, "tpu")
     ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="tpu", placement=placement)
     params = abstract(spec(cfg), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -139,11 +139,11 @@ def init_cache(
     platform: str | None = None,
 ) -> Cache:
     """`placement` and `platform` are those of the Paged contexts that will come with it."""
-    forms = cache_form(cfg, num_pages, page_size, dtype, placement, platform)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), forms)
+    abstract = abstract_cache(cfg, num_pages, page_size, dtype, placement, platform)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
 
-def cache_form(
+def abstract_cache(
     cfg: ModelConfig,
     num_pages: int,
     page_size: int,

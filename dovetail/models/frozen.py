@@ -23,7 +23,7 @@ SCHEMES: dict[str, ModuleType] = {"int8": int8, "nf4": nf4}
 HELD = ("bf16", "f32", *SCHEMES)
 
 
-def frozen_form(cfg: ModelConfig, held: str, dtype: Any, placement: Placement) -> Any:
+def abstract_frozen(cfg: ModelConfig, held: str, dtype: Any, placement: Placement) -> Any:
     """The weights' shapes and places; `dtype` is what they are computed with."""
 
     def one(path: tuple, leaf: ParamSpec) -> Any:
@@ -70,5 +70,5 @@ def scheme_of(path: str, leaf: ParamSpec, held: str) -> ModuleType | None:
 @functools.lru_cache(maxsize=256)
 def frozen_bytes(cfg: ModelConfig, held: str, dtype: Any, placement: Placement) -> int:
     """Of one device."""
-    forms = jax.tree.leaves(frozen_form(cfg, held, dtype, placement))
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in forms)
+    abstract = jax.tree.leaves(abstract_frozen(cfg, held, dtype, placement))
+    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in abstract)

@@ -120,21 +120,20 @@ def _converted(
     rest = jax.tree_util.tree_map_with_path(lambda path, x: None if _fits(x, fits.get(path)) else x, p)
     # another set of devices than the weights lie on (the trainer's): they are sent there once they are smaller
     is_there = placement is not None and set(placement.mesh.devices.flat) == _devices(p)
-    form = tuple(zip(dtypes, places if is_there else [None] * len(places), strict=True))
-    made = _convert(rest, layer=layer, placement=placement, form=form, treedef=treedef, copy=not take)
+    targets = tuple(zip(dtypes, places if is_there else [None] * len(places), strict=True))
+    made = _convert(rest, layer=layer, placement=placement, targets=targets, treedef=treedef, copy=not take)
     own = dict(jax.tree_util.tree_leaves_with_path(p))
     arrays = [own[path] if x is None else x for (path, _), x in zip(paths, treedef.flatten_up_to(made), strict=True)]
     return treedef.unflatten(jax.device_put(arrays, places))
 
 
-def _fits(x: Any, form: tuple[np.dtype, Any] | None) -> bool:
-    return form is not None and x.dtype == form[0] and x.sharding.is_equivalent_to(form[1], x.ndim)
+def _fits(x: Any, target: tuple[np.dtype, Any] | None) -> bool:
+    return target is not None and x.dtype == target[0] and x.sharding.is_equivalent_to(target[1], x.ndim)
 
 
-@functools.partial(jax.jit, static_argnames=("layer", "placement", "form", "treedef", "copy"))
-def _convert(p: Params, *, layer: Layer | None, placement: Placement | None, form: tuple, treedef: Any, copy: bool):
-    """`form`: the dtype of each leaf, and where on the weights' own devices it goes (None: where they are). A leaf of
-    None stays one."""
+@functools.partial(jax.jit, static_argnames=("layer", "placement", "targets", "treedef", "copy"))
+def _convert(p: Params, *, layer: Layer | None, placement: Placement | None, targets: tuple, treedef: Any, copy: bool):
+    """Cast and place each leaf by `targets`: its dtype, and its sharding or None to leave it. None leaves stay None."""
 
     def one(x: jax.Array | None, dtype: np.dtype, place: Any) -> jax.Array | None:
         if x is None:
@@ -145,7 +144,7 @@ def _convert(p: Params, *, layer: Layer | None, placement: Placement | None, for
 
     joined = _join_layer(layer, p, placement, _join_arrays) if layer else p
     given = treedef.flatten_up_to(joined)
-    return treedef.unflatten([one(x, *each) for x, each in zip(given, form, strict=True)])
+    return treedef.unflatten([one(x, *each) for x, each in zip(given, targets, strict=True)])
 
 
 def _devices(p: Params) -> set[Any]:

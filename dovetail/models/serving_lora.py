@@ -33,7 +33,7 @@ Members = dict[str, ParamSpec]  # the weights that are joined in one, or that on
 
 
 @dataclass(frozen=True)
-class SlotForm:
+class SlotLayout:
     """What an engine has room for."""
 
     cfg: ModelConfig
@@ -42,31 +42,31 @@ class SlotForm:
     placement: Placement | None = None
 
 
-def empty_tables(form: SlotForm, dtype: Any) -> Params:
+def empty_tables(layout: SlotLayout, dtype: Any) -> Params:
     """lora_a [A W, *in] and lora_b [*out, A W] of every projection."""
 
     def zeros(leaf: ParamSpec) -> jax.Array:
-        return jnp.zeros(leaf.shape, dtype, device=param_sharding(form.placement, leaf))
+        return jnp.zeros(leaf.shape, dtype, device=param_sharding(layout.placement, leaf))
 
-    return tree_map(zeros, tables_spec(form))
-
-
-def tables_spec(form: SlotForm) -> dict[str, Any]:
-    return _layers(form, lambda _, leaf, members: _pair_spec(form, leaf, len(members)))
+    return tree_map(zeros, tables_spec(layout))
 
 
-def slot_values(form: SlotForm, adapters: Params, lora: Lora, dtype: Any) -> Params:
+def tables_spec(layout: SlotLayout) -> dict[str, Any]:
+    return _layers(layout, lambda _, leaf, members: _pair_spec(layout, leaf, len(members)))
+
+
+def slot_values(layout: SlotLayout, adapters: Params, lora: Lora, dtype: Any) -> Params:
     """What an adapter (see models.lora) writes into its slot: lora_a [W, *in] and lora_b [*out, W] of every projection,
     zero where it has none."""
-    check_served(adapters, lora, form.rank)
+    check_served(adapters, lora, layout.rank)
 
     def one(path: str, leaf: ParamSpec, members: Members) -> Pair:
         above = path.rpartition(".")[0]
         pairs = [(given.get(f"{above}.{name}"), part.shape[0]) for name, part in members.items()]
-        return {key: x.astype(dtype) for key, x in _values(form.rank, leaf, pairs, lora.scale).items()}
+        return {key: x.astype(dtype) for key, x in _values(layout.rank, leaf, pairs, lora.scale).items()}
 
     given = _by_weight(adapters)
-    return _layers(form, one)
+    return _layers(layout, one)
 
 
 def write_slot(tables: Params, values: Params, slot: int) -> Params:
@@ -89,7 +89,7 @@ def _write(table: jax.Array, value: jax.Array, at: jax.Array, axis: int, place: 
 # --- one weight -------------------------------------------------------------------------------------------------------
 
 
-def _layers(form: SlotForm, make: Callable[[str, ParamSpec, Members], Any]) -> dict[str, Any]:
+def _layers(layout: SlotLayout, make: Callable[[str, ParamSpec, Members], Any]) -> dict[str, Any]:
     """make(its path, its spec, the weights that are joined in it) for each projection of the serving tree, but none of
     experts'."""
 
@@ -102,13 +102,13 @@ def _layers(form: SlotForm, make: Callable[[str, ParamSpec, Members], Any]) -> d
                 made[name] = make(f"{above}.{name}", leaf, {member: own[member] for member in name.split("+")})
         return {name: one for name, one in made.items() if one}
 
-    layers = zip(serving_spec(form.cfg, form.placement)["layers"], spec(form.cfg)["layers"], strict=True)
+    layers = zip(serving_spec(layout.cfg, layout.placement)["layers"], spec(layout.cfg)["layers"], strict=True)
     return {"layers": tuple(part(*both, f"layers.{i}") for i, both in enumerate(layers))}
 
 
-def _pair_spec(form: SlotForm, leaf: ParamSpec, members: int) -> dict[str, ParamSpec]:
+def _pair_spec(layout: SlotLayout, leaf: ParamSpec, members: int) -> dict[str, ParamSpec]:
     cut = len(leaf.shape) - input_dims(leaf)
-    ranks = form.slots * form.rank * members
+    ranks = layout.slots * layout.rank * members
     return {
         "lora_a": replace(leaf, shape=(ranks, *leaf.shape[cut:]), axes=(None, *leaf.axes[cut:])),
         "lora_b": replace(leaf, shape=(*leaf.shape[:cut], ranks), axes=(*leaf.axes[:cut], None)),

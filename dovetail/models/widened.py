@@ -24,7 +24,7 @@ PER_HEAD = ("k_up", "v_up")  # latent attention multiplies these from either sid
 
 def widen(params: Params, tables: Params) -> Params:
     """Published weights with the tables below them; those given are deleted, one by one: there is room for one copy.
-    Of forms the forms."""
+    Abstract weights give abstract weights."""
 
     def put(name: str, w: Any, pair: dict[str, Any]) -> Any:
         if name in PER_HEAD:

@@ -22,7 +22,7 @@ from dovetail.io.hub import name_for_others
 from dovetail.io.outline import config_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.frozen import frozen_form, pack
+from dovetail.models.frozen import abstract_frozen, pack
 from dovetail.models.lora import Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
@@ -93,7 +93,7 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
         convert = functools.partial(pack, held=held, placement=placement)
         return read_params(source, cfg, dtype, str(path), placement, convert=convert)
 
-    return Frozen(lambda cfg, placement: frozen_form(cfg, held, dtype, placement), load)
+    return Frozen(lambda cfg, placement: abstract_frozen(cfg, held, dtype, placement), load)
 
 
 def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambda ready: ready.frozen) -> Params:

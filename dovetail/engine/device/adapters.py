@@ -21,7 +21,7 @@ from dovetail.io.peft import read_adapter
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import Lora
 from dovetail.models.serving_lora import (
-    SlotForm,
+    SlotLayout,
     check_served,
     empty_tables,
     greatest_rank,
@@ -35,7 +35,7 @@ RANK = 16  # there is room for, unless told or given more
 
 
 class Adapters:
-    def __init__(self, form: SlotForm, dtype: Any):
+    def __init__(self, form: SlotLayout, dtype: Any):
         self.form, self._dtype = form, dtype
         self.tables: Params = empty_tables(form, dtype) if form.slots else {}
         self._loaded: dict[str, Adapter] = {}
@@ -121,7 +121,7 @@ def with_adapters(params: Any, cfg: ModelConfig, options: EngineOptions, dtype: 
     return with_tables(widen(params, tables), tables, form.slots)
 
 
-def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = None) -> SlotForm:
+def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = None) -> SlotLayout:
     """Return what there is room for. ValueError, with its name, for an adapter that an engine of this model could not
     load."""
     form, read = _room(cfg, options, placement)
@@ -133,9 +133,11 @@ def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = No
     return form
 
 
-def _room(cfg: ModelConfig, options: EngineOptions, placement: Any) -> tuple[SlotForm, dict[str, tuple[Lora, Params]]]:
+def _room(
+    cfg: ModelConfig, options: EngineOptions, placement: Any
+) -> tuple[SlotLayout, dict[str, tuple[Lora, Params]]]:
     """What there is room for, and what is read to be put there."""
     read = {name: read_adapter(path, cfg) for name, path in options.adapters.items()}
     ranks = [greatest_rank(tree) for _, tree in read.values()]
     slots = len(read) if options.max_adapters is None else options.max_adapters
-    return SlotForm(cfg, slots, options.max_adapter_rank or max(ranks, default=RANK), placement), read
+    return SlotLayout(cfg, slots, options.max_adapter_rank or max(ranks, default=RANK), placement), read

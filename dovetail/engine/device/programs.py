@@ -30,7 +30,7 @@ from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_
 from dovetail.engine.schedule.plan import Demand, Limits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
-from dovetail.models.decoder import cache_form
+from dovetail.models.decoder import abstract_cache
 from dovetail.ops.dispatch import compile_options
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Programs:
         """The form of a pool of so many."""
         where = self.placement, self.platform
         with self.for_its_kind():
-            return self._form(cache_form(self.cfg, count, self.page_size, self.compute.dtype, *where))
+            return self._form(abstract_cache(self.cfg, count, self.page_size, self.compute.dtype, *where))
 
     def of(self, shape: Shape, params: Any, cache: Any) -> Program:
         """The step with these weights and pages, arrays or forms."""

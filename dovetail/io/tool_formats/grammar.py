@@ -250,14 +250,16 @@ def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str
     return {name: parameters[name]}
 
 
-def _text_or_calls(lark: _Lark, form: ToolFormat, allowed: dict[str, Mapping[str, Any]], several: bool) -> str:
+def _text_or_calls(lark: _Lark, tool_format: ToolFormat, allowed: dict[str, Mapping[str, Any]], several: bool) -> str:
     """One lexer reads text and calls, so the text ends with the opening marker and the call follows without it."""
-    written = _WRITTEN[form.name]
-    opening = next((m for m in form.opens if (written.first or written.before).startswith(m)), None)
+    written = _WRITTEN[tool_format.name]
+    opening = next((m for m in tool_format.opens if (written.first or written.before).startswith(m)), None)
     if opening is None:
-        raise UserError(f"strict is not supported with tool_choice auto: a call in {form.name} has no opening marker")
-    calls = _calls(lark, form.name, allowed, several, opening)
-    return lark.rule(f"{lark.without((*form.opens, *form.bare))} | {lark.until(opening)} {calls}")
+        raise UserError(
+            f"strict is not supported with tool_choice auto: a call in {tool_format.name} has no opening marker"
+        )
+    calls = _calls(lark, tool_format.name, allowed, several, opening)
+    return lark.rule(f"{lark.without((*tool_format.opens, *tool_format.bare))} | {lark.until(opening)} {calls}")
 
 
 def _calls(lark: _Lark, name: str, allowed: dict[str, Mapping[str, Any]], several: bool, opened: str = "") -> str:
