@@ -1,68 +1,8 @@
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>dovetail jobs</title>
-<style>
-  :root { color-scheme: light dark; --line: #8884; --run: #2a9d4a; --good: #3b76c4; --bad: #c8402f; --warn: #b98412; --dim: #888; }
-  body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1200px; padding: 16px 20px; }
-  h1 { font-size: 17px; margin: 0 0 10px; } h2 { font-size: 15px; margin: 22px 0 6px; }
-  table { border-collapse: collapse; width: 100%; } th { text-align: left; font-weight: 600; color: var(--dim); }
-  td, th { padding: 4px 10px 4px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-  td.n, th.n { text-align: right; } tbody tr { cursor: pointer; } tbody tr:hover, tr.chosen { background: #8881; }
-  .status { font-weight: 600; } .running { color: var(--run); } .succeeded { color: var(--good); } .failed { color: var(--bad); }
-  .stopped, .stopping, .cancelled { color: var(--warn); } .queued, .waiting { color: var(--dim); }
-  .scroll { overflow-x: auto; } .dim { color: var(--dim); }
-  pre { background: #8881; padding: 10px; border-radius: 6px; overflow: auto; max-height: 340px; font-size: 12.5px; margin: 6px 0; }
-  svg { width: 100%; display: block; } svg text { fill: currentColor; font-size: 11px; }
-  .columns { display: grid; grid-template-columns: 1fr 1fr; gap: 24px; } @media (max-width: 800px) { .columns { grid-template-columns: 1fr; } }
-  select, button { font: inherit; font-weight: 500; } button { padding: 3px 12px; border-radius: 6px; border: 1px solid var(--line); cursor: pointer; }
-  button.danger { color: #fff; background: var(--bad); border-color: var(--bad); } button:disabled { opacity: .5; cursor: default; }
-  #title { display: flex; flex-wrap: wrap; gap: 6px 12px; align-items: center; overflow-wrap: anywhere; }
-  dialog { border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px; max-width: min(420px, 88vw); }
-  dialog::backdrop { background: #0007; } dialog p { margin: 0 0 14px; overflow-wrap: anywhere; }
-  dialog div { display: flex; gap: 10px; justify-content: flex-end; flex-wrap: wrap; }
-  #detail { overflow-wrap: anywhere; } #trouble { color: var(--bad); }
-  @media (max-width: 700px) {
-    body { padding: 12px; } button, select { min-height: 40px; }
-    /* a row is a card: name and status, then where and when */
-    thead { display: none; } tbody, tr { display: block; } td { display: inline; border: 0; padding: 0; white-space: normal; overflow-wrap: anywhere; }
-    tr { border-bottom: 1px solid var(--line); padding: 10px 4px; }
-    tr { display: flex; flex-wrap: wrap; gap: 1px 10px; } td.name { order: -2; flex: 1; font-weight: 600; } td.status { order: -1; }
-    td.id { flex-basis: 100%; } td:not(.name, .status) { color: var(--dim); font-size: 13px; } td.n { text-align: left; }
-    td[data-label]::before { content: attr(data-label) " "; } td.empty { display: none; }
-    pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-  }
-</style>
-<h1>dovetail jobs <span class="dim" id="counts"></span></h1>
-<div class="scroll"><table><thead><tr>
-  <th>id<th>user<th>name<th>accelerator<th>where<th>host 0<th>status<th class="n">attempts<th class="n">age<th class="n">ran<th class="n">$
-</tr></thead><tbody id="jobs"></tbody></table></div>
-<div id="trouble" role="status"></div>
-<section id="one" hidden>
-  <h2 id="title"><span id="name"></span> <button id="cancel" hidden>Cancel…</button></h2>
-  <div class="dim" id="detail"></div>
-  <h2>Attempts</h2>
-  <svg id="timeline" role="img" aria-label="attempts over time" height="20"></svg>
-  <div class="columns">
-    <div id="curves"><h2>Loss</h2><svg id="curve" height="190" role="img" aria-label="loss by step"></svg></div>
-    <div><h2>Events</h2><pre id="events"></pre></div>
-  </div>
-  <h2>Logs <select id="attempt" aria-label="attempt"></select> <select id="rank" aria-label="rank"></select></h2>
-  <pre id="log" tabindex="0"></pre>
-  <h2>Spec</h2><pre id="spec"></pre>
-</section>
-<dialog id="ask" aria-labelledby="question">
-  <p id="question"></p>
-  <div><button id="keep" autofocus>Keep it running</button> <button id="really" class="danger">Cancel the job</button></div>
-</dialog>
-<script>
-"use strict";
 const by = id => document.getElementById(id);
 const COLOURS = { success: "--good", preemption: "--warn", unavailable: "--warn", stopped: "--warn", "": "--run" };
 let chosen = location.hash.slice(1), log = { key: "", position: 0 };
 
-// All that comes from a job is put in as text, never as markup.
+// Everything that comes from a job is inserted as text, never as markup.
 function element(name, attributes, text) {
   const svg = ["rect", "text", "polyline", "line"].includes(name);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
@@ -76,9 +16,9 @@ function age(seconds) {
   return Math.max(0, seconds).toFixed(0) + " s";
 }
 async function get(path, options) {
-  const answer = await fetch(path, options).catch(() => { throw new Error("no answer: `dovetail job web` does not run any more"); });
+  const answer = await fetch(path, options).catch(() => { throw new Error("no answer: `dovetail job web` is no longer running"); });
   if (!answer.ok && answer.headers.get("Content-Type") !== "application/json")
-    throw new Error("this page's token is not valid any more: open the address that `dovetail job web` printed");
+    throw new Error("the token of this page is no longer valid: open the address that `dovetail job web` printed");
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error);
   return found;
@@ -108,9 +48,9 @@ async function one() {
   const kills = job.wanted !== "run", who = `${job.name} (${job.id}) of ${job.user}`;
   by("cancel").textContent = kills ? "Kill at once…" : "Cancel…";
   by("really").textContent = kills ? "Kill the job" : "Cancel the job";
-  by("question").textContent = kills ? `Kill ${who} at once? What it has not saved is lost.`
-    : `Cancel ${who}? It gets SIGTERM, and ${found.grace} s to save and end. \`dovetail job resume\` continues it from what it saved.`;
-  by("detail").textContent = [job.detail, `${age(job.seconds)} of running`, `$${job.dollars.toFixed(2)}`].filter(Boolean).join(" · ");
+  by("question").textContent = kills ? `Kill ${who} at once? Work that is not saved is lost.`
+    : `Cancel ${who}? It gets SIGTERM and has ${found.grace} s to save and end. \`dovetail job resume\` continues it from what it saved.`;
+  by("detail").textContent = [job.detail, `${age(job.seconds)} running`, `$${job.dollars.toFixed(2)}`].filter(Boolean).join(" · ");
   by("events").textContent = found.events.map(e => new Date(e.at * 1000).toLocaleTimeString() + (e.number ? ` #${e.number} ` : " ") + e.what).join("\n");
   by("spec").textContent = found.spec;
   timeline(found); curve(found.curve); choices(found);
@@ -140,7 +80,7 @@ function curve(points) {
   const right = by("curve").clientWidth - 8;
   const x = step => 45 + (step - steps[0]) / (steps.at(-1) - steps[0] || 1) * (right - 45), y = loss => 165 - (loss - low) / (high - low || 1) * 150;
   by("curve").replaceChildren(
-    element("line", { x1: 45, y1: 165, x2: right, y2: 165, stroke: "var(--line)" }),
+    element("line", { x1: 45, y1: 165, x2: right, y2: 165, stroke: "var(--rule)" }),
     element("polyline", { points: points.map(p => `${x(p[0])},${y(p[1])}`).join(" "), fill: "none", stroke: "var(--good)", "stroke-width": 2 }),
     element("text", { x: 0, y: 18 }, high.toFixed(3)), element("text", { x: 0, y: 168 }, low.toFixed(3)),
     element("text", { x: 45, y: 184 }, "step " + steps[0]), element("text", { x: right, y: 184, "text-anchor": "end" }, "step " + steps.at(-1)));
@@ -175,11 +115,9 @@ by("cancel").onclick = () => by("ask").showModal();
 by("keep").onclick = () => by("ask").close();
 by("really").onclick = async () => {
   by("ask").close();
-  // the header says that this page asks: no other one may send it
+  // pages of other origins cannot send this header
   await get(`/api/jobs/${chosen}/cancel`, { method: "POST", headers: { "X-Dovetail": "jobs" } }).catch(error => alert(error.message));
   refresh();
 };
 refresh();
 setInterval(refresh, 1500);
-</script>
-</html>
