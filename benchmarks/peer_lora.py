@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of a shape by PyTorch and PEFT: tokens per second, beside `dovetail bench train lora.rank=16`.
+"""LoRA fine-tuning of a shape by PyTorch and PEFT: tokens per second, beside `dovetail bench train lora.r=16`.
 
 python benchmarks/peer_lora.py DIR [--batch 8] [--length 4096] [--micro 1 2] [--rank 16]     # DIR has a config.json
 

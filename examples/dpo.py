@@ -36,7 +36,7 @@ def main() -> None:
     data = folder / "pairs.jsonl"
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     ended = dt.dpo(
-        model=MODEL, data={"path": str(data), "held_out": 0.2}, lora={"rank": 8, "alpha": 16}, steps=args.steps,
+        model=MODEL, data={"path": str(data), "held_out": 0.2}, lora={"r": 8, "lora_alpha": 16}, steps=args.steps,
         batch=2, length=192, packing=True, optimizer={"lr": 3e-4}, preference={"beta": 0.1},
         precision={"compute": "f32"}, eval={"every": args.steps, "batches": 1}, run_dir=folder / "run",
     )  # fmt: skip

@@ -50,7 +50,7 @@ def main() -> None:
         for word in SEEN
     ]
     ended = dt.sft(
-        model=MODEL, data=lessons, lora={"rank": 8, "alpha": 16}, steps=args.steps, batch=2, length=128, packing=True,
+        model=MODEL, data=lessons, lora={"r": 8, "lora_alpha": 16}, steps=args.steps, batch=2, length=128, packing=True,
         optimizer={"lr": 1e-3}, precision={"compute": "f32"}, run_dir=folder / "run",
     )  # fmt: skip
     merged = dt.merge(MODEL, ended.folder / f"export/step_{args.steps}", folder / "merged")

@@ -18,7 +18,7 @@ RECIPE = typer.Argument(
     "and --data, or model= and data=, say what to train.",
 )
 OVERRIDES = typer.Argument(
-    None, metavar="[KEY=VALUE]...", help="Keys to change, such as lora.rank=16 optimizer.lr=2e-4 steps=500."
+    None, metavar="[KEY=VALUE]...", help="Keys to change, such as lora.r=16 optimizer.lr=2e-4 steps=500."
 )
 MODEL = typer.Option("", "--model", help="The model to train: a folder, .gguf file, hub id or name. As model=.")
 DATA = typer.Option("", "--data", help="The records: a file, a folder or a dataset of the hub. As data.path=.")

@@ -26,6 +26,7 @@ Count = Annotated[int, "count"]  # an int that may be written 10B, 300M or 4k
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")  # each is a command, and a class of settings
+_QUANTIZATIONS = ("bf16", "f32", "int8", "nf4")  # values that the key `base` had before it meant a parent recipe only
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -117,13 +118,15 @@ def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]
     if dataclasses.is_dataclass(cls):
         whole = {key: _whole_path(cls, [str(key)], value)[1:] for key, value in mapping.items()}
         mapping = {key: {whole[key][0]: value} if whole[key] else value for key, value in mapping.items()}
-    if mapping.get("base") in getattr(cls, "BASES", ()):  # a value of the settings' own key of that name
-        return mapping
     base = mapping.pop("base", None)
     if base is None:
         return mapping
     if not isinstance(base, str):
         raise RecipeError(f"recipe {path}: base must be a recipe's name or path; got {base!r}")
+    if base in _QUANTIZATIONS:
+        raise RecipeError(
+            f"recipe {path}: base is the name of a parent recipe, got {base!r}: set quantization: {base}", param="base"
+        )
     return layer(cls, _with_base(find(base, path.parent), cls, (*above, path)), mapping)
 
 
@@ -190,7 +193,7 @@ def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
 
 
 def has_key(cls: type, dotted: str) -> bool:
-    """Return whether settings of this class have the key, such as `lora.rank`."""
+    """Return whether settings of this class have the key, such as `lora.r`."""
     name, _, rest = dotted.partition(".")
     hint = typing.get_type_hints(cls).get(name) if name in {f.name for f in dataclasses.fields(cls) if f.init} else None
     section = section_of(hint)

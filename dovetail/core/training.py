@@ -10,7 +10,7 @@ how. Read from YAML by `core.recipe`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -20,7 +20,29 @@ from dovetail.core.recipe import Count
 OPTIMIZERS = ("adamw", "muon", "adafactor")
 LOGGERS = ("tensorboard", "wandb")
 SCHEDULES = ("cosine", "wsd", "linear", "constant")
+# Keys that only some optimizers or schedules read: (which ones, the defaults that recipes start from).
+OPTIMIZER_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "beta1": (("adamw", "muon"), (0.9,)),
+    "beta2": (("adamw", "muon"), (0.95, 0.999)),  # pretraining's and fine-tuning's
+    "eps": (("adamw", "muon"), (1e-8,)),
+    "momentum": (("muon",), (0.95,)),
+}
+SCHEDULE_KEYS: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "decay": (("wsd",), (0.2,)),
+    "final": (("cosine", "linear", "wsd"), (0.1,)),
+}
 REMATS = ("none", "dots", "attention", "full")  # from the most memory to the most recomputation
+
+
+def _refuse_unread(settings: Any, keys: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]]) -> None:
+    """Refuse a key that the chosen optimizer or schedule does not read, where it was changed from its default."""
+    for key, (readers, defaults) in keys.items():
+        value = getattr(settings, key)
+        require(
+            settings.name in readers or value in defaults,
+            f"{key} is read by {' and '.join(readers)} only, got {value} with {settings.name}: leave it at "
+            f"{defaults[0]}",
+        )
 
 
 @dataclass(frozen=True)
@@ -31,7 +53,7 @@ class Optimizer:
     beta2: float = 0.95  # Adam's decay of the mean of squared gradients
     eps: float = 1e-8  # Adam's term against division by 0
     weight_decay: float = 0.1  # decoupled weight decay, multiplied by the learning rate
-    clip: float = 1.0  # clip gradients to this global norm; 0: do not clip
+    max_grad_norm: float = 1.0  # clip gradients to this global norm; 0: do not clip
     momentum: float = 0.95  # Muon's momentum, for the weights that are matrices
 
     def __post_init__(self) -> None:
@@ -41,7 +63,8 @@ class Optimizer:
             value = getattr(self, name)
             require(0 <= value < 1, f"{name} must be at least 0 and below 1; got {value}")
         require(self.eps > 0, f"eps must be above 0, such as 1e-8; got {self.eps}")
-        not_negative(self, "weight_decay", "clip")
+        not_negative(self, "weight_decay", "max_grad_norm")
+        _refuse_unread(self, OPTIMIZER_KEYS)
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,7 @@ class Schedule:
         not_negative(self, "warmup")
         require(0 < self.decay < 1, f"decay must be a share of the run between 0 and 1; got {self.decay}")
         require(0 <= self.final <= 1, f"final must be a share of lr from 0 to 1; got {self.final}")
+        _refuse_unread(self, SCHEDULE_KEYS)
 
 
 @dataclass(frozen=True)

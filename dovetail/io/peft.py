@@ -54,7 +54,7 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
         if mine:
             pair, ranks[module] = _module_tensors(mine, flat)
             tensors |= {f"{module}.{name}": value for name, value in pair.items()}
-    if not lora.dora:  # which PEFT has for modules alone
+    if not lora.use_dora:  # which PEFT has for modules alone
         parameters |= {f"{module}.weight": ranks.pop(module) for module in list(ranks) if _is_renamed(cfg, module)}
     if "score" in adapters:
         tensors[SCORE] = np.asarray(adapters["score"])
@@ -121,7 +121,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
         raise UserError(f"{folder} is an adapter for another model: this one has no module {unknown[0]}")
     for module in sorted(names):
         pairs = [_read_part(config, module, part, found) for part in modules[module]]
-        ranks = own_ranks([pair["lora_b"] for pair in pairs], config.lora.rank)
+        ranks = own_ranks([pair["lora_b"] for pair in pairs], config.lora.r)
         for part, pair, kept in zip(modules[module], pairs, ranks, strict=True):
             _add(flat, part, pair | {"lora_a": pair["lora_a"][kept], "lora_b": pair["lora_b"][..., kept]})
     if not flat and not own:
@@ -170,7 +170,7 @@ def _read_part(
     out = leaf.shape[1:-1] if input_dims(leaf) == 0 else leaf.shape[: len(leaf.shape) - input_dims(leaf)]
     inner = (columns,) if input_dims(leaf) == 0 else leaf.shape[len(out) :]
     pair = {"lora_a": down.reshape(rank, *inner), "lora_b": _rows(leaf, up).reshape(*out, rank) * up.dtype.type(gain)}
-    if config.lora.dora:
+    if config.lora.use_dora:
         pair["magnitude"] = _rows(leaf, found[f"{module}.lora_magnitude_vector"].reshape(-1, 1)).reshape(out)
     return pair
 

@@ -41,11 +41,11 @@ class AdapterConfig:
 
     def gain(self, name: str, down: int, up: int) -> float:
         """The scale of one weight's update, which has these ranks, over that of the adapter."""
-        wanted = _pattern(self.said.get("rank_pattern"), name, self.lora.rank)
+        wanted = _pattern(self.said.get("rank_pattern"), name, self.lora.r)
         if not down == up == wanted:
             raise UserError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
-        alpha = _pattern(self.said.get("alpha_pattern"), name, self.lora.alpha)
-        return alpha / (math.sqrt(down) if self.lora.rslora else down) / self.lora.scale
+        alpha = _pattern(self.said.get("alpha_pattern"), name, self.lora.lora_alpha)
+        return alpha / (math.sqrt(down) if self.lora.use_rslora else down) / self.lora.scale
 
 
 def read_config(folder: Path) -> AdapterConfig:
@@ -66,15 +66,15 @@ def write_config(
 ) -> None:  # fmt: skip
     """`ranks` of modules and of `parameters`, by name; `known`: all parameters that the model has, adapted or not;
     `saved`: modules that are written whole; `tied`: embeddings and head stay one weight."""
-    odd = _by_end({name: rank for name, rank in (ranks | parameters).items() if rank != lora.rank})
+    odd = _by_end({name: rank for name, rank in (ranks | parameters).items() if rank != lora.r})
     config = {
         "peft_type": "LORA", "task_type": "SEQ_CLS" if "score" in saved else "CAUSAL_LM",
-        "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
+        "base_model_name_or_path": base, "r": lora.r, "lora_alpha": lora.lora_alpha,
         # PEFT has no dropout for parameters, and in an adapter that is trained already it does nothing
-        "lora_dropout": 0.0 if parameters else lora.dropout,
+        "lora_dropout": 0.0 if parameters else lora.lora_dropout,
         "target_modules": sorted({module.rpartition(".")[2] for module in ranks}), "bias": "none",
-        "use_rslora": lora.rslora, "use_dora": lora.dora, "rank_pattern": odd,
-        "alpha_pattern": {m: lora.scale * (math.sqrt(rank) if lora.rslora else rank) for m, rank in odd.items()},
+        "use_rslora": lora.use_rslora, "use_dora": lora.use_dora, "rank_pattern": odd,
+        "alpha_pattern": {m: lora.scale * (math.sqrt(rank) if lora.use_rslora else rank) for m, rank in odd.items()},
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     if parameters:

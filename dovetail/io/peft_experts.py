@@ -114,7 +114,7 @@ def take_stacked(stacks: list[Stack], found: dict[str, np.ndarray], config: Adap
                 if name not in found:
                     raise UserError(f"{config.folder}: {name!r} is missing; the adapter was not written whole")
             down, up = _unstacked(stack, config, *(found.pop(name) for name in names))
-            flat |= _parts(stack, down, up, config.lora.rank)
+            flat |= _parts(stack, down, up, config.lora.r)
     return flat
 
 

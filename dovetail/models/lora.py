@@ -34,34 +34,34 @@ OUTER = {"embed": "embed_tokens", "head": "lm_head"}  # the weights outside of t
 
 @dataclass(frozen=True)
 class Lora:
-    """What PEFT's adapter_config.json says, by our names."""
+    """The settings of LoRA adapters, under PEFT's names."""
 
-    rank: int = 16  # the rank of the adapters' matrices
-    alpha: float = 32.0  # the update is multiplied by alpha / rank
-    targets: tuple[str, ...] = (ALL,)  # ends of Hugging Face's module names, such as q_proj, or patterns of whole ones
-    dropout: float = 0.0  # dropout of the adapters' inputs
-    rslora: bool = False  # multiply by alpha / sqrt(rank) instead
-    dora: bool = False  # train the norm of each row of a weight apart from its direction (DoRA)
+    r: int = 16  # rank of the adapter matrices
+    lora_alpha: float = 32.0  # the update is multiplied by lora_alpha / r
+    target_modules: tuple[str, ...] = (ALL,)  # suffixes of Hugging Face module names (q_proj), or full patterns
+    lora_dropout: float = 0.0  # dropout of the adapters' inputs
+    use_rslora: bool = False  # multiply by lora_alpha / sqrt(r) instead
+    use_dora: bool = False  # train the norm of each weight row separately from its direction (DoRA)
     modules_to_save: tuple[str, ...] = ()  # weights to train whole and save with the adapters: embed_tokens, lm_head
 
     def __post_init__(self) -> None:
-        require(self.rank >= 1, f"rank must be at least 1; got {self.rank}")
-        require(self.alpha > 0, f"alpha must be above 0; got {self.alpha}")
-        require(0 <= self.dropout < 1, f"dropout must be at least 0 and below 1; got {self.dropout}")
-        require(bool(self.targets), "targets must name projections, such as q_proj, or all-linear; it is empty")
+        require(self.r >= 1, f"r must be at least 1; got {self.r}")
+        require(self.lora_alpha > 0, f"lora_alpha must be above 0; got {self.lora_alpha}")
+        require(0 <= self.lora_dropout < 1, f"lora_dropout must be at least 0 and below 1; got {self.lora_dropout}")
+        require(bool(self.target_modules), "target_modules must name projections (q_proj) or all-linear; it is empty")
         for name in self.modules_to_save:
             one_of("modules_to_save", name, OUTER.values())
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def adapts(self, module: str) -> bool:
-        return ALL in self.targets or self.names(module)
+        return ALL in self.target_modules or self.names(module)
 
     def names(self, module: str) -> bool:
         """Whether `targets` name the module, other than by all-linear, which is the layers' projections alone."""
-        given = [t for t in self.targets if t != ALL]
+        given = [t for t in self.target_modules if t != ALL]
         return any(module == t or module.endswith(f".{t}") or re.fullmatch(t, module) for t in given)
 
 
@@ -87,10 +87,10 @@ def outer_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     found = [name for name, given in outer_modules(cfg).items() if any(map(lora.names, given))]
     saved = saved_names(cfg, lora)
     for name in found:
-        require(name not in saved, f"lora.targets and lora.modules_to_save both name {OUTER[name]}: leave one out")
+        require(name not in saved, f"lora.target_modules and modules_to_save both name {OUTER[name]}: leave one out")
     require(
-        not found or not (lora.dora or lora.dropout),
-        "lora.targets with embed_tokens or lm_head go with neither lora.dora nor lora.dropout: leave one of them out",
+        not found or not (lora.use_dora or lora.lora_dropout),
+        "lora.target_modules with embed_tokens or lm_head go with neither use_dora nor lora_dropout: leave one out",
     )
     return found
 
@@ -104,7 +104,7 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
         names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
         raise UserError(
-            f"lora.targets are {', '.join(lora.targets)}, and no projection of this model is called so: it has {names}"
+            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has {names}"
         )
     return tree
 
@@ -119,9 +119,9 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
             update = jnp.tensordot(a["lora_b"], a["lora_a"], axes=1, preferred_element_type=jnp.float32)
             return (p.astype(jnp.float32) + lora.scale * update).astype(p.dtype)
         count += 1
-        own = jax.random.fold_in(key, count) if key is not None and lora.dropout else None
+        own = jax.random.fold_in(key, count) if key is not None and lora.lora_dropout else None
         up = a["lora_b"] * jnp.asarray(lora.scale, a["lora_b"].dtype)
-        return Adapted(p, a["lora_a"], up, None, a.get("magnitude"), own, lora.dropout)
+        return Adapted(p, a["lora_a"], up, None, a.get("magnitude"), own, lora.lora_dropout)
 
     return on_each(params, adapters, put)
 
@@ -180,7 +180,7 @@ def _select(tree: dict[str, Any], lora: Lora) -> dict[str, Any]:
 
 
 def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:
-    dims, R = input_dims(leaf), lora.rank
+    dims, R = input_dims(leaf), lora.r
     experts = dims == 0
     if experts:
         (E, out, n), (e, o, i) = leaf.shape, leaf.axes
@@ -192,8 +192,8 @@ def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:
         n = math.prod(leaf.shape[cut:])
     declare = lambda form, init: replace(leaf, shape=form[0], axes=form[1], init=init)  # noqa: E731
     pair = {"lora_a": declare(down, f"uniform:{n**-0.5}"), "lora_b": declare(up, "zeros")}
-    if lora.dora:
-        require(not experts, "lora.dora knows no experts: leave their projections out of lora.targets")
+    if lora.use_dora:
+        require(not experts, "lora.use_dora knows no experts: leave their projections out of lora.target_modules")
         pair["magnitude"] = replace(leaf, shape=leaf.shape[:cut], axes=leaf.axes[:cut], init="ones", dtype="float32")
     return pair
 

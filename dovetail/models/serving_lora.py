@@ -147,7 +147,7 @@ def greatest_rank(adapters: Params) -> int:
 
 def check_served(adapters: Params, lora: Lora, most: int) -> None:
     """Raise ValueError for an adapter that an engine with room for ranks up to `most` cannot serve."""
-    if lora.dora:
+    if lora.use_dora:
         raise UserError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
     if outer := [OUTER[name] for name in OUTER if name in adapters]:
         raise UserError(f"the adapter is for {' and '.join(outer)} too, which is not served: merge it into the model")

@@ -53,7 +53,7 @@ def make_step(
         grads, metrics, loads = gradients(state.params, cfg, objective, batch, own, settings.accumulate or 1)
         norm = global_norm(grads)
         ok, checks = health.judge(state.health, metrics["loss"], norm, settings.health)
-        updates, opt = optimizer.update(clip(grads, norm, settings.optimizer.clip), state.opt, state.params)
+        updates, opt = optimizer.update(clip(grads, norm, settings.optimizer.max_grad_norm), state.opt, state.params)
         params = objective.after_update(apply(state.params, updates, key), loads)
         ema = ema_update(state.ema, params, settings.ema) if settings.ema else None
         reference = synced(state.reference, params, state.step + 1, settings.kept_reference)

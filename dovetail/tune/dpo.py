@@ -24,9 +24,9 @@ def dpo(
 ) -> Ended:
     """Teach a model which of two answers is the better one.
 
-        dt.dpo(model="smollm2-135m", data="pairs.jsonl", lora={"rank": 16}, preference={"beta": 0.1}, steps=200)
+        dt.dpo(model="smollm2-135m", data="pairs.jsonl", lora={"r": 16}, preference={"beta": 0.1}, steps=200)
 
-    data: records with `prompt`, `chosen` and `rejected`; for preference.loss=kto with `prompt`, `completion` and
+    data: records with `prompt`, `chosen` and `rejected`; for preference.loss_type=kto with `prompt`, `completion` and
     `label`. All else is as dt.sft has it.
     """
     return tune(Dpo, dpo_objective, recipe, data, run_dir, show=show, overrides=overrides)

@@ -60,7 +60,7 @@ def policy_of(settings: Tuning) -> Policy:
 def _begins(settings: Tuning) -> bool:
     """Whether adapters begin with more than random numbers: those of a folder, or weights of the base."""
     lora = settings.lora
-    return lora is not None and bool(settings.from_adapter or lora.dora or lora.modules_to_save)
+    return lora is not None and bool(settings.from_adapter or lora.use_dora or lora.modules_to_save)
 
 
 def _trains_head(settings: Tuning) -> bool:
@@ -110,7 +110,7 @@ def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambd
     adapters = {name: ready.specs[name] for name in lora_spec(ready.cfg, lora) if name not in saved}
     places = {name: jax.tree.map(lambda leaf: leaf.sharding, ready.form.params[name]) for name in adapters}
     new = init(adapters, jax.random.key(settings.seed), dtype, shardings=places)
-    adapted = _projections(ready, base(ready)) if lora.dora else []
+    adapted = _projections(ready, base(ready)) if lora.use_dora else []
     norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in adapted}
     whole = {name: _copied(base(ready)[name], ready.form.params[name]) for name in saved}
 
@@ -143,7 +143,7 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
     from dovetail.io.peft import read_adapter
 
     theirs, tree = read_adapter(folder, cfg, score=cfg.scored)
-    for what in ("rank", "dora"):
+    for what in ("r", "use_dora"):
         if getattr(theirs, what) != getattr(lora, what):
             raise UserError(
                 f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
@@ -152,14 +152,14 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
     adapters, wanted = {name: part for name, part in tree.items() if name != "score"}, lora_spec(cfg, lora)
     if jax.tree.structure(wanted, is_leaf=is_spec) != jax.tree.structure(adapters):
         raise UserError(
-            f"from_adapter={folder} trains other weights than lora.targets and lora.modules_to_save say: set them to "
-            f"[{', '.join(theirs.targets)}] and [{', '.join(theirs.modules_to_save)}]"
+            f"from_adapter={folder} adapts other weights than lora.target_modules and modules_to_save: set them to "
+            f"[{', '.join(theirs.target_modules)}] and [{', '.join(theirs.modules_to_save)}]"
         )
     for (path, leaf), x in zip(leaves(wanted), jax.tree.leaves(adapters), strict=True):
         if x.shape != leaf.shape:
             raise UserError(
                 f"from_adapter={folder} has {list(x.shape)} for {path}, and {list(leaf.shape)} is trained: go on with "
-                f"an adapter that has rank {lora.rank} everywhere"
+                f"an adapter that has r={lora.r} everywhere"
             )
     scale = theirs.scale / lora.scale  # the same update at another alpha
     return jax.tree_util.tree_map_with_path(lambda path, x: x * scale if path[-1].key == "lora_b" else x, tree)

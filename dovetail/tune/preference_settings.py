@@ -18,7 +18,7 @@ REFERENCES = ("", "live", "disk", "none")
 class Preference:
     # sigmoid is DPO's: see tune.preference_losses. A list is their sum, times loss_weights; sft is the cross entropy of
     # the chosen completions
-    loss: tuple[str, ...] | str = "sigmoid"
+    loss_type: tuple[str, ...] | str = "sigmoid"
     loss_weights: tuple[float, ...] = ()  # of a list: one of each; 1 unless given
     beta: float = 0.1  # how much a log-ratio counts; of orpo, the weight of the odds (its lambda)
     label_smoothing: float = 0.0  # the share of pairs taken to be the wrong way round: of sigmoid, robust and simpo
@@ -45,16 +45,17 @@ class Preference:
             )
 
     def _check_losses(self) -> None:
-        listed, weights = isinstance(self.loss, tuple), self.loss_weights
+        listed, weights = isinstance(self.loss_type, tuple), self.loss_weights
         for name in self.losses:
-            one_of("loss", name, MIXED if len(self.losses) > 1 else LOSSES)
+            one_of("loss_type", name, MIXED if len(self.losses) > 1 else LOSSES)
         require(
             any(name != "sft" for name in self.losses),
-            "loss must have a loss of preferences, such as [sigmoid, sft], got none: use `dovetail sft` to train on "
-            "completions alone.",
+            "loss_type must include a preference loss, such as [sigmoid, sft], got sft alone: use `dovetail sft` "
+            "to train on completions.",
         )
         require(
-            len(set(self.losses)) == len(self.losses), f"loss must not name a loss twice, got {', '.join(self.losses)}."
+            len(set(self.losses)) == len(self.losses),
+            f"loss_type must not name a loss twice, got {', '.join(self.losses)}.",
         )
         require(
             not weights or (listed and len(weights) == len(self.losses)),
@@ -76,7 +77,7 @@ class Preference:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        return (self.loss,) if isinstance(self.loss, str) else self.loss
+        return (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
 
     @property
     def weights(self) -> dict[str, float]:

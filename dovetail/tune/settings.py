@@ -48,7 +48,6 @@ class Samples:
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Training):
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
-    BASES: ClassVar = ("", *HELD)  # what a recipe's `base` may say that is no recipe to start from
 
     epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
     batch: int = 8  # examples of one step, or pairs; with packing, rows
@@ -57,7 +56,7 @@ class Tuning(Training):
     optimizer: Optimizer = OPTIMIZER
     data: TuningData = DATA
     lora: Lora | None = None  # adapters are trained, and the weights stay as they are
-    base: str = ""  # how weights that are not trained are held: bf16, f32, int8 or nf4 (QLoRA); default: as compute
+    quantization: str = ""  # storage of the frozen weights: bf16, f32, int8 or nf4 (QLoRA); default: as compute
     from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
     samples: Samples = Samples()
 
@@ -65,15 +64,15 @@ class Tuning(Training):
         if not (self.steps or self.tokens or self.epochs):
             object.__setattr__(self, "epochs", EPOCHS)
         super().__post_init__()
-        one_of("base", self.base, ("", *HELD))
+        one_of("quantization", self.quantization, ("", *HELD))
         require(
-            self.lora is not None or self.base not in SCHEMES,
-            f"base={self.base} holds weights that are not trained in fewer bits, and without lora all are: set lora, "
-            "such as lora.rank=16, or leave base out",
+            self.lora is not None or self.quantization not in SCHEMES,
+            f"quantization={self.quantization} requires lora, because without it all weights are trained: set "
+            "lora.r=16, or leave quantization out",
         )
         require(
             self.lora is not None or not self.from_adapter,
-            f"from_adapter={self.from_adapter} are adapters to go on with, and lora is not set: set lora.rank",
+            f"from_adapter={self.from_adapter} are adapters to go on with, and lora is not set: set lora.r",
         )
         require(
             self.eval.every == 0 or self.data.held_out > 0,
@@ -118,7 +117,7 @@ class Tuning(Training):
     @property
     def held(self) -> str:
         """How weights that are not trained are held."""
-        return self.base or ("bf16" if self.precision.compute == "bf16" else "f32")
+        return self.quantization or ("bf16" if self.precision.compute == "bf16" else "f32")
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
@@ -170,7 +169,7 @@ class Dpo(Tuning):
         source, reference = self.preference.source, self.reference
         require(
             source != "none" or reference == REFERENCE,
-            f"reference is not used by preference.loss={self.preference.told}, which has none: leave it out.",
+            f"reference is not used by preference.loss_type={self.preference.told}, which has none: leave it out.",
         )
         require(
             source == "live" or not reference.sync_every,

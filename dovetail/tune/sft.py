@@ -28,7 +28,7 @@ def sft(
 ) -> Ended:
     """Fine-tune a model on conversations, or on prompts with their completions.
 
-        dt.sft(model="smollm2-135m", data="chats.jsonl", lora={"rank": 16}, steps=200, run_dir="runs/chat")
+        dt.sft(model="smollm2-135m", data="chats.jsonl", lora={"r": 16}, steps=200, run_dir="runs/chat")
         dt.sft(model="smollm2-135m", data=[{"messages": [...]}, ...], steps=200)
 
     recipe: a YAML file, or settings; without one, `model` and `steps` must be given. data: a file, a folder, a list

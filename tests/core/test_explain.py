@@ -27,14 +27,12 @@ def test_every_key_has_a_meaning_and_a_default(cls):
 
 
 def test_values_stand_beside_defaults():
-    settings = recipe.create(
-        Sft, {"model": "m", "lora": {"rank": 4}, "samples": {"every": 2, "prompts": ["a", "b: c"]}}
-    )
+    settings = recipe.create(Sft, {"model": "m", "lora": {"r": 4}, "samples": {"every": 2, "prompts": ["a", "b: c"]}})
     found = {key.name: (key.value, key.default) for key in explained(Sft, settings)}
     assert found["model"] == ("m", "(required)") and found["epochs"] == ("3", "0")
-    assert (found["lora.rank"], found["lora.alpha"]) == (("4", "16"), ("32", "32"))
+    assert (found["lora.r"], found["lora.lora_alpha"]) == (("4", "16"), ("32", "32"))
     assert found["samples.prompts"] == ("[a, 'b: c']", "[]") and found["optimizer.lr"] == ("0.0001", "0.0001")
-    assert {key.name: key.value for key in explained(Sft)}["lora.rank"] == "-", "no adapters unless lora is set"
+    assert {key.name: key.value for key in explained(Sft)}["lora.r"] == "-", "no adapters unless lora is set"
 
 
 def test_the_option_prints_them_and_trains_nothing(tmp_path, monkeypatch):
@@ -59,19 +57,27 @@ def test_the_option_prints_them_and_trains_nothing(tmp_path, monkeypatch):
     ("cls", "given", "proposed"),
     [
         (Sft, "learning_rate=1e-4", "Did you mean optimizer.lr?"),
-        (Sft, "lora.r=8", "Did you mean lora.rank?"),
-        (Sft, "lora_alpha=8", "Did you mean lora.alpha?"),
+        (Sft, "lora.rank=8", "Did you mean lora.r?"),
+        (Sft, "lora.alpha=8", "Did you mean lora.lora_alpha?"),
+        (Sft, "lora.dropout=0.1", "Did you mean lora.lora_dropout?"),
+        (Sft, "lora.targets=[q_proj]", "Did you mean lora.target_modules?"),
+        (Sft, "lora.rslora=true", "Did you mean lora.use_rslora?"),
+        (Sft, "lora.dora=true", "Did you mean lora.use_dora?"),
+        (Sft, "base=nf4", "Did you mean quantization?"),
+        (Sft, "optimizer.clip=1", "Did you mean optimizer.max_grad_norm?"),
+        (Dpo, "preference.loss=ipo", "Did you mean preference.loss_type?"),
+        (Sft, "lora_alpha=8", "Did you mean lora.lora_alpha?"),
         (Sft, "num_train_epochs=1", "Did you mean epochs?"),
         (Sft, "output_dir=here", "Use the option --run-dir."),
         (Dpo, "beta=0.1", "Did you mean preference.beta?"),
         (Rl, "num_generations=4", "Did you mean group_size?"),
-        (Sft, "lorra.rank=8", "Did you mean lora?"),
+        (Sft, "lorra=8", "Did you mean lora?"),
     ],
 )
 def test_other_libraries_names_are_understood(cls, given, proposed):
     with pytest.raises(ValueError) as error:
         recipe.create(cls, ["model=m", given])
-    assert str(error.value) == f"{given.split('=')[0].removesuffix('.rank')} is not a key. {proposed}"
+    assert str(error.value) == f"{given.split('=')[0]} is not a key. {proposed}"
 
 
 def test_every_name_that_is_proposed_exists():

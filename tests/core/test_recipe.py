@@ -8,6 +8,7 @@ import pytest
 
 from dovetail.core import recipe, yaml_text
 from dovetail.core.choice import require
+from dovetail.core.errors import RecipeError
 from dovetail.core.recipe import Count
 
 
@@ -149,21 +150,11 @@ def test_a_base_is_merged_and_may_be_a_file_beside(shelf):
     assert cake.oven == Oven(100, True) and cake.note == "10:13"
 
 
-def test_settings_with_a_base_of_their_own(shelf):
-    """`base: nf4` says how weights are held, and is no recipe; one below may say it too."""
-
-    @dataclass(frozen=True)
-    class Filled(Cake):
-        BASES: ClassVar = ("biscuit",)
-        base: str = ""
-
-    (shelf / "a.yaml").write_text("base: biscuit\nparts: []\nnote: a\n")
-    (shelf / "b.yaml").write_text("base: a.yaml\nnote: b\n")
-    assert recipe.load(str(shelf / "a.yaml"), [], Filled) == Filled((), base="biscuit", note="a")
-    assert recipe.load(str(shelf / "b.yaml"), [], Filled) == Filled((), base="biscuit", note="b")
-    assert recipe.raw(str(shelf / "a.yaml"), Filled)["base"] == "biscuit"
-    with pytest.raises(ValueError, match="no recipe 'biscuit'"):
+def test_a_quantization_under_base_is_refused_with_the_new_key(shelf):
+    (shelf / "a.yaml").write_text("base: nf4\nparts: []\n")
+    with pytest.raises(RecipeError, match="set quantization: nf4") as refused:
         recipe.load(str(shelf / "a.yaml"), [], Cake)
+    assert refused.value.param == "base"
 
 
 def test_bases_in_a_circle_are_refused(shelf):

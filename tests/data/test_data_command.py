@@ -169,7 +169,7 @@ def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp
     assert "(sft, shortened)" in dovetail("show", str(recipe), *listed, "--index", "1")
     data = [f"data.path={tmp_path / 'chats.jsonl'}", f"model={tmp_path / 'model'}"]  # without a recipe, its keys
     assert "(sft, whole)" in dovetail("show", *data)
-    assert "(sft, shortened)" in dovetail("show", str(tmp_path / "chats.jsonl"), data[1], "length=40", "lora.rank=4")
+    assert "(sft, shortened)" in dovetail("show", str(tmp_path / "chats.jsonl"), data[1], "length=40", "lora.r=4")
     assert "⟦<|im_start|>user" in dovetail("show", *data, "assistant_only_loss=false")
     with pytest.raises(ValueError, match=r"template must be a file .* there is no 'nowhere'"):
         dovetail("show", *data, "data.template=nowhere")

@@ -24,8 +24,8 @@ peft = later("peft")
     "name, lora",
     [
         pytest.param("llama3.1", Lora(4, 8.0), marks=pytest.mark.thorough),
-        pytest.param("llama3.1", Lora(4, 8.0, ("q_proj", "down_proj"), rslora=True), marks=pytest.mark.thorough),
-        ("llama3.1", Lora(4, 8.0, ("o_proj", "gate_proj"), dora=True)),
+        pytest.param("llama3.1", Lora(4, 8.0, ("q_proj", "down_proj"), use_rslora=True), marks=pytest.mark.thorough),
+        ("llama3.1", Lora(4, 8.0, ("o_proj", "gate_proj"), use_dora=True)),
         ("phi3", Lora(4, 8.0)),
     ],
     ids=["all", "rslora", "dora", "joined"],
@@ -113,8 +113,8 @@ def test_embeddings_of_peft_are_read(options, tmp_path):
     "given, words",
     [
         ({"modules_to_save": ("norm",)}, "modules_to_save must be one of 'embed_tokens', 'lm_head'"),
-        ({"modules_to_save": ("lm_head",), "targets": ("lm_head",)}, "both name lm_head"),
-        ({"targets": ("lm_head",), "dropout": 0.1}, r"neither lora\.dora nor lora\.dropout"),
+        ({"modules_to_save": ("lm_head",), "target_modules": ("lm_head",)}, "both name lm_head"),
+        ({"target_modules": ("lm_head",), "lora_dropout": 0.1}, r"neither use_dora nor lora_dropout"),
     ],
 )
 def test_outer_weights_that_cannot_be_trained_are_refused(given, words):
@@ -160,5 +160,5 @@ def test_an_adapter_for_another_model_is_refused(tmp_path):
 
 def test_targets_that_are_not_there():
     cfg = load(reference("llama3.1")[1], dtype="f32").config
-    with pytest.raises(ValueError, match="no projection of this model is called so: it has down_proj, gate_proj"):
-        lora_spec(cfg, Lora(targets=("c_attn",)))
+    with pytest.raises(ValueError, match="no projection of this model is called so; it has down_proj, gate_proj"):
+        lora_spec(cfg, Lora(target_modules=("c_attn",)))

@@ -39,11 +39,11 @@ def same(ours, others) -> None:
     "name, lora",
     [
         pytest.param("qwen3-moe", Lora(3, 6.0), marks=pytest.mark.thorough),
-        ("qwen3-moe", Lora(3, 6.0, ("gate_proj",), dropout=0.1)),  # up is beside it in one parameter
+        ("qwen3-moe", Lora(3, 6.0, ("gate_proj",), lora_dropout=0.1)),  # up is beside it in one parameter
         pytest.param("mixtral", Lora(2, 4.0), marks=pytest.mark.thorough),
         ("mixtral", Lora(2, 4.0, (r".*\.0\..*w1", r".*\.1\..*w2"))),  # each layer another
         pytest.param("deepseek-v2", Lora(2, 4.0, ("down_proj",)), marks=pytest.mark.thorough),
-        pytest.param("deepseek-v3", Lora(2, 4.0, rslora=True), marks=pytest.mark.thorough),
+        pytest.param("deepseek-v3", Lora(2, 4.0, use_rslora=True), marks=pytest.mark.thorough),
         ("gpt-oss", Lora(2, 4.0)),
         pytest.param("gemma4-moe", Lora(2, 4.0), marks=pytest.mark.thorough),
     ],

@@ -179,7 +179,7 @@ def test_what_will_not_fit_is_found_before_it_is_paid_for():
 
 def test_so_is_a_fine_tuning_that_will_not(tmp_path):
     path = tmp_path / "chat.yaml"
-    path.write_text("{model: llama3-8b, data: {path: x.jsonl}, batch: 8, length: 4096, steps: 9, lora: {rank: 16}}")
+    path.write_text("{model: llama3-8b, data: {path: x.jsonl}, batch: 8, length: 4096, steps: 9, lora: {r: 16}}")
     given = {"name": "x", "recipe": str(path), "training": "sft", "backend": "gke"}
     with pytest.raises(ValueError, match="it does not fit: each of 1 x v5e"):
         gate.check(make(given | {"accelerator": "v5litepod-1"}))

@@ -289,7 +289,7 @@ def test_adapters_move_less_and_compute_less():
     """Frozen weights are read and have no gradients of their own: 4 FLOPs per weight and token in place of 6."""
     whole = training("llama3-8b", 8, 4096)
     sft = {name: getattr(whole, name) for name in ("model", "batch", "length", "steps")}
-    settings = read(Sft, {**sft, "data": {"sources": [{"path": "x"}]}, "lora": {"rank": 16}})
+    settings = read(Sft, {**sft, "data": {"sources": [{"path": "x"}]}, "lora": {"r": 16}})
     best = plan_training(read_model("llama3-8b"), settings, parse("h200x1"))[0]
     low, high = best.tokens_per_second
     assert low < 16_131 < high and 0.5 < best.mfu[1] <= 1.0

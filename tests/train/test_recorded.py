@@ -14,11 +14,11 @@ from dovetail.train.settings import Pretrain
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.settings import Distill, Dpo, Reward, Sft
 
-TUNED = {"model": "m", "data": {"path": "d.jsonl"}, "steps": 3, "lora": {"rank": 4}}
+TUNED = {"model": "m", "data": {"path": "d.jsonl"}, "steps": 3, "lora": {"r": 4}}
 RECIPES = [
     (Pretrain, {"model": "tiny", "batch": 8, "length": 64, "tokens": 4096, "data": {"sources": [{"path": "x"}]}}),
     (Sft, {**TUNED, "samples": {"every": 2, "prompts": ["Hi"]}}),
-    (Sft, {**TUNED, "base": "nf4"}),
+    (Sft, {**TUNED, "quantization": "nf4"}),
     (Dpo, TUNED),
     (Reward, {"model": "m", "data": {"sources": [{"path": "a"}, {"path": "b", "weight": 2}]}, "epochs": 1.5}),
     (Distill, {**TUNED, "teacher": "t"}),
@@ -59,10 +59,10 @@ def begun(cls, given, then: dict[str, object]) -> dict:
 
 
 def test_a_later_default_does_not_change_a_run():
-    meta = begun(Sft, TUNED, {"optimizer.lr": 5e-5, "lora.alpha": 3.0, "data.overlong": "cut", "seed": 9})
+    meta = begun(Sft, TUNED, {"optimizer.lr": 5e-5, "lora.lora_alpha": 3.0, "data.overlong": "cut", "seed": 9})
     resumed, lines = as_begun(recipe.create(Sft, {**TUNED, "seed": 4}), meta)
     assert (resumed.optimizer.lr, resumed.data.overlong, resumed.seed) == (5e-5, "cut", 4)
-    assert resumed.lora is not None and (resumed.lora.alpha, resumed.lora.rank) == (3.0, 4)
+    assert resumed.lora is not None and (resumed.lora.lora_alpha, resumed.lora.r) == (3.0, 4)
     assert len(lines) == 3 and lines[0].startswith(f"optimizer.lr stays 5e-05, the default of dovetail {__version__}")
 
 

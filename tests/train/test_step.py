@@ -138,7 +138,9 @@ def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
     """Clipped by the global norm; what is only looked up or added is not decayed."""
     theirs, folder = reference(name)
     theirs, ours = copy.deepcopy(theirs), load(folder, dtype="f32")
-    wanted = Optimizer(lr=1e-2, weight_decay=0.3, clip=0.5, eps=1e-3)  # eps: no step by the sign of a tiny gradient
+    wanted = Optimizer(
+        lr=1e-2, weight_decay=0.3, max_grad_norm=0.5, eps=1e-3
+    )  # eps: no step by the sign of a tiny gradient
     state, step = trainer(ours.config, recipe(batch=1, length=36, optimizer=wanted), ours.params)
     groups = [
         dict(params=[p for n, p in theirs.named_parameters() if (p.ndim > 1 and "embed" not in n) == decayed],

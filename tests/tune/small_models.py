@@ -24,7 +24,7 @@ CONFIG = {
 RUN: dict[str, Any] = dict(
     batch=8, length=48, show=False, optimizer={"lr": 1e-2}, precision={"compute": "f32"}, schedule={"name": "constant"},
 )  # fmt: skip
-LORA = {"rank": 8, "alpha": 16.0}
+LORA = {"r": 8, "lora_alpha": 16.0}
 
 
 def model_folder(place: Path, seed: int = 0, **changes: Any) -> str:

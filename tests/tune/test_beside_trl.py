@@ -98,7 +98,7 @@ def test_dpo_with_a_synced_reference(tmp_path):
 
 
 def test_kto(tmp_path):
-    found = ours(tmp_path, RATED, preference={"loss": "kto", "beta": 0.3, "desirable": 1.2})
+    found = ours(tmp_path, RATED, preference={"loss_type": "kto", "beta": 0.3, "desirable": 1.2})
     wanted = theirs(
         tmp_path, RATED, trl.KTOConfig, trl.KTOTrainer, beta=0.3, desirable_weight=1.2,
         train_sampling_strategy="sequential",
@@ -110,7 +110,7 @@ def test_kto(tmp_path):
 def test_orpo(tmp_path):
     """TRL's cross entropy includes the prompt and is averaged over all tokens; here it is of the completion, as in the
     paper. What is added to it, and the rewards, are the same before the first update."""
-    found = ours(tmp_path, PAIRS, preference={"loss": "orpo", "beta": 0.3})[0]
+    found = ours(tmp_path, PAIRS, preference={"loss_type": "orpo", "beta": 0.3})[0]
     wanted = theirs(tmp_path, PAIRS, orpo.ORPOConfig, orpo.ORPOTrainer, beta=0.3)[0]
     odds, theirs_odds = found["loss"] + found["chosen_reward"] / 0.3, wanted["loss"] - wanted["nll_loss"]
     np.testing.assert_allclose(odds, theirs_odds, rtol=1e-4)
@@ -119,6 +119,6 @@ def test_orpo(tmp_path):
 
 
 def test_simpo(tmp_path):
-    found = ours(tmp_path, PAIRS, preference={"loss": "simpo", "beta": 2.0, "gamma": 0.5})
+    found = ours(tmp_path, PAIRS, preference={"loss_type": "simpo", "beta": 2.0, "gamma": 0.5})
     how = dict(loss_type="simpo", beta=2.0, simpo_gamma=0.5, cpo_alpha=0.0)
     same(found, theirs(tmp_path, PAIRS, cpo.CPOConfig, cpo.CPOTrainer, **how))

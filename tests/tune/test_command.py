@@ -25,7 +25,7 @@ from dovetail.train.report import waiting
 pytestmark = pytest.mark.slow
 
 GIVEN = [  # small_models' RUN and LORA: compiled once for all of them
-    "lora.rank=8", "lora.alpha=16", "steps=2", "batch=8", "length=48", "precision.compute=f32", "optimizer.lr=1e-2",
+    "lora.r=8", "lora.lora_alpha=16", "steps=2", "batch=8", "length=48", "precision.compute=f32", "optimizer.lr=1e-2",
     "schedule.name=constant", "--run-dir", "runs/first",
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ def last(ended, name: str) -> float:
     [
         pytest.param({}, marks=pytest.mark.thorough),
         pytest.param({"lora": LORA}, marks=pytest.mark.thorough),
-        pytest.param({"lora": LORA | {"dora": True}}, marks=pytest.mark.thorough),
+        pytest.param({"lora": LORA | {"use_dora": True}}, marks=pytest.mark.thorough),
     ],
     ids=["all weights", "adapters", "dora"],
 )

@@ -41,7 +41,7 @@ def test_a_preference_is_learnt(how, tmp_path):
 @pytest.mark.parametrize("loss", ["ipo", "hinge", "orpo", "simpo"])
 def test_its_relatives(loss, tmp_path):
     ended = dt.dpo(
-        model=model_folder(tmp_path), data=pairs(), lora=LORA, preference={"loss": loss}, steps=8,
+        model=model_folder(tmp_path), data=pairs(), lora=LORA, preference={"loss_type": loss}, steps=8,
         run_dir=tmp_path / "run", **QUICK,
     )  # fmt: skip
     assert told(ended, "loss")[-1] < told(ended, "loss")[0]
@@ -54,7 +54,7 @@ def test_unpaired_ones(tmp_path):
         for i in range(24)
     ]
     ended = dt.dpo(
-        model=model_folder(tmp_path), data=rows, lora=LORA, preference={"loss": "kto"}, steps=8,
+        model=model_folder(tmp_path), data=rows, lora=LORA, preference={"loss_type": "kto"}, steps=8,
         run_dir=tmp_path / "run", **QUICK,
     )  # fmt: skip
     assert told(ended, "loss")[-1] < told(ended, "loss")[0]
@@ -136,7 +136,10 @@ def test_a_synced_reference_follows_the_policy_and_is_resumed(how, tmp_path):
         ({"reference": {"mixup_alpha": 0.5}}, "set sync_every"),
         ({"reference": {"sync_every": 4}, "lora": LORA}, "reference.mixup_alpha must be 1 with lora, got 0.6"),
         ({"reference": {"sync_every": 4}, "preference": {"reference": "disk"}}, "preference.reference=live"),
-        ({"reference": {"sync_every": 4}, "preference": {"loss": "orpo"}}, "not used by preference.loss=orpo"),
+        (
+            {"reference": {"sync_every": 4}, "preference": {"loss_type": "orpo"}},
+            "not used by preference.loss_type=orpo",
+        ),
     ],
 )
 def test_a_reference_that_means_nothing_is_refused(given, message):

@@ -375,19 +375,21 @@ def test_more_documents_than_said_is_no_number():
 
 
 WRONG = {
-    "loss must be one of .*Did you mean 'sigmoid'": dict(loss="sigmoit"),
+    "loss_type must be one of .*Did you mean 'sigmoid'": dict(loss_type="sigmoit"),
     "beta must be above 0": dict(beta=0.0),
     "label_smoothing must be at least 0 and below 0.5": dict(label_smoothing=0.5),
-    "label_smoothing is of the losses sigmoid, robust, simpo; ipo has none": dict(loss="ipo", label_smoothing=0.1),
-    "label_smoothing must be above 0 for the loss robust": dict(loss="robust"),
-    "reference must be none: orpo has none": dict(loss="orpo", reference="live"),
-    "reference must be live or disk: kto compares with one": dict(loss="kto", reference="none"),
-    "gamma must be 0 or more": dict(loss="simpo", gamma=-1.0),
-    "loss must be one of 'sigmoid', .* got 'kto'": dict(loss=("sigmoid", "kto")),
-    r"loss must have a loss of preferences, such as \[sigmoid, sft\]": dict(loss="sft"),
-    "loss must not name a loss twice": dict(loss=("ipo", "ipo")),
-    r"one number for each of the losses \(sigmoid \+ sft\), got 1": dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)),
-    "loss_weights must be above 0": dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.0)),
+    "label_smoothing is of the losses sigmoid, robust, simpo; ipo has none": dict(loss_type="ipo", label_smoothing=0.1),
+    "label_smoothing must be above 0 for the loss robust": dict(loss_type="robust"),
+    "reference must be none: orpo has none": dict(loss_type="orpo", reference="live"),
+    "reference must be live or disk: kto compares with one": dict(loss_type="kto", reference="none"),
+    "gamma must be 0 or more": dict(loss_type="simpo", gamma=-1.0),
+    "loss_type must be one of 'sigmoid', .* got 'kto'": dict(loss_type=("sigmoid", "kto")),
+    r"loss_type must include a preference loss, such as \[sigmoid, sft\]": dict(loss_type="sft"),
+    "loss_type must not name a loss twice": dict(loss_type=("ipo", "ipo")),
+    r"one number for each of the losses \(sigmoid \+ sft\), got 1": dict(
+        loss_type=("sigmoid", "sft"), loss_weights=(1.0,)
+    ),
+    "loss_weights must be above 0": dict(loss_type=("sigmoid", "sft"), loss_weights=(1.0, 0.0)),
 }
 
 

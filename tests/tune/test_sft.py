@@ -47,8 +47,10 @@ def losses(ended) -> list[float]:
     [
         pytest.param({}, marks=pytest.mark.thorough),
         pytest.param({"lora": LORA}, marks=pytest.mark.thorough),
-        {"lora": LORA, "base": "nf4"},
-        pytest.param({"lora": LORA | {"dropout": 0.1, "dora": True}, "scan": True}, marks=pytest.mark.thorough),
+        {"lora": LORA, "quantization": "nf4"},
+        pytest.param(
+            {"lora": LORA | {"lora_dropout": 0.1, "use_dora": True}, "scan": True}, marks=pytest.mark.thorough
+        ),
     ],
     ids=["all weights", "adapters", "on nf4", "dropout, dora, scanned"],
 )
@@ -131,7 +133,7 @@ def test_new_special_tokens_are_learnt_by_embeddings_and_head(tmp_path):
     assert new == 320 == len(tokenizer) - 1 and before.config.vocab == 321
     assert tokenizer.tokenize("say<|tool|>") == [*tokenizer.tokenize("say"), "<|tool|>"]
     records = [{"prompt": f"say {i} <|tool|>", "completion": f" <|tool|> {i}"} for i in range(8)]
-    lora = {"rank": 4, "targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+    lora = {"r": 4, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
     ended = dt.sft(model=folder, data=records, lora=lora, steps=2, run_dir=tmp_path / "run", **RUN)
     exported = ended.folder / "export/step_2"
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(exported)
@@ -157,9 +159,9 @@ def test_it_goes_on_with_an_adapter(tmp_path):
         run_dir=tmp_path / "again", **RUN,
     )  # fmt: skip
     assert losses(again)[0] < 0.7 * losses(first)[0]
-    with pytest.raises(ValueError, match=r"has rank 8 and lora\.rank is 4"):
+    with pytest.raises(ValueError, match=r"has r 8 and lora\.r is 4"):
         dt.sft(
-            model=folder, data=chats(), lora={"rank": 4}, from_adapter=str(first.folder / "export/step_6"), steps=2,
+            model=folder, data=chats(), lora={"r": 4}, from_adapter=str(first.folder / "export/step_6"), steps=2,
             run_dir=tmp_path / "other", **RUN,
         )  # fmt: skip
 
@@ -201,7 +203,7 @@ def written(tmp_path, count: int = 24) -> str:
 
 def test_packed_weights_take_less_memory_in_the_plan(tmp_path):
     def planned(base: str) -> tuple[int, int]:
-        settings = create(Sft, {"model": "qwen3-0.6b", "lora": LORA, "base": base, "steps": 1, "length": 64})
+        settings = create(Sft, {"model": "qwen3-0.6b", "lora": LORA, "quantization": base, "steps": 1, "length": 64})
         ready = prepare(settings, sft_objective(settings))
         leaves = jax.tree.leaves(ready.objective.frozen.form(ready.cfg, ready.placement))
         held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
@@ -216,9 +218,9 @@ def test_packed_weights_take_less_memory_in_the_plan(tmp_path):
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"base": "nf4"}, "without lora all are"),
-        ({"lora": {"targets": ["c_attn"]}}, "no projection of this model is called so"),
-        ({"lora": {"rnk": 4}}, "Did you mean lora.rank"),
+        ({"quantization": "nf4"}, "requires lora"),
+        ({"lora": {"target_modules": ["c_attn"]}}, "no projection of this model is called so"),
+        ({"lora": {"rnk": 4}}, "Did you mean lora.r"),
         ({"samples": {"every": 2}}, "every and prompts belong together"),
         ({"data": []}, "expected at least one"),
     ],

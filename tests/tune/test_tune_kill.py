@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 STEPS = 40
 OVERRIDES = [
     "batch=2", "length=48", f"steps={STEPS}", "checkpoint.every=4", "checkpoint.keep=20", "precision.compute=f32",
-    "lora.rank=4", "lora.dropout=0.1",
+    "lora.r=4", "lora.lora_dropout=0.1",
 ]  # fmt: skip
 RECORDS = {"sft": chats, "dpo": pairs}
 

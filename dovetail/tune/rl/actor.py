@@ -74,5 +74,5 @@ class Actor:
             dtype=settings.precision.compute, max_model_len=min(settings.longest + 1, self._ready.cfg.max_len),
             max_num_seqs=settings.sequences, tensor_parallel=max(1, wanted.devices), seed=settings.seed,
             kv_bytes=pool, max_adapters=1 if lora else None,
-            max_adapter_rank=lora.rank if lora else None,
+            max_adapter_rank=lora.r if lora else None,
         )  # fmt: skip

@@ -262,8 +262,8 @@ class Rl(Tuning):
         super().check_model(cfg)
         require(
             not self.lora or not (outer_names(cfg, self.lora) or saved_names(cfg, self.lora)),
-            "lora.targets and lora.modules_to_save name embed_tokens or lm_head, and the engine serves no such adapter "
-            "while it is trained: leave them out",
+            "lora.target_modules and lora.modules_to_save must not name embed_tokens or lm_head in RL: the engine does "
+            "not serve such an adapter while it is trained. Leave them out",
         )
         if self.is_taught:
             check_teacher(cfg, config_of(self.teacher))

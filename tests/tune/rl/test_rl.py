@@ -94,7 +94,7 @@ def test_every_algorithm_learns(place, algo):
 def test_adapters_temperature_words_and_a_reference(place):
     """All that needs a second look at the rows, in one run."""
     ended = run(
-        place, name="lora", steps=6, lora={"rank": 8}, updates=2, loss={"beta": 0.05}, optimizer={"lr": 3e-2},
+        place, name="lora", steps=6, lora={"r": 8}, updates=2, loss={"beta": 0.05}, optimizer={"lr": 3e-2},
         sampling={"temperature": 0.7, "top_k": 10, "top_p": 0.9},
     )  # fmt: skip
     assert ended.code == 0
@@ -110,7 +110,7 @@ def test_adapters_temperature_words_and_a_reference(place):
 @pytest.mark.thorough
 def test_the_reference_is_the_policy_that_the_run_starts_with(place):
     """Of adapters that go on, the model with them; the bare base where asked for; and one that follows the policy."""
-    given = dict(lora={"rank": 8}, loss={"beta": 0.05}, optimizer={"lr": 3e-2}, checkpoint={"every": 0})
+    given = dict(lora={"r": 8}, loss={"beta": 0.05}, optimizer={"lr": 3e-2}, checkpoint={"every": 0})
     run(place, name="before", steps=3, **given)
     given["from_adapter"] = str(place / "before/export/step_3")
     references = {"policy": {}, "base": {"model": "base"}, "synced": {"sync_every": 1, "mixup_alpha": 1.0}}
@@ -153,7 +153,7 @@ def test_a_teacher_in_place_of_rewards(place, algo):
     teacher = model_folder(place, seed=1)
     ended = run(
         place, name=algo, algo=algo, teacher=teacher, rewards=[], group_size=2, steps=12, checkpoint={"every": 0},
-        lora={"rank": 8} if algo == "gkd" else None,
+        lora={"r": 8} if algo == "gkd" else None,
     )  # fmt: skip
     assert ended.code == 0
     lines = metrics(place / algo)
