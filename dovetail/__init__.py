@@ -38,7 +38,7 @@ if not any(name in os.environ for name in _MEMORY_SETTINGS):
 
 _HOMES = {
     "LLM": "dovetail.engine.llm",
-    "SamplingParams": "dovetail.engine.params",
+    "SamplingParams": "dovetail.engine.request.params",
     "load": "dovetail.io.load",
     "pretrain": "dovetail.train.pretrain",
     "sft": "dovetail.tune.sft",
