@@ -223,12 +223,12 @@ def _remarks(figures: dict[str, Any]) -> list[str]:
 
 
 def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file: str) -> None:
-    from dovetail.cli.save import save
+    from dovetail.core.files import write_atomic
 
     ok = [record for record in records if record.ok]
     if json_file:
         each = ",\n  ".join(json.dumps(vars(record)) for record in records)  # a line each: they are long
-        save(json_file, f'{json.dumps(figures, indent=1)[:-2]},\n "each": [\n  {each}\n ]\n}}\n')
+        write_atomic(json_file, f'{json.dumps(figures, indent=1)[:-2]},\n "each": [\n  {each}\n ]\n}}\n')
     if plot:
         from dovetail.cli.bench_plot import draw
 
@@ -237,7 +237,7 @@ def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file:
             marks = {key: figures[f"{name.lower()}_ms"][key] for key in ("p50", "p90", "p99")} if values else {}
             waits.append((name, [value * 1e3 for value in values], marks))
         title = f"{figures['model']}: {_describe(figures)}"
-        save(plot, draw(title, waits, rates(ok, figures["seconds"]), figures["seconds"]))
+        write_atomic(plot, draw(title, waits, rates(ok, figures["seconds"]), figures["seconds"]))
 
 
 class _bar:

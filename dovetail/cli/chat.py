@@ -206,13 +206,13 @@ class Chat:
         return False
 
     def _save(self, path: str) -> None:
-        from dovetail.cli.save import save
+        from dovetail.core.files import write_atomic
 
         if not path:
             self._fail("/save needs a file's name: /save chat.json")
             return
         try:
-            saved = save(path, json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
+            saved = write_atomic(path, json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             self._fail(str(error))
         else:

@@ -50,9 +50,11 @@ def evaluate(
         rows += run_tasks(judge, others, model, limit=limit, num_fewshot=num_fewshot, chat=chat)
     _show(model, rows)
     if json:
-        from dovetail.cli.save import save
+        from dovetail.core.files import write_atomic
 
-        save(json, json_module.dumps({"model": model, "results": [row._asdict() for row in rows]}, indent=1) + "\n")
+        write_atomic(
+            json, json_module.dumps({"model": model, "results": [row._asdict() for row in rows]}, indent=1) + "\n"
+        )
 
 
 def _check(names: list[str], data: str, tokenizer: str) -> None:

@@ -20,8 +20,8 @@ def write_serving(path: str, model: str, plans: list[Any], start: Any) -> None:
 def _write(path: str, page: Any) -> None:
     import sys
 
-    from dovetail.cli.save import save
+    from dovetail.core.files import write_atomic
     from dovetail.plan.page import html
 
     # beside the plan itself, which may be JSON that a program reads
-    print(f"pictures: {save(path, html(page))}", file=sys.stderr)
+    print(f"pictures: {write_atomic(path, html(page))}", file=sys.stderr)

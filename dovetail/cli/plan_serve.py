@@ -62,9 +62,9 @@ def serve(
         tables.show(model, plans, requests, explain, paid.says, start)
     if plot:
         from dovetail.cli.plan_serve_plot import draw
-        from dovetail.cli.save import save
+        from dovetail.core.files import write_atomic
 
-        save(plot, draw(model, plans))
+        write_atomic(plot, draw(model, plans))
     if html:
         from dovetail.cli.plan_page import write_serving
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.core.errors import FileError, UserError
+from dovetail.core.files import locked
 from dovetail.data import cache, sources
 from dovetail.data.cache import Meta, Store
 from dovetail.data.encoder import Encoder, make
@@ -29,7 +30,6 @@ from dovetail.data.settings import Data, Source
 from dovetail.data.sources import Files
 from dovetail.data.worker import JOB, Job, counts_path, tokenise
 from dovetail.io.hub import Progress, home
-from dovetail.io.lock import locked
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from dovetail.core.own_files import own_folder, read_own
+from dovetail.core.files import own_folder, read_own
 from dovetail.io.hub import home
 
 log = logging.getLogger(__name__)

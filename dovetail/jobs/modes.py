@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dovetail.core.errors import UserError
+from dovetail.core.files import write_atomic
 
 SHARED = stat.S_ISGID | stat.S_IWGRP
 EACH = 0o3770  # of a shared folder in which each user has folders: only that user can rename and remove them
@@ -73,11 +74,8 @@ def touch(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside, then rename: it is there whole or not at all."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(beside, "w", opener=opener) as file:
-        file.write(text)
-    beside.replace(path)
+    """Replace the file atomically; it has the mode of its folder's files."""
+    write_atomic(path, text, opener=opener)
 
 
 def create(path: Path, text: str = "") -> None:

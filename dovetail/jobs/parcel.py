@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import MissingPackageError, UserError
-from dovetail.core.own_files import read_own
+from dovetail.core.files import read_own, write_atomic
 from dovetail.jobs import modes
 
 KEY = "key"  # a file beside the call
@@ -47,10 +47,7 @@ def write(path: Path, data: bytes, key: str) -> None:
     """The MAC first: a parcel that is there can be checked."""
     modes.make_folder(path.parent)
     for target, contents in ((_mac_of(path), _mac(path, data, key).encode()), (path, data)):
-        beside = target.with_suffix(target.suffix + ".part")
-        with open(beside, "wb", opener=modes.opener) as file:
-            file.write(contents)
-        beside.replace(target)
+        write_atomic(target, contents, opener=modes.opener)
 
 
 def read(path: Path, key: str) -> bytes:

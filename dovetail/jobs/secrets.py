@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from dovetail.core.errors import UserError
+from dovetail.core.files import write_atomic
 from dovetail.jobs import parcel
 from dovetail.jobs.attempt import CALL
 from dovetail.jobs.spec import Spec
@@ -61,14 +62,13 @@ def keep(home: Path, values: dict[str, str]) -> None:
         return
     if home.stat().st_uid != os.geteuid():  # a file that only we can read would be of no use to its supervisor
         raise UserError(f"{home} is another user's job: only that user can give it the secrets that it needs")
-    beside = home / f"{FILE}.{os.getpid()}.part"
-    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(file, "w") as out:
-        os.fchmod(file, 0o600)
-        json.dump(values, out)
-        out.flush()
-        os.fsync(file)
-    beside.replace(home / FILE)
+    write_atomic(home / FILE, json.dumps(values), opener=_opener)
+
+
+def _opener(path: str, flags: int) -> int:
+    file = os.open(path, flags, 0o600)
+    os.fchmod(file, 0o600)  # beyond the umask, and for a file that a killed process left
+    return file
 
 
 def read(home: Path, spec: Spec) -> dict[str, str]:

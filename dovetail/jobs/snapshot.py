@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from dovetail.core.errors import UserError
-from dovetail.core.own_files import check_own_folder
+from dovetail.core.files import check_own_folder
 from dovetail.jobs import ignore, modes
 from dovetail.jobs.archive import extract
 from dovetail.jobs.sensitive import holds_token

@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from dovetail.core.errors import UserError
+from dovetail.core.files import write_atomic
 
 FILE = "calibration.json"
 
@@ -127,9 +128,7 @@ def store(one: Observation, path: Path | None = None) -> Fractions:
     path = path or calibration_file()
     kept = [*(other for other in stored(path) if (other.run, other.chip) != (one.run, one.chip)), one]
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}.part")
-    beside.write_text(json.dumps({"runs": [asdict(each) for each in kept]}, indent=1) + "\n")
-    beside.replace(path)
+    write_atomic(path, json.dumps({"runs": [asdict(each) for each in kept]}, indent=1) + "\n")
     return fit([each for each in kept if each.chip == one.chip])
 
 

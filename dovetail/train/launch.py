@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dovetail.core.errors import FileError, UserError
+from dovetail.core.files import locked
 from dovetail.core.training import Training
-from dovetail.io.lock import locked
 from dovetail.train.distributed import Cluster, start
 from dovetail.train.guard.exits import HUNG
 from dovetail.train.guard.stop import Stop

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 
 from dovetail.core.chips import chip_of
+from dovetail.core.files import write_atomic
 from dovetail.core.recipe import dump
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.io.whole_file import write_whole
 from dovetail.plan.flops import train_flops_per_token
 from dovetail.train.boundary import Boundary
 from dovetail.train.guard import health
@@ -72,7 +72,7 @@ def run(
             at = saves.open()
         began = at.step
         if first:
-            write_whole(folder / "recipe.yaml", recipe_text(settings))
+            write_atomic(folder / "recipe.yaml", recipe_text(settings))
         expected = _expected(ready, folder, remarks) if first else None
         with (
             RunMetrics(

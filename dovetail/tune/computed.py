@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from dovetail.core.errors import UserError
+from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleRows
@@ -118,10 +119,8 @@ def _put(batch: Batch, ready: Ready) -> Batch:
 
 
 def _keep(path: Path, key: str, values: Values) -> None:
-    beside = path.with_name(f".{path.name}")
-    with beside.open("wb") as file:
+    with open_atomic(path) as file:
         np.savez(file, key=np.asarray(key), **values)  # pyright: ignore[reportArgumentType]
-    beside.rename(path)
 
 
 def _kept(path: Path, key: str) -> Values | None:

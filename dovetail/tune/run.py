@@ -16,6 +16,7 @@ import jax
 
 from dovetail.core import recipe as recipes
 from dovetail.core.errors import UserError
+from dovetail.core.files import write_atomic
 from dovetail.data.example_rows import ExampleRows
 from dovetail.data.example_store import Stats
 from dovetail.data.open_examples import open_examples, template_source
@@ -23,7 +24,6 @@ from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.io.whole_file import write_whole
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
 from dovetail.train.prepare import Ready
@@ -146,7 +146,7 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
 
 def _list_bad(bad: Sequence[str], path: Path, told: Callable[[str], object]) -> None:
     """Write what was left out into a file, and tell the first few."""
-    write_whole(path, "".join(f"{line}\n" for line in bad))
+    write_atomic(path, "".join(f"{line}\n" for line in bad))
     shown = "".join(f"\n  {line}" for line in bad[:5])
     told(f"left out{shown}\n  all {len(bad):,} are listed in {path}")
 

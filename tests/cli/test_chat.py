@@ -20,7 +20,7 @@ from fake_openai import Reply, says, serving
 from dovetail.cli import chat as module
 from dovetail.cli.chat import Chat
 from dovetail.cli.chat_partner import Local, Options, Remote, Thought, _between_steps
-from dovetail.cli.save import save
+from dovetail.core.files import write_atomic
 
 
 @pytest.fixture
@@ -94,12 +94,12 @@ def test_save(talk, tmp_path):
 
 
 def test_what_was_saved_before_stays_when_a_write_fails(tmp_path, monkeypatch):
-    path = save(tmp_path / "f", "old")
+    path = write_atomic(tmp_path / "f", "old")
     path.chmod(0o640)
     with pytest.raises(UnicodeEncodeError):
-        save(path, "half \ud800")
+        write_atomic(path, "half \ud800")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["f"]
-    save(path, "new")
+    write_atomic(path, "new")
     assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -227,7 +228,7 @@ def test_a_dtype_of_no_kind(dtype, tmp_path, cli):
     assert code == 2 and dtype in said and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("error", "code"), [(OSError("disk full"), 2), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(("error", "code"), [(OSError(errno.ENOSPC, "disk full"), 2), (KeyboardInterrupt(), 130)])
 def test_a_save_that_is_stopped_half_way_leaves_nothing(error, code, tmp_path, cli, monkeypatch):
     written = []
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import MissingFileError
+from dovetail.core.files import write_atomic
 from dovetail.plan.operations import Operation
 from dovetail.plan.page import arrays, places
 from dovetail.plan.page.page import Choice, Page
@@ -23,14 +22,8 @@ SCRIPTS = (
 
 
 def write(path: str | Path, page: Page) -> Path:
-    """Where it is."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise MissingFileError(f"cannot write {path}: there is no folder {path.parent}")
-    beside = path.with_name(f".{path.name}.part")  # a browser that reloads meanwhile finds the old page, whole
-    beside.write_text(html(page), encoding="utf-8")
-    os.replace(beside, path)
-    return path
+    """Write the page and return its path."""
+    return write_atomic(path, html(page))  # a browser that reloads meanwhile finds the old page
 
 
 def html(page: Page) -> str:

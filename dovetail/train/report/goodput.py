@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from dovetail.core.errors import UserError
-from dovetail.io.whole_file import write_whole
+from dovetail.core.files import write_atomic
 
 # kind -> what a reader is told
 KINDS = {
@@ -101,7 +101,7 @@ class Goodput:
         elif self._found is None:  # the recipe was refused: that was no start
             self._path.unlink()
         else:
-            write_whole(self._path, self._found)
+            write_atomic(self._path, self._found)
 
     # --- what is counted ----------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Goodput:
             }  # fmt: skip
             text = json.dumps(kept) + "\n"
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, text)
+            write_atomic(self._path, text)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from dovetail.core.errors import UserError
-from dovetail.io.whole_file import write_whole
+from dovetail.core.files import write_atomic
 
 PROJECT = "dovetail"  # of Weights & Biases, unless WANDB_PROJECT says another
 WANDB_ID = "wandb_id.txt"  # in a run's folder: a run that goes on is the same run there
@@ -100,7 +100,7 @@ def _escaped(text: str) -> str:
 def _kept_id(folder: Path) -> str:
     path = folder / WANDB_ID
     if not path.is_file():
-        write_whole(path, uuid.uuid4().hex[:12])
+        write_atomic(path, uuid.uuid4().hex[:12])
     return path.read_text().strip()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from dovetail.core.errors import UserError
-from dovetail.io.whole_file import write_whole
+from dovetail.core.files import write_atomic
 from dovetail.train.report.environment import environment
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.live import Live, Standing
@@ -221,7 +221,7 @@ def drop_after(path: str | Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if (found := _step_of(line)) is not None and found <= step]
     if len(kept) < len(lines):
-        write_whole(path, "".join(kept))
+        write_atomic(path, "".join(kept))
 
 
 def _step_of(line: str) -> int | None:
@@ -250,4 +250,4 @@ def _plain(value: Any) -> Any:
 
 def _describe_run(path: Path, steps: int) -> None:
     """Written anew by each process: the last one's machine is the one to know."""
-    write_whole(path, json.dumps({"steps": steps, "pid": os.getpid(), "environment": environment()}, indent=1) + "\n")
+    write_atomic(path, json.dumps({"steps": steps, "pid": os.getpid(), "environment": environment()}, indent=1) + "\n")

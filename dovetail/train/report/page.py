@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from dovetail.core.errors import MissingFileError
-from dovetail.io.whole_file import write_whole
+from dovetail.core.files import write_atomic
 from dovetail.train.report import completions_page as browser
 from dovetail.train.report import curves, reinforcement
 from dovetail.train.report.completions import turns, written
@@ -67,7 +67,7 @@ def write(folder: str | Path, out: str | Path | None = None) -> Path:
     path = Path(out) if out else Path(folder) / PAGE
     if not path.parent.is_dir():
         raise MissingFileError(f"cannot write {path}: there is no folder {path.parent}")
-    write_whole(path, page(read(folder)))
+    write_atomic(path, page(read(folder)))
     return path
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from dovetail.io.whole_file import write_whole
+from dovetail.core.files import write_atomic
 from dovetail.plan.prediction import FILE, Prediction
 
 WARM = 2  # reports of this process that are left out: they compile, or wait for what does
@@ -36,7 +36,7 @@ class Predicted:
 
 
 def save(folder: Path, prediction: Prediction) -> None:
-    write_whole(folder / FILE, json.dumps(prediction.plain(), indent=1) + "\n")
+    write_atomic(folder / FILE, json.dumps(prediction.plain(), indent=1) + "\n")
 
 
 def read(folder: Path) -> Prediction | None:

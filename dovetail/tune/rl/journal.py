@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from dovetail.io.whole_file import write_whole
+from dovetail.core.files import write_atomic
 from dovetail.tune.rl import draft
 from dovetail.tune.rl.draft import Draft, Turn, joined
 from dovetail.tune.rl.episode import JUDGED, Episode, Place, from_json, to_json
@@ -66,7 +66,7 @@ class Journal:
             self.forget(sys.maxsize)
         if self._key and (before != self._key or not path.exists()):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, self._key)
+            write_atomic(path, self._key)
 
     def write(self, rollout: int, episodes: Sequence[Episode]) -> None:
         """That have ended."""
@@ -107,7 +107,7 @@ class Journal:
         arrays = {f"{i}.{name}": array for i, each in enumerate(scores) for name, array in each.items()}
         text = io.BytesIO()
         np.savez(text, updates=len(scores), **arrays)  # type: ignore[arg-type]
-        write_whole(self._path(rollout, SCORES), text.getvalue())
+        write_atomic(self._path(rollout, SCORES), text.getvalue())
 
     def close(self) -> None:
         if self._file:
