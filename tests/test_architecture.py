@@ -238,7 +238,7 @@ BROKEN = {
     "serve to train": ("serve/a.py", "import dovetail.train", "serve may not import train"),
     "serve's talk to its api": (
         "serve/talk/a.py",
-        "from dovetail.serve.api.fields import Body",
+        "from dovetail.serve.api.requests import Body",
         "serve/talk may not import serve/api",
     ),
     "serve's api to the engine's process": (

@@ -94,11 +94,10 @@ def serve(
     from dovetail.cli.progress import bar
     from dovetail.io.adapter_folder import base_of
     from dovetail.io.hub import resolve
-    from dovetail.serve.config import Limits, ServerConfig
-    from dovetail.serve.http.checks import check_start
+    from dovetail.serve.config import ServerConfig, ServerLimits
     from dovetail.serve.http.server import listening_socket, run
     from dovetail.serve.http.server import serve as serving
-    from dovetail.serve.talk.defaults import read_defaults
+    from dovetail.serve.http.start import check_start, read_defaults
 
     # A log file has the time of each line, and a line for each stage of the start; a terminal has a bar.
     in_file = not sys.stderr.isatty()
@@ -125,7 +124,7 @@ def serve(
             raise UserError(f"{model} is an adapter, which is served under one name: give --served-model-name once")
         of_base = {(served_model_name or [model])[0]: model}
         model, served_model_name = base, [base]
-    limits = Limits(
+    limits = ServerLimits(
         body_bytes=int(max_body_mb * 2**20), prompt_tokens=max_prompt_tokens or None, n=max_n, queue=max_queue,
         connections=max_connections,
         request_seconds=request_timeout, drain_seconds=drain_timeout,

@@ -13,7 +13,7 @@ LONGEST_SECONDS = 30 * 24 * 3600  # an event loop's timers take no more than a f
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0  # for a client to send the body
     prompt_tokens: int | None = None  # None: as many as the model takes
@@ -48,7 +48,7 @@ class ServerConfig:
     tool_format: str | None = None  # None: by the model's template
     reasoning_format: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, for what a request leaves out
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     @property
     def separates_callers(self) -> bool:

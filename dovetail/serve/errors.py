@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from dovetail.engine.controls import EngineDied
-from dovetail.serve.log_text import traceback_text
+from dovetail.engine.died import EngineDied
+from dovetail.serve.request_context import traceback_text
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 5  # after a 503: a restart, or waking up, takes about that time

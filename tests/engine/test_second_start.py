@@ -23,7 +23,7 @@ from reference_models import reference
 from dovetail.engine.device import memory, programs
 from dovetail.engine.device.memory import coarse_pages, held_bytes
 from dovetail.engine.options import EngineOptions
-from dovetail.serve.remote.wire import EngineInfo, Start
+from dovetail.serve.remote.wire import EngineInfo, StartEngine
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_page_counts_are_coarse_and_never_far_from_what_fits():
 
 def test_an_engine_that_is_started_again_keeps_its_pages():
     info = EngineInfo("m", 1, 1, 96, 16, 1, "fcfs", (), False, 0, 0.0, 1, "", kv_bytes=96 * 4096)
-    assert Start("m", EngineOptions(memory_fraction=0.3)).again(info).options.kv_bytes == 96 * 4096
+    assert StartEngine("m", EngineOptions(memory_fraction=0.3)).again(info).options.kv_bytes == 96 * 4096
 
 
 @pytest.fixture

@@ -1,24 +1,223 @@
-"""/v1/messages: how it is answered, in Anthropic's form: blocks of thinking, text and tool use."""
+"""/v1/messages: the request, in Anthropic's form.
+
+/v1/messages: how it is answered, in Anthropic's form: blocks of thinking, text and tool use."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
+from pydantic import Field
 
-from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
-from dovetail.serve.api.anthropic_request import CountRequest, MessagesRequest, to_anthropic
-from dovetail.serve.api.delivery import EventStream, JsonAnswer, event, json_answer
-from dovetail.serve.api.usage import Usage
-from dovetail.serve.errors import ApiError
-from dovetail.serve.talk.answer import Ask, Step
+from dovetail.core.errors import UserError
+from dovetail.engine.params import SamplingParams, Structured
+from dovetail.serve.api.chat import Name
+from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer
+from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, StopList
+from dovetail.serve.errors import ApiError, bad, refused
+from dovetail.serve.talk.answer import AnswerDelta, Ask
+from dovetail.serve.talk.prompts import Conversation
 from dovetail.serve.talk.service import Service
+from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
+from dovetail.serve.tools.ids import from_anthropic, to_anthropic
+
+_TEXT_ONLY = RefusedField("the model reads text only")
+
+
+class CacheControl(Body):
+    """Where a prefix may be cached. Here every prefix is cached, so it is always accepted."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(Body):
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: Flag | None = None
+    cache_control: CacheControl | None = None
+    refused: ClassVar = {
+        "source": _TEXT_ONLY,
+        "citations": RefusedField("answers have none", ({"enabled": False},)),
+        "caller": RefusedField("calls are the model's own", ({"type": "direct"},)),
+    }
+
+
+class MessagesTurn(Body):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+    def plain(self, where: str) -> list[dict[str, Any]]:
+        """A turn in OpenAI's chat shape: tool results are separate messages there, and come first."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results, texts, message = [], [], {"role": self.role}
+        for i, block in enumerate(self.content):
+            here = f"{where}.content.{i}"
+            if block.type == "text":
+                texts.append(block.need("text", here))
+            elif block.type == "tool_result" and self.role == "user":
+                results.append(_tool_result(block, here))
+            elif block.type == "tool_use" and self.role == "assistant":
+                message.setdefault("tool_calls", []).append(_tool_call(block, here))  # type: ignore[union-attr]
+            elif block.type == "thinking" and self.role == "assistant":
+                message["reasoning_content"] = block.need("thinking", here)
+            elif block.type != "redacted_thinking":
+                raise bad(f"{here}.type: {block.type} does not belong in a {self.role}'s message", f"{here}.type")
+        if texts or "tool_calls" in message or not results:
+            results.append({**message, "content": "\n".join(texts)})
+        return results
+
+
+class MessageTool(Body):
+    name: Name
+    type: Literal["custom"] = "custom"
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: Flag | None = None
+    cache_control: CacheControl | None = None
+    refused: ClassVar = {
+        "defer_loading": RefusedField("tools are read at once", (False,)),
+        "input_examples": RefusedField("put them in the description", ([],)),
+        "allowed_callers": RefusedField("the model calls", (["direct"],)),
+        "eager_input_streaming": RefusedField("arguments are always streamed", (True,)),
+    }
+
+    def chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "parameters": self.input_schema}
+        more = {"description": self.description, "strict": self.strict}
+        return {"type": "function", "function": function | {k: v for k, v in more.items() if v is not None}}
+
+
+class MessageToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Flag = False
+
+
+class Thinking(Body):
+    type: Literal["disabled", "enabled", "adaptive"]
+    refused: ClassVar = {
+        "budget_tokens": RefusedField("thinking is not counted separately; use max_tokens and type adaptive"),
+        "display": RefusedField("thinking is always returned in full", ("full",)),
+    }
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    refused: ClassVar = {"task_budget": RefusedField("use max_tokens")}
+
+
+class CountRequest(Body):
+    model: str | None = None
+    messages: Annotated[list[MessagesTurn], Field(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    refused: ClassVar = {
+        "mcp_servers": RefusedField("this server calls no others", ([],)),
+        "context_management": RefusedField("shorten the messages before they are sent"),
+        "user_profile_id": RefusedField("there are no profiles"),
+        "workspace_id": RefusedField("there are no workspaces"),
+        "output_format": RefusedField("send output_config.format"),
+    }
+    ignored: ClassVar = {"anthropic_version": "there is one version"}  # in a body that was made for a cloud's gateway
+
+    def conversation(self) -> Conversation:
+        messages = [plain for i, turn in enumerate(self.messages) for plain in turn.plain(f"messages.{i}")]
+        if self.system is not None:
+            messages = [{"role": "system", "content": _system(self.system)}, *messages]
+        choice = self.tool_choice
+        if choice is not None and choice.type == "tool" and choice.name is None:
+            raise bad("tool_choice.name is missing", "tool_choice.name")
+        goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        return Conversation(
+            messages=messages,
+            tools=[tool.chat() for tool in self.tools or ()],
+            choice={"any": "required", "tool": "named"}.get(choice.type, choice.type) if choice else "auto",
+            named=choice.name if choice else None,
+            parallel=not (choice and choice.disable_parallel_tool_use),
+            thinking=None if self.thinking is None else self.thinking.type != "disabled",
+            effort=self.output_config.effort if self.output_config else None,
+            add_generation_prompt=not goes_on,  # a last message by the assistant is the beginning of the answer
+            continue_final_message=goes_on,
+        )
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Int
+    stop_sequences: StopList | None = None
+    temperature: Num | None = None
+    top_p: Num | None = None
+    top_k: Int | None = None
+    stream: Flag = False
+    refused: ClassVar = {
+        **CountRequest.refused,
+        "container": RefusedField("this server runs no code"),
+        "inference_geo": RefusedField("the server runs in one place"),
+        "diagnostics": RefusedField("there are none"),
+    }
+    ignored: ClassVar = {
+        **CountRequest.ignored,
+        "metadata": LABELS["metadata"],
+        "service_tier": LABELS["service_tier"],
+        "speed": "there is one speed",
+    }
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
+        values["max_tokens"] = self.max_tokens
+        form = self.output_config.format if self.output_config else None
+        structured = Structured(json=form.schema_ or "object") if form else None
+        try:
+            return SamplingParams(stop=tuple(self.stop_sequences or ()), structured=structured, **values)
+        except UserError as error:
+            raise refused(error) from None
+
+
+def _system(system: str | list[Block]) -> str:
+    if isinstance(system, str):
+        return system
+    return "\n".join(block.need("text", f"system.{i}") for i, block in enumerate(system))
+
+
+def _tool_call(block: Block, where: str) -> dict[str, Any]:
+    function = {"name": block.need("name", where), "arguments": block.input or {}}
+    return {"id": from_anthropic(block.need("id", where)), "type": "function", "function": function}
+
+
+def _tool_result(block: Block, where: str) -> dict[str, Any]:
+    content = block.content or ""
+    if isinstance(content, list):
+        content = "\n".join(part.need("text", f"{where}.content.{i}") for i, part in enumerate(content))
+    if block.is_error:  # chat templates can show this only in the text
+        content = json.dumps({"error": content}, ensure_ascii=False)
+    return {"role": "tool", "tool_call_id": from_anthropic(block.need("tool_use_id", where)), "content": content}
+
 
 PATH = "/v1/messages"
 
@@ -53,11 +252,11 @@ def _failed(error: ApiError) -> bytes:
 class _Message:
     def __init__(self, service: Service, ask: Ask):
         self._service, self._ask = service, ask
-        self._usage = Usage([ask])
+        self._usage = TokenUsage([ask])
         self._called = False
 
     async def whole(self) -> dict[str, Any]:
-        steps: list[Step] = []
+        steps: list[AnswerDelta] = []
         async with aclosing(self._service.answer(self._ask)) as answer:
             async for step in answer:
                 self._usage.count(step)
@@ -100,7 +299,7 @@ class _Message:
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         return {"type": "message_start", "message": {**message, "usage": self._usage.anthropic()}}
 
-    def _end(self, step: Step) -> dict[str, Any]:
+    def _end(self, step: AnswerDelta) -> dict[str, Any]:
         sequence = step.stop_reason if isinstance(step.stop_reason, str) else None
         if step.finish_reason == "length":
             reason = "max_tokens"

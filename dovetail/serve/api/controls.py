@@ -1,19 +1,21 @@
-"""The controls, for the operator of the server: profiles, sleep, pause, the prefix cache, weights and adapters."""
+"""The controls, for the operator of the server: profiles, sleep, pause, the prefix cache, weights and adapters.
+
+The arguments of the control routes: in the query, as vLLM's users send them, or in a JSON body. None is ignored."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from fastapi import APIRouter, Response
-from pydantic import Field
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import Field, ValidationError
 
 from dovetail.core.errors import UserError
 from dovetail.engine.controls import InUse
-from dovetail.serve.api.arguments import arguments, described
 from dovetail.serve.api.delivery import json_answer
-from dovetail.serve.api.fields import Body, Flag, Int, Refused
-from dovetail.serve.errors import RETRY_SECONDS, ApiError, refused
+from dovetail.serve.api.requests import Body, Flag, Int, RefusedField
+from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad, from_validation, refused
 from dovetail.serve.talk.service import Service
 
 T = TypeVar("T")
@@ -22,25 +24,25 @@ _WAIT = "requests under way wait, and go on afterwards"  # vLLM's mode keep
 
 class SleepRequest(Body):
     level: Annotated[Int, Field(ge=1, le=2)] = 1
-    refused: ClassVar = {"mode": Refused(_WAIT, ("keep",))}
+    refused: ClassVar = {"mode": RefusedField(_WAIT, ("keep",))}
 
 
 class WakeRequest(Body):
-    refused: ClassVar = {"tags": Refused("weights and pages come back together")}
+    refused: ClassVar = {"tags": RefusedField("weights and pages come back together")}
 
 
 class PauseRequest(Body):
     refused: ClassVar = {
-        "mode": Refused(_WAIT, ("keep",)),
-        "wait_for_inflight_requests": Refused(_WAIT, (False,)),
-        "clear_cache": Refused("send /reset_prefix_cache", (False,)),
+        "mode": RefusedField(_WAIT, ("keep",)),
+        "wait_for_inflight_requests": RefusedField(_WAIT, (False,)),
+        "clear_cache": RefusedField("send /reset_prefix_cache", (False,)),
     }
 
 
 class ResetRequest(Body):
     refused: ClassVar = {
-        "reset_running_requests": Refused("running requests keep their pages", (False,)),
-        "reset_external": Refused("there is no cache outside the engine", (False,)),
+        "reset_running_requests": RefusedField("running requests keep their pages", (False,)),
+        "reset_external": RefusedField("there is no cache outside the engine", (False,)),
     }
 
 
@@ -53,15 +55,15 @@ class LoadAdapterRequest(Body):
     lora_path: Annotated[str, Field(min_length=1)]
     wait: Flag = True  # for a place, where requests under way need all of them; false: 409
     refused: ClassVar = {
-        "load_inplace": Refused("an adapter of the same name is always replaced", (True,)),
-        "is_3d_lora_weight": Refused("adapters of experts are not served", (False,)),
+        "load_inplace": RefusedField("an adapter of the same name is always replaced", (True,)),
+        "is_3d_lora_weight": RefusedField("adapters of experts are not served", (False,)),
     }
 
 
 class UnloadAdapterRequest(Body):
     lora_name: Annotated[str, Field(min_length=1)]
     wait: Flag = True  # for the requests under way to end; false: 409 while there are any
-    refused: ClassVar = {"lora_int_id": Refused("an adapter is known by its name")}
+    refused: ClassVar = {"lora_int_id": RefusedField("an adapter is known by its name")}
 
 
 class ControlRoute(NamedTuple):
@@ -147,3 +149,55 @@ async def _done(call: Awaitable[T]) -> T:
         raise ApiError(409, str(error), code="in_use", retry_after=RETRY_SECONDS) from None
     except UserError as error:
         raise refused(error) from None
+
+
+B = TypeVar("B", bound=Body)
+
+
+def arguments(kind: type[B]) -> Any:
+    """The default of a route's parameter: a `kind`, read from the request's query and body."""
+
+    async def read(request: Request) -> B:
+        given = _object(await request.body())
+        for name, text in request.query_params.multi_items():
+            if name in given:
+                raise bad(f"{name} is given twice: send it once, in the query or in the body", name)
+            given[name] = _value(kind, name, text)
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            raise from_validation(error.errors()) from None
+
+    return Depends(read)
+
+
+def described(kind: type[Body]) -> dict[str, Any]:
+    """The same arguments for the OpenAPI description, which FastAPI cannot derive from `arguments`."""
+    schema = kind.model_json_schema()
+    fields = schema.get("properties", {}).items()
+    return {
+        "parameters": [{"name": name, "in": "query", "required": False, "schema": each} for name, each in fields],
+        "requestBody": {"required": False, "content": {"application/json": {"schema": schema}}},
+    }
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        raise bad("the request's body is not JSON", code="json_invalid") from None
+    if not isinstance(found, dict):
+        raise bad("the request's body: expected a JSON object", code="invalid_value")
+    return found
+
+
+def _value(kind: type[Body], name: str, text: str) -> Any:
+    """A query holds text only: a number or a flag is read as one, unless the field is a string."""
+    field = kind.model_fields.get(name)
+    if field is not None and field.annotation is str:
+        return text
+    try:
+        found = json.loads(text.lower())
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, bool | int | float) else text

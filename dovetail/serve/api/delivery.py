@@ -1,4 +1,6 @@
-"""How an answer reaches the client: whole, or as server-sent events. When the client leaves, its work is ended."""
+"""How an answer reaches the client: whole, or as server-sent events. When the client leaves, its work is ended.
+
+TokenUsage: the tokens that an answer took, counted as its steps come."""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from dovetail.serve.errors import ApiError, as_api_error
+from dovetail.serve.talk.answer import AnswerDelta, Ask
+from dovetail.serve.tools.events import Content, Reasoning
 
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
@@ -92,3 +96,49 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class TokenUsage:
+    def __init__(self, asks: list[Ask]):
+        self.prompt = sum(len(ask.prompt) for ask in asks)
+        self.completion = self.reasoning = 0
+        self._cached = [0] * len(asks)
+
+    @property
+    def cached(self) -> int:
+        return sum(self._cached)
+
+    def count(self, step: AnswerDelta, prompt: int = 0) -> None:
+        """`prompt`: the index of the prompt that the step answers."""
+        self.completion += len(step.tokens)
+        self._cached[prompt] = max(self._cached[prompt], step.cached_tokens)  # n answers share one prompt
+        kinds = {type(event) for event in step.events}
+        if Reasoning in kinds and Content not in kinds:
+            self.reasoning += len(step.tokens)  # exact to one step: tokens are counted when their text appears
+
+    def openai(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
+
+    def responses(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt,
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "output_tokens": self.completion,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.prompt + self.completion,
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic counts cached tokens separately."""
+        return {
+            "input_tokens": self.prompt - self.cached,
+            "cache_read_input_tokens": self.cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self.completion,
+        }

@@ -10,10 +10,9 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.serve.api.chat_request import Message, Tool
+from dovetail.serve.api.chat import ChatTool, Message
 from dovetail.serve.api.delivery import json_answer
-from dovetail.serve.api.fields import Body, Flag
-from dovetail.serve.api.generation_request import Tokens
+from dovetail.serve.api.requests import Body, Flag, Tokens
 from dovetail.serve.errors import bad
 from dovetail.serve.talk.prompts import Conversation
 from dovetail.serve.talk.service import Service
@@ -25,7 +24,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
     add_special_tokens: Flag | None = None
     add_generation_prompt: Flag = True
     chat_template: str | None = None

@@ -10,15 +10,15 @@ from starlette.types import Lifespan
 
 from dovetail import __version__
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.api import anthropic, chat, completions, controls, embeddings, responses, score, status, tokens
+from dovetail.serve.api import anthropic, chat, completions, controls, pooling, responses, status, tokens
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.gate import Gate, handle_errors
 from dovetail.serve.http.long_bodies import LongBodies
-from dovetail.serve.remote.backend import Backend
+from dovetail.serve.remote.client import EngineBackend
 from dovetail.serve.talk.service import Service
 
 
-def make_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+def make_app(backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
     """An ASGI application. It closes the backend when the server stops. Its Service is app.state.service."""
     long = LongBodies(backend, tokenizer, config)
 
@@ -39,7 +39,7 @@ def make_app(backend: Backend, tokenizer: Tokenizer, config: ServerConfig) -> Fa
 
 
 def routed(
-    backend: Backend, tokenizer: Tokenizer, config: ServerConfig, lifespan: Lifespan[FastAPI] | None = None
+    backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig, lifespan: Lifespan[FastAPI] | None = None
 ) -> FastAPI:
     """The routes alone."""
     service = Service(backend, tokenizer, config)
@@ -51,8 +51,7 @@ def routed(
         responses.routes,
         anthropic.routes,
         tokens.routes,
-        embeddings.routes,
-        score.routes,
+        pooling.routes,
         status.models,
         status.state,
     ):

@@ -20,7 +20,7 @@ STALL_SECONDS = 300.0  # in which a client takes nothing of an answer, before it
 CLOSE_SECONDS = 1.0  # in which what a refused client still sends is read and dropped, so that it sees the answer
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """`most`: the connections that may be open at once."""
 
     def __init__(self, *args: Any, most: int, **kwargs: Any):
@@ -51,7 +51,7 @@ class Connection(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Close the connection that has been idle for longest, or this one where all others are busy."""
-        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+        others = [each for each in self.connections if isinstance(each, HttpConnection) and each is not self]
         idle = [each for each in others if each._is_idle and not each.transport.is_closing()]
         if idle:
             oldest = min(idle, key=lambda each: each._idle_since)

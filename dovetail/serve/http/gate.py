@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.serve.api.controls import CONTROL_ROUTES, PROFILE_ROUTES
 from dovetail.serve.api.delivery import while_connected
-from dovetail.serve.caller import set_caller
 from dovetail.serve.config import ServerConfig, is_loopback
 from dovetail.serve.errors import ApiError, as_api_error, bad, from_validation
 from dovetail.serve.http.long_bodies import LONG, LongBodies
+from dovetail.serve.request_context import set_caller
 
 OPEN = {"/health", "/ping", "/ready"}  # a load balancer has no key
 OPEN_BYTES = 4096  # of a body that comes where no key is asked for: none of these routes reads one

@@ -24,7 +24,7 @@ from starlette.types import Scope
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import ApiError
-from dovetail.serve.remote.backend import Backend
+from dovetail.serve.remote.client import EngineBackend
 from dovetail.serve.remote.wire import LENGTH
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _BUSY = "this server is reading other long requests; try again later"
 class LongBodies:
     """Used in one event loop. The process is started for the first long body."""
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, config: ServerConfig):
+    def __init__(self, backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig):
         self._backend, self._config = backend, config
         self._tokenizer = _pickled(tokenizer)  # now: later it would delay streams
         self._places, self._turn = asyncio.Semaphore(AT_ONCE), asyncio.Lock()

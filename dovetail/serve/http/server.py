@@ -26,7 +26,7 @@ from dovetail.engine.options import EngineOptions
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app
-from dovetail.serve.http.connection import Connection
+from dovetail.serve.http.connection import HttpConnection
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.supervisor import RestartLimits
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         self._hurried = False
         # uvicorn's loggers use the root's handlers; an access log would write one line per request.
         options: dict[str, Any] = dict(log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
-        http = partial(Connection, most=connection_limit(config.limits.connections))
+        http = partial(HttpConnection, most=connection_limit(config.limits.connections))
         options |= dict(http=http, ws="none", lifespan="on", backlog=ACCEPTED)
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_SECONDS, **options))
 

@@ -1,4 +1,6 @@
-"""EngineClient: an engine in a process of its own, for asyncio. Tokens in, tokens out: the caller makes the text.
+"""Backend: what the server needs of an engine. EngineClient is one; tests have another.
+
+EngineClient: an engine in a process of its own, for asyncio. Tokens in, tokens out: the caller makes the text.
 
 engine = await EngineClient.start("smollm2-135m", EngineOptions(max_num_seqs=64, seed=None))
 async for delta in engine.generate("r1", tokens, SamplingParams(temperature=0)):
@@ -13,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -23,8 +25,41 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.stats import Stats
 from dovetail.serve.remote.child import ShowProgress
-from dovetail.serve.remote.supervisor import RestartLimits, Supervisor
-from dovetail.serve.remote.wire import Add, Delta, EngineInfo, Start, plain
+from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
+from dovetail.serve.remote.wire import Add, Delta, EngineInfo, StartEngine, plain
+
+
+class EngineBackend(Protocol):
+    @property
+    def info(self) -> Any: ...  # EngineInfo
+    @property
+    def trouble(self) -> str | None: ...  # why no request would be taken, in words a client may read
+    @property
+    def unready(self) -> str | None: ...  # why none would be answered now: trouble, or it sleeps or is paused
+    def generate(
+        self,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> AsyncGenerator[Delta]:
+        """ValueError before the first delta for a request that is refused; leaving the iterator aborts it."""
+        ...
+
+    async def abort(self, id: str, index: int | None = None) -> None: ...
+    async def stats(self) -> Any: ...  # Stats
+    async def embed(
+        self, prompts: list[list[int]], pooling: Literal["mean", "last"], adapter: str | None = None
+    ) -> Any: ...
+    async def score(self, prompts: list[list[int]], adapter: str | None = None) -> Any: ...
+    async def control(self, name: str, *args: Any) -> Any: ...  # see engine.controls
+    async def start_profile(self, folder: str) -> Any: ...
+    async def stop_profile(self) -> Any: ...
+    async def close(self) -> None: ...
+
 
 STOP_SECONDS = 10.0  # for its current step, when it is told to end
 ABORT_SECONDS = 1.0  # that the reader of an aborted request waits for the engine
@@ -42,7 +77,7 @@ class EngineClient:
     """Made by `start`, in a running event loop, and used only there. Every method raises EngineDied while no engine is
     running, and ValueError, with the engine's own sentence, for a request or command it refuses."""
 
-    def __init__(self, supervisor: Supervisor):
+    def __init__(self, supervisor: EngineSupervisor):
         self._supervisor = supervisor
         self._info = supervisor.child.info
         self._closing: Literal["closing", "closed"] | None = None
@@ -58,8 +93,8 @@ class EngineClient:
         """`options`: a dtype by its name. With a seed of None, as here, requests without a seed get other samples after
         a restart and on another replica. ValueError if the engine says that the model or an option is wrong, EngineDied
         if it fails otherwise."""
-        start = Start(str(model), options, logging.getLogger("dovetail").getEffectiveLevel())
-        supervisor = Supervisor(start, limits, progress)
+        start = StartEngine(str(model), options, logging.getLogger("dovetail").getEffectiveLevel())
+        supervisor = EngineSupervisor(start, limits, progress)
         await supervisor.start()
         return cls(supervisor)
 

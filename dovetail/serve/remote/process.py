@@ -2,7 +2,10 @@
 
 The main thread starts the engine and waits; the reader takes requests in, the engine's thread steps, the outbox sends.
 It makes no text and no JSON. It ends when it is told to, when its engine dies, and when its parent does.
-"""
+
+
+Commands: what the HTTP process may ask of the engine besides tokens. The engine's
+controls are commands, and each public method here is one that returns its answer."""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
-from dovetail.core.errors import as_user_error
-from dovetail.engine.controls import EngineDied
-from dovetail.serve.log_text import traceback_text
+from dovetail.core.errors import UserError, as_user_error
+from dovetail.engine.controls import CONTROLS
+from dovetail.engine.died import EngineDied
+from dovetail.engine.stats import Stats
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
     LENGTH,
@@ -38,13 +45,16 @@ from dovetail.serve.remote.wire import (
     LoadedAdapter,
     Progress,
     RequestRefused,
-    Start,
+    StartEngine,
     ToEngine,
     to_engine,
 )
+from dovetail.serve.request_context import traceback_text
 
 if TYPE_CHECKING:
+    from dovetail.engine.embed import Cancelled, Pooling
     from dovetail.engine.llm import LLM
+    from dovetail.engine.loop import EngineLoop
 
 log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.1
@@ -58,7 +68,7 @@ def main(fd: int) -> None:
     sock.set_inheritable(False)
     inbox, outbox = sock.makefile("rb"), Outbox(sock)
     start = _read(inbox)
-    if not isinstance(start, Start):
+    if not isinstance(start, StartEngine):
         return
     when = "" if sys.stderr.isatty() else "%(asctime)s "  # as the HTTP process, in whose log these lines are
     logging.basicConfig(format=f"{when}engine: %(message)s")
@@ -122,17 +132,16 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._progress_sent = 0.0
 
-    def start(self, start: Start) -> None:
+    def start(self, start: StartEngine) -> None:
         from dovetail.engine.llm import LLM
         from dovetail.engine.loop import EngineLoop
-        from dovetail.serve.remote.commands import FORWARDS, SLOW, Commands
 
         llm = LLM(start.model, progress=self._progress, **_options(start))
         llm.prepare(self._progress)
         gc.collect()
         gc.freeze()  # these objects live as long as the process: a collection that visits them all would delay a step
         self._loop = EngineLoop(llm.engine, self._outbox.put, self._on_end)
-        self._commands, self._slow, self._forward_names = Commands(self._loop), SLOW, FORWARDS
+        self._commands = Commands(self._loop)
         self._outbox.put(EngineReady(_info(start.model, llm)))
 
     def _progress(self, what: str, done: int, total: int) -> None:
@@ -176,10 +185,10 @@ class EngineProcess:
             self._cancel(*call.args)
         elif (command := self._commands.find(call.name)) is None:
             self._outbox.put(CallAnswer(call.number, error=f"the engine knows no command {call.name!r}", user=False))
-        elif call.name in self._forward_names:
+        elif call.name in FORWARDS:
             cancelled = self._cancels[call.number] = threading.Event()
             self._answer(call, self._forwards.submit(command, cancelled.is_set, *call.args))
-        elif call.name in self._slow:
+        elif call.name in SLOW:
             self._answer(call, self._pool.submit(command, *call.args))
         else:
             self._answer(call, command(*call.args))
@@ -250,7 +259,7 @@ def _aborted(add: Add) -> Deltas:
     return Deltas([Delta(add.id, i, [], times, finished=True, finish_reason="abort") for i in range(add.params.n)])
 
 
-def _options(start: Start) -> dict[str, Any]:
+def _options(start: StartEngine) -> dict[str, Any]:
     """The engine's options, with a server's own default of the tokens of a step; on a CPU the engine derives it."""
     import jax
 
@@ -274,6 +283,67 @@ def _info(model: str, llm: LLM) -> EngineInfo:
 def _adapters(llm: LLM) -> dict[str, LoadedAdapter]:
     find = llm.runner.adapters.find
     return {name: LoadedAdapter(path, find(name).version) for name, path in llm.options.adapters.items()}
+
+
+# These run the model over many prompts, in threads of their own; they end early when their caller has left.
+FORWARDS = {"embed", "score"}
+# These wait for files or compilers, and run in a thread.
+SLOW = {"start_profile", "stop_profile"} | {name for name, control in CONTROLS.items() if control.prepare}
+
+
+class Commands:
+    def __init__(self, loop: EngineLoop):
+        from dovetail.engine.embed import Embedder
+
+        self._loop = loop
+        self._embedder = Embedder(loop.engine, lambda function: loop.submit(function).result())
+        self._profile: str | None = None
+        self._lock = threading.Lock()
+
+    def find(self, name: str) -> Callable[..., Any] | None:
+        """The command of that name; a control gives a future of its answer."""
+        if name in CONTROLS:
+            return partial(self._loop.control, name)
+        return getattr(self, name) if name in PUBLIC else None
+
+    def pulse(self) -> float:
+        return self._loop.pulse()
+
+    def stats(self) -> Stats:
+        return self._loop.engine.stats()
+
+    def embed(
+        self, cancelled: Cancelled, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None
+    ) -> list[bytes]:
+        """Little-endian float32, which the HTTP process decodes one by one."""
+        vectors = self._embedder.embed(prompts, pooling, adapter, cancelled)
+        return [np.asarray(vector, "<f4").tobytes() for vector in vectors]
+
+    def score(self, cancelled: Cancelled, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
+        return self._embedder.score(prompts, adapter, cancelled)
+
+    def start_profile(self, folder: str) -> None:
+        with self._lock:
+            if self._profile is not None:
+                raise UserError(f"a profile is being written to {self._profile}: stop that first")
+            import jax
+
+            jax.profiler.start_trace(folder)
+            self._profile = folder
+
+    def stop_profile(self) -> str:
+        """The folder it was written to."""
+        with self._lock:
+            if self._profile is None:
+                raise UserError("no profile is being written: start one first")
+            folder, self._profile = self._profile, None
+            import jax
+
+            jax.profiler.stop_trace()
+            return folder
+
+
+PUBLIC = {name for name in vars(Commands) if not name.startswith("_")} - {"find"}
 
 
 if __name__ == "__main__":

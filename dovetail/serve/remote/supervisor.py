@@ -1,5 +1,8 @@
 """Supervisor: starts the engine's process again when it dies, waiting longer each time, and gives up after too many
-deaths in a short time."""
+deaths in a short time.
+
+The watchdog: an engine whose step does not end counts as dead although its process lives. A device that hangs
+reports nothing, and every stream would wait for it."""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from dataclasses import dataclass
 from dovetail.engine.controls import EngineDied
 from dovetail.serve.remote.child import Child, ShowProgress
 from dovetail.serve.remote.control_state import ControlState
-from dovetail.serve.remote.watchdog import watch
-from dovetail.serve.remote.wire import Start
+from dovetail.serve.remote.wire import StartEngine
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,8 @@ class RestartLimits:
     step_seconds: float = 300.0  # a step that takes longer counts as a death; 0: no limit
 
 
-class Supervisor:
-    def __init__(self, start: Start, limits: RestartLimits, progress: ShowProgress | None = None):
+class EngineSupervisor:
+    def __init__(self, start: StartEngine, limits: RestartLimits, progress: ShowProgress | None = None):
         self._start, self._limits, self._progress = start, limits, progress
         self.control_state = ControlState()
         self._child: Child | None = None
@@ -117,3 +119,21 @@ class Supervisor:
         except BaseException:
             await child.stop(0.0)
             raise
+
+
+CHECKS = 4  # at least so many within the time that a step may take
+
+
+async def watch(child: Child, seconds: float) -> None:
+    """Give the child up when one of its steps takes longer than `seconds`. Compiling does not count (see
+    EngineLoop.pulse); a process that does not answer within that time hangs too."""
+    while child.is_alive:
+        try:
+            took = await asyncio.wait_for(child.call("pulse"), seconds)
+        except TimeoutError:
+            took = seconds
+        except EngineDied:
+            return
+        if took >= seconds:
+            return child.give_up(f"a step of the engine has taken longer than {seconds:g} s")
+        await asyncio.sleep(min(1.0, seconds / CHECKS))

@@ -1,7 +1,7 @@
 """The messages between the HTTP process (parent) and the engine's process (child): msgpack structs, each preceded by
 its length.
 
-The parent sends Start, then Add and Call. The child sends Progress, then EngineReady or EngineFailed; then Deltas
+The parent sends StartEngine, then Add and Call. The child sends Progress, then EngineReady or EngineFailed; then Deltas
 of every step, RequestRefused for an Add that the engine does not take, and one CallAnswer per Call. Every Add ends
 exactly once: with RequestRefused, or with the finished delta of each of its n sequences. A closed socket means that the
 other process has ended.
@@ -27,12 +27,12 @@ T = TypeVar("T")
 # --- to the engine ----------------------------------------------------------------------------------------------------
 
 
-class Start(Struct, tag="start", array_like=True):
+class StartEngine(Struct, tag="start", array_like=True):
     model: str
     options: EngineOptions = EngineOptions()
     log_level: int = 30
 
-    def again(self, info: EngineInfo) -> Start:
+    def again(self, info: EngineInfo) -> StartEngine:
         """Return the start of an engine in the place of that one, with as many pages: its steps are compiled for them.
         Its adapters, which change, are loaded when it has started."""
         room: dict[str, Any] = dict(max_adapters=info.max_adapters, max_adapter_rank=info.max_adapter_rank)
@@ -60,7 +60,7 @@ class Call(Struct, tag="call", array_like=True):
     args: list[Any] = []
 
 
-ToEngine = Start | Add | Call
+ToEngine = StartEngine | Add | Call
 
 
 # --- from the engine --------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """From tokens to what a client reads: whole characters, stop strings found, tool calls and reasoning apart from text.
 
 The engine's process makes tokens only; text is made here, in the HTTP process, so that it never delays a step.
-"""
+
+
+Log-probabilities as clients read them: tokens by their text, in the shapes of the two OpenAI routes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.text import Text
@@ -40,7 +42,7 @@ class Ask:
         return replace(self.params, stop=(), include_stop_str_in_output=False)
 
 
-class Step(NamedTuple):
+class AnswerDelta(NamedTuple):
     """What one of the n answers gained."""
 
     index: int
@@ -67,7 +69,7 @@ class AnswerReader:
         self.count = 0  # tokens, up to the one that completed a stop string
         self.called = False  # whether there was a tool call
 
-    def read(self, delta: Delta) -> Step:
+    def read(self, delta: Delta) -> AnswerDelta:
         stop, taken = self._push(delta)
         finished = delta.finished or stop is not None
         if finished:
@@ -80,7 +82,7 @@ class AnswerReader:
             reason = ("stop" if stop is not None else delta.finish_reason) if finished else None
         logprobs = delta.logprobs[:taken] if delta.logprobs is not None else None
         why = stop if stop is not None else delta.stop_reason
-        return Step(
+        return AnswerDelta(
             delta.index, events, delta.tokens[:taken], logprobs, reason, why if finished else None,
             delta.prompt_logprobs, delta.cached_tokens,
         )  # fmt: skip
@@ -116,3 +118,65 @@ class AnswerReader:
 def _first_call(events: list[Event]) -> list[Event]:
     end = next(i for i, event in enumerate(events) if isinstance(event, CallEnd))
     return events[: end + 1]
+
+
+LEAST = -9999.0  # JSON has no -inf; OpenAI sends this
+
+
+class TokenText:
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def of(self, token: int) -> str:
+        return self._of(token)[0]
+
+    def _of(self, token: int) -> tuple[str, list[int]]:
+        found = self._known.get(token)
+        if found is None:
+            try:
+                data = self._tokenizer.token_bytes(token)
+            except ValueError:  # an id that the tokenizer does not know: model vocabularies are often padded
+                data = b""
+            found = self._known[token] = (data.decode("utf-8", "replace"), list(data))
+        return found
+
+    def chat(self, logprobs: Iterable[Logprob]) -> list[dict[str, Any]]:
+        return [
+            {**self._entry(l.token, l.logprob), "top_logprobs": [self._entry(*top) for top in l.top]} for l in logprobs
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._of(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": data}
+
+    def completion(self, tokens: Sequence[int], logprobs: Sequence[Logprob | None], offset: int) -> dict[str, Any]:
+        """As OpenAI does it, the top log-probabilities always include the token itself."""
+        texts, offsets = [self.of(token) for token in tokens], []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [l and max(l.logprob, LEAST) for l in logprobs],
+            "top_logprobs": [l and self._top(l) for l in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: Logprob) -> dict[str, float]:
+        top = {self.of(token): max(logprob, LEAST) for token, logprob in reversed(entry.top)}
+        return {self.of(entry.token): max(entry.logprob, LEAST)} | dict(reversed(top.items()))
+
+    def prompt(self, logprobs: Sequence[Logprob | None] | None) -> list[dict[str, Any] | None] | None:
+        """As vLLM writes prompt_logprobs: by token id."""
+        if logprobs is None:
+            return None
+        return [None if each is None else self._by_id(each) for each in logprobs]
+
+    def _by_id(self, entry: Logprob) -> dict[str, Any]:
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        ranked[entry.token] = (entry.logprob, entry.rank)
+        return {
+            str(token): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": self.of(token)}
+            for token, (logprob, rank) in ranked.items()
+        }

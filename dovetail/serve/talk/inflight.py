@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 
-from dovetail.serve.config import Limits
+from dovetail.serve.config import ServerLimits
 from dovetail.serve.errors import ApiError, bad
 
 
@@ -31,7 +31,7 @@ class Ticket:
 class Inflight:
     """`batch`: how many sequences the engine runs at once; further ones wait."""
 
-    def __init__(self, limits: Limits, batch: int):
+    def __init__(self, limits: ServerLimits, batch: int):
         self._limits, self._batch = limits, batch
         self._tickets: dict[Ticket, None] = {}  # in the order they came
         self.draining = False

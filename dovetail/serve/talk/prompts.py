@@ -1,9 +1,12 @@
-"""Prompts: from a conversation to the prompt for the engine, and to the parser that will read its answer."""
+"""Prompts: from a conversation to the prompt for the engine, and to the parser that will read its answer.
+
+Chat templates of adapters: requests for an adapter are written with the template that it was trained with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import UserError
@@ -11,13 +14,10 @@ from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
-from dovetail.io.tool_formats.grammar import grammar_for
-from dovetail.io.tool_formats.stream import StreamParser
-from dovetail.io.tool_formats.tools import spell
+from dovetail.io.tokenizer_files import read_templates
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import bad, refused
-from dovetail.serve.talk.adapter_templates import AdapterTemplates
+from dovetail.serve.remote.client import EngineBackend
 from dovetail.serve.talk.answer import Ask
 from dovetail.serve.talk.request_templates import RequestTemplates
 
@@ -213,3 +213,20 @@ def _starts_inside(reasoning: ReasoningFormat | None, prompt: str) -> bool | Non
     if reasoning.opened_by(prompt):
         return True
     return False if prompt.rstrip().endswith(reasoning.close) else None
+
+
+class AdapterTemplates:
+    def __init__(self, tokenizer: Tokenizer, backend: EngineBackend):
+        self._tokenizer, self._backend = tokenizer, backend
+        self._found: dict[tuple[str, int], Tokenizer] = {}
+
+    def tokenizer(self, adapter: str | None) -> Tokenizer:
+        """Return the model's tokenizer with the adapter's chat templates, where the adapter has any."""
+        loaded = self._backend.info.adapters.get(adapter) if adapter else None
+        if loaded is None:
+            return self._tokenizer
+        key = loaded.path, loaded.version
+        if key not in self._found:
+            templates = read_templates(Path(loaded.path))
+            self._found[key] = self._tokenizer.with_templates(templates) if templates else self._tokenizer
+        return self._found[key]

@@ -16,24 +16,22 @@ from typing import Any, TypeVar
 from dovetail.core.errors import UserError
 from dovetail.engine.request.params import check_room
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.caller import salted
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad, refused
-from dovetail.serve.remote.backend import Backend
+from dovetail.serve.remote.client import EngineBackend
 from dovetail.serve.remote.wire import Delta
-from dovetail.serve.talk.adapter_templates import AdapterTemplates
-from dovetail.serve.talk.answer import AnswerReader, Ask, Step
+from dovetail.serve.request_context import salted
+from dovetail.serve.talk.answer import AnswerDelta, AnswerReader, Ask, TokenText
 from dovetail.serve.talk.inflight import Inflight, Ticket
 from dovetail.serve.talk.metrics import ServerMetrics
-from dovetail.serve.talk.prompts import Prompts
-from dovetail.serve.talk.token_text import TokenText
+from dovetail.serve.talk.prompts import AdapterTemplates, Prompts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Service:
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, config: ServerConfig):
+    def __init__(self, backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig):
         self.backend, self.tokenizer, self.config = backend, tokenizer, config
         self.created = int(time.time())
         self.metrics = ServerMetrics(config.names[0])
@@ -103,7 +101,7 @@ class Service:
             except UserError as error:
                 raise bad(str(error), ask.limit, "context_length_exceeded") from None
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Step]:
+    async def answer(self, ask: Ask) -> AsyncGenerator[AnswerDelta]:
         """The steps of a prompt's n answers, until all have ended. Leaving the loop aborts the request."""
         id = uuid.uuid4().hex
         readers: dict[int, AnswerReader] = {}  # by index, made with the first tokens: 64 at once take milliseconds
@@ -128,7 +126,7 @@ class Service:
                             self._end_early(id, delta)
                         yield step
                     elif delta.prompt_logprobs is not None:
-                        yield Step(delta.index, [], [], prompt_logprobs=delta.prompt_logprobs)
+                        yield AnswerDelta(delta.index, [], [], prompt_logprobs=delta.prompt_logprobs)
                     if not unfinished and (ask.params.prompt_logprobs is None or delta.prompt_logprobs is not None):
                         return
                     delta = await anext(deltas, None)
@@ -165,7 +163,7 @@ class Service:
             self.adapter_of(ask.adapter)
             raise refused(error) from None
 
-    def _read(self, delta: Delta, reader: AnswerReader, ticket: Ticket) -> Step:
+    def _read(self, delta: Delta, reader: AnswerReader, ticket: Ticket) -> AnswerDelta:
         """A sequence that neither the model nor a limit ended is an error, not an answer. A grammar that cannot go on
         (it is too complex, or contradicts bad_words) is the request's own, and would end there again."""
         if delta.error is not None:
@@ -201,7 +199,7 @@ class _Clock:
     def __enter__(self) -> _Clock:
         return self
 
-    def tick(self, step: Step) -> None:
+    def tick(self, step: AnswerDelta) -> None:
         now, metrics = time.monotonic(), self._metrics
         if not self._ticket.begun:
             self._ticket.begun = True

@@ -16,13 +16,8 @@ from serve.api.test_api_tools import CALL, TOOLS, WEATHER
 from serve.servers import Script, running
 
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.api import anthropic_request as anthropic
-from dovetail.serve.api import chat_request as chat
-from dovetail.serve.api import completions_request as completions
-from dovetail.serve.api import controls, embeddings, fields, score, tokens
-from dovetail.serve.api import generation_request as generation
-from dovetail.serve.api import responses_request as responses
-from dovetail.serve.api.fields import Body
+from dovetail.serve.api import anthropic, chat, completions, controls, pooling, requests, responses, tokens
+from dovetail.serve.api.requests import Body
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 # It writes all that it is given, so that whatever reaches it shows in the prompt.
@@ -162,7 +157,7 @@ TABLES: dict[type[Body], Table] = {
         wrap=lambda function: {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]},
         ignored={"parsed_arguments": {}},
     ),
-    chat.Tool: Table(
+    chat.ChatTool: Table(
         CHAT, TOOLS[1], {"type": V("custom"), "function": V(TOOLS[0]["function"])}, {"custom": {}},
         lambda tool: asking(tools=[tool]),
     ),
@@ -191,7 +186,7 @@ TABLES: dict[type[Body], Table] = {
         },
         wrap=lambda schema: asking(response_format={"type": "json_schema", "json_schema": schema}),
     ),
-    generation.StructuredOutputs: Table(
+    requests.StructuredOutputs: Table(
         CHAT, {"choice": ["a"]},
         {
             "json": V({}, ONLY), "regex": V("a", ONLY), "choice": V(["a", "b"]), "grammar": V("start: \"a\"", ONLY),
@@ -199,7 +194,7 @@ TABLES: dict[type[Body], Table] = {
         {"json_object": True, "structural_tag": {}},
         lambda structured: asking(structured_outputs=structured),
     ),
-    generation.StreamOptions: Table(
+    requests.StreamOptions: Table(
         CHAT, {}, {"include_usage": V(True)}, {"continuous_usage_stats": True},
         lambda options: asking(stream=True, stream_options=options), {"include_obfuscation": True},
     ),
@@ -342,7 +337,7 @@ TABLES |= {
         COUNT_REFUSED | {"container": "x", "inference_geo": "x", "diagnostics": {}},
         ignored={"anthropic_version": "x", "metadata": {"user_id": "me"}, "service_tier": "auto", "speed": "fast"},
     ),
-    anthropic.Turn: Table(
+    anthropic.MessagesTurn: Table(
         MESSAGES, HELLO, {"role": V("assistant"), "content": V("Other")}, wrap=lambda turn: claude(messages=[turn])
     ),
     anthropic.Block: Table(
@@ -417,7 +412,7 @@ TABLES |= {
         "/detokenize", {"tokens": [1, 504]},
         {"model": V("other"), "tokens": V([504]), "skip_special_tokens": V(True)},
     ),
-    embeddings.EmbeddingRequest: Table(
+    pooling.EmbeddingRequest: Table(
         "/v1/embeddings",
         {"input": "Hello"},
         {
@@ -426,7 +421,7 @@ TABLES |= {
         {"dimensions": 5},
         ignored=LABELS,
     ),
-    score.ScoreRequest: Table(
+    pooling.ScoreRequest: Table(
         "/v1/score",
         {"input": "Hello"},
         {
@@ -491,7 +486,7 @@ def models(kind: type[Body] = Body) -> set[type[Body]]:
 
 def test_every_field_of_every_request_has_a_row():
     ours = {kind for kind in models() if kind.__module__.startswith("dovetail.serve.api.")}
-    assert ours - {generation.GenerationRequest} == set(TABLES)
+    assert ours - {requests.GenerationRequest} == set(TABLES)
     for kind, table in TABLES.items():
         fields = {field.alias or name for name, field in kind.model_fields.items()}
         assert set(table.taken) == fields, kind.__name__
@@ -529,7 +524,7 @@ def test_a_field_that_is_known_and_not_done_is_refused_by_its_name(server, kind,
 def test_a_field_that_changes_no_answer_is_ignored_and_the_log_says_so_once(server, kind, name, caplog, monkeypatch):
     path, base, _, _, wrap, ignored = TABLES[kind]
     before = seen(server, path, wrap(base))
-    monkeypatch.setattr(fields, "_noted", set())
+    monkeypatch.setattr(requests, "_noted", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert seen(server, path, wrap(base | {name: ignored[name]})) == before

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serve.api.test_api_tools import accepts
 
-from dovetail.serve.log_text import LONGEST, traceback_text
+from dovetail.serve.request_context import LONGEST, traceback_text
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from serve.servers import Script, running
 
-from dovetail.serve.config import Limits
+from dovetail.serve.config import ServerLimits
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def server(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, admin_key="boss", limits=Limits(request_seconds=20)) as found:
+    with running(engine, tokenizer, admin_key="boss", limits=ServerLimits(request_seconds=20)) as found:
         yield found
 
 

@@ -14,7 +14,7 @@ from engine.test_score import CHAT, PROMPTS, judge, theirs
 from serve.servers import MODEL, Script, running
 
 from dovetail.engine.options import EngineOptions
-from dovetail.serve.api.embeddings import EmbeddingRequest, _embeddings
+from dovetail.serve.api.pooling import EmbeddingRequest, _embeddings
 from dovetail.serve.remote.client import EngineClient
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from serve.servers import MODEL, Script, running
 
-from dovetail.serve.config import Limits, ServerConfig
+from dovetail.serve.config import ServerConfig, ServerLimits
 from dovetail.serve.errors import ApiError
 from dovetail.serve.http.long_bodies import AT_ONCE, LONG
 from dovetail.serve.talk.inflight import Inflight
@@ -33,7 +33,7 @@ def server(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, limits=Limits(body_bytes=20_000, n=4, prompt_tokens=100)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(body_bytes=20_000, n=4, prompt_tokens=100)) as found:
         yield found
 
 
@@ -348,7 +348,7 @@ def slow(tokenizer):
         found.texts = ["word " * 300] * 9
         return found
 
-    with running(engine, tokenizer, limits=Limits(queue=2, request_seconds=1.0, drain_seconds=0.3)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(queue=2, request_seconds=1.0, drain_seconds=0.3)) as found:
         yield found
 
 
@@ -367,7 +367,7 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
         found.texts = ["word " * 300] * 9
         return found
 
-    with running(engine, tokenizer, limits=Limits(queue=2)) as server, httpx.Client() as client:
+    with running(engine, tokenizer, limits=ServerLimits(queue=2)) as server, httpx.Client() as client:
         long, patient = HELLO | {"max_tokens": 300}, {"timeout": 60}
         threads = [threading.Thread(target=post, args=(server, CHAT, long), kwargs=patient) for _ in range(3)]
         for thread in threads:
@@ -387,7 +387,7 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
 
 def test_only_requests_without_a_place_in_the_batch_wait():
     async def count() -> None:
-        inflight = Inflight(Limits(queue=1), batch=4)
+        inflight = Inflight(ServerLimits(queue=1), batch=4)
         with inflight.ticket(lambda: None, [2]) as first, inflight.ticket(lambda: None, [2]) as second:
             inflight.check([1])
             with pytest.raises(ApiError, match="0 requests are waiting, and this server takes no more than 1"):
@@ -443,7 +443,7 @@ def test_embeddings_and_scores_have_a_place_a_time_and_an_end(slow, path):
 
 def test_every_prompt_of_an_embedding_waits():
     async def count() -> None:
-        inflight = Inflight(Limits(queue=3), batch=1)
+        inflight = Inflight(ServerLimits(queue=3), batch=1)
         with inflight.ticket(lambda: None, [1] * 3):
             inflight.check([1])
             with pytest.raises(ApiError, match="2 requests are waiting"):

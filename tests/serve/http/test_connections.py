@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serve.servers import Script, running
 
-from dovetail.serve.config import Limits
+from dovetail.serve.config import ServerLimits
 from dovetail.serve.http import connection
 from dovetail.serve.http import server as http_server
 
@@ -35,7 +35,7 @@ def narrow(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, limits=Limits(connections=3)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(connections=3)) as found:
         yield found
 
 

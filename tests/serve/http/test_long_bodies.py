@@ -14,7 +14,7 @@ import httpx
 import pytest
 from serve.servers import MODEL, Script, running
 
-from dovetail.serve.config import Limits
+from dovetail.serve.config import ServerLimits
 from dovetail.serve.http.long_bodies import LONG
 
 pytestmark = pytest.mark.slow
@@ -204,7 +204,7 @@ def test_the_gate_comes_first(tokenizer):
         return Script(tokenizer)
 
     others = set(readers())  # of the module's server; it may end meanwhile, after 30 idle seconds
-    with running(engine, tokenizer, api_keys=("key",), limits=Limits(body_bytes=2 * LONG)) as server:
+    with running(engine, tokenizer, api_keys=("key",), limits=ServerLimits(body_bytes=2 * LONG)) as server:
         body = padded(VALID[COMPLETIONS])
         assert post(server, COMPLETIONS, body).status_code == 401
         key = {"authorization": "Bearer key"}

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from serve.servers import Script, running
 
-from dovetail.serve.config import Limits
+from dovetail.serve.config import ServerLimits
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def server(tokenizer):
         found.texts = ["word " * 450] * 9
         return found
 
-    with running(engine, tokenizer, limits=Limits(drain_seconds=60.0)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(drain_seconds=60.0)) as found:
         yield found
 
 

@@ -19,8 +19,8 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.load import load
 from dovetail.models.decoder import forward
+from dovetail.serve.remote.child import TOKENS
 from dovetail.serve.remote.client import EngineClient, EngineDied
-from dovetail.serve.remote.delta_stream import TOKENS
 from dovetail.serve.remote.supervisor import RestartLimits
 from dovetail.serve.remote.wire import Delta
 

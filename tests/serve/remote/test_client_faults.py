@@ -16,8 +16,8 @@ from serve.servers import hanging
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.serve.remote.client import EngineClient, EngineDied
-from dovetail.serve.remote.supervisor import RestartLimits, Supervisor
-from dovetail.serve.remote.wire import Start
+from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
+from dovetail.serve.remote.wire import StartEngine
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +177,7 @@ def test_the_reader_of_an_aborted_request_does_not_wait_for_a_busy_engine(model,
 
 
 def test_only_deaths_close_together_and_without_service_count():
-    supervisor = Supervisor(Start("model"), RestartLimits(deaths=2, seconds=0.05))
+    supervisor = EngineSupervisor(StartEngine("model"), RestartLimits(deaths=2, seconds=0.05))
     supervisor._note_death("it crashed", served=False)
     assert not supervisor._gives_up()
     supervisor._note_death("it crashed", served=True)

@@ -13,9 +13,8 @@ from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
 
 import dovetail.engine.llm
 from dovetail.engine.llm import LLM
-from dovetail.serve.remote.commands import Commands
 from dovetail.serve.remote.outbox import Outbox
-from dovetail.serve.remote.process import EngineProcess
+from dovetail.serve.remote.process import Commands, EngineProcess
 from dovetail.serve.remote.wire import (
     LENGTH,
     Add,
@@ -26,7 +25,7 @@ from dovetail.serve.remote.wire import (
     EngineReady,
     Progress,
     RequestRefused,
-    Start,
+    StartEngine,
     from_engine,
 )
 
@@ -47,7 +46,7 @@ class Parent:
         self.socket.settimeout(60)
         self.theirs, self.inbox = theirs, self.socket.makefile("rb")
         self.service = EngineProcess(Outbox(theirs))
-        self.service.start(Start("model"))
+        self.service.start(StartEngine("model"))
         while isinstance(first := self.read(), Progress):  # of what is compiled before it is ready
             pass
         assert isinstance(first, EngineReady)

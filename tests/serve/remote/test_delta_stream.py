@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dovetail.serve.remote.delta_stream import TOKENS, DeltaStream
+from dovetail.serve.remote.child import TOKENS, DeltaStream
 from dovetail.serve.remote.wire import Delta, DeltaTimes, Logprob
 
 

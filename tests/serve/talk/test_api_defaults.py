@@ -10,7 +10,7 @@ from serve.servers import Script, running
 from typer.testing import CliRunner
 
 from dovetail.cli.main import app
-from dovetail.serve.talk.defaults import read_defaults
+from dovetail.serve.http.start import read_defaults
 
 FILE = {
     "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 40,

@@ -1,16 +1,108 @@
-"""GenerationRequest: the fields that the chat and completions routes share, and those that both refuse."""
+"""Body: the base of every request body. An unknown field is refused with a suggestion, and a field that changes answers
+elsewhere and cannot here is refused with the reason. One that changes no answer is ignored, and the log says so once.
+
+
+GenerationRequest: the fields that the chat and completions routes share, and those that both refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
 
 from dovetail.core.errors import UserError
-from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured
-from dovetail.serve.api.fields import Body, Flag, Int, Num, Refused, Stops, Token, Words
+from dovetail.engine.params import MAX_LOGPROBS, SamplingParams, Structured
 from dovetail.serve.errors import bad, refused
+
+log = logging.getLogger(__name__)
+_noted: set[str] = set()  # ignored fields that the log has already
+
+# JSON's own types: "5" is not a number, and 1 is not a flag. Integers of 64 bits fit in a message to the engine.
+Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
+Num = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Token = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
+
+
+def _at_most(count: int, size: int) -> Callable[[str | list[str]], str | list[str]]:
+    """Return a check of one text or several: at most `count`, each of at most `size` characters."""
+
+    def check(given: str | list[str]) -> str | list[str]:
+        texts = [given] if isinstance(given, str) else given
+        if len(texts) > count:
+            raise UserError(f"expected at most {count} strings, got {len(texts)}")
+        if (longest := max(map(len, texts), default=0)) > size:
+            raise UserError(f"expected strings of at most {size} characters, got one of {longest}")
+        return given
+
+    return check
+
+
+# Each stop string is compared with each new token's text, and each bad word is tokenized and compared at each step.
+Stops = Annotated[str | list[str], AfterValidator(_at_most(16, 256))]
+StopList = Annotated[list[str], AfterValidator(_at_most(16, 256))]
+Words = Annotated[str | list[str], AfterValidator(_at_most(64, 256))]
+
+
+class RefusedField(NamedTuple):
+    """Why a known field is not supported here, and the values that ask for nothing and are therefore accepted."""
+
+    why: str
+    accepted: tuple[Any, ...] = ()
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", populate_by_name=False)
+    refused: ClassVar[Mapping[str, RefusedField]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}  # with the reason why no answer depends on it
+
+    def need(self, name: str, where: str) -> Any:
+        """The value of a field that is required for this kind of body."""
+        value = getattr(self, name)
+        if value is None:
+            raise bad(f"{where}.{name} is missing", f"{where}.{name}", "missing_required_parameter")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in data.items() if cls._is_given(name, value, known)}
+
+    @classmethod
+    def _is_given(cls, name: Any, value: Any, known: set[str]) -> bool:
+        if name in known:
+            return value is not None or name in cls.required()  # null asks for the default
+        if name in cls.ignored:
+            if value is not None:
+                _note_ignored(name, cls.ignored[name])
+            return False
+        if name in cls.refused:
+            why, accepted = cls.refused[name]
+            if value is None or any(value == each and type(value) is type(each) for each in accepted):
+                return False
+            raise PydanticCustomError("refused_field", "{name} is not supported: {why}", {"name": name, "why": why})
+        close = difflib.get_close_matches(str(name), [*known, *cls.refused, *cls.ignored], n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        shown = str(name)[:64].encode("utf-8", "replace").decode()
+        raise PydanticCustomError("unknown_field", "unknown field {name}{hint}", {"name": shown, "hint": hint})
+
+    @classmethod
+    def required(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+
+
+def _note_ignored(name: str, why: str) -> None:
+    if name not in _noted:
+        _noted.add(name)
+        log.warning("requests with the field %r: it is ignored, because %s (said once)", name, why)
+
 
 TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)]
 Tokens = Annotated[list[Token], Field(max_length=65536)]
@@ -24,8 +116,8 @@ class StructuredOutputs(Body):
     choice: list[str] | None = None
     grammar: str | None = None
     refused: ClassVar = {
-        "json_object": Refused('send {"json": {}}', (False,)),
-        "structural_tag": Refused("send a grammar, or tools with tool_choice"),
+        "json_object": RefusedField('send {"json": {}}', (False,)),
+        "structural_tag": RefusedField("send a grammar, or tools with tool_choice"),
     }
 
     def structured(self) -> Structured:
@@ -39,7 +131,7 @@ class StructuredOutputs(Body):
 class StreamOptions(Body):
     include_usage: Flag = False
     refused: ClassVar = {
-        "continuous_usage_stats": Refused("usage comes once, at the end: include_usage", (False,)),
+        "continuous_usage_stats": RefusedField("usage comes once, at the end: include_usage", (False,)),
     }
     ignored: ClassVar = {"include_obfuscation": "events are not padded"}
 
@@ -89,16 +181,16 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
 
     refused: ClassVar = {
-        "use_beam_search": Refused("there is no beam search; n samples", (False,)),
-        "length_penalty": Refused("it belongs to beam search", (1.0, 1)),
-        "truncate_prompt_tokens": Refused("shorten the prompt before it is sent"),
-        "logits_processors": Refused("a request brings no code"),
-        "spaces_between_special_tokens": Refused("text is as the tokenizer decodes it", (True,)),
-        "kv_transfer_params": Refused("there is one engine"),
-        "lora_request": Refused("the model field names the adapter"),
-        "thinking_token_budget": Refused("thinking is not counted separately; use max_tokens"),
-        "return_tokens_as_token_ids": Refused("send return_token_ids", (False,)),
-        **{f"guided_{name}": Refused(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},
+        "use_beam_search": RefusedField("there is no beam search; n samples", (False,)),
+        "length_penalty": RefusedField("it belongs to beam search", (1.0, 1)),
+        "truncate_prompt_tokens": RefusedField("shorten the prompt before it is sent"),
+        "logits_processors": RefusedField("a request brings no code"),
+        "spaces_between_special_tokens": RefusedField("text is as the tokenizer decodes it", (True,)),
+        "kv_transfer_params": RefusedField("there is one engine"),
+        "lora_request": RefusedField("the model field names the adapter"),
+        "thinking_token_budget": RefusedField("thinking is not counted separately; use max_tokens"),
+        "return_tokens_as_token_ids": RefusedField("send return_token_ids", (False,)),
+        **{f"guided_{name}": RefusedField(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},
     }
 
     ignored: ClassVar = LABELS

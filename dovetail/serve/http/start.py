@@ -1,14 +1,20 @@
 """Checks of a server's configuration that need neither its model nor an engine, so that a wrong option is reported
-within a second."""
+within a second.
+
+A model's own sampling defaults, from its generation_config.json, for fields that a request leaves out."""
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.params import SamplingParams
 from dovetail.io.adapter_folder import check_servable
 from dovetail.io.tool_formats.formats import format_for, reasoning_for
 from dovetail.serve.config import ServerConfig
@@ -60,3 +66,29 @@ def _check_profile_dir(folder: Path) -> None:
         raise UserError(
             f"--profile-dir {folder} cannot be written to ({error.strerror}); choose a folder that can"
         ) from None
+
+
+# Their names there, and ours. The tokenizer brings the ids that end an answer. do_sample is not read: a server samples
+# unless a request has temperature 0.
+_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def read_defaults(path: Path) -> Mapping[str, Any]:
+    """SamplingParams' fields; empty where the model has no such file."""
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        values = {ours: found[theirs] for theirs, ours in _NAMES.items() if found.get(theirs) is not None}
+        SamplingParams(**values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} cannot be used ({error}); mend it, or start with --generation-config none") from None
+    return values
