@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from dovetail.io.load import load as load
     from dovetail.jobs.remote import remote as remote
     from dovetail.train.pretrain import pretrain as pretrain
-    from dovetail.tune.distillation import distill as distill
-    from dovetail.tune.dpo import dpo as dpo
-    from dovetail.tune.merge import merge as merge
-    from dovetail.tune.reward_model import reward as reward
+    from dovetail.tune.api import distill as distill
+    from dovetail.tune.api import dpo as dpo
+    from dovetail.tune.api import merge as merge
+    from dovetail.tune.api import reward as reward
+    from dovetail.tune.api import sft as sft
     from dovetail.tune.rl.rl import rl as rl
-    from dovetail.tune.sft import sft as sft
 
 __version__ = "0.1.0"
 # When jax starts, it takes 75% of a GPU unless one of these says otherwise.
@@ -41,12 +41,12 @@ _HOMES = {
     "SamplingParams": "dovetail.engine.request.params",
     "load": "dovetail.io.load",
     "pretrain": "dovetail.train.pretrain",
-    "sft": "dovetail.tune.sft",
-    "dpo": "dovetail.tune.dpo",
-    "distill": "dovetail.tune.distillation",
-    "reward": "dovetail.tune.reward_model",
+    "sft": "dovetail.tune.api",
+    "dpo": "dovetail.tune.api",
+    "distill": "dovetail.tune.api",
+    "reward": "dovetail.tune.api",
     "rl": "dovetail.tune.rl.rl",
-    "merge": "dovetail.tune.merge",
+    "merge": "dovetail.tune.api",
     "remote": "dovetail.jobs.remote",
 }
 __all__ = [

@@ -10,9 +10,9 @@ from dovetail.core.errors import UserError
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from dovetail.data.example_encoder import ExampleEncoder, MaskedTokens
     from dovetail.data.records import Record
-    from dovetail.data.trained_tokens import ExampleEncoder, Trained
-    from dovetail.data.tuning import Keys, TuningData
+    from dovetail.data.settings import Keys, TuningData
     from dovetail.io.tokenizer import Tokenizer
     from dovetail.tune.settings import Tuning
 
@@ -47,7 +47,7 @@ def _of_recipe(path: list[str]) -> list[str]:
     """Return a key as a recipe has it: those of the data may be given without `data`."""
     from dataclasses import fields
 
-    from dovetail.data.tuning import TuningData
+    from dovetail.data.settings import TuningData
     from dovetail.tune.settings import Sft
 
     own = {field.name for field in fields(TuningData)} - {field.name for field in fields(Sft)}
@@ -78,7 +78,7 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
     from rich.console import Console
 
     from dovetail.data.encoder import find_tokenizer
-    from dovetail.data.open_examples import example_encoder
+    from dovetail.data.example_encoder import example_encoder
 
     model = model or recipe.weights
     tokenizer = find_tokenizer(model)
@@ -93,7 +93,7 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
 
 
 def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
-    from dovetail.data.open_examples import open_records
+    from dovetail.data.records import open_records
 
     count, names = 0, []
     for name, keys, records in open_records(settings):
@@ -112,7 +112,7 @@ def _parts(
 ):
     from rich.text import Text
 
-    from dovetail.data import shorten
+    from dovetail.data.example_encoder import fit
     from dovetail.data.examples import example, kind_of
 
     kind = kind or kind_of(record, keys)
@@ -123,7 +123,7 @@ def _parts(
         yield Text(f"{record.where()} ({kind})", style="bold")
         yield Text(encoder.decode(encoder.prompt(found.sides[0])), style=READ)
         return
-    sides, outcome = shorten.fit(encoder, found.sides, length or 1 << 40, settings.overlong)
+    sides, outcome = fit(encoder, found.sides, length or 1 << 40, settings.overlong)
     documents = [document for side in sides for document in side]
     names = ["chosen", "rejected"] if len(found.sides) == 2 else [""] * len(documents)
     yield Text(_heading(record, kind, outcome, documents, found.label), style="bold")
@@ -133,17 +133,17 @@ def _parts(
         yield _coloured(document, encoder.tokenizer, colour)
 
 
-def _heading(record: Record, kind: str, outcome: str, documents: list[Trained], label: bool | None) -> str:
+def _heading(record: Record, kind: str, outcome: str, documents: list[MaskedTokens], label: bool | None) -> str:
     said = "" if label is None else f", label {str(label).lower()}"
     return _counts(f"{record.where()} ({kind}{said}, {outcome})", documents)
 
 
-def _counts(what: str, documents: list[Trained]) -> str:
+def _counts(what: str, documents: list[MaskedTokens]) -> str:
     total = sum(len(document.tokens) for document in documents)
     return f"{what}: {sum(int(d.mask[1:].sum()) for d in documents):,} of {total:,} tokens trained"
 
 
-def _coloured(document: Trained, tokenizer: Tokenizer, colour: bool) -> Text:
+def _coloured(document: MaskedTokens, tokenizer: Tokenizer, colour: bool) -> Text:
     """The text in runs of tokens that are trained or not; without colours, marks are around those that are."""
     from rich.text import Text
 

@@ -28,7 +28,6 @@ def pull(
 
 
 def _dataset(name: str) -> str:
-    from dovetail.data.hub_dataset import folder_of
-    from dovetail.data.sources import ALL_ENDINGS
+    from dovetail.data.sources import ALL_ENDINGS, folder_of
 
     return str(folder_of(name, ALL_ENDINGS)[0])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ def merge(
 ) -> None:
     """Write an adapter into its model's weights: a Hugging Face folder."""
     from dovetail.cli.progress import bar
-    from dovetail.tune.merge import merge as run
+    from dovetail.tune.api import merge as run
 
     with bar() as progress:
         run(model, adapter, to, dtype, progress)
@@ -86,9 +85,10 @@ def merge(
 def settings_class(training: str) -> Any:
     """Of pretraining too."""
     from dovetail.core.choice import one_of
+    from dovetail.core.recipe import TRAININGS
     from dovetail.train.settings import Pretrain
 
-    one_of("--training", training, ("pretrain", *_OBJECTIVES, "rl"))
+    one_of("--training", training, TRAININGS)
     return Pretrain if training == "pretrain" else _kind(training)[0]
 
 
@@ -107,16 +107,10 @@ def _kind(name: str) -> tuple[Any, Any]:
 
         return Rl, rl_settings
     from dovetail.tune import settings
+    from dovetail.tune.api import OBJECTIVES
     from dovetail.tune.run import tune_settings
 
-    cls, (home, objective) = getattr(settings, name.capitalize()), _OBJECTIVES[name]
-    return cls, partial(tune_settings, objective=getattr(import_module(f"dovetail.tune.{home}"), objective))
-
-
-_OBJECTIVES = {
-    "sft": ("sft", "sft_objective"), "dpo": ("dpo", "dpo_objective"), "distill": ("distillation", "objective"),
-    "reward": ("reward_model", "reward_objective"),
-}  # fmt: skip
+    return getattr(settings, name.capitalize()), partial(tune_settings, objective=OBJECTIVES[name])
 
 
 def _tune(name: str, recipe: str, overrides: list[str], run_dir: str, quiet: bool) -> None:

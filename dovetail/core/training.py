@@ -289,7 +289,7 @@ class Training:
 
     @property
     def kept_reference(self) -> Any:
-        """The settings (a tune.reference.Reference) of a reference that is part of the training state: a copy of the
+        """The `ReferenceSettings` of a reference that is part of the training state: a copy of the
         weights that the run starts with, which may follow them. None: there is no such copy."""
         return None
 

@@ -40,7 +40,7 @@ class Meta:
     version: int = VERSION
 
 
-class Store:
+class TokenStore:
     """The documents of one source as tokens. Reading is by memory map: opening costs nothing, and hosts share pages."""
 
     def __init__(self, folder: Path):

@@ -1,21 +1,29 @@
 """Rows of examples by number, for fine-tuning: as `data.loader` gives those of a corpus, with the loss on what is
-trained, and columns besides."""
+trained, and columns besides.
+
+Fine-tuning's data, opened: from settings, or a program's records, to rows by number and what became of them.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dovetail.core.choice import one_of
 from dovetail.core.errors import UserError
 from dovetail.core.types import Batch
-from dovetail.data.example_store import Examples
-from dovetail.data.loader import Loader
-from dovetail.data.mixture import Mixture
-from dovetail.data.pack import BestFit, Piece
+from dovetail.data.example_encoder import ExampleEncoder, example_encoder
+from dovetail.data.example_store import Examples, ExampleStats, Made, make
+from dovetail.data.loader import Loader, Mixture, held_out, held_out_each
+from dovetail.data.pack import BestFit, Piece, key
+from dovetail.data.records import open_records
+from dovetail.data.settings import TrainedTokens, TuningData
+from dovetail.io.hub import Progress
+from dovetail.io.tokenizer import Tokenizer
 
 COLUMNS = ("document", "label", "margin")  # those that examples bring themselves
 
@@ -68,7 +76,7 @@ class ExamplePacking(BestFit):
         return dataclasses.replace(row, columns=columns)
 
 
-class ExampleRows(Loader):
+class ExampleLoader(Loader):
     """Batches by their number. `examples` has the documents by theirs; the column `document` holds that number + 1.
 
     A pass over the examples of one source is a whole number of batches: the last one is filled up with padding, so that
@@ -108,20 +116,20 @@ class ExampleRows(Loader):
         each = self.examples.per_unit
         return {"pairs" if each == 2 else "examples": len(pieces) // each, "tokens": tokens}
 
-    def of_host(self, index: int, count: int) -> ExampleRows:
+    def of_host(self, index: int, count: int) -> ExampleLoader:
         """The same rows as one of `count` hosts has them."""
-        return ExampleRows(self.rows, self.examples, self._batch, index, count, self.vocab_size)
+        return ExampleLoader(self.rows, self.examples, self._batch, index, count, self.vocab_size)
 
-    def every_document(self) -> ExampleRows:
+    def every_document(self) -> ExampleLoader:
         """Rows of all documents, those held out too, whatever their sources weigh, with the column `document`: one
         epoch of them is what is needed to compute something once for each."""
         units = np.arange(len(self.examples) // self.examples.per_unit)
         column = {"document": own_column("document", self.examples)}
         packing = ExamplePacking(self.examples, units, self.length, 0, column)
         hosts = self._first // self._share, self._batch // self._share
-        return ExampleRows(Mixture([packing], [1.0], 0), self.examples, self._batch, *hosts, self.vocab_size)
+        return ExampleLoader(Mixture([packing], [1.0], 0), self.examples, self._batch, *hosts, self.vocab_size)
 
-    def with_column(self, name: str, values: np.ndarray | Sequence[float] | Sequence[np.ndarray]) -> ExampleRows:
+    def with_column(self, name: str, values: np.ndarray | Sequence[float] | Sequence[np.ndarray]) -> ExampleLoader:
         """The same rows with a further column: a number for each document [documents], which all its tokens get; or an
         array for each document, with a number, or several, for each of its tokens (at the token whose target it is
         about)."""
@@ -171,3 +179,107 @@ def _per_token(name: str, values: Any, examples: Examples) -> np.ndarray:
             )
         flat = np.concatenate(list(values))
     return flat.astype(np.float32 if np.issubdtype(flat.dtype, np.floating) else np.int32)
+
+
+KINDS = ("sft", "preference", "unpaired")
+BLOCK = 128  # tokens of a block of the TPU's attention kernels
+
+
+def open_examples(
+    settings: TuningData,
+    length: int,
+    batch: int,
+    tokenizer: Tokenizer,
+    kind: str,
+    host_index: int = 0,
+    host_count: int = 1,
+    columns: Sequence[str] = (),
+    records: Iterable[Any] | None = None,
+    progress: Progress | None = None,
+    packing: bool = True,
+    trained: TrainedTokens = TrainedTokens(),
+) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
+    """The training rows, those held out where settings.held_out sets some apart, and what became of the records.
+
+    kind: sft, preference or unpaired (which has the column `label` at each of a document's tokens: +1, -1, or 0 of the
+    mismatched document that follows each: see example_store.mismatched).
+    columns: `document`, the number of a token's document plus 1; `margin`, that of a preference. records: dicts, in
+    place of files. packing: several examples share a row; without it each has a row of its own, and rows are no longer
+    than the longest example needs.
+    """
+    one_of("kind", kind, KINDS)
+    for name in columns:
+        one_of("a column", name, COLUMNS)
+    if length < 2:
+        raise UserError(f"expected rows of 2 tokens or more, got length {length}")
+    made, weights = _read(settings, example_encoder(settings, tokenizer, trained), kind, length, records, progress)
+    examples = Examples(made, per_unit=1 if kind == "sft" else 2)
+    wanted = {*columns, "label"} if kind == "unpaired" else set(columns)
+    brought = {name: own_column(name, examples) for name in sorted(wanted)}
+    apart = _apart(settings, made, weights, length, packing)
+    length = length if packing else min(length, _rounded(int(examples.lengths.max())))
+
+    def rows(held: bool) -> ExampleLoader:
+        packed = [
+            ExamplePacking(
+                examples, np.flatnonzero(mask == held) + first, length, key(settings.seed, i), brought, packing
+            )
+            for i, (first, mask) in enumerate(apart)
+        ]
+        mixture = Mixture(packed, weights, settings.seed)
+        return ExampleLoader(mixture, examples, batch, host_index, host_count, tokenizer.vocab_size)
+
+    stats = sum((each.stats for each in made), ExampleStats())
+    return rows(False), rows(True) if settings.held_out else None, stats
+
+
+def _read(
+    settings: TuningData, encoder: ExampleEncoder, kind: str, length: int, records: Any, progress: Progress | None
+) -> tuple[list[Made], list[float]]:
+    """The documents of each source, and its weight."""
+    made = []
+    for name, keys, found in open_records(settings, records, progress):
+        made.append(make(found, encoder, settings, keys, kind, length, name))
+        _check_some(made[-1], length)
+    return made, [source.weight for source in settings.all_sources] if records is None else [1.0]
+
+
+def _check_some(made: Made, length: int) -> None:
+    name, stats = made.name, made.stats
+    if stats.documents:
+        return
+    if not stats.records:
+        raise UserError(f"expected at least one record to train on, and {name} holds none; name another path")
+    if len(stats.bad) == stats.records:
+        raise UserError(f"none of the {stats.records:,} records of {name} can be used; the first: {stats.bad[0]}")
+    if stats.unanswered == stats.records:
+        raise UserError(
+            f"expected records in which the assistant speaks, and none of the {stats.records:,} of {name} has an "
+            "assistant's turn; check the roles, or name the right keys"
+        )
+    raise UserError(
+        f"expected examples that fit rows of {length:,} tokens, and all of {name} were left out ({stats}); "
+        "raise length, or set data.overlong to turns"
+    )
+
+
+def _rounded(tokens: int) -> int:
+    """Return a row length that holds so many tokens: a whole number of blocks, where there are several."""
+    size = BLOCK if tokens > BLOCK else 32
+    return -(-tokens // size) * size
+
+
+def _apart(
+    settings: TuningData, made: list[Made], weights: list[float], length: int, packing: bool
+) -> list[tuple[int, np.ndarray]]:
+    """Of each source: the number of its first unit among all, and [units] whether each is held out. It is chosen by
+    records, so that the turns of one conversation stay together."""
+    found, first = [], 0
+    for one, wanted in zip(made, held_out_each(settings.held_out, weights), strict=True):
+        of_unit = np.asarray(one.records)
+        # a number of rows: without packing each unit fills one
+        sizes = one.lengths if packing else np.full(len(of_unit), length)
+        lengths = np.bincount(of_unit, weights=sizes).astype(np.int64)
+        found.append((first, held_out(lengths, wanted, length, one.name)[of_unit]))
+        first += len(of_unit)
+    return found

@@ -1,10 +1,13 @@
-"""Tokenised examples in memory: their documents end to end, which tokens are trained, and what was left out."""
+"""Prompts with completions of other prompts, from which KTO estimates how far the policy is from its reference.
+
+Tokenised examples in memory: their documents end to end, which tokens are trained, and what was left out.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -12,19 +15,55 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import fingerprint, of_sources
-from dovetail.data import shorten
-from dovetail.data.bad_records import BadRecords
+from dovetail.data.example_encoder import LEFT_OUT, WHOLE, ExampleEncoder, MaskedTokens, begins_with_assistant, fit
 from dovetail.data.examples import Example, example
-from dovetail.data.mismatched import mismatched, room_of
-from dovetail.data.records import Record
-from dovetail.data.trained_tokens import ExampleEncoder, Trained, begins_with_assistant
-from dovetail.data.tuning import Keys, TuningData
+from dovetail.data.records import BadRecords, Record
+from dovetail.data.settings import Keys, TuningData
+
+OWN_SHARE = 3, 4  # of a row, that an example may fill: the rest is left to the mismatched document beside it
+
+
+def room_of(length: int) -> int:
+    """Return the tokens that an example may have in rows of `length`."""
+    over, under = OWN_SHARE
+    return length * over // under
+
+
+def mismatched(documents: Sequence[MaskedTokens], length: int) -> list[MaskedTokens]:
+    """Return for each document its prompt with the completion of the nearest document before it (the last ones come
+    before the first) that has another prompt. Where both together are longer than `length`, the mismatched one loses
+    the end of its completion, then the start of its prompt."""
+    starts = [int(np.argmax(document.mask)) for document in documents]
+    prompts = [document.tokens[:start] for document, start in zip(documents, starts, strict=True)]
+    found = []
+    for i, document in enumerate(documents):
+        other = _other(prompts, i)
+        room = length - len(document.tokens)
+        found.append(_joined(prompts[i], documents[other], starts[other], room))
+    return found
+
+
+def _other(prompts: Sequence[np.ndarray], i: int) -> int:
+    count = len(prompts)
+    for back in range(1, count):
+        if not np.array_equal(prompts[i - back], prompts[i]):
+            return (i - back) % count
+    return (i - 1) % count  # all prompts are the same
+
+
+def _joined(prompt: np.ndarray, other: MaskedTokens, start: int, room: int) -> MaskedTokens:
+    answer, mask = other.tokens[start:], other.mask[start:]
+    answered = min(len(answer), max(room - len(prompt), room // 2))
+    kept = prompt[max(0, len(prompt) - (room - answered)) :]
+    tokens = np.concatenate([kept, answer[:answered]])
+    return MaskedTokens(tokens, np.concatenate([np.zeros(len(kept), bool), mask[:answered]]))
+
 
 COUNTED = ("records", "unanswered", "shortened", "cut", "left_out", "split", "opening")
 
 
 @dataclass(frozen=True)
-class Stats:
+class ExampleStats:
     """What became of the records; `str` tells it in a line."""
 
     records: int = 0
@@ -52,20 +91,20 @@ class Stats:
         kept = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.trained:,} of them trained ({share:.0%})"
         return f"{self.records:,} records: {kept}{rest}"
 
-    def __add__(self, other: Stats) -> Stats:
-        return Stats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: ExampleStats) -> ExampleStats:
+        return ExampleStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 class Made(NamedTuple):
     """The documents of one source. A unit is what a row holds whole: a document, the two of a preference, or an
-    unpaired one and its mismatched one (data.mismatched)."""
+    unpaired one and its mismatched one (mismatched)."""
 
     name: str
-    documents: list[Trained]
+    documents: list[MaskedTokens]
     records: list[int]  # of each unit: the number of its record among those kept
     labels: list[float]  # of each document: +1, -1 to avoid, 0 of a mismatched one
     margins: list[float]  # of each document: its pair's, NaN where its record has none
-    stats: Stats
+    stats: ExampleStats
 
     @property
     def lengths(self) -> np.ndarray:
@@ -128,10 +167,14 @@ def make(
 ) -> Made:
     """Return the examples of `kind` of these records; an error names the record. Beside an unpaired one is a mismatched
     document, with label 0."""
-    made, counts, bad = Made(name, [], [], [], [], Stats()), Counter[str](), BadRecords(settings.skip_bad_records, name)
+    made, counts, bad = (
+        Made(name, [], [], [], [], ExampleStats()),
+        Counter[str](),
+        BadRecords(settings.skip_bad_records, name),
+    )
     room = room_of(length) if kind == "unpaired" else length
 
-    def read(record: Record) -> tuple[Example | None, list[Trained]]:
+    def read(record: Record) -> tuple[Example | None, list[MaskedTokens]]:
         found = example(record, kind, settings.format, keys)
         if found is None:
             return None, []
@@ -157,7 +200,7 @@ def make(
     bad.check()
     tokens, trained = (sum(int(size(d)) for d in made.documents) for size in (lambda d: len(d.tokens), _trained))
     known = {what: counts[what] for what in COUNTED}
-    stats = Stats(documents=len(made.documents), tokens=tokens, trained=trained, bad=tuple(bad.errors), **known)
+    stats = ExampleStats(documents=len(made.documents), tokens=tokens, trained=trained, bad=tuple(bad.errors), **known)
     made = made._replace(stats=stats)
     return _beside_mismatched(made, length) if kind == "unpaired" else made
 
@@ -168,18 +211,18 @@ def _beside_mismatched(made: Made, length: int) -> Made:
     return made._replace(documents=documents, labels=labels, margins=np.repeat(made.margins, 2).tolist())
 
 
-def _trained(document: Trained) -> int:
+def _trained(document: MaskedTokens) -> int:
     return int(document.mask[1:].sum())
 
 
 def _documents(
     found: Example, encoder: ExampleEncoder, overlong: str, length: int, counts: Counter[str]
-) -> list[Trained]:
+) -> list[MaskedTokens]:
     """Those of a preference: chosen, rejected."""
-    sides, outcome = shorten.fit(encoder, found.sides, length, overlong)
-    if outcome != shorten.WHOLE:
+    sides, outcome = fit(encoder, found.sides, length, overlong)
+    if outcome != WHOLE:
         counts[outcome.replace(" ", "_")] += 1
-    if outcome == shorten.LEFT_OUT:
+    if outcome == LEFT_OUT:
         return []
     if not all(sides):  # the template marks none of the assistant's text
         counts["unanswered"] += 1
@@ -192,7 +235,7 @@ def _documents(
     return [document for side in sides for document in side]
 
 
-def _located(record: Record, work: Callable[[], list[Trained]]) -> list[Trained]:
+def _located(record: Record, work: Callable[[], list[MaskedTokens]]) -> list[MaskedTokens]:
     try:
         return work()
     except ValueError as error:

@@ -22,13 +22,13 @@ from dovetail.core.choice import one_of
 from dovetail.core.errors import UserError
 from dovetail.data.messages import Messages, check_roles, check_turns, conversation, is_messages, say, tools_of
 from dovetail.data.records import Record
-from dovetail.data.tuning import Keys
+from dovetail.data.settings import Keys
 
 KINDS = ("sft", "preference", "unpaired", "prompts")
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatExample:
     """A conversation, of which the assistant's turns from message `first` on are trained."""
 
     messages: Messages
@@ -37,7 +37,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextExample:
     """Plain text without a template: the completion is trained."""
 
     prompt: str
@@ -46,7 +46,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Example:
-    sides: tuple[Chat | Text, ...]  # one; of a preference two, the chosen one first
+    sides: tuple[ChatExample | TextExample, ...]  # one; of a preference two, the chosen one first
     label: bool | None = None
     margin: float = math.nan  # of a preference: by how much the chosen one should lead, where its record says
 
@@ -90,7 +90,7 @@ def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: s
     try:
         found = read(fields)
         for side in found.sides if found else ():
-            if isinstance(side, Chat):
+            if isinstance(side, ChatExample):
                 check_turns(side.messages)
             elif kind != "prompts" and not side.completion.strip():
                 raise UserError("the completion is empty; fill it, or remove the record")
@@ -156,7 +156,7 @@ class _Fields:
         return "\n\n".join(text for name in ("prompt", "input") if (text := self.get(name)))
 
     def part(self, name: str) -> str | Messages:
-        """Text, or messages."""
+        """TextExample, or messages."""
         value = self.get(name)
         if isinstance(value, str):
             return value
@@ -186,14 +186,14 @@ _USUAL = {
 
 def _chat(fields: _Fields) -> Example | None:
     messages = conversation(fields.get("messages"), fields.keys, f"{fields.where()}: messages")
-    return _trained(Chat(fields.with_system(messages), fields.tools()))
+    return _trained(ChatExample(fields.with_system(messages), fields.tools()))
 
 
 def _prompt_and_completion(fields: _Fields) -> Example | None:
     completion = fields.part("completion")
     if fields.is_alpaca and isinstance(completion, str):
         messages = fields.with_system([say("user", fields.alpaca_prompt), say("assistant", completion)])
-        return Example((Chat(messages, fields.tools()),))
+        return Example((ChatExample(messages, fields.tools()),))
     return _trained(_after(fields, fields.part("prompt"), completion))
 
 
@@ -201,7 +201,7 @@ def _text(fields: _Fields) -> Example:
     text = fields.get("text")
     if not isinstance(text, str):
         raise UserError(f"{fields.where()}: expected text to be a string, got {type(text).__name__}")
-    return Example((Text("", text),))
+    return Example((TextExample("", text),))
 
 
 def _preference(fields: _Fields) -> Example | None:
@@ -240,26 +240,26 @@ def _prompt_alone(fields: _Fields) -> Example:
     if isinstance(prompt, str) and fields.is_alpaca:
         prompt = [say("user", fields.alpaca_prompt)]
     if isinstance(prompt, str):
-        return Example((Text(prompt, ""),))
+        return Example((TextExample(prompt, ""),))
     while prompt and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt:
         raise UserError(f"{fields.where()}: expected a prompt, got only what the assistant says; add the user's turn")
     messages = fields.with_system(prompt)
-    return Example((Chat(messages, fields.tools(), len(messages)),))
+    return Example((ChatExample(messages, fields.tools(), len(messages)),))
 
 
-def _after(fields: _Fields, prompt: str | Messages, completion: str | Messages) -> Chat | Text:
+def _after(fields: _Fields, prompt: str | Messages, completion: str | Messages) -> ChatExample | TextExample:
     """Both text: as they are. If one of them is messages, so is the other."""
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Text(prompt, completion)
+        return TextExample(prompt, completion)
     before = [say("user", prompt)] if isinstance(prompt, str) else prompt
     before = fields.with_system(before)
     after = [say("assistant", completion)] if isinstance(completion, str) else completion
-    return Chat([*before, *after], fields.tools(), len(before))
+    return ChatExample([*before, *after], fields.tools(), len(before))
 
 
-def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) -> tuple[Chat, Chat]:
+def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) -> tuple[ChatExample, ChatExample]:
     most = min(len(chosen), len(rejected)) - 1
     shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     if shared < 1:
@@ -268,19 +268,19 @@ def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) 
             "differ; give what they share as prompt"
         )
     begin = len(fields.with_system(chosen)) - len(chosen) + shared
-    one, other = (Chat(fields.with_system(side), fields.tools(), begin) for side in (chosen, rejected))
+    one, other = (ChatExample(fields.with_system(side), fields.tools(), begin) for side in (chosen, rejected))
     return one, other
 
 
-def _trained(*sides: Chat | Text) -> Example | None:
+def _trained(*sides: ChatExample | TextExample) -> Example | None:
     for side in sides:
-        if isinstance(side, Chat) and not _answers(side):
+        if isinstance(side, ChatExample) and not _answers(side):
             check_roles(side.messages)  # a misspelt `assistant` is no conversation without one
     return Example(sides) if all(_answers(side) for side in sides) else None
 
 
-def _answers(side: Chat | Text) -> bool:
-    return isinstance(side, Text) or any(m["role"] == "assistant" for m in side.messages[side.first :])
+def _answers(side: ChatExample | TextExample) -> bool:
+    return isinstance(side, TextExample) or any(m["role"] == "assistant" for m in side.messages[side.first :])
 
 
 Form = tuple[tuple[str, ...], Callable[[_Fields], Example | None]]  # what a record must have, and its reader

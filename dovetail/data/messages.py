@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import UserError
-from dovetail.data.tuning import Keys
+from dovetail.data.settings import Keys
 from dovetail.io.chat import checked_messages, checked_tools
 
 Messages = list[dict[str, Any]]

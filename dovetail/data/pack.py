@@ -1,4 +1,12 @@
-"""Documents into rows of T tokens. Any row can be asked for by its number, at once, in any order.
+"""Orders that depend on numbers alone: the same on every machine, with every version of numpy, from any start.
+
+Best-fit-decreasing bin packing, by lengths and not by items.
+
+Pieces of one length are alike, and so are rows with the same room left. Longest first, all pieces of a length are put
+into the rows with the least room that takes them, many rows at a time: the work grows with the number of different
+lengths, not of documents.
+
+Documents into rows of T tokens. Any row can be asked for by its number, at once, in any order.
 
 A row is a list of pieces (document, start, stop); a piece is a segment of the row, with positions from 0. The target
 of a token is the next token of its document, also where that one lies in another row: so over an epoch every token is
@@ -14,15 +22,104 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from dovetail.core.types import Batch
-from dovetail.data.best_fit import best_fit
-from dovetail.data.shuffle import permutation, place
+
+_GOLDEN, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64: uint64 -> uint64, one to one, so distinct numbers never tie."""
+    with np.errstate(over="ignore"):
+        x = x + _GOLDEN
+        x = (x ^ (x >> np.uint64(30))) * _FIRST
+        x = (x ^ (x >> np.uint64(27))) * _SECOND
+        return x ^ (x >> np.uint64(31))
+
+
+def key(*parts: int) -> int:
+    """One number of 64 bits for several small ones, such as (seed, epoch)."""
+    out = np.zeros(1, np.uint64)
+    for part in parts:
+        out = mix(out ^ np.uint64(part))
+    return int(out[0])
+
+
+def ranks(count: int, *parts: int) -> np.ndarray:
+    """[count] distinct uint64s that look random; item i's is the same however many items follow it."""
+    return mix(mix(np.arange(count, dtype=np.uint64)) ^ np.uint64(key(*parts)))
+
+
+def permutation(count: int, *parts: int) -> np.ndarray:
+    """The numbers below `count` in an order of (parts)'s own: for orders that have to be laid out whole."""
+    return np.argsort(ranks(count, *parts))
+
+
+def place(index: int, count: int, *parts: int) -> int:
+    """Where `index` goes in a permutation of `count`, without laying it out: Grain's cipher, a few microseconds."""
+    from grain.experimental import index_shuffle
+
+    return index_shuffle(index, max_index=count - 1, seed=key(*parts) & 0xFFFFFFFF, rounds=4)
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """[n] the row of each piece, and the number of rows. Lengths are 1..capacity."""
+    order = np.argsort(-lengths, kind="stable")
+    cuts = np.flatnonzero(np.diff(lengths[order])) + 1
+    rows = np.empty(len(lengths), np.int64)
+    room = _Room(capacity)
+    for pieces in np.split(order, cuts) if len(order) else ():
+        length = int(lengths[pieces[0]])
+        while len(pieces):
+            room_left, into = room.take(length, len(pieces))
+            each = room_left // length
+            chosen = np.repeat(into, each)[: len(pieces)]
+            rows[pieces[: len(chosen)]] = chosen
+            room.give(into, room_left, length, min(len(pieces), len(chosen)))
+            pieces = pieces[len(chosen) :]
+    return rows, room.count
+
+
+class _Room:
+    """Open rows by the room they have left; a bit mask finds the tightest fit."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._rows: dict[int, list[np.ndarray]] = {}
+        self._mask = 0
+        self.count = 0
+
+    def take(self, length: int, pieces: int) -> tuple[int, np.ndarray]:
+        """Rows with the least room that takes `length`, as many as `pieces` need or all there are; else new ones."""
+        fitting = self._mask >> length
+        if not fitting:
+            need = -(-pieces // (self._capacity // length))
+            self.count += need
+            return self._capacity, np.arange(self.count - need, self.count)
+        left = length + (fitting & -fitting).bit_length() - 1
+        held = np.concatenate(self._rows.pop(left))
+        self._mask &= ~(1 << left)
+        need = -(-pieces // (left // length))
+        self._put(left, held[need:])
+        return left, held[:need]
+
+    def give(self, rows: np.ndarray, left: int, length: int, pieces: int) -> None:
+        """Back come `rows`, each filled with as many as it takes, except that the last may have got fewer."""
+        each = left // length
+        full = pieces // each
+        self._put(left - each * length, rows[:full])
+        self._put(left - (pieces - full * each) * length, rows[full:])
+
+    def _put(self, left: int, rows: np.ndarray) -> None:
+        if left and len(rows):
+            self._rows.setdefault(left, []).append(rows)
+            self._mask |= 1 << left
+
 
 WINDOW = 1 << 20  # documents that are packed together: bounds the memory that planning takes
 _ORDER, _ROWS = 1, 2  # which shuffle of a (seed, epoch): of documents, of rows
 
 
 class Documents(Protocol):
-    """What packing needs of a Store."""
+    """What packing needs of a TokenStore."""
 
     @property
     def lengths(self) -> np.ndarray: ...

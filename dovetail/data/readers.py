@@ -26,7 +26,7 @@ Where = Callable[[], str]  # names the place of a line or a row; called only for
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """A part of one file. What start and stop count depends on the kind: bytes of a plain JSONL file, row groups of a
     Parquet file, records of an ArrayRecord file, documents of a corpus; nothing for what is only read whole."""
 
@@ -37,16 +37,16 @@ class Span:
     size: int  # bytes of the file, for the progress bar
 
 
-def read(span: Span, text_key: str) -> Documents:
+def read(span: FileSpan, text_key: str) -> Documents:
     return READERS[span.kind](span, text_key)
 
 
-def _text(span: Span, text_key: str) -> Documents:
+def _text(span: FileSpan, text_key: str) -> Documents:
     raw = Path(span.path).read_bytes()
     yield _decode(raw, span.path), span.size
 
 
-def _corpus(span: Span, text_key: str) -> Documents:
+def _corpus(span: FileSpan, text_key: str) -> Documents:
     done = 0
     for text in corpus.documents(span.path, span.start, span.stop):
         done += len(text)
@@ -56,12 +56,12 @@ def _corpus(span: Span, text_key: str) -> Documents:
 # --- lines of JSON ----------------------------------------------------------------------------------------------------
 
 
-def _jsonl(span: Span, text_key: str) -> Documents:
+def _jsonl(span: FileSpan, text_key: str) -> Documents:
     for line, where, done in json_lines(span):
         yield _text_of(parsed(line, where), text_key, where, b"\\u" in line), done
 
 
-def json_lines(span: Span) -> Iterator[tuple[bytes, Where, int]]:
+def json_lines(span: FileSpan) -> Iterator[tuple[bytes, Where, int]]:
     """The lines that are not blank: (line, its place, bytes of the span behind it)."""
     if span.path.endswith(".gz"):
         yield from _gz_lines(span)
@@ -74,7 +74,7 @@ def json_lines(span: Span) -> Iterator[tuple[bytes, Where, int]]:
                 yield line, where, start + len(line) - span.start
 
 
-def _gz_lines(span: Span) -> Iterator[tuple[bytes, Where, int]]:
+def _gz_lines(span: FileSpan) -> Iterator[tuple[bytes, Where, int]]:
     with open(span.path, "rb") as raw, gzip.open(raw) as file:
         try:
             for number, line in enumerate(file, 1):
@@ -152,14 +152,14 @@ def _parquet(path: str):
         raise UserError(f"{path} is not a whole Parquet file ({str(error).splitlines()[0]}); copy it again") from None
 
 
-def _parquet_rows(span: Span, text_key: str) -> Documents:
+def _parquet_rows(span: FileSpan, text_key: str) -> Documents:
     _check_column(_parquet(span.path).schema_arrow, text_key, span.path)
     for batch, done in parquet_batches(span, [text_key]):
         for at, text in enumerate(batch.column(0).to_pylist(), 1):
             yield text or "", done(at)
 
 
-def parquet_batches(span: Span, columns: list[str] | None = None) -> Iterator[tuple[Any, Callable[[int], int]]]:
+def parquet_batches(span: FileSpan, columns: list[str] | None = None) -> Iterator[tuple[Any, Callable[[int], int]]]:
     """Some rows at a time, of these columns or of all; and the bytes of the span behind so many rows of them."""
     file = _parquet(span.path)
     groups = range(span.start, span.stop)
@@ -170,13 +170,13 @@ def parquet_batches(span: Span, columns: list[str] | None = None) -> Iterator[tu
         before += batch.num_rows
 
 
-def _arrow_rows(span: Span, text_key: str) -> Documents:
+def _arrow_rows(span: FileSpan, text_key: str) -> Documents:
     for batch, done in arrow_batches(span, text_key):
         for text in batch.column(text_key).to_pylist():
             yield text or "", done
 
 
-def arrow_batches(span: Span, text_key: str = "") -> Iterator[tuple[Any, int]]:
+def arrow_batches(span: FileSpan, text_key: str = "") -> Iterator[tuple[Any, int]]:
     """Some rows at a time, and the bytes behind them; `text_key` is a column that must be there and hold text.
 
     `datasets` writes Arrow's streaming format; older versions wrote its file format."""
@@ -235,12 +235,12 @@ def _array_record(path: str) -> Iterator[Any]:
         raise UserError(f"{path} is not a whole ArrayRecord file ({reason}); copy it again") from None
 
 
-def _array_record_rows(span: Span, text_key: str) -> Documents:
+def _array_record_rows(span: FileSpan, text_key: str) -> Documents:
     for record, where, done in array_record_bytes(span):
         yield _record(record, text_key, where), done
 
 
-def array_record_bytes(span: Span) -> Iterator[tuple[bytes, Where, int]]:
+def array_record_bytes(span: FileSpan) -> Iterator[tuple[bytes, Where, int]]:
     """(record, its place, bytes of the span behind it)."""
     with _array_record(span.path) as reader:
         for start in range(span.start, span.stop, RECORDS):

@@ -1,16 +1,19 @@
 """Whole records, for fine-tuning: the objects of JSONL files, the rows of Parquet files and Hugging Face datasets on
-disk, and the dicts of a Python list. The files are found, and read, as those of a corpus are."""
+disk, and the dicts of a Python list. The files are found, and read, as those of a corpus are.
+
+Records that cannot be used: all of them are named at once, or left out and listed where a recipe says so.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dovetail.core.errors import UserError
 from dovetail.data import readers, sources
-from dovetail.data.readers import Span, Where
-from dovetail.data.settings import Source
+from dovetail.data.readers import FileSpan, Where
+from dovetail.data.settings import Keys, Source, TuningData
 from dovetail.io.hub import Progress
 
 
@@ -54,17 +57,17 @@ def from_list(records: Iterable[Any]) -> Iterator[Record]:
 Found = Iterator[tuple[Record, int]]  # and the bytes of the span behind it
 
 
-def _json_rows(span: Span) -> Found:
+def _json_rows(span: FileSpan) -> Found:
     for line, where, done in readers.json_lines(span):
         yield _parsed(line, where), done
 
 
-def _array_record_rows(span: Span) -> Found:
+def _array_record_rows(span: FileSpan) -> Found:
     for raw, where, done in readers.array_record_bytes(span):
         yield _parsed(raw, where), done
 
 
-def _parquet_rows(span: Span) -> Found:
+def _parquet_rows(span: FileSpan) -> Found:
     number = 0
     for batch, done in readers.parquet_batches(span):
         for at, row in enumerate(batch.to_pylist(), 1):
@@ -72,7 +75,7 @@ def _parquet_rows(span: Span) -> Found:
             yield _row(span, row, number), done(at)
 
 
-def _arrow_rows(span: Span) -> Found:
+def _arrow_rows(span: FileSpan) -> Found:
     number = 0
     for batch, done in readers.arrow_batches(span):
         for row in batch.to_pylist():
@@ -80,7 +83,7 @@ def _arrow_rows(span: Span) -> Found:
             yield _row(span, row, number), done
 
 
-def _row(span: Span, row: dict[str, Any], number: int) -> Record:
+def _row(span: FileSpan, row: dict[str, Any], number: int) -> Record:
     return Record(_given(row), lambda: f"{span.path} row {number}")
 
 
@@ -117,3 +120,46 @@ _READERS = {
     "arrayrecord": _array_record_rows,
     "hf": _arrow_rows,
 }
+
+
+T = TypeVar("T")
+MOST = 20  # that an error lists; reading stops there
+
+
+class BadRecords:
+    """Collects the errors of one source. `skip`: data.skip_bad_records."""
+
+    def __init__(self, skip: bool, name: str):
+        self.skip, self.name, self.errors = skip, name, []
+
+    def read(self, work: Callable[[], T]) -> T | None:
+        """Return what `work` makes of a record; None where the record is bad, which is kept as an error."""
+        try:
+            return work()
+        except ValueError as error:
+            self.errors.append(str(error))
+        if not self.skip and len(self.errors) == MOST:
+            self.check()
+        return None
+
+    def check(self) -> None:
+        """Raise a ValueError that names every bad record, unless they are to be left out."""
+        if self.skip or not self.errors:
+            return
+        hint = "mend them, or set data.skip_bad_records=true to leave them out"
+        if len(self.errors) == 1:
+            raise UserError(f"{self.errors[0]} (or set data.skip_bad_records=true to leave the record out)")
+        least = "at least " if len(self.errors) == MOST else ""
+        listed = "\n".join(f"  {error}" for error in self.errors)
+        raise UserError(f"{least}{len(self.errors)} records of {self.name} cannot be used: {hint}\n{listed}")
+
+
+def open_records(
+    settings: TuningData, records: Iterable[Any] | None = None, progress: Progress | None = None
+) -> list[tuple[str, Keys, Iterator[Record]]]:
+    """(name, keys, records) of each source."""
+    if records is not None:
+        return [("the list of records", settings.keys, from_list(records))]
+    if not settings.all_sources:
+        raise UserError("path must name a file or a folder of records, or sources list some; both are empty")
+    return [(s.path, s.keys, from_path(s.path, progress)) for s in settings.all_sources]

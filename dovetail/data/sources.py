@@ -1,4 +1,9 @@
-"""Where documents are: what a source's path means, which files it has, and spans of them small enough to share out.
+"""Datasets on the hub, as the local files that they become: `org/name`, or `hf://datasets/org/name/FILES`.
+
+`org/name` means the files of the train split, or all where no file is named after a split. Which files a dataset has,
+and in which folders its configurations are, is for the user to say by FILES: a folder or a pattern.
+
+Where documents are: what a source's path means, which files it has, and spans of them small enough to share out.
 
 A text file is one document. A line of a JSONL file, a row of a Parquet file or of a Hugging Face dataset, and a record
 of an ArrayRecord file are one document each. Files are read in the order of their names.
@@ -6,18 +11,76 @@ of an ArrayRecord file are one document each. Files are read in the order of the
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.core.errors import UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.data import corpus
-from dovetail.data.hub_dataset import fetch, is_hub_dataset
-from dovetail.data.readers import Span, array_records, parquet_groups
+from dovetail.data.readers import FileSpan, array_records, parquet_groups
 from dovetail.data.settings import Source
+from dovetail.io.hub import HUB_ID, fetch_dataset
+
+PREFIX = "hf://datasets/"
+CARD = ".md"  # describes a dataset on the hub, and is no text to train on
+SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|dev|test)(?=[-_./]|$)")
+
+
+def is_hub_dataset(path: str, endings: Sequence[str]) -> bool:
+    """Whether a source's path names a dataset on the hub. `org/name` does if nothing here has that path, and if it does
+    not end as a file of data does."""
+    if path.startswith(PREFIX):
+        return True
+    return bool(HUB_ID.fullmatch(path)) and not path.lower().endswith(tuple(endings)) and not Path(path).exists()
+
+
+def folder_of(path: str, endings: Sequence[str]) -> tuple[Path, str, str]:
+    """Return the local folder of a dataset with its files of data, its hub id, and which FILES the path names."""
+    org, _, rest = path.removeprefix(PREFIX).partition("/")
+    name, _, wanted = rest.partition("/")
+    hub_id = f"{org}/{name}"
+    if not HUB_ID.fullmatch(hub_id):
+        raise UserError(f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}")
+    return fetch_dataset(hub_id, [f"*{ending}" for ending in endings if ending != CARD]), hub_id, wanted
+
+
+def fetch(path: str, endings: Sequence[str]) -> list[Path]:
+    """Return the files of a dataset, fetched or from the hub's cache, in the order of their names."""
+    folder, hub_id, wanted = folder_of(path, endings)
+    below = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    files = [file for file in below if file.lower().endswith(tuple(endings)) and not file.endswith(CARD)]
+    chosen = _named(files, wanted) if wanted else _train(files)
+    if not chosen:
+        raise UserError(
+            f"expected files ending in {' '.join(endings)} in the dataset {path!r}, found none; it holds "
+            f"{', '.join(files[:8]) or 'no such file'}"
+        )
+    folders = sorted({str(Path(file).parent) for file in chosen})
+    if len(folders) > 1 and not wanted:
+        raise UserError(
+            f"the dataset {hub_id} has data in several folders ({', '.join(folders)}): name one, such as "
+            f"{PREFIX}{hub_id}/{folders[0]}"
+        )
+    return [folder / file for file in chosen]
+
+
+def _named(files: list[str], wanted: str) -> list[str]:
+    """Those that a pattern matches, or those of the train split below a folder."""
+    wanted = wanted.rstrip("/")
+    inside = [file for file in files if file.startswith(f"{wanted}/")]
+    return _train(inside) if inside else [file for file in files if fnmatch.fnmatch(file, wanted)]
+
+
+def _train(files: list[str]) -> list[str]:
+    splits = {file: found[-1] if (found := SPLIT.findall(file.lower())) else "" for file in files}
+    return [file for file in files if splits[file] == "train"] or [file for file in files if not splits[file]]
+
 
 ENDINGS = {
     "text": (".txt", ".text", ".md"),
@@ -60,7 +123,7 @@ def find(source: Source) -> Files:
     return Files(kind, _name(path), tuple(paths))
 
 
-def split(files: Files, source: Source, largest: int) -> list[Span]:
+def split(files: Files, source: Source, largest: int) -> list[FileSpan]:
     """The spans of all files in order, each of about `largest` bytes where its kind can be cut."""
     if files.kind == "corpus":
         count = corpus.size(source.path)
@@ -166,7 +229,7 @@ def _json(path: Path) -> dict:
 # --- spans ------------------------------------------------------------------------------------------------------------
 
 
-def _split_file(kind: str, path: Path, largest: int) -> list[Span]:
+def _split_file(kind: str, path: Path, largest: int) -> list[FileSpan]:
     size = path.stat().st_size
     if kind == "jsonl" and path.suffix != ".gz":
         return _even(kind, str(path), size, size, largest)
@@ -174,11 +237,11 @@ def _split_file(kind: str, path: Path, largest: int) -> list[Span]:
         return _even(kind, str(path), parquet_groups(path), size, largest)
     if kind == "arrayrecord":
         return _even(kind, str(path), array_records(path), size, largest)
-    return [Span(kind, str(path), 0, 0, size)]
+    return [FileSpan(kind, str(path), 0, 0, size)]
 
 
-def _even(kind: str, path: str, units: int, size: int, largest: int) -> list[Span]:
+def _even(kind: str, path: str, units: int, size: int, largest: int) -> list[FileSpan]:
     """`units` in equal spans, as many as keep each of them near `largest` bytes."""
     count = max(1, min(units, round(size / largest)))
     marks = [units * i // count for i in range(count + 1)]
-    return [Span(kind, path, a, b, size // count) for a, b in itertools.pairwise(marks)]
+    return [FileSpan(kind, path, a, b, size // count) for a, b in itertools.pairwise(marks)]

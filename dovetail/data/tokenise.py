@@ -1,4 +1,9 @@
-"""Tokenise a source once, into a cache that is found again as long as nothing changed.
+"""Tokenise one part of a source: in this process, or as `python -m dovetail.data.tokenise FOLDER`, many at a time.
+
+As a process it takes part numbers on stdin and answers in lines of JSON on stdout. It ends with its stdin, so that it
+does not outlive whoever started it. Processes and not a pool of them: a pool would import the user's script again.
+
+Tokenise a source once, into a cache that is found again as long as nothing changed.
 
 Parts are written in a hidden folder beside the cache's place, which takes its name when all is there. What a killed
 run had finished is kept for the next one.
@@ -10,29 +15,146 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dovetail.core.errors import FileError, UserError
+from dovetail.core.errors import FileError, UserError, as_user_error
 from dovetail.core.files import locked
 from dovetail.data import cache, sources
-from dovetail.data.cache import Meta, Store
-from dovetail.data.encoder import Encoder, make
-from dovetail.data.readers import Span
+from dovetail.data.cache import Meta, TokenStore, part_path
+from dovetail.data.encoder import Encoder, from_spec, make
+from dovetail.data.readers import FileSpan, read
 from dovetail.data.settings import Data, Source
 from dovetail.data.sources import Files
-from dovetail.data.worker import JOB, Job, counts_path, tokenise
 from dovetail.io.hub import Progress, home
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
+
+
+JOB = "job.json"
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 1024  # given to the tokenizer at a time
+REPORT_SECONDS = 0.2
+
+Report = Callable[[int, int], None]  # bytes of the source behind us, tokens written: of this part, so far
+
+
+@dataclass
+class TokeniseJob:
+    """What all parts of a source share, and the spans of each."""
+
+    text_key: str
+    dtype: str
+    parts: list[list[FileSpan]]
+
+    @classmethod
+    def load(cls, folder: Path) -> tuple[TokeniseJob, Encoder]:
+        found = json.loads((folder / JOB).read_text())
+        encoder = from_spec(found.pop("encoder"))
+        found["parts"] = [[FileSpan(**span) for span in part] for part in found["parts"]]
+        return cls(**found), encoder
+
+    def save(self, folder: Path, encoder: Encoder) -> None:
+        (folder / JOB).write_text(json.dumps(asdict(self) | {"encoder": encoder.spec()}))
+
+
+def tokenise(job: TokeniseJob, encoder: Encoder, folder: Path, index: int, report: Report) -> int:
+    """Writes NNNNN.bin and, last of all, NNNNN.npz: a part with the latter is whole. Returns the number of tokens."""
+    beside = folder / f"{index:05d}.{os.getpid()}.new"
+    lengths, text_bytes, empty, tokens = [], 0, 0, 0
+    with beside.open("wb") as file:
+        for texts, done in _batches(job, index):
+            kept = [text for text in texts if text]
+            empty += len(texts) - len(kept)
+            text_bytes += sum(len(text.encode()) for text in kept)
+            ids = encoder.encode(kept) if kept else []
+            for document in ids:
+                document.astype(job.dtype).tofile(file)
+            lengths += [len(document) for document in ids]
+            tokens += sum(len(document) for document in ids)
+            report(done, tokens)
+    beside.replace(part_path(folder, index))
+    with beside.open("wb") as file:
+        np.savez(file, lengths=np.asarray(lengths, np.int64), text_bytes=text_bytes, empty=empty)
+    beside.replace(counts_path(folder, index))
+    return tokens
+
+
+def counts_path(folder: Path, index: int) -> Path:
+    return folder / f"{index:05d}.npz"
+
+
+def _batches(job: TokeniseJob, index: int) -> Iterator[tuple[list[str], int]]:
+    """Documents of a part, some at a time, with the bytes of the source behind them."""
+    texts, characters, before, done = [], 0, 0, 0
+    for span in job.parts[index]:
+        for text, position in read(span, job.text_key):
+            texts.append(text)
+            characters += len(text)
+            done = before + position
+            if characters >= BATCH_CHARACTERS or len(texts) >= BATCH_DOCUMENTS:
+                yield texts, done
+                texts, characters = [], 0
+        before += span.size
+    if texts:
+        yield texts, before
+
+
+# --- as a process -----------------------------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-C is for whoever started this to answer
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(waiting,), daemon=True).start()
+    job, encoder = TokeniseJob.load(folder)
+    while True:
+        index = waiting.get()
+        try:
+            tokens = tokenise(job, encoder, folder, index, _reporter())
+        except BrokenPipeError:
+            return
+        except (UserError, OSError) as error:
+            _say({"error": str(as_user_error(error) or error)})
+            return
+        _say({"finished": index, "tokens": tokens})
+
+
+def _listen(waiting: queue.SimpleQueue[int]) -> None:
+    for line in sys.stdin:
+        waiting.put(int(line))
+    os._exit(0)  # what started this has ended, and must not find it at work when it starts again
+
+
+def _reporter() -> Report:
+    last = time.monotonic()
+
+    def report(done: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > REPORT_SECONDS:
+            last = time.monotonic()
+            _say({"done": done, "tokens": tokens})
+
+    return report
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+
 
 SMALLEST_PART, MOST_PARTS = 4 << 20, 256  # bytes of the source; a part is an open file of every reader
 
@@ -43,7 +165,7 @@ def prepare(
     directory: str | Path = "",
     progress: Progress | None = None,
     processes: int = 0,
-) -> tuple[Store, ...]:
+) -> tuple[TokenStore, ...]:
     """The caches of all sources, in their order, made where they are missing or out of date.
 
     tokenizer: the model's own, for data.tokenizer "". directory "": data.cache, else the package's own cache.
@@ -56,7 +178,7 @@ def prepare(
 
 def prepare_source(
     source: Source, encoder: Encoder, directory: Path, progress: Progress | None = None, processes: int = 0
-) -> Store:
+) -> TokenStore:
     files = sources.find(source)
     mark = cache.fingerprint(files, source, encoder)
     place = cache.entry(directory, files.name, mark)
@@ -72,7 +194,7 @@ def prepare_source(
             if not place.is_dir():  # another process may have made it while this one waited
                 _make(source, files, mark, encoder, place, progress, processes)
             lock.unlink(missing_ok=True)  # a process that waits for it then finds the cache made
-    return Store(place)
+    return TokenStore(place)
 
 
 def _make(
@@ -83,7 +205,7 @@ def _make(
     for torn in partial.glob("*.new"):
         torn.unlink()
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
-    job = Job(source.text_key, dtype, _parts(source, files))
+    job = TokeniseJob(source.text_key, dtype, _parts(source, files))
     job.save(partial, encoder)
     _Run(job, encoder, partial, files.name, progress).run(processes or _cores())
     if cache.fingerprint(sources.find(source), source, encoder) != mark:
@@ -92,7 +214,7 @@ def _make(
     partial.rename(place)
 
 
-def _finish(job: Job, encoder: Encoder, folder: Path, name: str, mark: str) -> None:
+def _finish(job: TokeniseJob, encoder: Encoder, folder: Path, name: str, mark: str) -> None:
     counts = [dict(np.load(counts_path(folder, index))) for index in range(len(job.parts))]
     offsets = np.concatenate([[0], *(part["lengths"] for part in counts)]).cumsum()
     if len(offsets) == 1:
@@ -109,12 +231,12 @@ def _finish(job: Job, encoder: Encoder, folder: Path, name: str, mark: str) -> N
     (folder / JOB).unlink()
 
 
-def _parts(source: Source, files: Files) -> list[list[Span]]:
+def _parts(source: Source, files: Files) -> list[list[FileSpan]]:
     """Spans gathered into parts of about one size. It depends on the files alone: a run that goes on where a killed one
     stopped finds the same parts, on any machine."""
     total = sum(path.stat().st_size for path in files.paths)
     largest = max(SMALLEST_PART, -(-total // MOST_PARTS))
-    parts: list[list[Span]] = [[]]
+    parts: list[list[FileSpan]] = [[]]
     size = 0
     for span in sources.split(files, source, largest):
         if size and size + span.size > largest * 1.5:
@@ -128,7 +250,7 @@ def _parts(source: Source, files: Files) -> list[list[Span]]:
 class _Run:
     """Tokenises the parts that are missing, here or in processes, and keeps count of what each has done."""
 
-    def __init__(self, job: Job, encoder: Encoder, folder: Path, name: str, progress: Progress | None):
+    def __init__(self, job: TokeniseJob, encoder: Encoder, folder: Path, name: str, progress: Progress | None):
         self._job, self._encoder, self._folder, self._name, self._progress = job, encoder, folder, name, progress
         self._sizes = [sum(span.size for span in part) for part in job.parts]
         whole = [counts_path(folder, index).exists() for index in range(len(job.parts))]
@@ -168,7 +290,7 @@ class _Run:
     def _start(self) -> subprocess.Popen:
         # One thread each: the tokenizers library would otherwise use every core in every process.
         env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-m", "dovetail.data.worker", str(self._folder)]
+        command = [sys.executable, "-m", "dovetail.data.tokenise", str(self._folder)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def _feed(self, child: subprocess.Popen, waiting: queue.SimpleQueue[int], children: list[subprocess.Popen]) -> None:

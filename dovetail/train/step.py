@@ -69,7 +69,7 @@ def make_step(
 
 def synced(reference: Params | None, params: Params, step: jax.Array, settings: Any) -> Params | None:
     """Return the reference after update number `step`: every `sync_every` of them it becomes alpha params + (1 - alpha)
-    reference (settings: a tune.reference.Reference)."""
+    reference (settings: a tune.sections.ReferenceSettings)."""
     if reference is None or not settings.sync_every:
         return reference
     share = jnp.where(step % settings.sync_every == 0, settings.mixup_alpha, 0.0)

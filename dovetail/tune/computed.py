@@ -16,7 +16,7 @@ from dovetail.core.errors import UserError
 from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
-from dovetail.data.example_rows import ExampleRows
+from dovetail.data.example_rows import ExampleLoader
 from dovetail.io.outline import config_of
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
@@ -57,8 +57,8 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
 
 
 def with_columns(
-    wanted: Computed, rows: ExampleRows, held_out: ExampleRows | None, settings: Tuning, ready: Ready, folder: Path
-) -> tuple[ExampleRows, ExampleRows | None]:
+    wanted: Computed, rows: ExampleLoader, held_out: ExampleLoader | None, settings: Tuning, ready: Ready, folder: Path
+) -> tuple[ExampleLoader, ExampleLoader | None]:
     """The rows with what was computed, which is done now unless an earlier start has."""
     if jax.process_count() > 1:
         raise UserError(f"{wanted.said}=disk is for one process: set it to live where several train together")
@@ -84,7 +84,7 @@ def _adapters(wanted: Computed, settings: Tuning, ready: Ready) -> Params | None
     return initial(ready)
 
 
-def _compute(wanted: Computed, adapters: Params | None, rows: ExampleRows, settings: Tuning, ready: Ready) -> Values:
+def _compute(wanted: Computed, adapters: Params | None, rows: ExampleLoader, settings: Tuning, ready: Ready) -> Values:
     """`rows` have the column `document`."""
     same = wanted.weights == settings.weights
     cfg = ready.cfg if same else config_of(wanted.weights)

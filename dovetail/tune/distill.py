@@ -4,11 +4,14 @@ entropy of the word itself.
 The teacher is another model with the same vocabulary, run beside the student, or its likeliest words and their
 log-probabilities are columns of the rows (`teacher_words`, `teacher_logprobs`, [B, T, K]), as `likeliest` gives them.
 Rows that the student itself has sampled make it on-policy (GKD): the loss is the same.
+
+Learning from a teacher: a recipe's student and teacher, and how they meet in one step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +19,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.mesh import Placement
 from dovetail.core.types import Batch, Column, Params
+from dovetail.io.hub import resolve
+from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import spec
 from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence
 from dovetail.train.export import export as export_model
-from dovetail.train.objective import Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states
+from dovetail.train.objective import Frozen, Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states
 from dovetail.train.routers import loads_of
-from dovetail.tune.attention_maps import attention_map, map_divergence
-from dovetail.tune.distill_settings import Distillation, check_teacher
-from dovetail.tune.features import places, projections, states_after, unlikeness
-from dovetail.tune.head import head_of, unembed_of
-from dovetail.tune.preference import Model
+from dovetail.tune.features import attention_map, map_divergence, places, projections, states_after, unlikeness
+from dovetail.tune.policy import Model, Policy, frozen_model, head_of, policy_of, unembed_of
+from dovetail.tune.sections import Distillation, check_teacher
 
 PROJECTIONS = "projections"  # the weights that only the training needs
 
 
-def distill(
+def divergence_objective(
     settings: Distillation,
     policy: Model,
     teacher: Model | None,
@@ -170,3 +174,37 @@ def _mean(values: jax.Array, batch: Batch, weight: jax.Array) -> jax.Array:
 
 def _without_projections(params: Params) -> Params:
     return {name: x for name, x in params.items() if name != PROJECTIONS}
+
+
+def distill_objective(settings: Any) -> Objective:
+    """Of Distill, or of what names a teacher and a distillation as it does (tune.rl)."""
+    resolve(settings.teacher)  # one that cannot be fetched is an error now, not after the step was compiled
+    policy, teacher = policy_of(settings), None
+    if settings.distillation.teacher == "live":
+        teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)
+    teacher_cfg = config_of(settings.teacher)
+    found = divergence_objective(
+        settings.distillation, lambda params, ctx: _student(policy, params, ctx),
+        (lambda params, ctx: ctx.frozen["teacher"]) if teacher else None, teacher_cfg, policy.specs, policy.export,
+        policy.trains_head,
+    )  # fmt: skip
+    initial = policy.initial and functools.partial(policy.initial, base=lambda ready: ready.frozen["base"])
+    return dataclasses.replace(found, frozen=_both(policy.frozen, teacher, teacher_cfg), initial=initial)
+
+
+def _student(policy: Policy, params: Params, ctx: StepContext) -> Params:
+    return policy.params(params, dataclasses.replace(ctx, frozen=(ctx.frozen or {}).get("base")))
+
+
+def _both(base: Frozen | None, teacher: Frozen | None, teacher_cfg: ModelConfig) -> Frozen:
+    """The student's base and the teacher, by name."""
+
+    def form(cfg: ModelConfig, placement: Placement) -> Any:
+        own = {"base": base.form(cfg, placement)} if base else {}
+        return own | ({"teacher": teacher.form(teacher_cfg, placement)} if teacher else {})
+
+    def load(cfg: ModelConfig, placement: Placement) -> Any:
+        own = {"base": base.load(cfg, placement)} if base else {}
+        return own | ({"teacher": teacher.load(teacher_cfg, placement)} if teacher else {})
+
+    return Frozen(form, load)

@@ -1,4 +1,9 @@
-"""The model that a fine-tuning trains: all of its weights, or adapters on weights that stay as they are."""
+"""The model that a fine-tuning trains: all of its weights, or adapters on weights that stay as they are.
+
+The output head of a model in a step, as ops.token_loss takes it.
+
+An adapter written into the weights that it belongs to, as a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +34,8 @@ from dovetail.ops.adapter import row_norms
 from dovetail.train.export import export, whole
 from dovetail.train.objective import Frozen, StepContext
 from dovetail.tune.settings import Tuning
+
+Model = Callable[[Params, StepContext], Params]  # (trained weights, step context) -> the model's weights
 
 
 @dataclass(frozen=True)
@@ -176,3 +183,12 @@ def _export_adapter(
         save_adapter(folder, cfg, host, lora, base)
         if tokenizer:
             tokenizer.save(folder)
+
+
+def head_of(params: Params, cfg: ModelConfig) -> Any:
+    return params["embed"] if cfg.tied else params["head"]
+
+
+def unembed_of(cfg: ModelConfig, ctx: StepContext) -> dict[str, Any]:
+    """ops.token_loss.Unembed."""
+    return dict(scale=cfg.logit_scale, softcap=cfg.logit_softcap, dtype=ctx.logits, placement=ctx.placement)

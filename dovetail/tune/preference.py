@@ -1,18 +1,19 @@
 """The objective of preferences: a policy's log-probabilities of whole completions, compared with each other and with a
 reference's.
 
-Rows are packed as tune.sequences says. Where there is a reference it is a second model, run beside the first
+Rows are packed as tune.segments says. Where there is a reference it is a second model, run beside the first
 (`reference: live`), or its log-probabilities are a column of the rows (`reference: disk`, as `target_logprobs` gives
 them). KTO has no pairs: each document is good or bad by itself, by a column `label` of 1 or -1 at each of its tokens.
 
 B rows, T tokens, S documents of a row at most.
+
+Learning from preferences: DPO and its relatives, with a reference that is run, read from disk or not needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,30 +26,20 @@ from dovetail.ops.moe import RouterStats
 from dovetail.ops.token_loss import TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
 from dovetail.train.routers import loads_of
-from dovetail.tune.head import head_of, unembed_of
-from dovetail.tune.preference_losses import (
-    Judged,
-    apo_down,
-    apo_zero,
-    bco_pair,
-    dpo,
-    hinge,
-    ipo,
-    kto,
-    orpo,
-    robust,
-    simpo,
-)
-from dovetail.tune.preference_settings import Preference
-from dovetail.tune.sequences import Pair, are_there, is_chosen, is_last, num_pairs, pairs, segment_sums
+from dovetail.tune import preference_losses as losses
+from dovetail.tune.policy import Model, frozen_model, head_of, kept_model, policy_of, unembed_of
+from dovetail.tune.preference_losses import Judged
+from dovetail.tune.sections import Preference
+from dovetail.tune.segments import Pair, are_there, is_chosen, is_last, num_pairs, pairs, segment_sums
+from dovetail.tune.settings import Dpo
 
-PLAIN = {"hinge": hinge, "apo_zero": apo_zero, "apo_down": apo_down, "bco_pair": bco_pair}  # of ratios and beta alone
-
-# (the weights that are trained, context) -> those of a model
-Model = Callable[[Params, StepContext], Params]
+PLAIN = {
+    "hinge": losses.hinge, "apo_zero": losses.apo_zero, "apo_down": losses.apo_down, "bco_pair": losses.bco_pair,
+}  # fmt: skip
+#  # of ratios and beta alone
 
 
-class BatchWeight(NamedTuple):
+class PreferenceWeight(NamedTuple):
     """Of a whole batch. Neither is 0: what there is none of adds 0."""
 
     judged: jax.Array  # pairs; of KTO, documents
@@ -64,7 +55,7 @@ class Sums(NamedTuple):
     correct: jax.Array  # [] targets of the completions to learn that no other word outdoes
 
 
-def preference(settings: Preference, policy: Model, reference: Model | None, most: int) -> Objective:
+def preference_objective(settings: Preference, policy: Model, reference: Model | None, most: int) -> Objective:
     """`policy` and `reference` make models of the trained weights and the context's frozen ones; no row holds more than
     `most` documents."""
     compared, is_kto = _Compared(settings, policy, reference, most), settings.is_kto
@@ -99,7 +90,9 @@ class _Compared:
     reference: Model | None
     most: int
 
-    def pairs(self, params: Params, cfg: ModelConfig, batch: Batch, weight: BatchWeight, ctx: StepContext) -> Measured:
+    def pairs(
+        self, params: Params, cfg: ModelConfig, batch: Batch, weight: PreferenceWeight, ctx: StepContext
+    ) -> Measured:
         sums, loads = self._sums(params, cfg, batch, ctx, is_chosen(batch.segment_ids))
         there = pairs(are_there(batch.segment_ids, self.most)).rejected
         judged = _judge(self.settings, pairs(sums.ratios), pairs(sums.lengths))
@@ -114,11 +107,11 @@ class _Compared:
         return dataclasses.replace(found, loss=found.loss + written / weight.learnt)
 
     def documents(
-        self, params: Params, cfg: ModelConfig, batch: Batch, weight: BatchWeight, ctx: StepContext
+        self, params: Params, cfg: ModelConfig, batch: Batch, weight: PreferenceWeight, ctx: StepContext
     ) -> Measured:
         """Measure a part by KTO's loss. The policy's KL from the reference is max(0, the mean ratio) over the part's
         documents of label 0 (with `accumulate`, not over the whole batch, as in TRL). They serve the estimate alone:
-        prompts with completions of other prompts (data.mismatched)."""
+        prompts with completions of other prompts (data.example_store.mismatched)."""
         wanted, label = self.settings, batch.columns["label"]
         sums, loads = self._sums(params, cfg, batch, ctx, label > 0)
         there = are_there(batch.segment_ids, self.most)
@@ -127,7 +120,7 @@ class _Compared:
         estimated = jnp.where(apart.any(), apart, there)
         kl = jnp.sum(jnp.where(estimated, sums.ratios, 0.0)) / jnp.maximum(estimated.sum(), 1)
         kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))
-        rated = kto(
+        rated = losses.kto(
             sums.ratios, label, kl, beta=wanted.beta, desirable=wanted.desirable, undesirable=wanted.undesirable
         )
         numbers = {
@@ -164,7 +157,7 @@ class _Compared:
             (self.documents, _num_documents, _documents_weight) if is_kto else (self.pairs, _num_pairs, _pairs_weight)
         )
         whole = of(batch)  # a mean over tokens (sft) counts once for each pair
-        found = measure(params, cfg, batch, BatchWeight(one, whole.learnt / whole.judged), ctx)
+        found = measure(params, cfg, batch, PreferenceWeight(one, whole.learnt / whole.judged), ctx)
         sums = {name: value for name, value in found.metrics.items() if name != "token_accuracy"}
         return {"loss": found.loss, **sums}, count(batch)
 
@@ -187,21 +180,21 @@ def _one(name: str, settings: Preference, ratios: Pair, lengths: Pair) -> Judged
     means = Pair(*(x / jnp.maximum(length, 1.0) for x, length in zip(ratios, lengths, strict=True)))
     match name:
         case "sigmoid":
-            return dpo(*ratios, beta=beta, label_smoothing=smoothing)
+            return losses.dpo(*ratios, beta=beta, label_smoothing=smoothing)
         case "robust":
-            return robust(*ratios, beta=beta, label_smoothing=smoothing)
+            return losses.robust(*ratios, beta=beta, label_smoothing=smoothing)
         case "hinge" | "apo_zero" | "apo_down" | "bco_pair":
             return PLAIN[name](*ratios, beta=beta)
         case "ipo":
-            return ipo(*means, beta=beta)
+            return losses.ipo(*means, beta=beta)
         case "orpo":
-            return orpo(*means, beta=beta)
+            return losses.orpo(*means, beta=beta)
     assert name == "simpo", name
-    return simpo(*means, beta=beta, gamma=settings.gamma, label_smoothing=smoothing)
+    return losses.simpo(*means, beta=beta, gamma=settings.gamma, label_smoothing=smoothing)
 
 
 def _measured(
-    loss: jax.Array, numbers: Metrics, there: jax.Array, sums: Sums, weight: BatchWeight, loads: Loads
+    loss: jax.Array, numbers: Metrics, there: jax.Array, sums: Sums, weight: PreferenceWeight, loads: Loads
 ) -> Measured:
     """The part's share of means over what is `there`."""
 
@@ -212,17 +205,17 @@ def _measured(
     return Measured(mean(loss), metrics | {"token_accuracy": sums.correct / weight.learnt}, loads)
 
 
-def _pairs_weight(batch: Batch) -> BatchWeight:
+def _pairs_weight(batch: Batch) -> PreferenceWeight:
     return _weight(_num_pairs(batch), batch, is_chosen(batch.segment_ids))
 
 
-def _documents_weight(batch: Batch) -> BatchWeight:
+def _documents_weight(batch: Batch) -> PreferenceWeight:
     return _weight(_num_documents(batch), batch, batch.columns["label"] > 0)
 
 
-def _weight(judged: jax.Array, batch: Batch, learnt: jax.Array) -> BatchWeight:
+def _weight(judged: jax.Array, batch: Batch, learnt: jax.Array) -> PreferenceWeight:
     targets = ((batch.loss_mask > 0) & learnt).sum().astype(jnp.float32)
-    return BatchWeight(jnp.maximum(judged, 1.0), jnp.maximum(targets, 1.0))
+    return PreferenceWeight(jnp.maximum(judged, 1.0), jnp.maximum(targets, 1.0))
 
 
 def _num_pairs(batch: Batch) -> jax.Array:
@@ -232,3 +225,13 @@ def _num_pairs(batch: Batch) -> jax.Array:
 def _num_documents(batch: Batch) -> jax.Array:
     """That are judged."""
     return (is_last(batch.segment_ids) & (batch.columns["label"] != 0)).sum().astype(jnp.float32)
+
+
+def dpo_objective(settings: Dpo) -> Objective:
+    policy, kept = policy_of(settings), settings.kept_reference
+    reference = kept_model(policy) if kept else lambda params, ctx: ctx.frozen
+    found = preference_objective(settings.preference, policy.params, reference, settings.most_documents)
+    frozen = policy.frozen
+    if frozen is None and settings.preference.source == "live" and not kept:
+        frozen = frozen_model(settings.weights, settings.held, settings.precision.compute)
+    return dataclasses.replace(found, specs=policy.specs, frozen=frozen, initial=policy.initial, export=policy.export)

@@ -2,27 +2,40 @@
 pairs of which one is better.
 
 The model is one that gives scores (models.score).
+
+Reward models: from pairs of answers to a model that gives texts a score.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dovetail.core.compute import compute_of
 from dovetail.core.types import Batch, Column, Params
+from dovetail.io.hf import read_params
+from dovetail.io.hub import resolve
+from dovetail.io.load import open_checkpoint
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import score
-from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
+from dovetail.models.spec import spec
+from dovetail.train.objective import Frozen, Loads, Measured, Metrics, Objective, StepContext, hidden_states
+from dovetail.train.prepare import Ready
 from dovetail.train.routers import loads_of
-from dovetail.tune.preference import Model
+from dovetail.tune.policy import Model, Policy, policy_of
 from dovetail.tune.preference_losses import bradley_terry
-from dovetail.tune.preference_settings import RewardLoss
-from dovetail.tune.sequences import are_there, is_last, num_pairs, pairs, segment_sums
+from dovetail.tune.sections import RewardLoss
+from dovetail.tune.segments import are_there, is_last, num_pairs, pairs, segment_sums
+from dovetail.tune.settings import Reward
 
 
-def reward(settings: RewardLoss, policy: Model, most: int) -> Objective:
+def score_objective(settings: RewardLoss, policy: Model, most: int) -> Objective:
     """`policy` makes a model of the trained weights without `score`, which is trained besides. No row holds more than
     `most` documents."""
     scored = _Scored(settings, policy, most)
@@ -74,3 +87,47 @@ class _Scored:
 
 def _pairs(batch: Batch) -> jax.Array:
     return jnp.maximum(num_pairs(batch.segment_ids), 1.0)
+
+
+HEADS = ("head", "score")
+
+
+def reward_objective(settings: Reward) -> Objective:
+    policy = policy_of(settings)
+    found = score_objective(settings.reward, policy.params, settings.most_documents)
+    found = dataclasses.replace(found, initial=partial(_initial, settings=settings, policy=policy))
+    if policy.frozen is None:
+        return found
+    return dataclasses.replace(
+        found, specs=lambda cfg: {**policy.specs(cfg), "score": spec(cfg)["score"]},
+        frozen=_without_head(policy.frozen, settings), export=policy.export,
+    )  # fmt: skip
+
+
+def _without_head(base: Frozen, settings: Reward) -> Frozen:
+    """An adapter's base: what is below the score, of a model that writes or of one that has a score already."""
+
+    def load(cfg: ModelConfig, placement: Any) -> Params:
+        return _trunk(base.load(open_checkpoint(resolve(settings.weights))[1], placement))
+
+    return Frozen(lambda cfg, placement: _trunk(base.form(cfg, placement)), load)
+
+
+def _trunk(params: Params) -> Params:
+    return {name: part for name, part in params.items() if name not in HEADS}
+
+
+def _initial(ready: Ready, settings: Reward, policy: Policy) -> Params:
+    """What there is to begin with, of a model that writes or of a reward model. A score that is not there is random
+    (train.state), as new adapters are."""
+    path = resolve(settings.weights)
+    source, cfg, _ = open_checkpoint(path)
+    if settings.lora is None:
+        dtype = compute_of(settings.precision.params).dtype
+        given = read_params(source, cfg, dtype, str(path), ready.placement)
+        return {name: part for name, part in given.items() if name != "head"}
+    given = policy.initial(ready) if policy.initial else {}
+    if not cfg.scored:
+        return given
+    form: Any = ready.form.params["score"]
+    return {"score": jax.device_put(np.asarray(source.read("score.weight"), form.dtype), form.sharding), **given}

@@ -1,4 +1,7 @@
-"""A fine-tuning from a recipe, or a program's arguments, to its end: what every kind of it shares."""
+"""A fine-tuning from a recipe, or a program's arguments, to its end: what every kind of it shares.
+
+What a model answers to a few prompts as it learns: the likeliest tokens, by the weights of the moment.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,35 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 from dovetail.core import recipe as recipes
+from dovetail.core.compute import compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.files import write_atomic
-from dovetail.data.example_rows import ExampleRows
-from dovetail.data.example_store import Stats
-from dovetail.data.open_examples import open_examples, template_source
+from dovetail.core.types import Params
+from dovetail.data.example_encoder import template_source
+from dovetail.data.example_rows import ExampleLoader, open_examples
+from dovetail.data.example_store import ExampleStats
 from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import Progress, resolve
 from dovetail.io.load import open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.models.greedy import greedy
 from dovetail.train.launch import Ended, launch
-from dovetail.train.objective import Objective
+from dovetail.train.objective import Objective, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.pretrain import run_folder
-from dovetail.train.rows import Opened
+from dovetail.train.rows import Opened, Sampled
+from dovetail.train.step import compute_copy
 from dovetail.tune.computed import computed_for, with_columns
-from dovetail.tune.samples import Sampler
+from dovetail.tune.policy import policy_of
 from dovetail.tune.settings import Tuning
 
 S = TypeVar("S", bound=Tuning)
@@ -112,7 +120,7 @@ class _Data:
             settings = replace(settings, tokens=0, steps=math.ceil(settings.tokens / per_step))
         return replace(settings.with_steps(rows.rows_per_epoch), length=rows.length)
 
-    def read(self, settings: Tuning) -> tuple[ExampleRows, ExampleRows | None, Stats]:
+    def read(self, settings: Tuning) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
         """The rows of all processes, those held out, and what became of the records."""
         if self._read is None:
             with self._bar() if self._bar and jax.process_index() == 0 else nullcontext() as progress:
@@ -140,7 +148,7 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
             _list_bad(stats.bad, folder / BAD, told)
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
-    samples = Sampler.of(settings, ready, tokenizer)
+    samples = PromptSampler.of(settings, ready, tokenizer)
     return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints)
 
 
@@ -151,7 +159,7 @@ def _list_bad(bad: Sequence[str], path: Path, told: Callable[[str], object]) -> 
     told(f"left out{shown}\n  all {len(bad):,} are listed in {path}")
 
 
-def _pass(settings: Tuning, rows: ExampleRows) -> str:
+def _pass(settings: Tuning, rows: ExampleLoader) -> str:
     """Return a line on how many examples a step takes, and how many steps a pass over them."""
     unit = "pairs" if settings.examples == "preference" else "examples"
     steps, total = rows.steps_per_epoch, rows.examples_per_epoch
@@ -173,3 +181,39 @@ def tokenizer_of(settings: Tuning) -> Tokenizer:
         raise UserError(f"{settings.weights} has no tokenizer.json beside its weights: fine-tuning reads text")
     template = template_source(settings.data)
     return found if template is None else found.with_templates(template)
+
+
+@dataclass(frozen=True)
+class PromptSampler:
+    every: int  # steps
+    settings: Tuning
+    ready: Ready
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, settings: Tuning, ready: Ready, tokenizer: Tokenizer) -> PromptSampler | None:
+        """None where no samples are asked for, or several processes share the weights."""
+        if not settings.samples.every or jax.process_count() > 1:
+            return None
+        return cls(settings.samples.every, settings, ready, tokenizer)
+
+    def __call__(self, params: Params, step: int) -> Sampled:
+        settings, ready = self.settings, self.ready
+        compute = compute_of(settings.precision.compute)
+        ctx = replace(step_context(ready.settings, ready.placement, ready.platform), frozen=ready.frozen)
+        own = compute_copy(params, ready.specs, compute)
+        model: Any = jax.jit(lambda own, frozen: policy_of(settings).params(own, replace(ctx, frozen=frozen)))(
+            own, ready.frozen
+        )
+        asked = settings.samples.prompts
+        return Sampled([{"prompt": prompt, "answer": self._answer(model, prompt, compute)} for prompt in asked])
+
+    def _answer(self, model: Params, prompt: str, compute: Any) -> str:
+        ends = {*self.tokenizer.eos_ids, *self.ready.cfg.eos_ids}
+        found = greedy(model, self.ready.cfg, self._ids(prompt), self.settings.samples.tokens, compute)
+        return self.tokenizer.decode(takewhile(lambda token: token not in ends, found))
+
+    def _ids(self, prompt: str) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])

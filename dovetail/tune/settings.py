@@ -10,25 +10,23 @@ from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.training import Optimizer, Precision, Training
-from dovetail.data.tuning import TrainedTokens, TuningData
+from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD, SCHEMES
 from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names
-from dovetail.tune.distill_settings import Distillation, check_teacher
-from dovetail.tune.preference_settings import Preference, RewardLoss
-from dovetail.tune.reference import Reference
+from dovetail.tune.sections import Distillation, Preference, ReferenceSettings, RewardLoss, check_teacher
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
 EPOCHS = 3.0  # unless a recipe says how long to train; as transformers' num_train_epochs
 SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
-REFERENCE = Reference()
+REFERENCE = ReferenceSettings()
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleSettings:
     """What the model says to a few prompts as it learns, for the report."""
 
     every: int = 0  # steps between samples of what the model answers; 0: never
@@ -58,7 +56,7 @@ class Tuning(Training):
     lora: Lora | None = None  # adapters are trained, and the weights stay as they are
     quantization: str = ""  # storage of the frozen weights: bf16, f32, int8 or nf4 (QLoRA); default: as compute
     from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
-    samples: Samples = Samples()
+    samples: SampleSettings = SampleSettings()
 
     def __post_init__(self) -> None:
         if not (self.steps or self.tokens or self.epochs):
@@ -162,7 +160,7 @@ class Dpo(Tuning):
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
     preference: Preference = PREFERENCE
-    reference: Reference = REFERENCE
+    reference: ReferenceSettings = REFERENCE
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +177,7 @@ class Dpo(Tuning):
         reference.check(self.lora is not None, self.from_adapter)
 
     @property
-    def kept_reference(self) -> Reference | None:
+    def kept_reference(self) -> ReferenceSettings | None:
         return self.reference.kept(self.from_adapter) if self.preference.source == "live" else None
 
     @property

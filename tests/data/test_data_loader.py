@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.core.types import Batch
-from dovetail.data.loader import Loader, open_data
-from dovetail.data.mixture import LONGEST_CYCLE, Mixture, cycle_shares
+from dovetail.data.loader import LONGEST_CYCLE, Loader, Mixture, cycle_shares, open_data
 from dovetail.data.settings import PACKINGS, Data, Source
 
 LENGTH, BATCH = 64, 8

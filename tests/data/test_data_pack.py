@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.data.best_fit import best_fit
-from dovetail.data.pack import PACKINGS, BestFit, Concat
-from dovetail.data.shuffle import permutation, place
+from dovetail.data.pack import PACKINGS, BestFit, Concat, best_fit, permutation, place
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from dovetail.data import corpus, hub_dataset
+from dovetail.data import corpus, sources
 from dovetail.data.readers import read
 from dovetail.data.settings import Source
 from dovetail.data.sources import find, split
@@ -213,7 +213,7 @@ def test_paths_that_mean_nothing(path, settings, message):
 
 
 def test_datasets_of_the_hub_are_read_by_split_and_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_dataset, "fetch_dataset", lambda hub_id, patterns: tmp_path / hub_id)
+    monkeypatch.setattr(sources, "fetch_dataset", lambda hub_id, patterns: tmp_path / hub_id)
     files = (
         "org/one/README.md", "org/one/train.jsonl", "org/one/test.jsonl", "org/all/part.jsonl",
         "org/many/main/train-0.jsonl", "org/many/main/test-0.jsonl", "org/many/other/train-0.jsonl",

@@ -7,8 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from dovetail.data.open_examples import open_examples, open_prompts
-from dovetail.data.tuning import TuningData, TuningSource
+from dovetail.data.example_encoder import example_encoder
+from dovetail.data.example_rows import open_examples
+from dovetail.data.examples import example
+from dovetail.data.records import from_list
+from dovetail.data.settings import TuningData, TuningSource
 from dovetail.train.rows import Rows
 
 LENGTH, BATCH = 96, 4
@@ -339,7 +342,9 @@ def test_a_record_that_fails_is_named(opened, tokenizer, tmp_path):
 
 
 def test_prompts_alone(tokenizer):
-    found = open_prompts(TuningData(), tokenizer, [{"prompt": turn(1)[:1]}, {"prompt": "who "}])
+    encoder = example_encoder(TuningData(), tokenizer)
+    records = from_list([{"prompt": turn(1)[:1]}, {"prompt": "who "}])
+    found = [encoder.prompt(example(record, "prompts").sides[0]) for record in records]
     assert (
         tokenizer.decode(found[0], skip_special=False) == "<|im_start|>user\nwho 1<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -399,7 +404,7 @@ def test_bad_records_are_named_all_at_once_or_left_out_and_listed(tokenizer, tmp
     with pytest.raises(ValueError, match=r"none of the 1 records of .* can be used; the first: .*line 1"):
         open_examples(TuningData(path=str(path), skip_bad_records=True), 64, 1, tokenizer, "sft")
     with pytest.raises(ValueError, match=r"line 1: expected one JSON object.*\(or set data.skip_bad_records=true"):
-        open_prompts(TuningData(path=str(path)), tokenizer)
+        open_examples(TuningData(path=str(path)), 64, 1, tokenizer, "sft")
 
 
 def test_a_first_turn_of_the_assistant_is_counted_and_not_trained(opened, make_tokenizer):

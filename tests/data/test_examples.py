@@ -9,9 +9,9 @@ import pytest
 
 from dovetail.core import recipe
 from dovetail.data import records
-from dovetail.data.examples import Chat, Text, example, kind_of
+from dovetail.data.examples import ChatExample, TextExample, example, kind_of
 from dovetail.data.records import Record
-from dovetail.data.tuning import Keys, TuningData, TuningSource
+from dovetail.data.settings import Keys, TuningData, TuningSource
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 SYSTEM, OTHER = {"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "no"}
@@ -26,28 +26,28 @@ def read(fields, kind="sft", form="auto", **keys):
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 FORMS = {
-    "chat": ({"messages": [USER, BOT]}, Chat([USER, BOT])),
-    "chat with tools": ({"messages": [USER, BOT], "tools": TOOLS}, Chat([USER, BOT], TOOLS)),
-    "tools as JSON": ({"messages": [USER, BOT], "tools": json.dumps(TOOLS)}, Chat([USER, BOT], TOOLS)),
+    "chat": ({"messages": [USER, BOT]}, ChatExample([USER, BOT])),
+    "chat with tools": ({"messages": [USER, BOT], "tools": TOOLS}, ChatExample([USER, BOT], TOOLS)),
+    "tools as JSON": ({"messages": [USER, BOT], "tools": json.dumps(TOOLS)}, ChatExample([USER, BOT], TOOLS)),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "Be kind."},
-        Chat([SYSTEM, USER, BOT]),
+        ChatExample([SYSTEM, USER, BOT]),
     ),
-    "text": ({"prompt": "2+2=", "completion": "4"}, Text("2+2=", "4")),
-    "messages after text": ({"prompt": "hi", "completion": [BOT]}, Chat([USER, BOT], None, 1)),
-    "messages": ({"prompt": [SYSTEM, USER], "completion": [BOT]}, Chat([SYSTEM, USER, BOT], None, 2)),
-    "text after messages": ({"prompt": [USER], "completion": "hello"}, Chat([USER, BOT], None, 1)),
-    "alpaca": ({"instruction": "hi", "input": "", "output": "hello"}, Chat([USER, BOT])),
+    "text": ({"prompt": "2+2=", "completion": "4"}, TextExample("2+2=", "4")),
+    "messages after text": ({"prompt": "hi", "completion": [BOT]}, ChatExample([USER, BOT], None, 1)),
+    "messages": ({"prompt": [SYSTEM, USER], "completion": [BOT]}, ChatExample([SYSTEM, USER, BOT], None, 2)),
+    "text after messages": ({"prompt": [USER], "completion": "hello"}, ChatExample([USER, BOT], None, 1)),
+    "alpaca": ({"instruction": "hi", "input": "", "output": "hello"}, ChatExample([USER, BOT])),
     "alpaca with an input": (
         {"instruction": "Add.", "input": "1 2", "output": "3"},
-        Chat([{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]),
+        ChatExample([{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]),
     ),
-    "all of a text": ({"text": "Once upon a time"}, Text("", "Once upon a time")),
+    "all of a text": ({"text": "Once upon a time"}, TextExample("", "Once upon a time")),
     "content in parts": (
         {"messages": [USER | {"content": [{"type": "text", "text": "hi"}]}, BOT | {"content": ["hel", "lo"]}]},
-        Chat([USER, BOT | {"content": "hel\nlo"}]),
+        ChatExample([USER, BOT | {"content": "hel\nlo"}]),
     ),
-    "chat before text": ({"prompt": "hi", "completion": "x", "messages": [USER, BOT]}, Chat([USER, BOT])),
+    "chat before text": ({"prompt": "hi", "completion": "x", "messages": [USER, BOT]}, ChatExample([USER, BOT])),
 }
 
 
@@ -58,16 +58,16 @@ def test_forms(form):
 
 
 def test_keys_say_what_is_where():
-    assert read({"dialogue": [USER, BOT]}, messages="dialogue") == (Chat([USER, BOT]),)
+    assert read({"dialogue": [USER, BOT]}, messages="dialogue") == (ChatExample([USER, BOT]),)
     turns = [{"who": "user", "says": "hi"}, {"who": "gpt", "says": "hello"}]
-    assert read({"messages": turns}, role="who", content="says") == (Chat([USER, BOT]),)
-    assert read({"question": "a", "answer": "b"}, prompt="question", completion="answer") == (Text("a", "b"),)
+    assert read({"messages": turns}, role="who", content="says") == (ChatExample([USER, BOT]),)
+    assert read({"question": "a", "answer": "b"}, prompt="question", completion="answer") == (TextExample("a", "b"),)
     dolly = {"instruction": "Add.", "context": "1 2", "response": "3"}
     (chat,) = read(dolly, completion="response", input="context")
     assert chat.messages[0]["content"] == "Add.\n\n1 2"
-    assert read({"prompt": "a", "chosen": "b", "rejected": "c"}, completion="chosen") == (Text("a", "b"),)
+    assert read({"prompt": "a", "chosen": "b", "rejected": "c"}, completion="chosen") == (TextExample("a", "b"),)
     both = {"prompt": "a", "completion": "b", "messages": [USER, BOT]}
-    assert read(both, form="prompt") == (Text("a", "b"),)
+    assert read(both, form="prompt") == (TextExample("a", "b"),)
 
 
 def test_tool_calls_are_objects_and_nulls_are_left_out():
@@ -85,22 +85,22 @@ def test_tool_calls_are_objects_and_nulls_are_left_out():
 
 
 PREFERENCES = {
-    "text": ({"prompt": "a", "chosen": "b", "rejected": "c"}, (Text("a", "b"), Text("a", "c"))),
+    "text": ({"prompt": "a", "chosen": "b", "rejected": "c"}, (TextExample("a", "b"), TextExample("a", "c"))),
     "messages": (
         {"prompt": [USER], "chosen": [BOT], "rejected": [OTHER]},
-        (Chat([USER, BOT], None, 1), Chat([USER, OTHER], None, 1)),
+        (ChatExample([USER, BOT], None, 1), ChatExample([USER, OTHER], None, 1)),
     ),
     "whole conversations": (
         {"chosen": [SYSTEM, USER, BOT], "rejected": [SYSTEM, USER, OTHER]},
-        (Chat([SYSTEM, USER, BOT], None, 2), Chat([SYSTEM, USER, OTHER], None, 2)),
+        (ChatExample([SYSTEM, USER, BOT], None, 2), ChatExample([SYSTEM, USER, OTHER], None, 2)),
     ),
     "whole conversations and the prompt again": (
         {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, OTHER]},
-        (Chat([USER, BOT], None, 1), Chat([USER, OTHER], None, 1)),
+        (ChatExample([USER, BOT], None, 1), ChatExample([USER, OTHER], None, 1)),
     ),
     "text after messages": (
         {"prompt": [USER], "chosen": "hello", "rejected": "no"},
-        (Chat([USER, BOT], None, 1), Chat([USER, OTHER], None, 1)),
+        (ChatExample([USER, BOT], None, 1), ChatExample([USER, OTHER], None, 1)),
     ),
 }
 
@@ -115,10 +115,10 @@ def test_preferences(form):
 def test_unpaired_and_prompts():
     fields = {"prompt": "a", "completion": "b", "label": False}
     found = example(Record(fields, lambda: ""), "unpaired")
-    assert found and found.label is False and found.sides == (Text("a", "b"),)
+    assert found and found.label is False and found.sides == (TextExample("a", "b"),)
     assert kind_of(Record(fields, lambda: ""), Keys()) == "unpaired"
-    assert read({"prompt": "a"}, "prompts") == (Text("a", ""),)
-    assert read({"messages": [USER, BOT]}, "prompts") == (Chat([USER], None, 1),)
+    assert read({"prompt": "a"}, "prompts") == (TextExample("a", ""),)
+    assert read({"messages": [USER, BOT]}, "prompts") == (ChatExample([USER], None, 1),)
     assert kind_of(Record({"prompt": "a"}, lambda: ""), Keys()) == "prompts"
 
 

@@ -25,10 +25,9 @@ from dovetail.models.spec import spec
 from dovetail.ops.token_loss import divergence
 from dovetail.train.objective import step_context
 from dovetail.train.step import gradients
-from dovetail.tune.attention_maps import attention_map, map_divergence
-from dovetail.tune.distill import distill, likeliest
-from dovetail.tune.distill_settings import Attention, Distillation, Features
-from dovetail.tune.features import unlikeness
+from dovetail.tune.distill import divergence_objective, likeliest
+from dovetail.tune.features import attention_map, map_divergence, unlikeness
+from dovetail.tune.sections import AttentionLoss, Distillation, FeatureLoss
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +146,7 @@ def context(**changes: Any) -> Any:
 
 def measured(settings: Distillation, batch=None, parts: int = 1, teacher_cfg=TEACHER, **changes) -> tuple[Any, dict]:
     """(gradient, metrics)."""
-    objective, ctx = distill(settings, policy, teacher, teacher_cfg), context(**changes)
+    objective, ctx = divergence_objective(settings, policy, teacher, teacher_cfg), context(**changes)
     params, batch = some_params(objective.specs(STUDENT), 0), some_batch(0) if batch is None else batch
     return jax.jit(lambda p, b: gradients(p, STUDENT, objective, b, ctx, parts)[:2])(params, batch)
 
@@ -155,7 +154,7 @@ def measured(settings: Distillation, batch=None, parts: int = 1, teacher_cfg=TEA
 def plain(settings: Distillation) -> tuple[Any, Any]:
     """(gradient, loss) of the formula over whole logits."""
     batch, ctx, wanted = some_batch(0), context(), settings.features
-    objective = distill(settings, policy, teacher, TEACHER)
+    objective = divergence_objective(settings, policy, teacher, TEACHER)
 
     def run(params, cfg):
         hidden, _ = forward(params, cfg, jnp.asarray(batch.tokens), jnp.asarray(batch.positions), ctx.packed(batch))
@@ -195,8 +194,8 @@ CASES = {
     "jsd": Distillation(kind="jsd", beta=0.3, alpha=1.0, temperature=1.5),
     "cross entropy alone": Distillation(alpha=0.0),
     "likeliest words": Distillation(top_k=7, temperature=2.0),
-    "features": Distillation(features=Features(weight=0.7)),
-    "features by squares": Distillation(features=Features(weight=0.7, kind="mse")),
+    "features": Distillation(features=FeatureLoss(weight=0.7)),
+    "features by squares": Distillation(features=FeatureLoss(weight=0.7, kind="mse")),
 }
 
 
@@ -216,7 +215,7 @@ def test_parts_add_up_to_the_whole_batch():
 
 @pytest.mark.thorough
 def test_a_mesh_gives_what_one_device_gives():
-    wanted = dataclasses.replace(CASES["features"], attention=Attention(weight=0.5), kind="jsd")
+    wanted = dataclasses.replace(CASES["features"], attention=AttentionLoss(weight=0.5), kind="jsd")
     placement = Placement(make_mesh(dict(fsdp=2, context=2, tensor=2)), TRAIN)
     close(measured(wanted, placement=placement), measured(wanted))
 
@@ -232,11 +231,11 @@ def test_the_teachers_words_from_the_rows_are_the_live_teachers():
 @pytest.mark.thorough
 def test_features_after_chosen_layers_with_layers_scanned_and_recomputed():
     """A model's first layers are a model: the teacher's first layer against the student's, and both their last."""
-    wanted = Features(weight=0.7, student=(1, 2), teacher=(1, 3))
+    wanted = FeatureLoss(weight=0.7, student=(1, 2), teacher=(1, 3))
     grads, told = measured(Distillation(features=wanted))
     assert len(grads["projections"]) == 2 and all(np.abs(g).max() > 0 for g in grads["projections"])
-    last = measured(Distillation(features=Features(weight=0.7)))[1]["features"]
-    first = measured(Distillation(features=Features(weight=0.7, student=(1,), teacher=(1,))))[1]["features"]
+    last = measured(Distillation(features=FeatureLoss(weight=0.7)))[1]["features"]
+    first = measured(Distillation(features=FeatureLoss(weight=0.7, student=(1,), teacher=(1,))))[1]["features"]
     assert np.isfinite([first, last, told["features"]]).all() and first != last
     close(measured(Distillation(features=wanted), remat="full", scan=True), (grads, told))
 
@@ -265,7 +264,7 @@ def test_maps_are_those_of_transformers(name):
 
 @pytest.mark.thorough
 def test_attention_is_learnt_from_chosen_layers():
-    wanted = Distillation(attention=Attention(weight=0.7, student=(1, 2), teacher=(2, 3)))
+    wanted = Distillation(attention=AttentionLoss(weight=0.7, student=(1, 2), teacher=(2, 3)))
     grads, told = measured(wanted)
     plain_grads, without = measured(Distillation())
     np.testing.assert_allclose(told["loss"] - without["loss"], 0.7 * told["attention"], rtol=1e-4)
@@ -296,7 +295,9 @@ def test_layers_without_keys_of_their_own_are_refused():
 
 def test_projections_are_trained_and_not_handed_out(tmp_path):
     handed = {}
-    objective = distill(CASES["features"], policy, teacher, TEACHER, export=lambda *given: handed.update(given[2]))
+    objective = divergence_objective(
+        CASES["features"], policy, teacher, TEACHER, export=lambda *given: handed.update(given[2])
+    )
     params = some_params(objective.specs(STUDENT), 0)
     assert params["projections"][0].shape == (48, 32)
     objective.export(tmp_path, STUDENT, params, None, jnp.float32)
@@ -305,7 +306,7 @@ def test_projections_are_trained_and_not_handed_out(tmp_path):
 
 @pytest.mark.thorough
 def test_held_out_rows_are_measured_as_the_others():
-    objective, batch = distill(CASES["forward"], policy, teacher, TEACHER), some_batch(0)
+    objective, batch = divergence_objective(CASES["forward"], policy, teacher, TEACHER), some_batch(0)
     params = some_params(objective.specs(STUDENT), 0)
     sums, count = jax.jit(lambda p, b: objective.held_out(p, STUDENT, b, context()))(params, batch)
     _, told = measured(CASES["forward"])
@@ -314,7 +315,7 @@ def test_held_out_rows_are_measured_as_the_others():
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it():
-    objective = distill(Distillation(alpha=1.0), policy, policy, STUDENT)
+    objective = divergence_objective(Distillation(alpha=1.0), policy, policy, STUDENT)
     params, ctx = some_params(spec(STUDENT), 0), context()
     grads, told, _ = jax.jit(lambda p, b: gradients(p, STUDENT, objective, b, ctx))(params, some_batch(0))
     assert abs(told["divergence"]) < 1e-6 and max(np.abs(g).max() for g in jax.tree.leaves(grads)) < 1e-6
@@ -330,9 +331,9 @@ def test_a_teacher_of_another_vocabulary_is_refused():
 
 
 def test_layers_that_a_model_does_not_have_are_refused():
-    wanted = Distillation(features=Features(weight=1.0, student=(3,), teacher=(3,)))
+    wanted = Distillation(features=FeatureLoss(weight=1.0, student=(3,), teacher=(3,)))
     with pytest.raises(ValueError, match=r"student must name some of the 2 layers of that model; got 3"):
-        distill(wanted, policy, teacher, TEACHER).specs(STUDENT)
+        divergence_objective(wanted, policy, teacher, TEACHER).specs(STUDENT)
 
 
 WRONG: dict[str, Any] = {
@@ -341,8 +342,8 @@ WRONG: dict[str, Any] = {
     r"beta must be from 0": dict(beta=-0.1),
     r"temperature must be above 0": dict(temperature=0.0),
     r"top_k must say how many": dict(teacher="disk"),
-    r"attention.weight must be 0 with teacher=disk": dict(teacher="disk", top_k=8, attention=Attention(weight=1.0)),
-    r"features.weight must be 0 with teacher=disk": dict(teacher="disk", top_k=8, features=Features(weight=1.0)),
+    r"attention.weight must be 0 with teacher=disk": dict(teacher="disk", top_k=8, attention=AttentionLoss(weight=1.0)),
+    r"features.weight must be 0 with teacher=disk": dict(teacher="disk", top_k=8, features=FeatureLoss(weight=1.0)),
 }
 
 
@@ -354,6 +355,6 @@ def test_settings_that_mean_nothing_are_refused(message):
 
 def test_features_that_mean_nothing_are_refused():
     with pytest.raises(ValueError, match=r"teacher must have a number of layers for each of student's"):
-        Features(weight=1.0, student=(1, 2), teacher=(1,))
+        FeatureLoss(weight=1.0, student=(1, 2), teacher=(1,))
     with pytest.raises(ValueError, match=r"student must be numbers of layers from 1"):
-        Features(weight=1.0, student=(0,), teacher=(1,))
+        FeatureLoss(weight=1.0, student=(0,), teacher=(1,))

@@ -22,9 +22,9 @@ from dovetail.models.score import scored
 from dovetail.models.spec import spec
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.step import gradients
-from dovetail.tune.preference import preference, target_logprobs
-from dovetail.tune.preference_settings import Preference, RewardLoss
-from dovetail.tune.reward import reward
+from dovetail.tune.preference import preference_objective, target_logprobs
+from dovetail.tune.reward import score_objective
+from dovetail.tune.sections import Preference, RewardLoss
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +111,7 @@ def close(ours, theirs, tol=1e-5) -> None:
 
 @pytest.mark.parametrize("name", corners(LOSSES, ["sigmoid", "kto"]))
 def test_packed_rows_are_their_documents_alone(name):
-    objective = preference(LOSSES[name], policy, reference, MOST)
+    objective = preference_objective(LOSSES[name], policy, reference, MOST)
     grads, told = measured(objective, some_rows())
     want_grads, want = measured(objective, one_per_row())
     close(grads, want_grads)
@@ -122,7 +122,7 @@ def test_packed_rows_are_their_documents_alone(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "kto"])
 def test_parts_add_up_to_the_whole_batch(name):
-    objective = preference(LOSSES[name], policy, reference, MOST)
+    objective = preference_objective(LOSSES[name], policy, reference, MOST)
     whole, again = (measured(objective, some_rows(), parts) for parts in (1, 4))
     close(again, whole)
 
@@ -131,7 +131,7 @@ def test_parts_add_up_to_the_whole_batch(name):
 @pytest.mark.parametrize("name", ["ipo", "kto"])
 def test_a_mesh_gives_what_one_device_gives(name):
     placement = Placement(make_mesh(dict(fsdp=2, context=2, tensor=2)), TRAIN)
-    objective = preference(LOSSES[name], policy, reference, MOST)
+    objective = preference_objective(LOSSES[name], policy, reference, MOST)
     close(measured(objective, some_rows(), placement=placement), measured(objective, some_rows()), tol=5e-5)
 
 
@@ -139,13 +139,13 @@ def test_a_mesh_gives_what_one_device_gives(name):
 def test_ktos_parts_add_up_given_their_kl():
     """The estimate of KL is each part's own; with rows that are all alike it is the whole batch's."""
     held = documents(0, 3)
-    objective = preference(LOSSES["kto"], policy, reference, MOST)
+    objective = preference_objective(LOSSES["kto"], policy, reference, MOST)
     whole, again = (measured(objective, rows_of([held, held]), parts) for parts in (1, 2))
     close(again, whole)
 
 
 def test_ktos_kl_is_estimated_on_documents_apart():
-    batch, objective = some_rows(), preference(LOSSES["kto"], policy, reference, MOST)
+    batch, objective = some_rows(), preference_objective(LOSSES["kto"], policy, reference, MOST)
     label = np.array(batch.columns["label"])
     label[0, np.asarray(batch.segment_ids[0]) == 2] = 0.0
     grads, told = measured(objective, dataclasses.replace(batch, columns={"label": label}))
@@ -165,8 +165,8 @@ def test_a_reference_on_disk_is_the_live_one(name):
     stored = dataclasses.replace(LOSSES[name], reference="disk")
     batch = dataclasses.replace(batch, columns=batch.columns | {"reference": kept})
     close(
-        measured(preference(stored, policy, None, MOST), batch),
-        measured(preference(LOSSES[name], policy, reference, MOST), batch),
+        measured(preference_objective(stored, policy, None, MOST), batch),
+        measured(preference_objective(LOSSES[name], policy, reference, MOST), batch),
     )
 
 
@@ -184,7 +184,7 @@ def test_a_policy_that_is_its_reference_has_no_margin():
     def itself(params, ctx):
         return params
 
-    grads, told = measured(preference(Preference(), policy, itself, MOST), some_rows())
+    grads, told = measured(preference_objective(Preference(), policy, itself, MOST), some_rows())
     np.testing.assert_allclose(told["loss"], np.log(2), rtol=1e-6)
     assert abs(told["reward_margin"]) < 1e-6
     assert np.abs(jax.tree.leaves(grads)[0]).max() > 0  # the reference carries none of it
@@ -192,14 +192,14 @@ def test_a_policy_that_is_its_reference_has_no_margin():
 
 def test_more_documents_than_said_make_the_loss_no_number():
     for name in ("sigmoid", "kto"):
-        _, told = measured(preference(LOSSES[name], policy, reference, 4), some_rows())
+        _, told = measured(preference_objective(LOSSES[name], policy, reference, 4), some_rows())
         assert np.isnan(told["loss"]), name
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sigmoid", "kto", "sigmoid + sft"])
 def test_held_out_rows_are_measured_as_the_others(name):
-    objective, batch = preference(LOSSES[name], policy, reference, MOST), some_rows()
+    objective, batch = preference_objective(LOSSES[name], policy, reference, MOST), some_rows()
     _, told = measured(objective, batch)
     sums, count = jax.jit(lambda p, b: objective.held_out(p, CFG, b, context(some_params(1))))(some_params(0), batch)
     assert count == (12 if name == "kto" else 6)
@@ -212,7 +212,7 @@ def test_held_out_rows_are_measured_as_the_others(name):
 
 def test_a_reward_model_scores_the_last_token_and_learns():
     settings = RewardLoss(margin=True, centering=0.1)
-    objective = reward(settings, policy, MOST)
+    objective = score_objective(settings, policy, MOST)
     params = init(spec(JUDGE), jax.random.key(0), jnp.float32, std=0.15)
 
     def with_margin(batch: Batch) -> Batch:

@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from dovetail.train.step import synced
 from dovetail.tune.preference import _judge, _written
 from dovetail.tune.preference_losses import Judged, bradley_terry, kto
-from dovetail.tune.preference_settings import Preference
-from dovetail.tune.reference import Reference
-from dovetail.tune.sequences import are_there, is_last, num_pairs, pairs, segment_sums
+from dovetail.tune.sections import Preference, ReferenceSettings
+from dovetail.tune.segments import are_there, is_last, num_pairs, pairs, segment_sums
 
 pytestmark = pytest.mark.slow
 
@@ -325,7 +324,7 @@ def test_a_sync_of_the_reference_is_trls(trl):
     theirs, policy = ([torch.nn.Parameter(torch.tensor(x)) for x in each.values()] for each in (old, new))
     model, target = torch.nn.ParameterList(policy), torch.nn.ParameterList(theirs)
     SyncRefModelCallback._sync_target_model(model, target, 0.6)
-    settings = Reference(sync_every=3)  # mixup_alpha: TRL's default
+    settings = ReferenceSettings(sync_every=3)  # mixup_alpha: TRL's default
     kept = jax.tree.map(jnp.asarray, old)
     for step in (1, 2):
         kept = synced(kept, new, jnp.asarray(step), settings)

@@ -76,7 +76,7 @@ def adapted(tmp_path_factory) -> Any:
     given |= {"data": {"path": path, "template": str(at / "mine.jinja"), "skip_bad_records": True}}
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(at)  # the model is named by a relative path
-        patched.setattr("dovetail.tune.samples.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [40, 1, 41])
+        patched.setattr("dovetail.tune.run.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [40, 1, 41])
         ended = tune_settings(create(Sft, given), at / "run", sft_objective, show=False, told=told.append)
     exported = ended.folder / "export/step_4"
     merged = dt.merge(folder, exported, at / "merged")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import UserError
-from dovetail.data.open_examples import example_encoder
+from dovetail.data.example_encoder import example_encoder
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.grammar import masks
 from dovetail.engine.request.params import Structured

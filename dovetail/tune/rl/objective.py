@@ -23,14 +23,13 @@ from dovetail.models.config import ModelConfig
 from dovetail.ops.token_loss import Allowed, TokenScores, token_scores
 from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
 from dovetail.train.routers import loads_of
-from dovetail.tune.distillation import objective as distilled
-from dovetail.tune.head import head_of, unembed_of
-from dovetail.tune.policy import Policy, policy_of
+from dovetail.tune.distill import distill_objective
+from dovetail.tune.policy import Policy, head_of, policy_of, unembed_of
 from dovetail.tune.rl.algorithms import loss_of
 from dovetail.tune.rl.critic import ACTOR, CRITIC, both_initial, both_specs, values_of
 from dovetail.tune.rl.losses import PolicyLoss, importance, kl, kl_loss, value_loss
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.sequences import segment_sums
+from dovetail.tune.segments import segment_sums
 
 EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)  # between the bins in which ratios are counted
 
@@ -38,7 +37,7 @@ EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)  # between the bins in which ratios ar
 def rl_objective(settings: Rl, own: PolicyLoss | None = None) -> Objective:
     """`own`: a user's loss, in place of the algorithm's."""
     if settings.algo == "gkd":
-        return distilled(settings)
+        return distill_objective(settings)
     policy, wanted = policy_of(settings), settings.wanted
     learnt = _Learnt(settings, policy, own or loss_of(wanted))
     objective = Objective(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.core.choice import not_negative, one_of, require
-from dovetail.tune.reference import Reference as Compared
+from dovetail.tune.sections import ReferenceSettings
 
 MOST_SUPPORT = 20  # likeliest words that the engine names beside each token: see engine.params
 TOOL_CHOICES = ("", "auto", "required")
@@ -66,7 +66,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Reference(Compared):
+class Reference(ReferenceSettings):
     """The model that a KL term compares the policy with."""
 
     devices: int = 0  # of its own, the last before the engine's; 0: it shares the trainer's

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import UserError
-from dovetail.data.examples import Chat, Text
-from dovetail.data.open_examples import example_encoder
+from dovetail.data.example_encoder import example_encoder
+from dovetail.data.examples import ChatExample, TextExample
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment import Environment, Maker, Said, maker_of
 from dovetail.tune.rl.episode import Place
@@ -40,20 +40,22 @@ class Scene:
             )
         return made, made.reset(np.random.default_rng((self.seed, task)))
 
-    def prompt(self, side: Chat | Text, task: int, columns: Mapping[str, Any]) -> tuple[Chat | Text, list[int]]:
+    def prompt(
+        self, side: ChatExample | TextExample, task: int, columns: Mapping[str, Any]
+    ) -> tuple[ChatExample | TextExample, list[int]]:
         """A task's prompt with the environment's tools and what it says first, and its tokens."""
         environment, said = self.environment(task, columns, Place(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
-        if isinstance(side, Chat) and side.tools:
+        if isinstance(side, ChatExample) and side.tools:
             raise UserError(
                 "with an environment the tools are its own functions, and a record names tools beside them: leave the "
                 "record's out"
             )
-        if tools and isinstance(side, Text):
+        if tools and isinstance(side, TextExample):
             raise UserError(
                 "an environment with tools needs a chat template to show them, and a prompt is plain text: give it as "
                 "messages"
             )
         side = with_said(side, said)
-        side = replace(side, tools=tools) if tools and isinstance(side, Chat) else side
+        side = replace(side, tools=tools) if tools and isinstance(side, ChatExample) else side
         return side, self.script.prompt(side)

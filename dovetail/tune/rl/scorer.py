@@ -18,8 +18,7 @@ from dovetail.ops.token_loss import token_logprobs
 from dovetail.train.objective import hidden_states, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy
-from dovetail.tune.head import head_of, unembed_of
-from dovetail.tune.policy import frozen_model, policy_of
+from dovetail.tune.policy import frozen_model, head_of, policy_of, unembed_of
 from dovetail.tune.rl.critic import ACTOR, CRITIC, values_of
 from dovetail.tune.rl.objective import allowed_words, policy_scores
 from dovetail.tune.rl.settings import Rl

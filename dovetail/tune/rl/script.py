@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.core.errors import UserError
-from dovetail.data.examples import Chat, Text
+from dovetail.data.example_encoder import ExampleEncoder
+from dovetail.data.examples import ChatExample, TextExample
 from dovetail.data.messages import Messages, say
-from dovetail.data.trained_tokens import ExampleEncoder
 from dovetail.io.tool_formats.tools import spell
 from dovetail.tune.rl.answer import Answer, Listener
 
@@ -32,11 +32,11 @@ class Script:
 
     # --- the parts of an episode --------------------------------------------------------------------------------------
 
-    def prompt(self, side: Chat | Text) -> list[int]:
+    def prompt(self, side: ChatExample | TextExample) -> list[int]:
         """Up to where the policy begins."""
-        if isinstance(side, Chat) and side.tools and self._spells(side.tools):
+        if isinstance(side, ChatExample) and side.tools and self._spells(side.tools):
             messages = spell(side.messages, side.tools)
-            side = Chat(messages, None, len(messages))
+            side = ChatExample(messages, None, len(messages))
         return [int(token) for token in self._encoder.prompt(side)]
 
     def text(self, said: str) -> list[int]:
@@ -47,7 +47,7 @@ class Script:
         """Reads the policy's turns."""
         key = is_chat, bool(tools)
         if key not in self._listeners:
-            shown = Chat([say("user", "")], tools or None)
+            shown = ChatExample([say("user", "")], tools or None)
             template = self._encoder.template(shown).source if is_chat else ""
             self._listeners[key] = Listener(self._tokenizer, template)
         return self._listeners[key]
@@ -66,7 +66,7 @@ class Script:
             return tail
         return tail[end + 1 :] if ended else tail[end:]
 
-    def check(self, side: Chat, answers: Sequence[Answer]) -> None:
+    def check(self, side: ChatExample, answers: Sequence[Answer]) -> None:
         """ValueError where this template does not let the policy's turns be told from the rest."""
         for answer in answers:
             before, tools = [*side.messages, stand_in(answer)], side.tools or []
@@ -98,14 +98,16 @@ class Script:
         if tools and self._spells(tools):
             messages, tools = spell(messages, tools), []
         given = tools or None
-        return self._encoder.template(Chat(messages, given)).render(messages, given, add_generation_prompt=goes_on)
+        return self._encoder.template(ChatExample(messages, given)).render(
+            messages, given, add_generation_prompt=goes_on
+        )
 
     def _spells(self, tools: Tools) -> bool:
         """Whether the template does not read tools. As the server does, they are then told in the system's message."""
         if self._spelled is None:
             asked = [say("user", "?")]
-            shown = self._encoder.template(Chat(asked, tools)).render(asked, tools)
-            self._spelled = shown == self._encoder.template(Chat(asked)).render(asked)
+            shown = self._encoder.template(ChatExample(asked, tools)).render(asked, tools)
+            self._spelled = shown == self._encoder.template(ChatExample(asked)).render(asked)
             wanted = self.listener(True, tools).tools
             if self._spelled and (wanted is None or wanted.name != "hermes"):
                 raise self._refusal("does not read tools, though the model has a form of its own for calling them")
@@ -130,11 +132,11 @@ def stand_in(answer: Answer) -> dict[str, Any]:
     return say("assistant", "") | {"tool_calls": [call]}
 
 
-def with_said(side: Chat | Text, said: Any) -> Chat | Text:
+def with_said(side: ChatExample | TextExample, said: Any) -> ChatExample | TextExample:
     """A prompt, and what an environment says after it."""
     if not said:
         return side
-    if isinstance(side, Text):
+    if isinstance(side, TextExample):
         return replace(side, prompt=side.prompt + said_text(said))
     messages = [*side.messages, *said_messages(said)]
     return replace(side, messages=messages, first=len(messages))

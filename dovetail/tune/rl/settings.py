@@ -12,16 +12,16 @@ from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.spec import num_params
 from dovetail.core.training import Eval, Optimizer, Precision
-from dovetail.data.tuning import TuningData
+from dovetail.data.settings import TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import outer_names, saved_names
 from dovetail.models.spec import kv_bytes_per_token, spec
-from dovetail.tune.distill_settings import Distillation, check_teacher
 from dovetail.tune.rl.advantages import SCALED
 from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, TAUGHT, Loss, loss_of
 from dovetail.tune.rl.parts import Critic, Engine, Exam, Reference, Sampling
-from dovetail.tune.settings import SMALL_STEPS, SUMMED, Samples, Tuning
+from dovetail.tune.sections import Distillation, check_teacher
+from dovetail.tune.settings import SMALL_STEPS, SUMMED, SampleSettings, Tuning
 
 TRUNCATED = ("keep", "mask")
 MOST_SEQUENCES = 512  # of a step of the engine
@@ -156,13 +156,14 @@ class Rl(Tuning):
         """Nor what other trainings read."""
         sources, other = self.data.sources, "is for other trainings"
         require(
-            self.samples == Samples(),
+            self.samples == SampleSettings(),
             f"samples {other}: every answer of this one is in completions.jsonl; leave it out",
         )
         require(
             self.data.overlong == TuningData().overlong,
             f"data.overlong={self.data.overlong} {other}: prompts longer than max_prompt are left out; leave it out",
         )
+        require(not self.data.cache, f"data.cache {other}: prompts are not cached; leave it out")
         require(not self.packing, f"packing=true {other}: the answers of an update always share rows; leave it out")
         require(
             all(source.weight == 1 for source in sources),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core.errors import UserError
-from dovetail.data.examples import Chat
+from dovetail.data.examples import ChatExample
 from dovetail.data.messages import Messages
 from dovetail.io.chat import checked_messages
 from dovetail.io.tokenizer import Tokenizer
@@ -143,4 +143,4 @@ class Stage:
         environment, _ = self._scene.environment(task.number, task.columns, Place(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         forms = [Answer("", ""), *([Answer("", "", calls=(ToolCall("call00000", "f", "{}", True),))] if tools else [])]
-        self._script.check(Chat(list(task.prompt), tools or None), forms)
+        self._script.check(ChatExample(list(task.prompt), tools or None), forms)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import UserError
-from dovetail.data.bad_records import BadRecords
-from dovetail.data.examples import Chat, Text, example
-from dovetail.data.open_examples import example_encoder, open_records
-from dovetail.data.tuning import TuningData
+from dovetail.data.example_encoder import example_encoder
+from dovetail.data.examples import ChatExample, TextExample, example
+from dovetail.data.records import BadRecords, open_records
+from dovetail.data.settings import TuningData
 from dovetail.io.hub import Progress
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.scene import Scene
@@ -73,7 +73,7 @@ def open_tasks(
             if len(ids) > most:
                 long += 1
                 continue
-            tools = side.tools or () if isinstance(side, Chat) else ()
+            tools = side.tools or () if isinstance(side, ChatExample) else ()
             found.append(Task(len(found), _asked(side), tuple(int(token) for token in ids), columns, tools))
         bad.check()
     held = _held_out(settings, len(found))
@@ -87,8 +87,8 @@ def open_tasks(
     return Tasks(rest, settings.seed), [task for task in found if task.number in apart], long
 
 
-def _asked(side: Chat | Text) -> Any:
-    return side.prompt if isinstance(side, Text) else side.messages
+def _asked(side: ChatExample | TextExample) -> Any:
+    return side.prompt if isinstance(side, TextExample) else side.messages
 
 
 def _held_out(settings: TuningData, count: int) -> int:

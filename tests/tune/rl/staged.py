@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from data.test_trained_tokens import SPECIAL, TEMPLATES, sentencepiece
+from data.test_example_encoder import SPECIAL, TEMPLATES, sentencepiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 

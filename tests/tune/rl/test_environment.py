@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 from data.conftest import CHATML, small_tokenizer
-from data.test_trained_tokens import SPECIAL
+from data.test_example_encoder import SPECIAL
 from tune.rl.staged import ASKED, SETTINGS, begin, family, play, staged, write
 
-from dovetail.data.tuning import TuningData
+from dovetail.data.settings import TuningData
 from dovetail.tune.rl.environment import Environment, Step
 from dovetail.tune.rl.episode import from_json, to_json
 from dovetail.tune.rl.failures import Failures

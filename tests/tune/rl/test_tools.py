@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from data.conftest import CHATML, small_tokenizer
-from data.test_trained_tokens import SPECIAL
+from data.test_example_encoder import SPECIAL
 from tune.rl.staged import ASKED, begin, bytes_tokenizer, family, play, staged, write
 
 from dovetail.tune.rl.environment import Environment, Step

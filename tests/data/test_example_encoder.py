@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from dovetail.data.examples import Chat, Text
-from dovetail.data.trained_tokens import ExampleEncoder
-from dovetail.data.tuning import TrainedTokens
+from dovetail.data.example_encoder import ExampleEncoder
+from dovetail.data.examples import ChatExample, TextExample
+from dovetail.data.settings import TrainedTokens
 from dovetail.io.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -110,7 +110,7 @@ def test_marked_templates_as_transformers_masks_them(family, name, chat):
     expected = one.theirs.apply_chat_template(
         messages, tools=tools, chat_template=one.template, return_dict=True, return_assistant_tokens_mask=True
     )
-    (found,) = one.marked.encode(Chat(messages, tools))
+    (found,) = one.marked.encode(ChatExample(messages, tools))
     assert found.tokens.tolist() == expected["input_ids"]
     assert found.mask.astype(int).tolist() == expected["assistant_masks"] and found.mask.sum() > 2
 
@@ -147,7 +147,7 @@ def test_any_text_as_transformers_masks_it(family, name):
         expected = one.theirs.apply_chat_template(
             messages, chat_template=one.template, return_dict=True, return_assistant_tokens_mask=True
         )
-        (found,) = one.marked.encode(Chat(messages))
+        (found,) = one.marked.encode(ChatExample(messages))
         assert found.tokens.tolist() == expected["input_ids"], messages
         assert found.mask.astype(int).tolist() == expected["assistant_masks"], messages
 
@@ -157,10 +157,10 @@ def test_any_text_as_transformers_masks_it(family, name):
 def test_without_marks_the_same_tokens_are_trained(family, name, chat):
     """Over all documents of a conversation, each turn is trained once, as the marks have it where it stands last."""
     (messages, tools), one = CHATS[chat], family(name)
-    documents = one.unmarked.encode(Chat(messages, tools))
-    last = [one.marked.encode(Chat(messages[: i + 1], tools, i))[0] for i in turns(messages)]
+    documents = one.unmarked.encode(ChatExample(messages, tools))
+    last = [one.marked.encode(ChatExample(messages[: i + 1], tools, i))[0] for i in turns(messages)]
     assert sorted(written(one.tokenizer, documents)) == sorted(written(one.tokenizer, last))
-    rendered = [found.tokens.tolist() for found in [*one.marked.encode(Chat(messages, tools)), *last]]
+    rendered = [found.tokens.tolist() for found in [*one.marked.encode(ChatExample(messages, tools)), *last]]
     assert all(document.tokens.tolist() in rendered for document in documents)
 
 
@@ -181,7 +181,7 @@ def written(tokenizer, documents):
 
 def test_a_stable_template_makes_one_document_of_a_conversation(family):
     one = family("smollm2")
-    (found,) = one.unmarked.encode(Chat(CHATS["several turns"][0]))
+    (found,) = one.unmarked.encode(ChatExample(CHATS["several turns"][0]))
     assert list(written(one.tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
 
 
@@ -190,14 +190,14 @@ def test_the_real_smollm2_as_it_comes(smollm2_gguf):
 
     tokenizer = find_tokenizer(str(smollm2_gguf))
     messages = CHATS["several turns"][0]
-    (found,) = ExampleEncoder(tokenizer).encode(Chat(messages))
+    (found,) = ExampleEncoder(tokenizer).encode(ChatExample(messages))
     assert found.tokens.tolist() == tokenizer.encode_chat(messages, add_generation_prompt=False)
     assert list(written(tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
 
 
 def test_thinking_that_later_turns_lose_is_trained_where_it_is_last(family):
     one = family("qwen3")
-    documents = one.unmarked.encode(Chat(CHATS["thinking"][0]))
+    documents = one.unmarked.encode(ChatExample(CHATS["thinking"][0]))
     assert sorted(written(one.tokenizer, documents)) == [
         "<think>\nClouds.\n</think>\n\nRain.<|im_end|>",
         "<think>\nI look.\n</think>\n\nSunny.<|im_end|>",
@@ -207,7 +207,7 @@ def test_thinking_that_later_turns_lose_is_trained_where_it_is_last(family):
 def test_an_answer_whose_first_token_would_join_the_prompts_last(make_tokenizer):
     tokenizer = make_tokenizer()
     messages = [say("user", "hi"), say("assistant", "\n\nhello"), say("user", "you?"), say("assistant", "fox")]
-    documents = ExampleEncoder(tokenizer).encode(Chat(messages))
+    documents = ExampleEncoder(tokenizer).encode(ChatExample(messages))
     assert sorted(written(tokenizer, documents)) == ["\n\nhello<|im_end|>", "fox<|im_end|>"]
     alone = documents[0].tokens.tolist()
     prompt = tokenizer.encode_chat(messages[:1])
@@ -221,7 +221,7 @@ def test_an_answer_whose_first_token_would_join_the_prompts_last(make_tokenizer)
 @pytest.mark.parametrize("encoder", ["marked", "unmarked"])
 def test_only_what_follows_the_prompt_is_trained(family, encoder):
     messages, tools = CHATS["tools"]
-    (found,) = getattr(family("qwen2"), encoder).encode(Chat(messages, tools, 6))
+    (found,) = getattr(family("qwen2"), encoder).encode(ChatExample(messages, tools, 6))
     called = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "東京", "days": 2}}\n</tool_call><|im_end|>'
     assert list(written(family("qwen2").tokenizer, [found])) == [called, "Rain. <b>&</b><|im_end|>"]
 
@@ -229,18 +229,18 @@ def test_only_what_follows_the_prompt_is_trained(family, encoder):
 def test_plain_text_trains_the_completion_and_the_end(make_tokenizer):
     tokenizer = make_tokenizer(bos="<|end|>", add_bos=True)
     encoder = ExampleEncoder(tokenizer)
-    (found,) = encoder.encode(Text("Who are you? ", "a fox"))
+    (found,) = encoder.encode(TextExample("Who are you? ", "a fox"))
     assert tokenizer.decode(found.tokens, skip_special=False) == "<|end|>Who are you? a fox<|im_end|>"
     assert list(written(tokenizer, [found])) == ["a fox<|im_end|>"]
     prompt = tokenizer.encode("Who are you? ")
-    assert found.tokens[: len(prompt)].tolist() == prompt == encoder.prompt(Text("Who are you? ", "")).tolist()
-    (ended,) = encoder.encode(Text("a", "b<|im_end|>"))
+    assert found.tokens[: len(prompt)].tolist() == prompt == encoder.prompt(TextExample("Who are you? ", "")).tolist()
+    (ended,) = encoder.encode(TextExample("a", "b<|im_end|>"))
     assert ended.tokens.tolist().count(tokenizer.eos_id) == 1
 
 
 def test_a_prompt_is_what_serving_gives_the_model(make_tokenizer):
     tokenizer = make_tokenizer()
-    found = ExampleEncoder(tokenizer).prompt(Chat([USER], None, 1))
+    found = ExampleEncoder(tokenizer).prompt(ChatExample([USER], None, 1))
     assert found.tolist() == tokenizer.encode_chat([USER])
 
 
@@ -253,8 +253,8 @@ THINKS_AHEAD = (
 
 
 def test_a_template_for_which_it_cannot_be_told_is_refused_by_name(make_tokenizer, tmp_path):
-    from dovetail.data.open_examples import open_examples
-    from dovetail.data.tuning import TuningData
+    from dovetail.data.example_rows import open_examples
+    from dovetail.data.settings import TuningData
 
     (tmp_path / "thinks.jinja").write_text(THINKS_AHEAD)
     records = [{"messages": [say("user", "hi"), say("assistant", "fox")]}]
@@ -270,10 +270,10 @@ def test_a_template_for_which_it_cannot_be_told_is_refused_by_name(make_tokenize
 def test_no_template_and_no_end(make_tokenizer):
     bare = make_tokenizer(None)
     with pytest.raises(ValueError, match=r"has no chat template.*set data.template=FILE"):
-        ExampleEncoder(bare).encode(Chat(CHATS["one turn"][0]))
+        ExampleEncoder(bare).encode(ChatExample(CHATS["one turn"][0]))
     bare.eos_id = None
     with pytest.raises(ValueError, match="expected a tokenizer with an end-of-text token"):
-        ExampleEncoder(bare).encode(Text("a", "b"))
+        ExampleEncoder(bare).encode(TextExample("a", "b"))
 
 
 def test_a_token_over_the_boundary_where_the_tokenizer_adds_spaces():
@@ -282,9 +282,9 @@ def test_a_token_over_the_boundary_where_the_tokenizer_adds_spaces():
     backend.add_special_tokens(["</s>"])
     encoder = ExampleEncoder(Tokenizer(backend, eos="</s>"))
     with pytest.raises(ValueError, match="move the space between them"):
-        encoder.encode(Text("Rain ", "then"))
-    (found,) = encoder.encode(Text("Rain", " then"))
-    assert found.mask.sum() == len(found.tokens) - len(encoder.prompt(Text("Rain", "")))
+        encoder.encode(TextExample("Rain ", "then"))
+    (found,) = encoder.encode(TextExample("Rain", " then"))
+    assert found.mask.sum() == len(found.tokens) - len(encoder.prompt(TextExample("Rain", "")))
 
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
@@ -306,13 +306,13 @@ LEAVES_OUT = (
 )
 def test_what_a_template_does_not_write_is_refused(make_tokenizer, messages, tools, words):
     with pytest.raises(ValueError, match=words):
-        ExampleEncoder(make_tokenizer(LEAVES_OUT)).encode(Chat(messages, tools))
+        ExampleEncoder(make_tokenizer(LEAVES_OUT)).encode(ChatExample(messages, tools))
 
 
 def test_a_role_that_the_template_names_is_taken(make_tokenizer):
     named = LEAVES_OUT.replace("('user',", "('narrator', 'user',")
     messages = [say("narrator", "be"), say("user", "hi"), say("assistant", "a")]
-    assert len(ExampleEncoder(make_tokenizer(named)).encode(Chat(messages))) == 1
+    assert len(ExampleEncoder(make_tokenizer(named)).encode(ChatExample(messages))) == 1
 
 
 def test_all_tokens_are_trained_where_a_recipe_says_so(make_tokenizer):
@@ -326,10 +326,10 @@ def test_all_tokens_are_trained_where_a_recipe_says_so(make_tokenizer):
         return tokenizer.decode(found.tokens[found.mask].tolist(), skip_special=False)
 
     whole = tokenizer.apply_chat(chat, add_generation_prompt=False)
-    assert said(Chat(chat), assistant_only=False) == whole
-    assert whole.endswith(said(Chat(chat, None, 3), assistant_only=False)) and "so" not in said(
-        Chat(chat, None, 3), assistant_only=False
+    assert said(ChatExample(chat), assistant_only=False) == whole
+    assert whole.endswith(said(ChatExample(chat, None, 3), assistant_only=False)) and "so" not in said(
+        ChatExample(chat, None, 3), assistant_only=False
     )
-    assert said(Chat(chat, None, 3), assistant_only=False, completion_only=False) == whole
-    assert said(Chat(chat, None, 3), completion_only=False) == "fox<|im_end|>a<|im_end|>"
-    assert said(Text("who", " fox"), completion_only=False) == "who fox<|im_end|>"
+    assert said(ChatExample(chat, None, 3), assistant_only=False, completion_only=False) == whole
+    assert said(ChatExample(chat, None, 3), completion_only=False) == "fox<|im_end|>a<|im_end|>"
+    assert said(TextExample("who", " fox"), completion_only=False) == "who fox<|im_end|>"
