@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.request_context import traceback_text
 
 log = logging.getLogger(__name__)

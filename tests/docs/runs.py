@@ -51,7 +51,8 @@ PREAMBLES = {
     "README.md": {"before": ""},
     "docs/data.md": {"before": ""},
     "docs/engine.md": {
-        "imports": "from dovetail.engine.loop import EngineLoop\nfrom dovetail.engine.request.params import SamplingParams\n",
+        "imports": "from dovetail.engine.loop import EngineLoop\n"
+        "from dovetail.engine.request.params import SamplingParams\n",
         "before": "from types import SimpleNamespace\nimport jax, jax.numpy as jnp\n"
         "from dovetail.core.spec import init\nfrom dovetail.models.registry import read_model\n"
         "from dovetail.models.spec import spec\ncfg = read_model(MODEL)\n"

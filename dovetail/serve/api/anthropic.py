@@ -16,7 +16,9 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
+from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat import Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer
 from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, StopList
@@ -24,8 +26,6 @@ from dovetail.serve.errors import ApiError, bad, refused
 from dovetail.serve.talk.answer import AnswerDelta, Ask
 from dovetail.serve.talk.prompts import Conversation
 from dovetail.serve.talk.service import Service
-from dovetail.serve.tools.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
-from dovetail.serve.tools.ids import from_anthropic, to_anthropic
 
 _TEXT_ONLY = RefusedField("the model reads text only")
 
@@ -217,6 +217,17 @@ def _tool_result(block: Block, where: str) -> dict[str, Any]:
     if block.is_error:  # chat templates can show this only in the text
         content = json.dumps({"error": content}, ensure_ascii=False)
     return {"role": "tool", "tool_call_id": from_anthropic(block.need("tool_use_id", where)), "content": content}
+
+
+def to_anthropic(id: str) -> str:
+    """Return a call's id in Anthropic's form: `toolu_` and what follows `call_`."""
+    return "toolu_" + id.removeprefix("call_")
+
+
+def from_anthropic(id: str) -> str:
+    """Return the id that `to_anthropic` was given, for a chat template; any other id as it is."""
+    rest = id.removeprefix("toolu_")
+    return id if rest == id else rest if len(rest) == SHORT_ID_LENGTH else f"call_{rest}"
 
 
 PATH = "/v1/messages"

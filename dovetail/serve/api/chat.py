@@ -13,15 +13,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
+from dovetail.serve.api.cut_json import read_cut_off
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
 from dovetail.serve.api.requests import Body, Flag, GenerationRequest, Int, RefusedField, TopLogprobs
 from dovetail.serve.errors import ApiError, bad
 from dovetail.serve.talk.answer import AnswerDelta, Ask
 from dovetail.serve.talk.prompts import EFFORTS, Conversation
 from dovetail.serve.talk.service import Service
-from dovetail.serve.tools.cut_json import read_cut_off
-from dovetail.serve.tools.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 _TEXT_ONLY = "the model reads text only"

@@ -17,7 +17,8 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
+from dovetail.io.tool_formats.events import Content
 from dovetail.serve.api.chat import ResponseFormat
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
 from dovetail.serve.api.requests import Flag, GenerationRequest, Int, RefusedField, Tokens

@@ -13,9 +13,9 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from dovetail.io.tool_formats.events import Content, Reasoning
 from dovetail.serve.errors import ApiError, as_api_error
 from dovetail.serve.talk.answer import AnswerDelta, Ask
-from dovetail.serve.tools.events import Content, Reasoning
 
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")

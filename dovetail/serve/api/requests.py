@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic_core import PydanticCustomError
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import MAX_LOGPROBS, SamplingParams, Structured
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured
 from dovetail.serve.errors import bad, refused
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event
 from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, TopLogprobs

@@ -14,7 +14,7 @@ from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.params import SamplingParams
+from dovetail.engine.request.params import SamplingParams
 from dovetail.io.adapter_folder import check_servable
 from dovetail.io.tool_formats.formats import format_for, reasoning_for
 from dovetail.serve.config import ServerConfig

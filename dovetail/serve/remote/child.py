@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import EngineDied
 from dovetail.serve.remote.wire import (
     LENGTH,
     Add,

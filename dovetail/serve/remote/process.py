@@ -27,8 +27,7 @@ import msgspec
 import numpy as np
 
 from dovetail.core.errors import UserError, as_user_error
-from dovetail.engine.controls import CONTROLS
-from dovetail.engine.died import EngineDied
+from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.stats import Stats
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (

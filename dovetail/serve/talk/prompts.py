@@ -15,6 +15,10 @@ from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates
+from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
+from dovetail.io.tool_formats.grammar import grammar_for
+from dovetail.io.tool_formats.stream import StreamParser
+from dovetail.io.tool_formats.tools import spell
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import bad, refused
 from dovetail.serve.remote.client import EngineBackend

@@ -12,7 +12,7 @@ from serve.api.test_api_tools import CALL, WEATHER
 from serve.servers import MODEL
 
 from dovetail.io.tool_formats.formats import call_id, short_id
-from dovetail.serve.api.anthropic_request import from_anthropic, to_anthropic
+from dovetail.serve.api.anthropic import from_anthropic, to_anthropic
 from dovetail.serve.remote.wire import LoadedAdapter
 
 anthropic = later("anthropic")
