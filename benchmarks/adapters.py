@@ -25,7 +25,7 @@ def main() -> None:
     print(f"base alone: {base:,.0f} tok/s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         names = _save(args, Path(folder))
-        llm = _engine(args.config, args, adapters={name: f"{folder}/{name}" for name in names})
+        llm = _engine(args.config, args, lora_modules={name: f"{folder}/{name}" for name in names})
     for what, chosen in (("the base beside them", [None]), (f"{len(names)} mixed", names)):
         rate = _best(llm, args, chosen)
         print(f"{what}: {rate:,.0f} tok/s, {rate / base:.3f} of the base alone", flush=True)
@@ -39,7 +39,7 @@ def _engine(config: str, args: argparse.Namespace, **more):
         load_format="dummy",
         max_model_len=1024,
         max_num_seqs=args.streams,
-        kv_bytes=2**33,
+        kv_cache_memory_bytes=2**33,
         warm_up=False,
         **more,
     )

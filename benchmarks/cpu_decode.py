@@ -63,7 +63,7 @@ def main() -> None:
 def _engine(model: str, streams: list[int], choose: Callable) -> LLM:
     linear.choose_product = choose
     jax.clear_caches()
-    llm = LLM(model, kv_bytes=200 << 20, max_model_len=512, max_num_seqs=max(streams), multi_step=False)
+    llm = LLM(model, kv_cache_memory_bytes=200 << 20, max_model_len=512, max_num_seqs=max(streams), max_decode_steps=1)
     for n in streams:
         llm.generate([[1, 2, 3, i] for i in range(n)], PARAMS, progress=False)
     return llm

@@ -211,7 +211,9 @@ def packed(folder: str, dtype: str, truth: Peer, peer: Peer) -> tuple[np.ndarray
 def engine(folder: str, dtype: str, truth: Peer, peer: Peer) -> tuple[np.ndarray, np.ndarray]:
     """What the engine says of its prompts' tokens, of those it samples, and of the most probable beside each. The peer
     is held to what it finds most probable itself: where a model errs, the top of its list errs most."""
-    llm = LLM(folder, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=1024, kv_bytes=2**26, warm_up=False)
+    llm = LLM(
+        folder, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=1024, kv_cache_memory_bytes=2**26, warm_up=False
+    )
     params = SamplingParams(
         temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
     )

@@ -163,7 +163,7 @@ def check_invariants(scheduler: Scheduler, device: FakeDevice | None = None) -> 
     for seq in scheduler.running:
         assert seq.status is Status.RUNNING and seq.computed <= min(cfg.max_model_len, pool.num_pages * size)
         # A dispatch of several steps may go past max_tokens, which is planned no further and never known to the host.
-        assert len(seq.tokens) < seq.limit and seq.length < seq.limit + cfg.multi_step
+        assert len(seq.tokens) < seq.limit and seq.length < seq.limit + cfg.max_decode_steps
         assert len(seq.pages) == -(-seq.computed // size), "pages cover what is computed, and no more"
         for i, page in enumerate(seq.pages):
             holders.setdefault(page, []).append((seq, i))
@@ -191,7 +191,7 @@ def _check_shared(shared, cfg, device) -> None:
     (first, at), size = shared[0], cfg.page_size
     for seq, i in shared:
         assert i == at and seq.computed >= (i + 1) * size, "only full pages are shared, at one place in the sequence"
-        assert cfg.prefix_caching or seq.request.id == first.request.id
+        assert cfg.enable_prefix_caching or seq.request.id == first.request.id
         if device is not None:
             end = (i + 1) * size - 1
             assert device.histories[seq].names[end] == device.histories[first].names[end]

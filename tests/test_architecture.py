@@ -45,7 +45,10 @@ ARROWS["cli"] = {room.partition("/")[0] for room in ARROWS}
 LEAN = {"core", "ops", "models", "io", "engine", "train", "tune", "tune/rl"}
 LEAN_PACKAGES = {"jax", "numpy", "ml_dtypes", "optax", "orbax", "safetensors", "tokenizers", "jinja2", "yaml", "rich"}
 QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
-QUICK_FILES = {"engine/options.py", "core/choice.py", "core/errors.py", "core/printable.py"}  # standard library alone
+# and these, which import the standard library alone
+QUICK_FILES = {
+    "engine/options.py", "serve/config.py", "core/choice.py", "core/errors.py", "core/option.py", "core/printable.py",
+}  # fmt: skip
 COMPARED_WITH = {"torch", "transformers"}  # never needed to run
 NEVER = {"tensorflow", "tensorflow_datasets", "seqio"}
 LONGEST_FILE = 600

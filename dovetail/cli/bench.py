@@ -1,6 +1,10 @@
 """`dovetail bench`: speed, beside a peer's."""
 
+from typing import Any
+
 import typer
+
+from dovetail.cli.options import OptionCommand, takes_engine_options
 
 app = typer.Typer(help="Measure speed, beside a peer in the same run.", no_args_is_help=True)
 
@@ -18,27 +22,28 @@ def forward(
     run(model=model, peer=peer, tokens=tokens, seed=seed)
 
 
-@app.command()
+@app.command(cls=OptionCommand)
+@takes_engine_options(
+    defaults={"max_model_len": None, "max_num_seqs": None},
+    help={
+        "max_model_len": "Maximum length of prompt and output together. Default: --input plus --output.",
+        "max_num_seqs": "Maximum number of sequences per step. Default: the largest of --streams.",
+    },
+)
 def throughput(
+    engine: dict[str, Any],
     model: str = typer.Option("smollm2-135m", help="A folder, .gguf file, hub id or catalogue name."),
     config: str = typer.Option("", help="A folder with a config.json, in place of --model, for --load-format dummy."),
-    load_format: str = typer.Option("auto", help="auto, or dummy: random weights."),
     streams: str = typer.Option("1,8,16,64", help="How many requests at once; one row of the table per number."),
     prompt: int = typer.Option(128, "--input", min=1, help="Tokens of each prompt."),
     output: int = typer.Option(64, min=1, help="Tokens of each answer."),
     peer: str = typer.Option("none", help="What to compare with: transformers, or none."),
     arrivals: float = typer.Option(0.0, min=0.0, help="Seconds over which the streams come, at random; 0: at once."),
-    multi_step: bool = typer.Option(True, help="Several decode steps per dispatch."),
-    max_num_batched_tokens: int = typer.Option(None, min=1, help="Tokens of one step."),
-    dtype: str = typer.Option("", help="bf16, f32, tf32 or f16."),
 ) -> None:
     """Output tokens per second of the engine."""
     from dovetail.cli.bench_throughput import run
 
-    run(
-        config or model, load_format, [int(n) for n in streams.split(",")], prompt, output, peer, arrivals,
-        multi_step=multi_step, max_num_batched_tokens=max_num_batched_tokens, dtype=dtype or None,
-    )  # fmt: skip
+    run(config or model, engine, [int(n) for n in streams.split(",")], prompt, output, peer, arrivals)
 
 
 @app.command()

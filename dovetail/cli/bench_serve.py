@@ -4,16 +4,103 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dovetail.cli.bench_load import Generator, Load, Record
-from dovetail.cli.bench_predicted import busiest, describe, watch
-from dovetail.cli.bench_warm_up import read_compiled, warm_up
 from dovetail.core.errors import UserError
+
+ROUNDS = 4  # of warming up, at most
+OPEN_LOOP = 8  # requests at a time that a load by --rate is warmed up with
+_COMPILED = re.compile(r"^dovetail:(compiled_steps|compile_seconds)_total(?:\{[^}]*\})? (\S+)$", re.M)
+
+
+async def read_compiled(client: Any) -> tuple[float, float] | None:
+    """Return how many steps the server has compiled since its start, and the seconds; None: it does not say."""
+    import httpx
+
+    try:
+        text = (await client.get("/metrics")).text
+    except httpx.HTTPError:
+        return None
+    found = {name: float(value) for name, value in _COMPILED.findall(text)}
+    return (found["compiled_steps"], found["compile_seconds"]) if len(found) == 2 else None
+
+
+async def warm_up(client: Any, load: Load, model: str, vocab: int, count: int | None) -> None:
+    """Send one request, which shows whether any will be answered, then the other `count` - 1 at once. Without a count:
+    rounds with as many at a time as the load has, until one compiles nothing."""
+    generator = Generator(client, load)
+    if count is not None:
+        bodies = load.bodies(model, vocab, count, "warm-up")
+        for group in (bodies[:1], bodies[1:]):
+            await asyncio.gather(*(generator.send(body, 0.0) for body in group))
+            _check(generator)
+        return
+    await generator.send(load.bodies(model, vocab, 1, "warm-up")[0], 0.0)
+    _check(generator)
+    most = load.concurrency or (load.requests if load.rate == float("inf") else OPEN_LOOP)
+    closed = replace(load, rate=0.0, concurrency=most, requests=min(2 * most, load.requests))
+    for i in range(ROUNDS):
+        before = await read_compiled(client)
+        generator = Generator(client, closed)
+        await generator.run(load.bodies(model, vocab, closed.requests, f"warm-up {i}"))
+        _check(generator)
+        if await read_compiled(client) == before:
+            return
+
+
+def _check(generator: Generator) -> None:
+    for record in generator.records:
+        if record.error:
+            raise UserError(f"a first request failed: {record.said}")
+
+
+EVERY = 1.0  # seconds between two looks
+_DECODE = re.compile(r"^(dovetail:\w*decode_step_seconds\w*|vllm:num_requests_running)\{[^}]*\} (\S+)$", re.M)
+
+
+async def watch(client: Any, found: list[dict[str, float]]) -> None:
+    """Look at the server's metrics until cancelled."""
+    import httpx
+
+    while True:
+        await asyncio.sleep(EVERY)
+        try:
+            text = (await client.get("/metrics")).text
+        except httpx.HTTPError:
+            continue
+        if seen := _read(text):
+            found.append(seen)
+
+
+def _read(text: str) -> dict[str, float] | None:
+    """None while nothing runs, or where the server predicts nothing."""
+    values = {name.partition(":")[2]: float(value) for name, value in _DECODE.findall(text)}
+    least, most = (values.get(f"predicted_decode_step_seconds_{bound}", 0.0) for bound in ("least", "most"))
+    measured = values.get("decode_step_seconds", 0.0)
+    if not (measured and most):
+        return None
+    return {"running": values.get("num_requests_running", 0.0), "measured": measured, "least": least, "most": most}
+
+
+def busiest(found: list[dict[str, float]]) -> dict[str, float]:
+    """The look with most sequences running, the later of two; empty where there was none."""
+    return max(enumerate(found), key=lambda each: (each[1]["running"], each[0]))[1] if found else {}
+
+
+def describe(seen: dict[str, float]) -> str:
+    ms = {name: f"{seen[name] * 1e3:.3g}" for name in ("measured", "least", "most")}
+    return (
+        f"the server's decode step with {seen['running']:.0f} running: {ms['measured']} ms, predicted {ms['least']} to "
+        f"{ms['most']}"
+    )
+
 
 PERCENTILES = (50, 90, 99)
 SOME_VOCAB = 1000  # assumed where the server does not say: every model has as many
@@ -230,14 +317,14 @@ def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file:
         each = ",\n  ".join(json.dumps(vars(record)) for record in records)  # a line each: they are long
         write_atomic(json_file, f'{json.dumps(figures, indent=1)[:-2]},\n "each": [\n  {each}\n ]\n}}\n')
     if plot:
-        from dovetail.cli.bench_plot import draw
+        from dovetail.cli.plot import draw_load
 
         waits = []
         for name, values in (("TTFT", [r.ttft for r in ok]), ("E2E", [r.e2e for r in ok])):
             marks = {key: figures[f"{name.lower()}_ms"][key] for key in ("p50", "p90", "p99")} if values else {}
             waits.append((name, [value * 1e3 for value in values], marks))
         title = f"{figures['model']}: {_describe(figures)}"
-        write_atomic(plot, draw(title, waits, rates(ok, figures["seconds"]), figures["seconds"]))
+        write_atomic(plot, draw_load(title, waits, rates(ok, figures["seconds"]), figures["seconds"]))
 
 
 class _bar:

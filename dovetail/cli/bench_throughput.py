@@ -14,7 +14,7 @@ from dovetail.core.errors import UserError
 
 
 def run(
-    model: str, load_format: str, streams: list[int], prompt: int, output: int, peer: str, arrivals: float, **options
+    model: str, engine: dict[str, Any], streams: list[int], prompt: int, output: int, peer: str, arrivals: float
 ) -> None:
     """One row per number of streams: requests come at once, or over `arrivals` seconds at random moments."""
     from rich.console import Console
@@ -22,13 +22,15 @@ def run(
 
     from dovetail.cli.progress import bar
     from dovetail.engine.llm import LLM
+    from dovetail.engine.options import EngineOptions
 
     if peer not in ("transformers", "none"):
         raise UserError(f"--peer is transformers or none; got {peer!r}")
     console = Console()
-    size: dict[str, Any] = dict(max_model_len=prompt + output, max_num_seqs=max(streams), load_format=load_format)
+    length, rows = engine["max_model_len"] or prompt + output, engine["max_num_seqs"] or max(streams)
+    options = EngineOptions(**engine | dict(max_model_len=length, max_num_seqs=rows))
     with bar() as progress:
-        llm = LLM(model, progress=progress, **(size | options))
+        llm = LLM.from_options(model, options, progress=progress)
     console.print(f"started in {llm.start_seconds:.1f} s; {llm.describe()}")
     expected = llm.engine.predicted
     if expected.why:

@@ -4,16 +4,60 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dovetail.cli.options import takes_engine_options
 from dovetail.core.errors import UserError
 
 if TYPE_CHECKING:
-    from dovetail.cli.chat_input import Said
     from dovetail.cli.chat_partner import Messages, Options, Partner
+
+
+QUOTES = '"""'
+
+
+@dataclass(frozen=True)
+class Said:
+    text: str
+    is_command: bool = False
+
+
+def read_said(read: Callable[[bool], str]) -> Said:
+    """Read one message. `read(more)` gives a line, `more` where it continues a message; EOFError at the end.
+
+    A line that ends with a backslash goes on in the next one. A line that begins with three quotes begins a message of
+    all lines up to one that ends with three quotes. Lines that were pasted into a terminal come as one.
+    """
+    first = read(False).strip()
+    if first.startswith(QUOTES):
+        return Said(_quoted(first.removeprefix(QUOTES), read))
+    lines = [first]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(_next(read, "").rstrip())
+    text = "\n".join(lines).strip()
+    return Said(text, is_command=len(lines) == 1 and text.startswith("/") and "\n" not in text)
+
+
+def _quoted(first: str, read: Callable[[bool], str]) -> str:
+    lines = [first]
+    while not lines[-1].rstrip().endswith(QUOTES):
+        lines.append(_next(read, QUOTES))
+    return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
+
+
+def _next(read: Callable[[bool], str], at_end: str) -> str:
+    """The next line; `at_end` where the input ends amid a message, which is then taken as it is."""
+    try:
+        return read(True)
+    except EOFError:
+        return at_end
+
 
 MODEL = "smollm2-135m"
 COMMANDS = {
@@ -28,7 +72,9 @@ COMMANDS = {
 _UNPRINTABLE = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
+@takes_engine_options(defaults={"max_num_seqs": 1, "seed": None})
 def chat(
+    engine: dict[str, Any],
     place: str = typer.Argument("", metavar="MODEL_OR_URL", help=f"What to load here ({MODEL}), or http://HOST:PORT."),
     url: str = typer.Option("", help="A server's address: the same as giving it first."),
     model: str = typer.Option("", help="What the server calls the model; otherwise its first."),
@@ -40,7 +86,7 @@ def chat(
     """Talk with a model in the terminal."""
     from dovetail.cli.chat_partner import Options
 
-    partner = _partner(place, url, model, api_key)
+    partner = _partner(place, url, model, api_key, engine)
     try:
         ok = Chat(partner, Options(temperature, max_tokens), system).run()
     finally:
@@ -49,7 +95,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def _partner(place: str, url: str, model: str, api_key: str) -> Partner:
+def _partner(place: str, url: str, model: str, api_key: str, engine: dict[str, Any]) -> Partner:
     from dovetail.cli.chat_partner import Local, Remote
 
     if place.startswith(("http://", "https://")):
@@ -58,7 +104,7 @@ def _partner(place: str, url: str, model: str, api_key: str) -> Partner:
         place, url = "", place
     if place and model:
         raise UserError(f"two models: {place} and --model {model}; give one")
-    return Remote(url, place or model, api_key) if url else Local(place or model or MODEL)
+    return Remote(url, place or model, api_key) if url else Local(place or model or MODEL, **engine)
 
 
 class Chat:
@@ -118,7 +164,6 @@ class Chat:
 
     def _read(self) -> Said | None:
         """What the person says; None at the end."""
-        from dovetail.cli.chat_input import read_said
 
         try:
             return read_said(self._line)

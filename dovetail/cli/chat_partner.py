@@ -45,13 +45,16 @@ class Local:
     def __init__(self, model: str, **engine: Any):
         from dovetail.cli.progress import bar
         from dovetail.engine.llm import LLM
+        from dovetail.engine.options import EngineOptions
         from dovetail.io.adapter_folder import adapter_tokenizer, base_of
 
         base, self._adapter = base_of(model), None
         if base:  # an adapter's folder: its base, with the adapter on it
-            self._adapter, engine = ADAPTER, engine | {"adapters": {ADAPTER: model}}
+            self._adapter = ADAPTER
+            engine["lora_modules"] = {**engine.get("lora_modules", {}), ADAPTER: model}
+        options = EngineOptions(**{"max_num_seqs": 1, "seed": None} | engine)
         with bar() as progress:
-            self._llm = LLM(base or model, max_num_seqs=1, seed=None, progress=progress, **engine)
+            self._llm = LLM.from_options(base or model, options, progress=progress)
         self._tokenizer = adapter_tokenizer(model, self._llm.tokenizer) if base else self._llm.tokenizer
         self._model, self.finish_reason = f"{model} on {base}" if base else model, None
 

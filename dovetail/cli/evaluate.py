@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from dovetail.cli.options import takes_engine_options
 from dovetail.core.errors import MissingFileError, MissingPackageError, UserError
 
 LOSS = "loss"
@@ -25,7 +26,9 @@ class Result(NamedTuple):
     count: int | None = None  # documents
 
 
+@takes_engine_options()
 def evaluate(
+    engine: dict[str, Any],
     model: str = typer.Argument(help="A folder, run folder, .gguf file, hub id or catalogue name."),
     tasks: str = typer.Option(..., help="With commas between: loss, an lm-eval task, or a task's .yaml file."),
     data: str = typer.Option("", help="For the task loss: a .jsonl file, or a text."),
@@ -34,15 +37,12 @@ def evaluate(
     num_fewshot: int = typer.Option(None, min=0, help="Examples before each question; otherwise as the task says."),
     chat: bool = typer.Option(False, help="Ask through the model's chat template."),
     tokenizer: str = typer.Option("", help="bytes: the model reads raw bytes. Otherwise its own."),
-    max_model_len: int = typer.Option(None, min=2, help="The longest text; otherwise the model's own limit."),
-    tensor_parallel: int = typer.Option(1, min=1, help="Devices over which the model is split."),
-    dtype: str = typer.Option("", help="bf16, f32, tf32 or f16."),
     json: str = typer.Option("", help="Write the results into this file too."),
 ) -> None:
     """Measure a model: held-out loss, or tasks of lm-eval."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     _check(names, data, tokenizer)
-    judge = _judge(model, tokenizer, max_model_len=max_model_len, tensor_parallel=tensor_parallel, dtype=dtype or None)
+    judge = _judge(model, tokenizer, engine)
     rows: list[Result] = []
     if LOSS in names:
         rows += held_out(judge, documents(data, text_key, limit))
@@ -72,13 +72,14 @@ def _check(names: list[str], data: str, tokenizer: str) -> None:
         _lm_eval()
 
 
-def _judge(model: str, tokenizer: str, **options: Any):
+def _judge(model: str, tokenizer: str, engine: dict[str, Any]):
     from dovetail.cli.eval_model import Bytes, Judge
     from dovetail.cli.progress import bar
     from dovetail.engine.llm import LLM
+    from dovetail.engine.options import EngineOptions
 
     with bar() as progress:
-        llm = LLM(newest_export(model), progress=progress, **options)
+        llm = LLM.from_options(newest_export(model), EngineOptions(**engine), progress=progress)
     return Judge(llm, Bytes() if tokenizer else None)
 
 

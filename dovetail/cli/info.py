@@ -205,3 +205,20 @@ def _kernels_of_tpus():
     for (what, packed, paged, why), generations in shared.items():
         out.add_row(what, ", ".join(generations), packed, paged, why)
     return out
+
+
+def report(
+    run_dir: str = typer.Argument(help="The folder of a run, finished or not."),
+    out: str = typer.Option("", help="Where to write the page; otherwise RUN_DIR/report.html."),
+) -> None:
+    """Show a run's figures and write its page, with the curves."""
+    from rich.console import Console
+
+    from dovetail.train.report.page import write
+    from dovetail.train.report.summary import read, summary
+
+    run = read(run_dir)
+    page = write(run_dir, out or None)
+    console = Console(highlight=False)
+    console.print(table(run.name, summary(run)))
+    console.print(f"curves, losses of time and recipe: {page}", markup=False, soft_wrap=True)

@@ -8,22 +8,20 @@ from dovetail.cli import (
     bench,
     chat,
     compile,
-    convert,
     data,
     doctor,
     errors,
     evaluate,
     info,
     job,
+    models,
     plan,
-    pretrain,
-    pull,
     recipes,
-    report,
     serve,
     tour,
-    tune,
+    train,
 )
+from dovetail.cli.options import OptionCommand
 
 app = typer.Typer(
     name="dovetail",
@@ -51,22 +49,22 @@ def _root(
 
 
 app.command("tour")(tour.tour)
-app.command("pull")(pull.pull)
-app.command("convert")(convert.convert)
+app.command("pull")(models.pull)
+app.command("convert")(models.convert)
 app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
-app.command("serve")(serve.serve)
-app.command("chat")(chat.chat)
-app.command("pretrain")(pretrain.pretrain)
-app.command("sft")(tune.sft)
-app.command("dpo")(tune.dpo)
-app.command("distill")(tune.distill)
-app.command("reward")(tune.reward)
-app.command("rl")(tune.rl)
-app.command("merge")(tune.merge)
+app.command("serve", cls=OptionCommand)(serve.serve)
+app.command("chat", cls=OptionCommand)(chat.chat)
+app.command("pretrain")(train.pretrain)
+app.command("sft")(train.sft)
+app.command("dpo")(train.dpo)
+app.command("distill")(train.distill)
+app.command("reward")(train.reward)
+app.command("rl")(train.rl)
+app.command("merge")(models.merge)
 app.command("recipes")(recipes.recipes)
-app.command("report")(report.report)
-app.command("eval")(evaluate.evaluate)
+app.command("report")(info.report)
+app.command("eval", cls=OptionCommand)(evaluate.evaluate)
 app.add_typer(plan.app, name="plan")
 app.add_typer(compile.app, name="compile")
 app.add_typer(data.app, name="data")

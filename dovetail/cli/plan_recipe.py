@@ -1,30 +1,33 @@
-"""What `dovetail plan` is asked about: a recipe, or a model alone, as a training's settings; the options of prices."""
+"""What the commands of `dovetail plan` share: reading a recipe or a model, the options of prices, pages, tables."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from dovetail.core.errors import UserError
 
-BATCH, LENGTH = 256, 4096  # of a model alone, where nothing is said
-TOKENS_PER_WEIGHT = 20  # likewise: the run whose days and dollars are shown
-MODEL = "A shipped architecture, a hub id (its config alone is fetched), a folder, a .gguf file or a config.json."
-PRICE = typer.Option(None, min=0.0, help="Dollars per chip and hour, in place of the list's.")
-SPOT = typer.Option(False, help="With the list's price of spot machines.")
-REGION = typer.Option("", help="Of the list, such as europe-west4; US otherwise.")
+BATCH, LENGTH = 256, 4096  # defaults for a model without a recipe
+TOKENS_PER_WEIGHT = 20  # likewise, for the run whose time and cost are shown
+MODEL = "Shipped architecture, hub id (only its config is downloaded), folder, .gguf file or config.json."
+RECIPE_OR_MODEL = typer.Argument(metavar="RECIPE_OR_MODEL", help=f"Recipe; or model: {MODEL[0].lower()}{MODEL[1:]}")
+PRICE = typer.Option(None, min=0.0, help="Dollars per chip and hour, in place of the list price.")
+SPOT = typer.Option(False, "--spot", help="Use the list price of spot machines.")
+REGION = typer.Option("", help="Region of the list price, such as europe-west4. Default: US.")
+JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 @functools.cache
 def outline_of(model: str) -> tuple[Any, Any]:
-    """Return io.outline's config and dtype, asking the hub once."""
+    """Return the config and dtype from io.outline, asking the hub once."""
     from dovetail.io.outline import outline
 
     return outline(model)
 
 
 def settings_of(what: str, overrides: list[str], tokens: int = 0, batch: int = 0, length: int = 0) -> Any:
-    """Return a recipe with these in place of its own; of a model alone, a plain training."""
+    """Return a recipe's settings with these values in place of its own; for a model, plain training settings."""
     from dovetail.core import recipe
     from dovetail.core.training import DERIVED, Training
     from dovetail.train.settings import Pretrain
@@ -40,20 +43,19 @@ def settings_of(what: str, overrides: list[str], tokens: int = 0, batch: int = 0
 
 
 def is_recipe(what: str) -> bool:
-    from pathlib import Path
-
+    """Return whether `what` names a shipped recipe or a YAML file."""
     from dovetail.core import recipe
 
     return what in recipe.shipped() or Path(what).suffix in (".yaml", ".yml")
 
 
 def without_warmup(overrides: list[str]) -> list[str]:
-    """Return the override that leaves a recipe's warmup out: a plan of few steps is no reason to refuse it."""
+    """Return an override that removes the warmup, so that a plan of few steps is not refused for it."""
     return [] if any(word.startswith("schedule") for word in overrides) else ["schedule.warmup=0"]
 
 
 def usual_tokens(cfg: Any) -> int:
-    """Return 20 tokens for each weight, to two digits."""
+    """Return 20 tokens per weight, rounded to two digits."""
     from dovetail.core.spec import num_params
     from dovetail.models.spec import spec
 
@@ -61,9 +63,34 @@ def usual_tokens(cfg: Any) -> int:
 
 
 def checked_region(price: float | None, spot: bool, region: str) -> str:
-    """Return the region in lower case; ValueError for an unknown one, or for a list's options beside --price."""
+    """Return the region in lower case.
+
+    Raises:
+        UserError: The region is unknown, or --price was given together with options of the price list.
+    """
     from dovetail.core.regions import check_region
 
     if price is not None and (spot or region):
-        raise UserError("--price is the price itself: leave out --spot and --region")
+        raise UserError("--price replaces the list price: leave out --spot and --region", param="--price")
     return check_region("--region", region) if region else ""
+
+
+def write_page(path: str, page: Any) -> None:
+    """Write a page of plots and print its path to stderr, because stdout may be JSON for a program."""
+    import sys
+
+    from dovetail.core.files import write_atomic
+    from dovetail.plan.page import html
+
+    print(f"plots: {write_atomic(path, html(page))}", file=sys.stderr)
+
+
+def new_table(title: str):
+    """Return an empty table without a frame."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from dovetail.cli.plan_recipe import new_table
+
 MOST_ROWS = 12  # of the frontier
 WIDE = 104  # columns from which one table holds all
 
@@ -249,16 +251,6 @@ def _point(point: Any) -> dict[str, Any]:
         "batch": point.batch, "sequences": point.sequences, "decode_seconds": asdict(point.decode),
         "per_token_seconds": asdict(point.per_token), "output_tokens_per_second": asdict(point.rate),
     }  # fmt: skip
-
-
-def new_table(title: str):
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
 
 
 def span(bounds: Any, factor: float = 1.0) -> str:

@@ -1,33 +1,44 @@
-"""`dovetail plan train MODEL_OR_RECIPE`: the meshes that fit, how long a step takes on each, and what a run costs."""
+"""`dovetail plan train`: the meshes that fit, the time of a step on each, and the cost of a run."""
 
 import typer
 
-from dovetail.cli.plan_recipe import MODEL, PRICE, REGION, SPOT
+from dovetail.cli.plan_recipe import (
+    JSON,
+    PRICE,
+    RECIPE_OR_MODEL,
+    REGION,
+    SPOT,
+    TOKENS_PER_WEIGHT,
+    checked_region,
+    is_recipe,
+    outline_of,
+    settings_of,
+    write_page,
+)
 from dovetail.core.errors import UserError
 
 
 def train(
-    what: str = typer.Argument(metavar="MODEL_OR_RECIPE", help=f"A recipe; or a model: {MODEL[0].lower()}{MODEL[1:]}"),
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as mesh.tensor=4 remat=full."),
-    on: str = typer.Option(..., "--on", help="Such as v5e-256, v5p-128, h100x64, 2 x v6e-256, cpu."),
-    batch: str = typer.Option("", help="Tokens of a step, such as 4M; otherwise the recipe's."),
-    seq: int = typer.Option(0, min=0, help="Tokens of a row; otherwise the recipe's, or 4096."),
-    tokens: str = typer.Option(
-        "", help="Of the whole run, such as 1T; otherwise the recipe's, or 20 for each weight of a model."
+    what: str = RECIPE_OR_MODEL,
+    overrides: list[str] = typer.Argument(
+        None, metavar="[KEY=VALUE]...", help="Overrides, such as mesh.tensor=4 remat=full."
     ),
-    remat: str = typer.Option("", help="none, dots, attention or full; otherwise each is tried."),
-    stages: int = typer.Option(1, min=1, help="What a pipeline of so many stages would do. Our trainer has none."),
-    top: int = typer.Option(5, min=1, help="Plans to show."),
+    on: str = typer.Option(..., "--on", help="Accelerator: v5e-256, v5p-128, h100x64, 2 x v6e-256, cpu."),
+    batch: str = typer.Option("", help="Tokens per step, such as 4M. Default: the recipe's."),
+    seq: int = typer.Option(0, min=0, help="Tokens per row. Default: the recipe's, or 4096."),
+    tokens: str = typer.Option("", help="Tokens of the run, such as 1T. Default: the recipe's, or 20 per weight."),
+    remat: str = typer.Option("", help="none, dots, attention or full. Default: try each."),
+    stages: int = typer.Option(1, min=1, help="Estimate a pipeline of this many stages, which the trainer lacks."),
+    top: int = typer.Option(5, min=1, help="Number of plans to show."),
     price: float = PRICE,
     spot: bool = SPOT,
     region: str = REGION,
-    explain: bool = typer.Option(False, help="Show the arithmetic of the best plan, with the numbers filled in."),
-    html: str = typer.Option("", help="Write one page with pictures of it all into this .html file."),
-    as_json: bool = typer.Option(False, "--json", help="The same as JSON."),
+    explain: bool = typer.Option(False, "--explain", help="Show the arithmetic of the best plan."),
+    html: str = typer.Option("", help="Write a page of plots to this .html file."),
+    as_json: bool = JSON,
 ) -> None:
-    """Memory, time and dollars of training, for every mesh that fits: bounds, before a chip is paid for."""
+    """Estimate memory, time and cost of training on every mesh that fits."""
     from dovetail.cli import plan_train_table as tables
-    from dovetail.cli.plan_recipe import checked_region, outline_of
     from dovetail.core.accelerator import parse
     from dovetail.core.prices import rate
     from dovetail.plan.calibration import fractions
@@ -46,23 +57,20 @@ def train(
         if stages > 1:
             tables.show_stages(plans[0], stages)
     if html:
-        from dovetail.cli.plan_page import write_training
+        from dovetail.plan.page.training import training_page
 
-        write_training(html, plans[:top])
+        write_page(html, training_page(plans[:top]))
 
 
 def _whose(what: str, overrides: list[str], tokens: str) -> str:
-    """Return where the number of tokens comes from, if it was not given."""
-    from dovetail.cli.plan_recipe import TOKENS_PER_WEIGHT, is_recipe
-
+    """Return where the number of tokens comes from, unless it was given."""
     if tokens or any(word.startswith(("tokens=", "steps=")) for word in overrides):
         return ""
-    return "the recipe's" if is_recipe(what) else f"{TOKENS_PER_WEIGHT} for each weight; --tokens for yours"
+    return "the recipe's" if is_recipe(what) else f"{TOKENS_PER_WEIGHT} per weight; set --tokens"
 
 
 def _settings(what: str, overrides: list[str], accelerator, batch: str, seq: int, tokens: str, remat: str):
-    """The recipe with what the options say; a batch of tokens becomes rows that the accelerator can share."""
-    from dovetail.cli.plan_recipe import settings_of
+    """Return the recipe with the options applied; a batch in tokens becomes rows that the devices can share."""
     from dovetail.core.recipe import read_count
     from dovetail.plan.train_plan import rows_of
 
@@ -73,5 +81,7 @@ def _settings(what: str, overrides: list[str], accelerator, batch: str, seq: int
         return settings
     wanted = read_count(batch, "--batch")
     if wanted < settings.length:
-        raise UserError(f"--batch is the tokens of a step, {settings.length:,} or more (one row); got {wanted:,}")
+        raise UserError(
+            f"--batch must be at least one row of {settings.length:,} tokens, got {wanted:,}", param="--batch"
+        )
     return settings_of(what, words, count, rows_of(wanted, settings.length, accelerator), seq)

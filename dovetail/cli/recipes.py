@@ -1,4 +1,10 @@
-"""`dovetail recipes`: the recipes that ship with the package, or one of them with what it becomes on given hardware."""
+"""`dovetail recipes`: list the shipped recipes, or show one and what is derived for given hardware.
+
+The list is read from `recipes/sizes.json`, because computing it needs jax. A test compares that file with `sizes()`;
+`python -m dovetail.cli.recipes` writes it.
+"""
+
+from typing import Any
 
 import typer
 
@@ -8,22 +14,23 @@ TITLES = {
     "distill": "distillation", "rl": "reinforcement learning",
 }  # fmt: skip
 NAME, SIZE, TOKENS, ROWS, CHIPS = 23, 22, 8, 13, 5  # widths of the columns
+SIZES = "sizes.json"
 
 
 def recipes(
-    name: str = typer.Argument(None, help="A recipe's name or file: show it, and what is derived."),
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as optimizer.lr=1e-3."),
-    chip: str = typer.Option("H200", help="What it would run on: v5e, v5p, v6e, TPU7x, H100, H200, ... or cpu."),
-    devices: int = typer.Option(8, min=1, help="How many of them."),
-    slices: int = typer.Option(1, min=1, help="In how many slices."),
+    name: str = typer.Argument(None, help="Name or file of a recipe to show, with what is derived from it."),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Overrides, such as optimizer.lr=1e-3."),
+    chip: str = typer.Option("H200", help="Chip to derive for: v5e, v5p, v6e, TPU7x, H100, H200, ... or cpu."),
+    devices: int = typer.Option(8, min=1, help="Number of chips."),
+    slices: int = typer.Option(1, min=1, help="Number of slices that the chips form."),
     training: str = typer.Option(
         "",
-        help="Which training the recipe is for: pretrain, sft, dpo, reward, distill or rl. Default: a shipped "
-        "recipe's own, else pretrain.",
+        help="Kind of training: pretrain, sft, dpo, reward, distill or rl. Default: that of a shipped recipe, else "
+        "pretrain.",
     ),
-    check: bool = typer.Option(False, "--check", help="Only read it with its overrides, and say what is wrong."),
+    check: bool = typer.Option(False, "--check", help="Only read the recipe and its overrides and report errors."),
 ) -> None:
-    """List the recipes and the hardware they fit; with NAME, show one."""
+    """List the shipped recipes and the hardware they fit; with NAME, show one."""
     from rich.console import Console
 
     from dovetail.core import recipe
@@ -34,7 +41,7 @@ def recipes(
         return
     training = training or recipe.training_of(name) or "pretrain"
     if check:
-        from dovetail.cli.tune import read_settings, settings_class
+        from dovetail.cli.train import read_settings, settings_class
 
         read_settings(settings_class(training), name, overrides or [])
         return
@@ -42,27 +49,30 @@ def recipes(
 
 
 def print_list(console) -> None:
-    """Print all shipped recipes by training: size, length, the fewest chips of some kinds that hold them, purpose."""
+    """Print all shipped recipes by training: size, length, the smallest number of chips that holds them, purpose."""
+    import json
+
     from rich.padding import Padding
 
     from dovetail.core import recipe
 
+    rows = json.loads((recipe.SHIPPED / SIZES).read_text())
     for training in recipe.TRAININGS:
         console.print(f"[bold]{TITLES[training]}[/bold]: dovetail {training} NAME")
         chips = "".join(f"{chip:>{CHIPS}}" for chip in FITS_ON)
         length = "tokens" if training == "pretrain" else "run"
         head = f"  {'':{NAME}}{'parameters':>{SIZE}}{length:>{TOKENS + 2}}{'batch x length':>{ROWS + 3}}{chips}"
         console.print(head, style="dim")
-        for row in sorted((_row(name, training) for name in recipe.shipped(training)), key=lambda row: row[0]):
-            console.print(f"  [cyan]{row[1]:{NAME}}[/cyan]{row[2]}", soft_wrap=True)
-            console.print(Padding(row[3], (0, 0, 0, 4)))
+        for name in sorted(recipe.shipped(training), key=lambda name: rows[name]["parameters"]):
+            console.print(f"  [cyan]{name:{NAME}}[/cyan]{_columns(rows[name])}", soft_wrap=True)
+            console.print(Padding(purpose(name), (0, 0, 0, 4)))
         console.print()
-    console.print(f"{', '.join(FITS_ON)}: the fewest chips (a power of two) that hold it, as estimated.")
-    console.print("One recipe and what it becomes: dovetail recipes NAME --chip H200 --devices 8")
+    console.print(f"{', '.join(FITS_ON)}: estimated smallest number of chips, a power of two, that holds the training.")
+    console.print("Show one recipe for given hardware: dovetail recipes NAME --chip H200 --devices 8")
 
 
 def purpose(name: str) -> str:
-    """Return what a recipe is for: the comment that its file begins with."""
+    """Return the comment at the top of a recipe's file."""
     from itertools import takewhile
 
     from dovetail.core import recipe
@@ -71,9 +81,21 @@ def purpose(name: str) -> str:
     return " ".join(line.lstrip("# ") for line in lines)
 
 
-def _row(name: str, training: str) -> tuple:
-    """Return (parameters as a number, to sort by; name; columns; purpose)."""
-    from dovetail.cli.tune import settings_class
+def _columns(row: dict[str, Any]) -> str:
+    active = f" ({human(row['active'])} active)" if row["active"] else ""
+    fits = "".join(f"{row['chips'][chip] or '-':>{CHIPS}}" for chip in FITS_ON)
+    return f"{human(row['parameters']) + active:>{SIZE}}{row['run']:>{TOKENS + 2}}{row['rows']:>{ROWS + 3}}{fits}"
+
+
+def sizes() -> dict[str, dict[str, Any]]:
+    """Compute the rows of all shipped recipes."""
+    from dovetail.core import recipe
+
+    return {name: _sizes(name, training) for training in recipe.TRAININGS for name in recipe.shipped(training)}
+
+
+def _sizes(name: str, training: str) -> dict[str, Any]:
+    from dovetail.cli.train import settings_class
     from dovetail.core import recipe
     from dovetail.core.chips import CHIPS as KNOWN
     from dovetail.core.spec import matmul_flops, num_params
@@ -83,18 +105,18 @@ def _row(name: str, training: str) -> tuple:
 
     settings = recipe.load(name, (), settings_class(training))
     cfg = _model_of(settings)
-    size = num_params(spec(cfg))
-    active = f" ({human(matmul_flops(spec(cfg)) / 2)} active)" if num_experts(cfg) > 1 else ""
     planned = settings.filled() if training == "rl" else settings
-    counts = [smallest(cfg, planned, KNOWN[chip]) for chip in FITS_ON]
-    fits = "".join(f"{str(count) if count else '-':>{CHIPS}}" for count in counts)
-    rows = f"{planned.batch} x {planned.length}"
-    columns = f"{human(size) + active:>{SIZE}}{_long(settings):>{TOKENS + 2}}{rows:>{ROWS + 3}}{fits}"
-    return size, name, columns, purpose(name)
+    return {
+        "parameters": num_params(spec(cfg)),
+        "active": int(matmul_flops(spec(cfg)) / 2) if num_experts(cfg) > 1 else 0,
+        "run": _run_length(settings),
+        "rows": f"{planned.batch} x {planned.length}",
+        "chips": {chip: smallest(cfg, planned, KNOWN[chip]) for chip in FITS_ON},
+    }
 
 
-def _long(settings) -> str:
-    """Return how long a recipe trains: tokens of pretraining, else steps or passes over the data."""
+def _run_length(settings) -> str:
+    """Return how long a recipe trains: tokens for pretraining, else steps or epochs."""
     if getattr(settings, "epochs", 0):
         return f"{settings.epochs:g} epoch" + ("s" if settings.epochs != 1 else "")
     if hasattr(settings, "epochs"):
@@ -103,10 +125,10 @@ def _long(settings) -> str:
 
 
 def show(console, name: str, overrides: list[str], chip: str, devices: int, slices: int, training: str) -> None:
-    """The file as it is written, then the derivation."""
+    """Print the recipe's file, then what is derived for the hardware."""
     from rich.syntax import Syntax
 
-    from dovetail.cli.tune import settings_class
+    from dovetail.cli.train import settings_class
     from dovetail.core import recipe
     from dovetail.core.chips import chip_named
     from dovetail.plan.derive import derive
@@ -131,8 +153,20 @@ def _model_of(settings):
 
 
 def human(count: float) -> str:
-    """1235814400 -> 1.24B: three figures and the words people use."""
+    """Return a count with three digits and a unit: 1235814400 is 1.24B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
     return f"{count:.0f}"
+
+
+def _write_sizes() -> None:
+    import json
+
+    from dovetail.core.recipe import SHIPPED
+
+    (SHIPPED / SIZES).write_text(json.dumps(sizes(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    _write_sizes()

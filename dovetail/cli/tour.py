@@ -88,7 +88,7 @@ def _speed(times: list[float], prompt_tokens: int) -> str:
 def _pretrain(console, steps: int) -> None:
     import shutil
 
-    from dovetail.cli.pretrain import run
+    from dovetail.cli.train import run
     from dovetail.io.hub import home
 
     console.print()
@@ -96,7 +96,7 @@ def _pretrain(console, steps: int) -> None:
     folder = home() / "tour" / "tiny"
     shutil.rmtree(folder, ignore_errors=True)  # an earlier tour's: it would only be continued
     overrides = [f"steps={steps}", f"schedule.warmup={steps // 10}", f"eval.every={-(-steps // 4)}"]
-    run("tiny", overrides, str(folder), export_hf=steps)
+    run("pretrain", "tiny", [*overrides, f"checkpoint.export_hf={steps}"], str(folder))
     exported = folder / "export" / f"step_{steps}"
     _speak(console, exported, "One day ", 120)
     _teach(console, exported, max(1, steps * 2 // 5))

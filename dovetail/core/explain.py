@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.core import yaml_text
+from dovetail.core.option import options_of
 from dovetail.core.recipe import section_of, whole
 
 REQUIRED, OFF = "(required)", "-"  # in place of a default; in place of the value of a key whose section is not set
@@ -78,6 +79,7 @@ def meanings(cls: type) -> dict[str, str]:
     for each in reversed(cls.__mro__):
         if dataclasses.is_dataclass(each):
             found |= {name: text for name, text in _comments(each).items() if text and name in found}
+            found |= {name: option.help for name, option in options_of(each).items()}
     return found
 
 

@@ -180,7 +180,8 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
 
 
 def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
-    full, ours = _join(path, key), (IN_SECTION if path else OURS).get(str(key), "")
+    names = getattr(cls, "RENAMED", {}) | (IN_SECTION if path else OURS)  # a class may have renamed keys of its own
+    full, ours = _join(path, key), names.get(str(key), "")
     if ours.startswith("--"):
         return f"{full} is not a key. Use the option {ours}."
     if ours and has_key(cls, ours):
@@ -238,7 +239,9 @@ def _convert(hint: Any, value: Any, path: str, default: Any = None) -> Any:
         return _tuple(args, value, path)
     if origin is Mapping:
         return _mapping(value, path)
-    return _scalar(hint, value, path)
+    if hint is Any:
+        return value
+    return _scalar(str if origin is typing.Literal else hint, value, path)  # the class checks the choices
 
 
 def _member(args: tuple, value: Any, path: str, default: Any) -> Any:

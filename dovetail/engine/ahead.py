@@ -122,9 +122,9 @@ class _Empty:
 
 def ahead(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> Ahead:
     """With the pool that an engine would make on the first of these devices. Weights are bf16 unless options say."""
-    count, chip = options.tensor_parallel, chip_of(devices[0])
+    count, chip = options.tensor_parallel_size, chip_of(devices[0])
     if count > len(devices):
-        raise UserError(f"tensor_parallel={count} needs as many devices, and the topology has {len(devices)}")
+        raise UserError(f"tensor_parallel_size={count} needs as many devices, and the topology has {len(devices)}")
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
     programs = programs_for(cfg, options, compute, placement, devices[0])
     params = with_adapters(_forms(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)

@@ -20,7 +20,7 @@ from dovetail.engine.device.memory import bytes_beside, coarse_pages, held_bytes
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.engine import Engine
-from dovetail.engine.options import EngineOptions
+from dovetail.engine.options import EngineOptions, platform_default
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.schedule.step_time import Pace
 from dovetail.io.tokenizer import Tokenizer
@@ -33,9 +33,9 @@ from dovetail.plan.here import chip_here
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
     """Where the weights and pages lie, on the first of the devices (jax's, unless given); None: on one, unless that is
     to be named `always`."""
-    count, chosen = options.tensor_parallel, (devices or jax.devices())[: options.tensor_parallel]
+    count, chosen = options.tensor_parallel_size, (devices or jax.devices())[: options.tensor_parallel_size]
     if len(chosen) < count:
-        raise UserError(f"tensor_parallel={count} needs {count} devices, and there are {len(chosen)}")
+        raise UserError(f"tensor_parallel_size={count} needs {count} devices, and there are {len(chosen)}")
     return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 or always else None
 
 
@@ -69,11 +69,11 @@ def build_engine(
     pages = pages_that_fit(programs, adapters.on(params), options, devices)
     config = SchedulerConfig(
         options.max_num_seqs, buckets.max_tokens, _max_len(cfg, options.max_model_len), page_size, pages,
-        options.prefix_caching, options.policy,
+        options.enable_prefix_caching, options.scheduling_policy,
     )  # fmt: skip
     runner = Runner(programs, Weights(params), pages, adapters)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
-    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.multi_step, pace)
+    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.max_decode_steps, pace)
 
 
 def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs) -> float | None:
@@ -93,7 +93,8 @@ def programs_for(
     max_len = _max_len(cfg, options.max_model_len)
     cfg = cfg.within(max_len)
     page_size = page_size_for(options, max_len, device.platform)
-    max_tokens = options.max_num_batched_tokens or (8192 if device.platform == "cpu" else 16384)
+    most = platform_default("max_num_batched_tokens", device.platform)
+    max_tokens = options.max_num_batched_tokens or most
     sizes = _sizes(cfg, options, compute, device)
     buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
     platform = device.platform if absent else None
@@ -103,9 +104,9 @@ def programs_for(
 def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: Any) -> dict[str, Any]:
     """Of Buckets, what depends on the device."""
     chip = chip_of(device)
-    sizes: dict[str, Any] = dict(multi_step=options.multi_step)
+    sizes: dict[str, Any] = dict(max_decode_steps=options.max_decode_steps)
     if chip:  # the weights that a token uses (of experts, its own) are read, and take two operations each for every row
-        flops = flops_per_token(cfg) / options.tensor_parallel
+        flops = flops_per_token(cfg) / options.tensor_parallel_size
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
         sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
     if device.platform == "cpu":
@@ -117,15 +118,16 @@ def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: A
 def page_size_for(options: EngineOptions, max_len: int, platform: str | None = None) -> int:
     """As given; else 16 tokens, and on a TPU, whose kernel reads long pages faster, 128 or as many more as it takes for
     the table of all rows' pages to fit the memory that the kernel wants it in."""
-    if (platform or jax.default_backend()) != "tpu":
-        return options.page_size or 16
-    size = options.page_size or 128
+    platform = platform or jax.default_backend()
+    size = options.block_size or platform_default("block_size", platform)
+    if platform != "tpu":
+        return size
     while (table := table_bytes(options.max_num_seqs, -(-max_len // size))) > TABLE_BYTES:
-        if options.page_size:
+        if options.block_size:
             raise UserError(
-                f"page_size={size} makes a table of {table / 2**20:.1f} MiB for {options.max_num_seqs} sequences of "
-                f"{max_len} tokens, and a TPU's kernel has room for {TABLE_BYTES / 2**20:.1f} in SMEM: leave page_size "
-                "out, or lower max_model_len or max_num_seqs"
+                f"block_size={size} makes a table of {table / 2**20:.1f} MiB for {options.max_num_seqs} sequences of "
+                f"{max_len} tokens, and a TPU's kernel has room for {TABLE_BYTES / 2**20:.1f} in SMEM: leave "
+                "block_size out, or lower max_model_len or max_num_seqs"
             )
         size *= 2
     return size
@@ -134,11 +136,11 @@ def page_size_for(options: EngineOptions, max_len: int, platform: str | None = N
 def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devices: Sequence[Any] = ()) -> int:
     """How many pages the pool gets beside these weights, arrays or forms, and the largest step."""
     most, page_bytes = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
-    if options.kv_bytes is not None:
-        return num_pages(options.kv_bytes, page_bytes, programs.page_size, most)
+    if options.kv_cache_memory_bytes is not None:
+        return num_pages(options.kv_cache_memory_bytes, page_bytes, programs.page_size, most)
     if programs.cfg.scored:  # no sequence is written: those of one, which a pool has at least
         return programs.buckets.max_pages
-    room, on_cpu = pool_bytes(options.memory_fraction, held_bytes(params), 0, devices), _is_cpu(programs)
+    room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
     if not on_cpu:
         largest = max(held_bytes(layer) for layer in programs.pages(1))
         measure = functools.partial(programs.step_memory, params)

@@ -69,7 +69,7 @@ class Engine:
         scheduler: Scheduler,
         tokenizer: Tokenizer | None,
         seed: int | None = 0,
-        multi_step: bool = True,
+        max_decode_steps: int | None = None,
         pace: Pace | None = None,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
@@ -79,7 +79,7 @@ class Engine:
         self.sampler = Sampler(self.cfg.vocab, runner.buckets.max_rows, tokenizer, self.eos_ids, *where)
         self.stops = Stops(self.eos_ids, self.sampler.is_done)
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
-        self._multi_step = multi_step
+        self._max_decode_steps = max_decode_steps
         self.pace = pace or Pace(scheduler.config.max_num_batched_tokens)
         self._newcomer = float("-inf")  # when the last one came while others ran
         self._inflight: deque[LaunchedStep] = deque()
@@ -352,7 +352,7 @@ class Engine:
         return self._commit(self._inflight.popleft(), sampled, ended_only)
 
     def _steps_wanted(self) -> int:
-        if not self._multi_step or time.monotonic() - self._newcomer < QUIET_SECONDS:
+        if self._max_decode_steps == 1 or time.monotonic() - self._newcomer < QUIET_SECONDS:
             return 1
         rows = len(self.scheduler.running)
         compiled = self.runner.buckets.steps_for(rows)

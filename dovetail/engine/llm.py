@@ -10,11 +10,11 @@ import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, overload
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from dovetail.core.spec import init
 from dovetail.core.types import Params
 from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
-from dovetail.engine.options import EngineOptions, OptionKeywords
+from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import RequestOutput, Update
 from dovetail.engine.request.params import SamplingParams
@@ -46,19 +46,45 @@ log = logging.getLogger(__name__)
 Tools = Many[Mapping[str, Any]] | None
 
 
-class LLM:
-    """A model and an engine, in this process. The options are EngineOptions' fields, each documented there."""
+_Keywords = ParamSpec("_Keywords")
 
-    def __init__(self, model: str | Path, *, progress: Progress | None = None, **options: Unpack[OptionKeywords]):
-        """`model`: a folder, .gguf file, hub id or catalogue name. `progress(what, done, total)`: told of loading and
-        compiling; a bar on a terminal unless given."""
+
+def _with_keywords_of(
+    options: Callable[_Keywords, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, str | Path, _Keywords], None]]:
+    """Give `__init__` the keywords of the options class, for type checkers and editors."""
+    return lambda init: init
+
+
+class LLM:
+    """A model and an engine, in this process.
+
+    Args:
+        model: A folder, .gguf file, hub id or catalogue name.
+        **options: The fields of `EngineOptions`, each documented there.
+
+    Raises:
+        UserError: The model is not found, or an option is unknown or not valid for it.
+    """
+
+    @_with_keywords_of(EngineOptions)
+    def __init__(self, model: str | Path, **options: Any):
+        self._open(model, EngineOptions.of(options), None)
+
+    @classmethod
+    def from_options(cls, model: str | Path, options: EngineOptions, *, progress: Progress | None = None) -> LLM:
+        """Load a model; `progress(what, done, total)` reports loading and compiling in place of a bar."""
+        llm = cls.__new__(cls)
+        llm._open(model, options, progress)
+        return llm
+
+    def _open(self, model: str | Path, options: EngineOptions, progress: Progress | None) -> None:
         start = time.perf_counter()
         keep_compiled()
-        given = EngineOptions.of(options)
-        placement = placement_of(given)
+        placement = placement_of(options)
         log.info("reading the weights of %s", model)
-        loaded = _load(model, given, placement, progress)
-        self._begin(*loaded, given, placement, progress, start)
+        loaded = _load(model, options, placement, progress)
+        self._begin(*loaded, options, placement, progress, start)
 
     @classmethod
     def from_weights(
@@ -92,7 +118,7 @@ class LLM:
         start: float,
     ) -> None:
         self.config, self.tokenizer, self.options = config, tokenizer, options
-        self._adapter_folders = {name: Path(folder) for name, folder in options.adapters.items()}
+        self._adapter_folders = {name: Path(folder) for name, folder in options.lora_modules.items()}
         self.load_seconds = time.perf_counter() - start
         log.info("read and placed the weights in %.1f s", self.load_seconds)
         self.engine = build_engine(config, params, options, tokenizer, placement)

@@ -54,7 +54,7 @@ def base_of(folder: str | Path) -> str | None:
     if not base or not isinstance(base, str):
         raise UserError(
             f"{path} is a LoRA adapter whose {CONFIG} names no base_model_name_or_path: name its base yourself, such "
-            f"as `dovetail serve BASE --adapter {path.resolve().name}={path}`"
+            f"as `dovetail serve BASE --lora-modules {path.resolve().name}={path}`"
         )
     return name_here(base)
 
@@ -84,7 +84,7 @@ def check_servable(folder: Path, most: int | None) -> None:
         )
     rank = max(said["r"], *(said.get("rank_pattern") or {}).values(), 0)
     if most is not None and rank > most:
-        raise UserError(f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank")
+        raise UserError(f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank")
 
 
 def _check_numbers(folder: Path, said: dict[str, Any]) -> None:

@@ -155,4 +155,4 @@ def check_served(adapters: Params, lora: Lora, most: int) -> None:
         if ".experts." in weight or weight.endswith(".router"):
             raise UserError(f"the adapter is for experts too ({weight}), which is not served: merge it into the model")
         if (rank := pair["lora_a"].shape[0]) > most:
-            raise UserError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_adapter_rank")
+            raise UserError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank")

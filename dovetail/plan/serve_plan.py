@@ -133,7 +133,7 @@ class ServePlan:
     def command(self, source: str, dtype: str = "") -> str:
         """Return the command that starts one replica. `source`: the model, as `dovetail serve` takes it; `dtype`: of
         the weights, where it is not their own."""
-        split = f" --tensor-parallel {self.tensor}" if self.tensor > 1 else ""
+        split = f" --tensor-parallel-size {self.tensor}" if self.tensor > 1 else ""
         held = f" --dtype {dtype}" if dtype else ""
         return (
             f"dovetail serve {shlex.quote(source)}{held}{split} --max-num-seqs {self.wanted} "
@@ -174,8 +174,8 @@ def plan_serving(
     if tensor and tensor not in (*degrees(accelerator), *wider):
         most = max((*degrees(accelerator), *wider))
         raise UserError(
-            f"--tensor-parallel must be a power of two that divides the devices of {accelerator.name}, {most} at most; "
-            f"got {tensor}"
+            f"--tensor-parallel-size must be a power of two that divides the devices of {accelerator.name}, at most "
+            f"{most}, got {tensor}"
         )
     for tried in ((tensor,),) if tensor else (degrees(accelerator), wider):
         replicas = [_replica(cfg, accelerator, degree, dtype, kv, fractions) for degree in tried]

@@ -1,4 +1,4 @@
-"""ServerConfig: the options of a server: where it listens, who may use it, and its limits."""
+"""ServerConfig: where the server listens, who may use it, and its limits. `dovetail serve` is generated from it."""
 
 from __future__ import annotations
 
@@ -7,62 +7,98 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.option import check_options, option
 
-LONGEST_SECONDS = 30 * 24 * 3600  # an event loop's timers take no more than a few weeks
+LONGEST_SECONDS = 30 * 24 * 3600  # the timers of an event loop take no more than a few weeks
+_ACCESS, _FORMAT, _LIMITS = "Access", "Format", "Limits"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    body_bytes: int = 16 * 2**20
-    body_seconds: float = 30.0  # for a client to send the body
-    prompt_tokens: int | None = None  # None: as many as the model takes
-    n: int = 64
-    queue: int = 1024  # prompts that wait for their first token
-    connections: int = 4096  # open at once, idle ones included
-    request_seconds: float = 600.0
-    drain_seconds: float = 30.0  # after SIGTERM, for requests under way
-    step_seconds: float = 300.0  # for one step of the engine, which then counts as dead; 0: no limit
+    """Bound what one request and all requests together may take."""
+
+    max_body_mb: float = option(16.0, "Maximum size of a request, in MiB.", least=0, above=True, panel=_LIMITS)
+    max_prompt_tokens: int | None = option(
+        None, "Maximum length of a prompt. Default: what the model takes.", least=1, panel=_LIMITS
+    )
+    max_n: int = option(64, "Maximum number of completions per prompt.", least=1, panel=_LIMITS)
+    max_queue: int = option(
+        1024, "Maximum number of waiting prompts; more are answered with HTTP 429.", least=1, panel=_LIMITS
+    )
+    max_connections: int = option(
+        4096, "Maximum number of open connections; then idle ones are closed, or HTTP 503.", least=1, panel=_LIMITS
+    )
+    request_timeout: float = option(
+        600.0, "Seconds that a request may take.", least=0, above=True, most=LONGEST_SECONDS, panel=_LIMITS
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds to finish running requests after SIGTERM.", least=0, most=LONGEST_SECONDS, panel=_LIMITS
+    )
+    step_timeout: float = option(
+        300.0, "Seconds that one step may take before the engine is restarted. 0: no limit.",
+        least=0, most=LONGEST_SECONDS, panel=_LIMITS,
+    )  # fmt: skip
+    body_timeout: float = option(
+        30.0, "Seconds that a client may take to send a request's body.", least=0, above=True, most=LONGEST_SECONDS,
+        panel=_LIMITS,
+    )  # fmt: skip
 
     def __post_init__(self):
-        for name in ("body_seconds", "request_seconds", "drain_seconds", "step_seconds"):
-            seconds = getattr(self, name)
-            if not 0 <= seconds <= LONGEST_SECONDS:
-                raise UserError(f"{name} must be between 0 and {LONGEST_SECONDS:,} seconds; got {seconds}")
+        check_options(self)
+
+    @property
+    def body_bytes(self) -> int:
+        """Return the maximum size of a request's body."""
+        return int(self.max_body_mb * 2**20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    names: tuple[str, ...]  # the model's names in requests; answers give the first
-    host: str = "127.0.0.1"
-    port: int = 8000
+    """Configure the HTTP server; `names` are the model's names in requests, and answers give the first."""
+
+    names: tuple[str, ...]
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces, which requires an API key.")
+    port: int = option(8000, "Port to listen on; 0: any free one.", least=0, most=65535)
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None  # None: there are no admin routes
-    allow_unauthenticated: bool = False  # serve without a key on other interfaces than the loopback
-    share_prefix_cache: bool = False  # requests of one key may find the prefixes of another's
-    protect_metrics: bool = False  # whether /metrics needs a key too
-    profile_dir: str | None = None  # where /start_profile, which needs the admin key, writes; None: no such route
-    allow_origins: tuple[str, ...] = ()
-    allow_request_template: bool = False
-    special_tokens_in_text: bool = True  # a request's text that spells a special token becomes that token
-    tool_format: str | None = None  # None: by the model's template
-    reasoning_format: str | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams, for what a request leaves out
+    allow_unauthenticated: bool = option(False, "Listen beyond localhost without an API key.", panel=_ACCESS)
+    share_prefix_cache: bool = option(False, "Share cached prefixes between API keys.", panel=_ACCESS)
+    protect_metrics: bool = option(False, "Require an API key for /metrics.", panel=_ACCESS)
+    profile_dir: str | None = option(
+        None, "Folder for profiler traces, started by admin routes.", metavar="DIR", panel=_ACCESS
+    )
+    allowed_origins: tuple[str, ...] = option((), "Web origins that may send requests (CORS).", panel=_ACCESS)
+    trust_request_chat_template: bool = option(
+        False, "Accept a chat template in a request and render it.", panel=_ACCESS
+    )
+    special_tokens_in_text: bool = option(
+        True, "Encode special tokens such as <|im_end|> in request text as such, not as plain text.", panel=_ACCESS
+    )
+    tool_call_parser: str | None = option(
+        None, "Format of tool calls. Default: derived from the chat template.", metavar="NAME", panel=_FORMAT
+    )
+    reasoning_parser: str | None = option(
+        None, "Format of reasoning. Default: derived from the chat template.", metavar="NAME", panel=_FORMAT
+    )
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # SamplingParams for what a request leaves out
     limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self):
+        check_options(self)
 
     @property
     def separates_callers(self) -> bool:
-        """Whether each API key has prefixes of its own: by what is cached, and how fast, one could test what others
-        asked."""
+        """Whether API keys have separate prefix caches, so that response times do not reveal others' prompts."""
         return len(set(self.api_keys)) > 1 and not self.share_prefix_cache
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody who can reach it may use it: no key, and not on the loopback interface only."""
+        """Whether the server has no key and listens beyond the loopback interface."""
         return not self.api_keys and not is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether `host` is a name or address of the loopback interface."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

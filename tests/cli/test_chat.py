@@ -31,7 +31,7 @@ def talk(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
         defaults = {"url": "", "model": "", "system": "", "temperature": 0.5, "max_tokens": 9, "api_key": ""}
         try:
-            module.chat(place, **defaults | options)
+            module.chat(place=place, **defaults | options)
             assert ok
         except typer.Exit as end:
             assert end.exit_code == 1 and not ok
@@ -263,7 +263,7 @@ def test_escape_sequences_do_not_reach_the_terminal(talk):
 )
 def test_contradictions_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        module._partner(**{"place": "", "url": "", "model": "", "api_key": ""} | given)
+        module._partner(**{"place": "", "url": "", "model": "", "api_key": "", "engine": {}} | given)
 
 
 class Steps:

@@ -10,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dovetail.cli import errors
-from dovetail.cli.convert import parse_bytes
 from dovetail.cli.info import info
 from dovetail.cli.main import app
+from dovetail.cli.models import parse_bytes
 from dovetail.cli.progress import bar
 from dovetail.cli.tour import _pretrain as train_on_the_way
 from dovetail.cli.tour import tour

@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.compile import app
-from dovetail.cli.compile_recipe import report
-from dovetail.cli.compile_table import compiled, plain, show
+from dovetail.cli.compile_report import compiled, plain, recipe_report, show
 from dovetail.core import chips
 from dovetail.core.recipe import load
 from dovetail.engine import ahead
@@ -98,7 +97,7 @@ def test_a_recipes_step_is_shown(capsys):
     settings = load("tiny", ["batch=8", "length=128", "mesh.fsdp=4"], Pretrain)
     ready = prepare(settings, next_token(settings))
     program, assigned, _ = compiled(lambda told: ready.compile(told=told))
-    found = report("tiny on eight", ready, program, assigned, 1.5)
+    found = recipe_report("tiny on eight", ready, program, assigned, 1.5)
     assert found.counted.total - found.counted.memory["generated code"] == assigned
     show({}, [found], as_json=False)
     shown = capsys.readouterr().out
@@ -118,7 +117,7 @@ def test_a_recipes_step_is_shown(capsys):
     assert {"kind", "axes", "crosses", "count", "bytes"} == set(sent[0])
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--json", "--max-adapters", "2"), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--json", "--max-loras", "2"), marks=pytest.mark.thorough)])
 def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
     v5e = chips.CHIPS["v5e"]
     monkeypatch.setattr(topology, "tpu_devices", lambda topology: jax.devices()[:2])
@@ -129,7 +128,7 @@ def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
     assert result.exit_code == 0, result.output
     if flags:
         told = json.loads(result.stdout)
-        assert told["tensor_parallel"] == 2 and len(told["programs"]) == 3
+        assert told["tensor_parallel_size"] == 2 and len(told["programs"]) == 3
         assert all(one["predicted_seconds"]["least"] > 0 for one in told["programs"])
     else:
         for words in ("decode: 1 tokens in 1 rows", "prompts: 64 tokens in 4 rows", "KV pages", "over tensor", "pool"):

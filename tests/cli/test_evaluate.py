@@ -22,7 +22,7 @@ from dovetail.io.tokenizer import Tokenizer
 
 LETTERS = [chr(c) for c in range(33, 127)]
 VOCAB = 160  # of the reference models
-SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, page_size=16)
+SMALL = dict(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, block_size=16)
 
 
 def model():

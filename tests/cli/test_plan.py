@@ -7,7 +7,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from dovetail.cli.bench_predicted import _read, busiest, describe
+from dovetail.cli.bench_serve import _read, busiest, describe
 from dovetail.cli.info import info
 from dovetail.cli.main import app as main
 from dovetail.cli.plan import app
@@ -44,7 +44,7 @@ def test_serving_as_a_table_with_its_arithmetic(home):
         assert words in said, words
     assert "weights read: 6.75 GB / 1.64 TB/s = 4.12 ms" in said
     assert (
-        "start it: dovetail serve google/gemma-3-27b-it --tensor-parallel 8 --max-num-seqs 64 --max-model-len 2560"
+        "start it: dovetail serve google/gemma-3-27b-it --tensor-parallel-size 8 --max-num-seqs 64 --max-model-len 2560"
         in said
     )
 
@@ -57,9 +57,9 @@ def test_serving_as_json_and_as_a_picture(home, tmp_path):
     assert best["holds_all"] and best["at"]["batch"] == 64 and best["critical_batch"] == pytest.approx(560, rel=0.01)
     rates = [point["output_tokens_per_second"]["best"] for point in found["frontier"]]
     assert rates == sorted(rates) and plot.read_text().count("<polyline") == 3
-    with pytest.raises(ValueError, match=r"--plot draws SVG.*frontier\.svg"):
+    with pytest.raises(ValueError, match=r"--plot must be an .svg file.*frontier\.svg"):
         run(*GEMMA, "--plot", "frontier.png")
-    with pytest.raises(ValueError, match="--price is the price itself"):
+    with pytest.raises(ValueError, match="--price replaces the list price"):
         run(*GEMMA, "--price", "1", "--spot")
 
 
@@ -120,7 +120,7 @@ def test_a_folder_is_served_from_where_it_is_and_without_weights_it_is_said(home
     folder.mkdir()
     shutil.copy(SHIPPED / "models" / "smollm2-135m.json", folder / "config.json")
     asked = ("serve", str(folder), "--on", "v5e-1", "--in", "128", "--out", "64", "--concurrency", "4")
-    assert "no command starts it:" in run(*asked) and "holds no *.safetensors" in run(*asked)
+    assert "cannot be started:" in run(*asked) and "holds no *.safetensors" in run(*asked)
     assert servable(str(folder / "config.json"))[0] == ""
     (folder / "model.safetensors").touch()
     assert servable(str(folder)) == servable(str(folder / "config.json")) == (str(folder), "")
@@ -159,7 +159,7 @@ def test_rl_shares_the_devices(home):
 
 def test_storage_warns_of_another_region(home):
     said = run("storage", "llama3-1b", "--on", "v4-64", "--bucket", "us-east5", "--zone", "us-central2-b")
-    assert "14.8 GB: masters, moments" in said and "8 hosts at 1 GB/s each" in said
+    assert "14.8 GB: weights in f32 and optimizer state" in said and "8 hosts at 1 GB/s each" in said
     assert "warning: the bucket is in us-east5 and the machines are in us-central2" in said
     with pytest.raises(ValueError, match="--zone must be a zone of Google Cloud"):
         run("storage", "llama3-1b", "--bucket", "us", "--zone", "mars-1")
@@ -178,7 +178,7 @@ def fake_run(folder, steps: int = 8) -> None:
 def test_a_run_calibrates_later_plans(home, tmp_path):
     folder = tmp_path / "first"
     fake_run(folder)
-    with pytest.raises(ValueError, match=r"no prediction\.json"):
+    with pytest.raises(ValueError, match=r"must have a prediction\.json"):
         run("--calibrate", str(folder))
     predicted.save(folder, Prediction("H200", 1, products=0.44, memory=0.1, links=0.0, best=0.44, worst=1.2))
     said = run("--calibrate", str(folder))
@@ -198,7 +198,7 @@ def test_a_run_calibrates_later_plans(home, tmp_path):
 def test_too_short_a_run_teaches_nothing(home, tmp_path):
     fake_run(tmp_path / "short", steps=2)
     predicted.save(tmp_path / "short", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
-    with pytest.raises(ValueError, match="give a run of 4 or more"):
+    with pytest.raises(ValueError, match="must have at least 4 reports"):
         run("--calibrate", str(tmp_path / "short"))
 
 
@@ -207,7 +207,7 @@ def test_a_run_that_learns_from_its_answers_teaches_nothing(home, tmp_path):
     file = tmp_path / "rl" / "metrics.jsonl"
     file.write_text(file.read_text().replace('"tokens"', '"rollout_seconds": 0.2, "tokens"'))
     predicted.save(tmp_path / "rl", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
-    with pytest.raises(ValueError, match="give a training's"):
+    with pytest.raises(ValueError, match="use a run of pretraining"):
         run("--calibrate", str(tmp_path / "rl"))
 
 

@@ -45,7 +45,7 @@ def test_the_answer_comes_first():
     ("args", "words"),
     [
         (["llama3-8b"], "160B tokens (the recipe's): "),
-        (["qwen3-8b"], "160B tokens (20 for each weight; --tokens for yours): "),
+        (["qwen3-8b"], "160B tokens (20 per weight; set --tokens): "),
         (["qwen3-8b", "steps=10"], "10.5M tokens: "),
         (["llama3-8b", "--tokens", "1M"], "1M tokens: "),  # less than the recipe's warmup
         (["llama3-8b", "--tokens", "100T", "--spot"], "years, $"),
@@ -93,7 +93,7 @@ def test_json_holds_bounds_and_collectives():
     [
         (["train", "llama3-8b", "--on", "v5e-12"], "no slice of v5e has that size"),
         (["train", "llama3-8b", "--on", "v5e-64", "--price", "1", "--spot"], "leave out --spot"),
-        (["train", "llama3-8b", "--on", "v5e-64", "--batch", "1k"], "--batch is the tokens of a step"),
+        (["train", "llama3-8b", "--on", "v5e-64", "--batch", "1k"], "--batch must be at least one row"),
         (["train", "lama3-8b", "--on", "v5e-64"], "Did you mean 'llama3-8b'"),
         (
             ["train", "llama3-8b", "--on", "v5e-64", "--region", "mars"],

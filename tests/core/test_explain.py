@@ -40,7 +40,6 @@ def test_the_option_prints_them_and_trains_nothing(tmp_path, monkeypatch):
     for given in (
         ["--model", "m", "--data", "d.jsonl"],
         ["model=m", "data=d.jsonl"],
-        ["-", "model=m", "data.path=d.jsonl"],
     ):
         out = CliRunner().invoke(app, ["sft", *given, "optimizer.lr=5e-5", "--show-config"])
         assert out.exit_code == 0, out.output

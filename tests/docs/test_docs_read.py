@@ -29,7 +29,7 @@ def test_blocks_are_in_a_language_that_is_tested(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")])
 def test_yaml_blocks_load(page, tmp_path):
-    from dovetail.cli.tune import settings_class
+    from dovetail.cli.train import settings_class
     from dovetail.core import recipe
     from dovetail.jobs import spec
 
@@ -153,7 +153,7 @@ def _named(node, names):
 
 def _free_names(target):
     """Return the names that a function with **options takes: fields of the settings that they become."""
-    from dovetail.cli.tune import settings_class
+    from dovetail.cli.train import settings_class
     from dovetail.engine.options import EngineOptions
     from dovetail.jobs.spec import Spec
     from dovetail.models.config import ModelConfig

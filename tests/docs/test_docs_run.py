@@ -155,7 +155,7 @@ def test_a_pages_commands_run(page, folder, env, server):
     name_files(page, folder)
     if any("=DIR" in word for command in RUNNABLE[page] for word in command.words):
         adapter = ["model=model", "data.path=chats.jsonl", "lora.r=4", *SMALL["sft"], "--run-dir", "runs/adapter"]
-        run(["dovetail", "sft", "-", *adapter], folder, env)
+        run(["dovetail", "sft", *adapter], folder, env)
         (folder / "adapter").symlink_to(folder / "runs/adapter/export/step_1")
     for command in RUNNABLE[page]:
         words = shrunk(list(command.words), server.port)

@@ -17,7 +17,7 @@ from dovetail.engine.schedule.scheduler import Scheduler
 
 NEW = 12
 PAGE = 4  # small, so that an answer needs several and a pool runs out of them
-OPTIONS = dict(max_num_seqs=8, max_model_len=256, max_num_batched_tokens=64, page_size=PAGE)
+OPTIONS = dict(max_num_seqs=8, max_model_len=256, max_num_batched_tokens=64, block_size=PAGE)
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 
 
@@ -29,7 +29,7 @@ def variant(llm: LLM, pages: int | None = None, caching: bool = True, steps: int
     """Another engine on the same compiled steps: it may use fewer pages than there are, and takes `steps` decode steps
     a dispatch (how many it would choose itself depends on how fast the machine is)."""
     config = llm.engine.scheduler.config
-    config = replace(config, num_pages=pages or config.num_pages, prefix_caching=caching)
+    config = replace(config, num_pages=pages or config.num_pages, enable_prefix_caching=caching)
     other = copy.copy(llm)
     other.engine = Engine(llm.runner, Scheduler(config), llm.tokenizer)
     other.engine._steps_wanted = lambda: steps  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def llm(folders) -> LLM:
-    return make_llm("llama3.1", adapters=folders, max_adapters=3)
+    return make_llm("llama3.1", lora_modules=folders, max_loras=3)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -90,14 +90,14 @@ def test_other_families(model, tmp_path):
     attention = {"deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
     targets = dict(target_modules=attention.get(model, "all-linear"))
     ours = {name: saved(tmp_path / name, model, rank, rank, **targets) for name, rank in (("a", 3), ("b", 6))}
-    llm = make_llm(model, adapters=ours)
+    llm = make_llm(model, lora_modules=ours)
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed(model, ours)
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_on_two_devices(folders):
-    llm = make_llm("llama3.1", adapters=folders, tensor_parallel=2)
+    llm = make_llm("llama3.1", lora_modules=folders, tensor_parallel_size=2)
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == mixed("llama3.1", folders)
 
 
@@ -192,7 +192,7 @@ def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
 @pytest.mark.thorough
 def test_new_weights_come_below_the_adapters(folders):
     """Also where a sleep of level 2 dropped the old ones, and with an adapter that came in between."""
-    llm = make_llm("llama3.1", adapters={"a": folders["a"]}, max_adapters=2, max_adapter_rank=8)
+    llm = make_llm("llama3.1", lora_modules={"a": folders["a"]}, max_loras=2, max_lora_rank=8)
     model = load(reference("llama3.1")[1], dtype="f32")
     names = [name for name in NAMES if name != "b"]
     expected = tokens_of(llm.generate(PROMPTS[: len(names)], GREEDY, adapter=names))
@@ -212,7 +212,7 @@ def test_new_weights_come_below_the_adapters(folders):
 
 
 def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
-    with pytest.raises(ValueError, match="rank is 9, and there is room for 7: raise max_adapter_rank"):
+    with pytest.raises(ValueError, match="rank is 9, and there is room for 7: raise max_lora_rank"):
         llm.load_adapter("c", saved(tmp_path / "wide", "llama3.1", 9, 1))
     with pytest.raises(ValueError, match="DoRA's, which is not served beside others: merge it"):
         llm.load_adapter("c", saved(tmp_path / "dora", "llama3.1", 4, 1, use_dora=True))
@@ -227,8 +227,8 @@ def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
 
 def test_an_engine_without_room_says_so(folders):
     llm = make_llm("llama3.1")
-    with pytest.raises(ValueError, match="without room for adapters: give it max_adapters"):
+    with pytest.raises(ValueError, match="without room for adapters: give it max_loras"):
         llm.load_adapter("a", folders["a"])
     with pytest.raises(ValueError, match="'a' is not loaded: none is"):
         llm.generate(PROMPTS, GREEDY, adapter="a")
-    assert json.dumps(llm.options.adapters) == "{}"
+    assert json.dumps(llm.options.lora_modules) == "{}"

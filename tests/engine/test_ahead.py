@@ -17,9 +17,9 @@ GIB = 2**30
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "room"), [(1, {}), (2, {}), (2, dict(max_adapters=2))])
+@pytest.mark.parametrize(("tensor", "room"), [(1, {}), (2, {}), (2, dict(max_loras=2))])
 def test_the_programs_are_those_that_an_engine_runs(tensor, room):
-    options = OPTIONS | room | dict(tensor_parallel=tensor, kv_bytes=2**20, dtype="f32")
+    options = OPTIONS | room | dict(tensor_parallel_size=tensor, kv_cache_memory_bytes=2**20, dtype="f32")
     llm = make_llm("llama3.1", load_format="dummy", **options)
     made = ahead(llm.config, EngineOptions.of(options), jax.devices())
     assert made.pages == llm.runner.num_pages
@@ -33,8 +33,8 @@ def test_the_programs_are_those_that_an_engine_runs(tensor, room):
 
 @pytest.mark.slow
 def test_a_step_for_devices_that_are_not_here_is_counted():
-    options = EngineOptions.of(OPTIONS | dict(tensor_parallel=2, kv_bytes=2**20, dtype="f32"))
-    made = ahead(make_llm("llama3.1", load_format="dummy", kv_bytes=2**20).config, options, jax.devices())
+    options = EngineOptions.of(OPTIONS | dict(tensor_parallel_size=2, kv_cache_memory_bytes=2**20, dtype="f32"))
+    made = ahead(make_llm("llama3.1", load_format="dummy", kv_cache_memory_bytes=2**20).config, options, jax.devices())
     least, most, prompts = made.corners()
     assert (least.rows, most.rows, prompts.tokens) == (1, OPTIONS["max_num_seqs"], OPTIONS["max_num_batched_tokens"])
     counted = count(made.compile(prompts), {"tensor": 2}, made.programs.devices, made.layer_shapes)
@@ -46,8 +46,8 @@ def test_a_step_for_devices_that_are_not_here_is_counted():
 
 @pytest.mark.slow
 def test_over_devices_prompts_gather_logits_and_no_weights():
-    options = EngineOptions.of(OPTIONS | dict(tensor_parallel=2, kv_bytes=2**20, dtype="bf16"))
-    made = ahead(make_llm("llama3.1", load_format="dummy", kv_bytes=2**20).config, options, jax.devices())
+    options = EngineOptions.of(OPTIONS | dict(tensor_parallel_size=2, kv_cache_memory_bytes=2**20, dtype="bf16"))
+    made = ahead(make_llm("llama3.1", load_format="dummy", kv_cache_memory_bytes=2**20).config, options, jax.devices())
     prompts = made.corners()[-1]
     counted = count(made.compile(prompts), {"tensor": 2}, made.programs.devices)
     sent = sum(one.bytes for one in counted.traffic if one.kind == "all-gather")
@@ -55,8 +55,8 @@ def test_over_devices_prompts_gather_logits_and_no_weights():
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="tensor_parallel=16 needs as many devices, and the topology has 8"):
-        ahead(make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel=16), jax.devices())
+    with pytest.raises(ValueError, match="tensor_parallel_size=16 needs as many devices, and the topology has 8"):
+        ahead(make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel_size=16), jax.devices())
 
 
 def _local(tree) -> int:

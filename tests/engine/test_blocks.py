@@ -110,7 +110,7 @@ def test_reset_forgets_cached_and_held_pages():
 @pytest.mark.parametrize(("caching", "n", "pages"), [(True, 1, 3), (False, 1, 0), (False, 2, 2)])
 def test_what_of_a_sequence_is_hashed(caching, n, pages):
     """Without caching only the prompt, and only for the samples of one request."""
-    pool = BlockPool(8, 2, prefix_caching=caching)
+    pool = BlockPool(8, 2, enable_prefix_caching=caching)
     seq = Sequence(Request("a", (1, 2, 3, 4), SamplingParams(n=n)))
     seq.tokens += [5, 6, 7]
     pool.hash_known(seq)

@@ -24,7 +24,7 @@ SIZES = {
         256, 8192, 512, few_rows=(1, 2), least_rows=8, least_tokens=32, tokens_a_row=1024, halves=False,
         few_hidden=False,
     ),
-    "one step": Buckets(64, 2048, 128, multi_step=False),
+    "one step": Buckets(64, 2048, 128, max_decode_steps=1),
 }  # fmt: skip
 
 
@@ -75,5 +75,5 @@ def test_pages_of_a_tpu_are_long_enough_for_its_kernels_table(rows, length, size
 
 
 def test_pages_that_are_too_short_for_a_tpu_are_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"8\.0 MiB for 256 sequences of 131072 tokens.* leave page_size out"):
-        page_size_for(EngineOptions(page_size=16), 131_072, "tpu")
+    with pytest.raises(ValueError, match=r"8\.0 MiB for 256 sequences of 131072 tokens.* leave block_size out"):
+        page_size_for(EngineOptions(block_size=16), 131_072, "tpu")

@@ -76,12 +76,12 @@ def test_64_prompts_in_so_few_pages_that_some_are_preempted(llm, expected, cachi
 @pytest.mark.thorough
 def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
     page_bytes = kv_bytes_per_token(dt.load(reference("llama3.1")[1]).config, 4) * PAGE
-    small = make_llm("llama3.1", kv_bytes=48 * page_bytes + 1)
+    small = make_llm("llama3.1", kv_cache_memory_bytes=48 * page_bytes + 1)
     assert small.engine.scheduler.config.num_pages == 48 and "48 KV pages of 4 tokens" in small.describe()
     assert tokens_of(small.generate(PROMPTS[:32], GREEDY, progress=True)) == expected[:32]
     assert small.engine.scheduler.stats().preemptions > 0
     with pytest.raises(ValueError, match="no room for the KV cache"):
-        make_llm("llama3.1", kv_bytes=page_bytes)
+        make_llm("llama3.1", kv_cache_memory_bytes=page_bytes)
 
 
 def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeypatch):

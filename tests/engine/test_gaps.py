@@ -29,7 +29,7 @@ PROMPT = mixed_prompts(1, least=150, most=150)[0]
 @pytest.fixture
 def llm() -> LLM:
     """An engine that has compiled what a server has when it is ready, and nothing else."""
-    llm = make_llm("llama3.1", max_num_seqs=16, multi_step=False, max_num_batched_tokens=None)
+    llm = make_llm("llama3.1", max_num_seqs=16, max_decode_steps=1, max_num_batched_tokens=None)
     llm.runner.steps._futures.clear()
     llm.prepare()
     return llm

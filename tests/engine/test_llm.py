@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import jax
 import numpy as np
@@ -14,11 +13,13 @@ from engine.engines import GREEDY, NEW, PAGE, make_llm, mixed_prompts, tokens_of
 from reference_models import reference
 
 from dovetail.core.compute import COMPUTES, compute_of
+from dovetail.core.errors import UserError
+from dovetail.core.option import options_of
 from dovetail.core.types import Packed
 from dovetail.engine.device.memory import SLACK, held_bytes, num_pages, pool_bytes
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
-from dovetail.engine.options import DTYPES, EngineOptions, OptionKeywords
+from dovetail.engine.options import DTYPES, EngineOptions
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.io.load import load
 from dovetail.models.decoder import forward
@@ -117,7 +118,7 @@ def test_steps_may_be_compiled_while_the_engine_sleeps(llm, answers):
 
 @pytest.mark.thorough
 def test_sleep_on_several_devices(answers):
-    llm = make_llm("llama3.1", tensor_parallel=2)
+    llm = make_llm("llama3.1", tensor_parallel_size=2)
     runner = llm.runner
     assert runner.placement is not None
     assert tokens_of(llm.generate(PROMPTS[:1], GREEDY)) == answers[:1]
@@ -313,27 +314,27 @@ def test_a_rest_says_nothing_of_the_pace(llm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "name, value",
     [
-        (dict(memory_fraction=7), "memory_fraction"), (dict(memory_fraction=0.0), "memory_fraction"),
-        (dict(tensor_parallel=0), "tensor_parallel"), (dict(max_num_batched_tokens=0), "max_num_batched_tokens"),
-        (dict(max_num_seqs=0), "max_num_seqs"), (dict(page_size=0), "page_size"), (dict(kv_bytes=0), "kv_bytes"),
-        (dict(dtype="float99", load_format="dummy"), "dtype"),
+        ("gpu_memory_utilization", 7), ("gpu_memory_utilization", 0.0), ("tensor_parallel_size", 0),
+        ("max_num_batched_tokens", 0), ("max_num_seqs", 0), ("max_num_seqs", True), ("block_size", 0),
+        ("kv_cache_memory_bytes", 0), ("max_decode_steps", 0), ("dtype", "float99"),
     ],
 )  # fmt: skip
-def test_numbers_that_cannot_be_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_llm("llama3.1", **options)
+def test_values_out_of_range_are_refused(name, value):
+    with pytest.raises(UserError) as caught:
+        make_llm("llama3.1", load_format="dummy", **{name: value})
+    assert caught.value.param == name
 
 
 def test_options_that_do_not_fit_the_model_are_refused_before_weights_are_read(monkeypatch, tmp_path):
     monkeypatch.setattr("dovetail.io.load.read_params", lambda *_, **__: pytest.fail("weights were read"))
     for options, message in (
         (dict(max_model_len=10**6), "max_model_len must be between 2 and the model's own"),
-        (dict(adapters={"a": str(tmp_path)}), "is no adapter"),
-        (dict(adapters={"a": str(tmp_path)}, max_adapters=0), "max_adapters must be at least"),
-        (dict(tensor_parallel=4096), "tensor_parallel=4096 needs 4096 devices"),
-        (dict(max_num_batched_tokens=1, max_num_seqs=5), "max_num_batched_tokens must be at least max_num_seqs"),
+        (dict(lora_modules={"a": str(tmp_path)}), "is no adapter"),
+        (dict(lora_modules={"a": str(tmp_path)}, max_loras=0), "`max_loras` must be at least"),
+        (dict(tensor_parallel_size=4096), "tensor_parallel_size=4096 needs 4096 devices"),
+        (dict(max_num_batched_tokens=1, max_num_seqs=5), "`max_num_batched_tokens` must be at least max_num_seqs"),
     ):
         with pytest.raises(ValueError, match=message):
             make_llm("llama3.1", **options)
@@ -345,7 +346,9 @@ def test_the_names_of_dtypes_are_those_that_can_be_computed_in():
 
 @pytest.mark.thorough
 def test_dummy_weights_on_two_devices_answer_as_on_one():
-    alone, split = (make_llm("llama3.1", load_format="dummy", tensor_parallel=n, kv_bytes=2**18) for n in (1, 2))
+    alone, split = (
+        make_llm("llama3.1", load_format="dummy", tensor_parallel_size=n, kv_cache_memory_bytes=2**18) for n in (1, 2)
+    )
     assert tokens_of(split.generate(PROMPTS, GREEDY)) == tokens_of(alone.generate(PROMPTS, GREEDY))
     # the same bytes of each device hold twice as many tokens
     assert split.engine.scheduler.config.num_pages == 2 * alone.engine.scheduler.config.num_pages
@@ -380,14 +383,18 @@ def test_the_pool_takes_what_is_free_on_the_fullest_device():
 def test_options_are_checked_and_unknown_ones_refused_with_what_was_meant():
     with pytest.raises(ValueError, match=r"no option 'max_num_seq'\. Did you mean 'max_num_seqs'\?"):
         make_llm("llama3.1", max_num_seq=3)
-    with pytest.raises(ValueError, match="policy must be one of 'fcfs', 'priority'; got 'random'"):
-        EngineOptions.of({"policy": "random"})
-    with pytest.raises(ValueError, match="seed is an integer of at least 0"):
-        EngineOptions(seed=-1)
+    for name, value, said in (
+        ("scheduling_policy", "random", "must be one of fcfs, priority, got 'random'"),
+        ("seed", -1, "must be an integer of at least 0, got -1"),
+        ("gpu_memory_utilization", 0, "must be a number above 0 and at most 1, got 0"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            EngineOptions.of({name: value})
+        assert caught.value.param == name
     assert EngineOptions(dtype="f32") == EngineOptions.of({"dtype": "f32"})
 
 
-def test_editors_are_shown_the_options_that_there_are():
-    hints = get_type_hints(EngineOptions)
-    assert get_type_hints(OptionKeywords) == hints
-    assert all(EngineOptions.help(name) for name in hints)
+def test_every_option_has_a_help_text_and_every_renamed_one_exists():
+    assert all(each.help for each in options_of(EngineOptions).values())
+    renamed, known = EngineOptions.RENAMED, set(options_of(EngineOptions))
+    assert set(renamed.values()) <= known and not set(renamed) & known

@@ -206,7 +206,7 @@ BAD = [
     (dict(params=replace(GREEDY, stop="x")), "stop strings need a tokenizer"),
     (dict(id="good-0"), "'good-0' is under way already"),
     (dict(id=7), "id is a string; got 7"),
-    (dict(priority=1), "priority=1 needs an engine that was started with policy='priority'"),
+    (dict(priority=1), "priority=1 needs an engine that was started with scheduling_policy='priority'"),
     (dict(priority="high"), "priority is an integer"),
     (dict(cache_salt=3), "cache_salt is a string"),
 ]

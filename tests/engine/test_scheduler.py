@@ -13,7 +13,7 @@ from dovetail.engine.request.sequence import Status
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_happens_and_recomputes(ahead, caching):
-    scheduler = make(pages=12, size=4, budget=32, prefix_caching=caching)
+    scheduler = make(pages=12, size=4, budget=32, enable_prefix_caching=caching)
     seqs = [add(scheduler, str(i), [i] * 9, max_tokens=20)[0] for i in range(3)]
     driver = Driver(scheduler, ahead)
     driver.drain()
@@ -110,7 +110,7 @@ def test_a_conversations_next_turn_finds_the_answer_too():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_samples_of_a_request_share_its_prompt_within_one_step(caching):
-    scheduler = make(prefix_caching=caching)
+    scheduler = make(enable_prefix_caching=caching)
     seqs = add(scheduler, "a", range(17), n=4)
     (twin,) = add(scheduler, "b", range(17))
     driver = Driver(scheduler)
@@ -137,7 +137,7 @@ def test_a_long_prompt_is_cut_at_the_budget_and_does_not_stop_decoding():
 
 @pytest.mark.parametrize("by_token", [False, True])
 def test_tokens_past_a_stop_are_dropped(by_token):
-    scheduler = make(multi_step=8)
+    scheduler = make(max_decode_steps=8)
     driver = Driver(scheduler)
     seqs = [add(scheduler, str(i), [i, 3], max_tokens=60, ignore_eos=False)[0] for i in range(8)]
     for seq in seqs:
@@ -151,7 +151,7 @@ def test_tokens_past_a_stop_are_dropped(by_token):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_multi_step_goes_past_an_end_and_drops_what_comes_after(ahead):
-    scheduler = make(multi_step=8)
+    scheduler = make(max_decode_steps=8)
     seqs = [add(scheduler, "a", [1, 2], max_tokens=12)[0], add(scheduler, "b", [3, 4], max_tokens=20)[0]]
     driver = Driver(scheduler, ahead)
     driver.drain()
@@ -160,7 +160,7 @@ def test_multi_step_goes_past_an_end_and_drops_what_comes_after(ahead):
     assert [seq.finish_reason for seq in seqs] == ["length"] * 2
     check_invariants(scheduler, driver.device)
     assert scheduler.pool.num_used == 0
-    assert make(multi_step=1).schedule(8) is None
+    assert make(max_decode_steps=1).schedule(8) is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_multi_step_goes_past_an_end_and_drops_what_comes_after(ahead):
     ],
 )
 def test_multi_step_never_goes_past_the_model_or_the_pool(config, steps):
-    scheduler = make(multi_step=8, size=4, **config)
+    scheduler = make(max_decode_steps=8, size=4, **config)
     (seq,) = add(scheduler, "a", [1, 2], max_tokens=None)
     driver = Driver(scheduler, 0)
     while scheduler.has_work:
@@ -183,13 +183,13 @@ def test_multi_step_never_goes_past_the_model_or_the_pool(config, steps):
 
 
 def test_multi_step_preempts_nobody():
-    scheduler = make(multi_step=8, size=4, pages=8)
+    scheduler = make(max_decode_steps=8, size=4, pages=8)
     seqs = [add(scheduler, i, [ord(i)] * 8, max_tokens=5)[0] for i in "ab"]
     driver = Driver(scheduler)
     driver.drain()
     assert [plan.steps for plan in driver.plans[:2]] == [1, 8], "two pages each for 8 more, and four are left"
     assert scheduler.preemptions == 0 and [seq.tokens for seq in seqs] == [expected(seq) for seq in seqs]
-    tight = make(multi_step=8, size=4, pages=7)
+    tight = make(max_decode_steps=8, size=4, pages=7)
     for i in "ab":
         add(tight, i, [ord(i)] * 8, max_tokens=5)
     driver = Driver(tight)
@@ -198,7 +198,7 @@ def test_multi_step_preempts_nobody():
 
 
 def test_multi_step_waits_for_nobody():
-    scheduler = make(multi_step=4, max_num_seqs=2)
+    scheduler = make(max_decode_steps=4, max_num_seqs=2)
     driver = Driver(scheduler, 0)
     for id in "abc":
         add(scheduler, id, [1], max_tokens=20)
@@ -216,7 +216,7 @@ def test_multi_step_waits_for_nobody():
 
 
 def test_a_sequence_that_needs_the_host_is_not_planned_ahead():
-    scheduler = make(multi_step=4)
+    scheduler = make(max_decode_steps=4)
     (grammar,), (free,) = add(scheduler, "a", [1], max_tokens=4), add(scheduler, "b", [2], max_tokens=8)
     grammar.single_step = True
     driver = Driver(scheduler)
@@ -265,7 +265,7 @@ def test_what_can_never_run_is_refused(prompt, message):
         scheduler.add(seq)
 
 
-@pytest.mark.parametrize("bad", [{"policy": "lifo"}, {"budget": 0}, {"max_model_len": 1}, {"multi_step": 0}])
+@pytest.mark.parametrize("bad", [{"policy": "lifo"}, {"budget": 0}, {"max_model_len": 1}, {"max_decode_steps": 0}])
 def test_bad_config(bad):
     with pytest.raises(ValueError, match="must"):
         make(**bad)
@@ -297,7 +297,7 @@ def test_commit_wants_tokens_for_every_row():
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_512_sequences_are_scheduled_in_little_time(steps, capsys):
-    scheduler = make(512, 8192, pages=60000, size=16, max_model_len=4096, multi_step=steps)
+    scheduler = make(512, 8192, pages=60000, size=16, max_model_len=4096, max_decode_steps=steps)
     for i in range(512):
         add(scheduler, str(i), range(i, i + 40), max_tokens=3000)
     plan, times = scheduler.schedule(), []

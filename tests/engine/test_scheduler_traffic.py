@@ -15,7 +15,9 @@ def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
     scheduler, cfg = driver.scheduler, driver.scheduler.config
     assert 0 < plan.num_tokens <= cfg.max_num_batched_tokens and len(plan.rows) <= cfg.max_num_seqs
     assert len({row.seq for row in plan.rows}) == len(plan.rows)
-    assert plan.steps == 1 or (plan.is_decode and plan.steps == cfg.multi_step), "each number of steps is compiled"
+    assert plan.steps == 1 or (plan.is_decode and plan.steps == cfg.max_decode_steps), (
+        "each number of steps is compiled"
+    )
     assert all(row.start + row.count < row.seq.limit for row in plan.rows), "who is at his end is planned no further"
     assert all(row.seq.status is Status.RUNNING for row in plan.rows), "nobody with a row was preempted"
     admitted = [row.seq for row in plan.rows if row.seq in waited]
@@ -38,14 +40,14 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 5), budget=st.integers(1, 24), pages=st.integers(3, 20), size=st.integers(1, 4),
         max_model_len=st.integers(8, 40), caching=st.booleans(), policy=st.sampled_from(["fcfs", "priority"]),
-        multi_step=st.sampled_from([1, 4]), ahead=st.integers(0, 2), prompts_first=st.booleans(),
+        max_decode_steps=st.sampled_from([1, 4]), ahead=st.integers(0, 2), prompts_first=st.booleans(),
     )  # fmt: skip
     def start(
-        self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, multi_step, ahead, prompts_first
+        self, max_num_seqs, budget, pages, size, max_model_len, caching, policy, max_decode_steps, ahead, prompts_first
     ):
         self.scheduler = make(
             max_num_seqs, budget, pages, size, max_model_len,
-            prefix_caching=caching, policy=policy, multi_step=multi_step,
+            enable_prefix_caching=caching, policy=policy, max_decode_steps=max_decode_steps,
         )  # fmt: skip
         self.driver = Driver(self.scheduler, ahead, prompts_first)
         self.seqs, self.count = [], 0

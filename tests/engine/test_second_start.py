@@ -57,11 +57,11 @@ def compiled(monkeypatch) -> list[str]:
 
 
 def test_a_second_start_compiles_nothing_though_other_memory_is_available(empty_cache, compiled, monkeypatch):
-    page_bytes = held_bytes(make_llm("llama3.1", kv_bytes=2**18).runner.programs.pages(1))
+    page_bytes = held_bytes(make_llm("llama3.1", kv_cache_memory_bytes=2**18).runner.programs.pages(1))
     pages, answers = [], []
     for free in (64.5, 63.5, 80, 95):  # pages' worth: around a step of the coarse sizes, and up to the next but one
         monkeypatch.setattr(memory, "available_memory", lambda free=free: int(free * page_bytes / 0.2))
-        llm = make_llm("llama3.1", multi_step=False)
+        llm = make_llm("llama3.1", max_decode_steps=1)
         answers.append(tokens_of(llm.generate(PROMPTS, GREEDY, progress=False)))
         pages.append(llm.engine.scheduler.config.num_pages)
         if len(pages) == 1:
@@ -78,8 +78,11 @@ def test_page_counts_are_coarse_and_never_far_from_what_fits():
 
 
 def test_an_engine_that_is_started_again_keeps_its_pages():
-    info = EngineInfo("m", 1, 1, 96, 16, 1, "fcfs", (), False, 0, 0.0, 1, "", kv_bytes=96 * 4096)
-    assert StartEngine("m", EngineOptions(memory_fraction=0.3)).again(info).options.kv_bytes == 96 * 4096
+    info = EngineInfo("m", 1, 1, 96, 16, 1, "fcfs", (), False, 0, 0.0, 1, "", kv_cache_memory_bytes=96 * 4096)
+    assert (
+        StartEngine("m", EngineOptions(gpu_memory_utilization=0.3)).again(info).options.kv_cache_memory_bytes
+        == 96 * 4096
+    )
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from dovetail.io import compiled
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("multi_step", [1, 16])
-def test_less_than_4_percent_of_the_memory_is_wasted_on_mixed_lengths(multi_step):
+@pytest.mark.parametrize("max_decode_steps", [1, 16])
+def test_less_than_4_percent_of_the_memory_is_wasted_on_mixed_lengths(max_decode_steps):
     """Prompts of 50 to 1,000 tokens and answers of 20 to 400, coming and going, in pages of 16."""
     rng = random.Random(0)
-    scheduler = make(64, 2048, pages=8192, size=16, max_model_len=2048, multi_step=multi_step)
+    scheduler = make(64, 2048, pages=8192, size=16, max_model_len=2048, max_decode_steps=max_decode_steps)
     driver, samples = Driver(scheduler), []
     for i in range(200):
         if i < 64 or i % 3 == 0:
@@ -35,7 +35,7 @@ def test_less_than_4_percent_of_the_memory_is_wasted_on_mixed_lengths(multi_step
         samples.append((stats.waste, stats.running))
     busy = [waste for waste, running in samples if running > 32]
     assert len(busy) > 40 and 0 < max(busy) < 0.04
-    assert max(plan.steps for plan in driver.plans) == multi_step
+    assert max(plan.steps for plan in driver.plans) == max_decode_steps
 
 
 def test_preempt_all_and_what_it_counts():

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.slow
 
 PAGE, CHUNK, LENGTH = 4, 16, 64  # a prompt of 37 tokens is computed in three chunks
 OPTIONS = EngineOptions(
-    dtype="f32", max_num_seqs=1, max_model_len=LENGTH, max_num_batched_tokens=CHUNK, page_size=PAGE, kv_bytes=2**20,
-    multi_step=False,
+    dtype="f32", max_num_seqs=1, max_model_len=LENGTH, max_num_batched_tokens=CHUNK, block_size=PAGE,
+    kv_cache_memory_bytes=2**20, max_decode_steps=1,
 )  # fmt: skip
 # sampled, so that a token's log-probability is anything but the largest
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=0)

@@ -296,5 +296,5 @@ def test_the_command_writes_it(words, tmp_path):
     path = tmp_path / "plan.html"
     made = CliRunner().invoke(app, ["plan", *words, "--on", "v5e-4", "--json", "--html", str(path)])
     assert made.exit_code == 0, made.output
-    assert json.loads(made.stdout) and f"pictures: {path}" in made.stderr
+    assert json.loads(made.stdout) and f"plots: {path}" in made.stderr
     assert f"<title>{words[1]} on v5litepod-4</title>" in path.read_text()

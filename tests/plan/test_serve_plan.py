@@ -1,5 +1,6 @@
 """Serving plans: bytes as the engine has them, the worked numbers of "How to Scale Your Model", measured lines."""
 
+import functools
 import itertools
 
 import jax
@@ -86,14 +87,17 @@ def test_bytes_are_those_of_the_engines_arrays(name, tensor):
 def test_the_engines_own_pool_has_as_many_bytes():
     """Through its own sizing, for kinds of devices that are not here too."""
     cfg = small("two key heads")
-    given = options.EngineOptions(max_model_len=256, tensor_parallel=4, dtype="f32", kv_bytes=10_000_000)
+    given = options.EngineOptions(
+        max_model_len=256, tensor_parallel_size=4, dtype="f32", kv_cache_memory_bytes=10_000_000
+    )
     programs = build.programs_for(cfg, given, build.compute_of("f32"), build.placement_of(given))
     planned = held(cfg, None, 4, dtype="f32")
     assert engine_memory.held_bytes(programs.pages(3)) == 3 * planned.page * planned.per_token
 
 
 def test_what_the_engine_takes_of_a_device_is_what_is_planned_with():
-    assert pool.FRACTION == options.MEMORY_FRACTION and pool.CPU_FRACTION == options.CPU_MEMORY_FRACTION
+    share = functools.partial(options.platform_default, "gpu_memory_utilization")
+    assert (share("tpu"), share("cpu")) == (pool.FRACTION, pool.CPU_FRACTION)
     assert pool.SLACK == engine_memory.SLACK and pool.USABLE["tpu"] == ahead.USABLE
     assert pool.SAMPLER_TABLES == programs.SAMPLER_TABLES
     for platform in ("tpu", "cuda", "cpu"):
@@ -226,7 +230,7 @@ def test_what_cannot_fit_says_what_would():
         plan_serving(read_model("llama3-70b"), host, Workload(2048, 512, 1), dtype="f32")
     with pytest.raises(ValueError, match="each of 16 devices on 4 machines needs"):
         plan_serving(read_model("llama3-405b"), parse("v5e-16"), Workload(2048, 512, 1))
-    with pytest.raises(ValueError, match=r"--tensor-parallel must be a power of two .* 16 at most; got 3"):
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size must be a power of two .* at most 16, got 3"):
         plan_serving(read_model("llama3-8b"), parse("v5e-16"), Workload(2048, 512, 1), tensor=3)
     with pytest.raises(ValueError, match=r"the model takes 8,192 at most: lower --in or --out"):
         plan_serving(read_model("llama3-8b"), parse("h200x1"), Workload(8192, 512, 1))

@@ -34,7 +34,7 @@ def real(smollm2_gguf, tokenizer):
 
     async def engine():
         size = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32)
-        options = EngineOptions(**size, policy="priority", seed=None)
+        options = EngineOptions(**size, scheduling_policy="priority", seed=None)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XLA_FLAGS", flags(1, quick=False))  # as `optimised`
             return await EngineClient.start(smollm2_gguf, options)

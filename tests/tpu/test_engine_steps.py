@@ -31,7 +31,7 @@ def marks(name: str, chip: str) -> list[pytest.MarkDecorator]:
 
 def made(name: str, chip: str, tensor: int) -> Ahead:
     return ahead(
-        parse_config(dict(FAMILIES[name])), EngineOptions(tensor_parallel=tensor), tpu_devices(parse(EIGHT[chip]))
+        parse_config(dict(FAMILIES[name])), EngineOptions(tensor_parallel_size=tensor), tpu_devices(parse(EIGHT[chip]))
     )
 
 

@@ -42,7 +42,10 @@ def test_lowered(name, tensor):
 
 
 def steps(name: str, tensor: int) -> tuple[Ahead, AbstractMesh]:
-    cfg, options = parse_config(dict(FAMILIES[name])), EngineOptions(tensor_parallel=tensor, kv_bytes=2**30)
+    cfg, options = (
+        parse_config(dict(FAMILIES[name])),
+        EngineOptions(tensor_parallel_size=tensor, kv_cache_memory_bytes=2**30),
+    )
     mesh = mesh_of(tensor)
     placement = Placement(mesh, SERVE) if tensor > 1 else None  # type: ignore[arg-type]
     with jax.sharding.use_abstract_mesh(mesh):

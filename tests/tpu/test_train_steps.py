@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dovetail.cli.compile_recipe import report
-from dovetail.cli.compile_table import compiled
+from dovetail.cli.compile_report import compiled, recipe_report
 from dovetail.core import recipe
 from dovetail.models.registry import read_model
 from dovetail.plan.derive import derive
@@ -81,7 +80,7 @@ def test_compiled(libtpu, recipe, topology, slices, words, within):
     settings = load(Case(recipe, topology, slices, words))
     devices = tpu_devices(parse(topology), slices)
     ready = prepare(settings, next_token(settings), devices, "tpu")
-    found = report(recipe, ready, *compiled(lambda told: ready.compile(ready.bucket(1), told=told)))
+    found = recipe_report(recipe, ready, *compiled(lambda told: ready.compile(ready.bucket(1), told=told)))
     estimate = found.estimated["memory in all"]
     assert found.limit and found.counted.total <= found.limit
     assert found.counted.total == pytest.approx(estimate, rel=within)

@@ -1,6 +1,9 @@
 """The recipes that ship: each parses, is short, names a model of the published size, and can be laid over hardware."""
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -153,3 +156,16 @@ def test_the_command_shows_one_and_what_it_becomes(run):
     assert "model: llama3-8b" in output and "with mesh.tensor=2" in output
     assert "derived for 16 x H100" in output and "tensor 2" in output and "total" in output
     assert "CPU device" in run("tiny", "--chip", "cpu", "--devices", "2")
+
+
+def test_the_listed_sizes_are_those_that_are_computed():
+    from dovetail.cli import recipes
+
+    listed = json.loads((recipe.SHIPPED / recipes.SIZES).read_text())
+    assert listed == recipes.sizes(), "write the file again: python -m dovetail.cli.recipes"
+
+
+def test_the_list_needs_no_jax():
+    program = "import sys; from dovetail.cli.main import app; app(['recipes'], standalone_mode=False); "
+    program += "assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

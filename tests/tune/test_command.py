@@ -106,12 +106,12 @@ def test_serve_of_an_adapter_serves_its_base_with_it(first, place, monkeypatch):
     started = {}
 
     def serve(path, options, config, *rest):
-        started.update(path=path, adapters=dict(options.adapters), names=config.names)
+        started.update(path=path, adapters=dict(options.lora_modules), names=config.names)
 
     monkeypatch.setattr(server, "serve", serve)
     monkeypatch.setattr(server, "run", lambda it: None)
     folder = "runs/first/export/step_2"
-    dovetail("serve", folder, "--port", "0", "--served-model-name", "mine", "--adapter", f"b={folder}")
+    dovetail("serve", folder, "--port", "0", "--served-model-name", "mine", "--lora-modules", f"b={folder}")
     assert (started["path"] / "model.safetensors").is_file() and started["names"] == ("org/tiny",)
     assert started["adapters"] == {"mine": folder, "b": folder}
 

@@ -16,7 +16,7 @@ import dovetail as dt
 from dovetail.core import recipe
 from dovetail.tune.settings import Reward, Sft
 
-ENGINE = dict(max_num_seqs=4, max_model_len=128, page_size=8)
+ENGINE = dict(max_num_seqs=4, max_model_len=128, block_size=8)
 STILL = RUN | {"optimizer": {"lr": 1e-30}}  # a training that leaves the weights as they are
 
 
@@ -69,7 +69,7 @@ def test_adapters(tmp_path):
     np.testing.assert_allclose(found, their_scores(own, prompts), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found, their_scores(theirs(merged), prompts), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"the adapter of a reward model.*dovetail merge"):
-        dt.LLM(base, **ENGINE, adapters={"judge": str(adapter)})
+        dt.LLM(base, **ENGINE, lora_modules={"judge": str(adapter)})
 
 
 @pytest.mark.thorough

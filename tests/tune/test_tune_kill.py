@@ -31,7 +31,7 @@ def start(kind: str, place: Path, folder: Path) -> subprocess.Popen:
     environment = os.environ | {"DOVETAIL_HOME": str(place / "home"), "XLA_FLAGS": flags(1)}
     own = [f"model={model_folder(place)}", f"data.path={data}", *OVERRIDES, "--run-dir", str(folder)]
     with (place / f"{folder.name}.log").open("a") as log:
-        command = [sys.executable, "-m", "dovetail", kind, "-", *own]
+        command = [sys.executable, "-m", "dovetail", kind, *own]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from dovetail.cli.main import app
 from dovetail.cli.recipes import _model_of, purpose
-from dovetail.cli.tune import settings_class
+from dovetail.cli.train import settings_class
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.data.sources import samples

@@ -68,7 +68,7 @@ class Adapters:
         if not isinstance(name, str) or not name:
             raise UserError(f"an adapter's name is a text of its own; got {name!r}")
         if not self.form.slots:
-            raise UserError("the engine was built without room for adapters: give it max_adapters")
+            raise UserError("the engine was built without room for adapters: give it max_loras")
         lora, tree = read_adapter(path, self.form.cfg)
         return slot_values(self.form, tree, lora, self._dtype)
 
@@ -86,9 +86,7 @@ class Adapters:
         number = self.place(name, used)
         if number is None:
             why = ", and requests under way need them" if self.place(name) is not None else ""
-            raise UserError(
-                f"all {self.form.slots} places for adapters are taken{why}: unload one, or raise max_adapters"
-            )
+            raise UserError(f"all {self.form.slots} places for adapters are taken{why}: unload one, or raise max_loras")
         self.tables = write_slot(self.tables, values, number - 1)
         self._loads = max(self._loads + 1, version or 0)
         self._loaded[name] = Adapter(name, version or self._loads, number)
@@ -129,7 +127,7 @@ def check_adapters(cfg: ModelConfig, options: EngineOptions, placement: Any = No
         try:
             check_served(tree, lora, form.rank)
         except ValueError as error:
-            raise UserError(f"adapter {name!r} ({options.adapters[name]}): {error}") from None
+            raise UserError(f"adapter {name!r} ({options.lora_modules[name]}): {error}") from None
     return form
 
 
@@ -137,7 +135,7 @@ def _room(
     cfg: ModelConfig, options: EngineOptions, placement: Any
 ) -> tuple[SlotLayout, dict[str, tuple[Lora, Params]]]:
     """What there is room for, and what is read to be put there."""
-    read = {name: read_adapter(path, cfg) for name, path in options.adapters.items()}
+    read = {name: read_adapter(path, cfg) for name, path in options.lora_modules.items()}
     ranks = [greatest_rank(tree) for _, tree in read.values()]
-    slots = len(read) if options.max_adapters is None else options.max_adapters
-    return SlotLayout(cfg, slots, options.max_adapter_rank or max(ranks, default=RANK), placement), read
+    slots = len(read) if options.max_loras is None else options.max_loras
+    return SlotLayout(cfg, slots, options.max_lora_rank or max(ranks, default=RANK), placement), read

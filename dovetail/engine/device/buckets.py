@@ -21,7 +21,7 @@ class Buckets:
     max_rows: int
     max_tokens: int
     max_pages: int
-    multi_step: bool = True
+    max_decode_steps: int | None = None  # per dispatch; None: as many as `step_seconds` allows
     step_seconds: tuple[float, float] = (0.0, 0.0)  # that a decode step takes at least, and each row more
     few_rows: tuple[int, ...] = (1, 8, 32)  # of a decode step, doubled from the last on: so few cost next to nothing,
     # but each of them on a CPU
@@ -72,7 +72,8 @@ class Buckets:
     def steps_for(self, rows: int) -> tuple[int, ...]:
         """How many decode steps a dispatch of so many rows may take."""
         least, each = self.step_seconds
-        return steps_in_time(least + each * _up(rows, self._decode_rows())) if self.multi_step else (1,)
+        steps = steps_in_time(least + each * _up(rows, self._decode_rows()))
+        return tuple(n for n in steps if n <= (self.max_decode_steps or n))
 
     def _decode_rows(self) -> list[int]:
         *few, last = self.few_rows

@@ -5,6 +5,7 @@ Free now, not the size of the card: a trainer in the same process, or another en
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 
 from dovetail.core.errors import UserError
 from dovetail.core.host import available_memory
-from dovetail.engine.options import CPU_MEMORY_FRACTION, MEMORY_FRACTION
+from dovetail.engine.options import platform_default
 
 SLACK = 512 * 2**20  # for what the allocator loses between pieces
 
@@ -33,12 +34,13 @@ def pool_bytes(fraction: float | None, weight_bytes: int, step_bytes: int, devic
 
     On a CPU the pool may take `fraction` of the memory that is available, page cache included, within the limit of a
     container; steps take the rest."""
+    share_of = functools.partial(platform_default, "gpu_memory_utilization")
     stats = [device.memory_stats() for device in devices or jax.local_devices()[:1]]
     if not all(each and "bytes_limit" in each for each in stats):
-        return int((available_memory() or 0) * (fraction or CPU_MEMORY_FRACTION))
+        return int((available_memory() or 0) * (fraction or share_of("cpu")))
     limit = min(each["bytes_limit"] for each in stats)
     free = min(each["bytes_limit"] - each.get("bytes_in_use", 0) for each in stats)
-    share = int(limit * (fraction or MEMORY_FRACTION)) - weight_bytes
+    share = int(limit * (fraction or share_of(""))) - weight_bytes
     return min(share, free) - step_bytes - SLACK
 
 
@@ -48,8 +50,8 @@ def num_pages(kv_bytes: int, page_bytes: int, page_size: int, most: int) -> int:
     if pages < 2:
         raise UserError(
             f"no room for the KV cache: {kv_bytes / 2**30:.2f} GiB are left for it and a page of {page_size} tokens "
-            f"takes {page_bytes / 2**20:.2f} MiB. Raise memory_fraction or kv_bytes, lower max_num_batched_tokens, or "
-            "free what else holds the device's memory"
+            f"takes {page_bytes / 2**20:.2f} MiB. Raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes, lower max_num_batched_tokens, or free what else holds the device's memory"
         )
     return int(pages)
 

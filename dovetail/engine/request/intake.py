@@ -92,8 +92,8 @@ class Intake:
             raise UserError(f"arrival is a moment of time.monotonic, in seconds; got {arrival!r}")
         if priority and self._config.policy != "priority":
             raise UserError(
-                f"priority={priority} needs an engine that was started with policy='priority' (dovetail serve --policy "
-                "priority): this one serves requests in the order they come"
+                f"priority={priority} needs an engine that was started with scheduling_policy='priority' "
+                f"(dovetail serve --scheduling-policy priority), got {self._config.policy!r}"
             )
 
     def encode(self, prompt: Prompt) -> list[int]:

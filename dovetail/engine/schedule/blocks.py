@@ -33,12 +33,17 @@ def _packer(count: int) -> Callable[..., bytes]:
 class BlockPool:
     """`num_pages` pages with reference counts, a free queue and a hash table over the full ones."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True, model: str = ""):
+    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True, model: str = ""):
         if num_pages < 1 or page_size < 1:
             raise UserError(
                 f"a pool needs at least one page of one token; got num_pages={num_pages}, page_size={page_size}"
             )
-        self.num_pages, self.page_size, self.prefix_caching, self.model = num_pages, page_size, prefix_caching, model
+        self.num_pages, self.page_size, self.enable_prefix_caching, self.model = (
+            num_pages,
+            page_size,
+            enable_prefix_caching,
+            model,
+        )
         self.refs = [0] * num_pages
         self.hash_of: list[bytes | None] = [None] * num_pages
         self.page_of: dict[bytes, int] = {}
@@ -168,13 +173,13 @@ class BlockPool:
 
     def _hashable(self, seq: Sequence, upto: int) -> int:
         """How many tokens may be shared: without prefix caching, the prompt among the n samples of a request."""
-        if self.prefix_caching:
+        if self.enable_prefix_caching:
             return upto
         return min(upto, seq.prompt_len) if seq.request.params.n > 1 else 0
 
     def _root_of(self, seq: Sequence) -> bytes:
         request = seq.request
-        return self.root(request.adapter, request.cache_salt, None if self.prefix_caching else request.id)
+        return self.root(request.adapter, request.cache_salt, None if self.enable_prefix_caching else request.id)
 
     def find_cached(self, seq: Sequence) -> list[int]:
         """The cached pages a sequence can start from. At least one token is left to compute: it gives the logits."""

@@ -37,13 +37,13 @@ class SchedulerConfig:
     max_model_len: int
     page_size: int
     num_pages: int
-    prefix_caching: bool = True
+    enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
-    multi_step: int = 1  # the most device steps in one plan
+    max_decode_steps: int = 1  # the most device steps in one plan
     model: str = ""  # names the weights in the prefix cache's hashes
 
     def __post_init__(self):
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "multi_step"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_decode_steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.max_model_len < 2:
@@ -83,7 +83,7 @@ _FINISHED = Status.FINISHED  # read once: in a loop over rows, looking a member 
 class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
-        self.pool = BlockPool(config.num_pages, config.page_size, config.prefix_caching, config.model)
+        self.pool = BlockPool(config.num_pages, config.page_size, config.enable_prefix_caching, config.model)
         self.running: list[Sequence] = []  # both in the order of rank
         self.waiting: list[Sequence] = []
         self.preemptions = self.prompt_tokens = 0
@@ -152,9 +152,9 @@ class Scheduler:
         self, max_steps: int | None = None, prompts_first: bool = False, limits: Limits | None = None
     ) -> StepPlan | None:
         """Return the next step, or None when nothing can be computed before a commit (or there is no work). The plan
-        takes `max_steps` device steps (config.multi_step unless given) where it can, else one: each number is compiled.
-        With `prompts_first` a step that prompts alone fill is left to them: more tokens per second, but decoding
-        waits. `limits`: the config's unless given."""
+        takes `max_steps` device steps (config.max_decode_steps unless given) where it can, else one: each number is
+        compiled. With `prompts_first` a step that prompts alone fill is left to them: more tokens per second, but
+        decoding waits. `limits`: the config's unless given."""
         most = self.config.max_num_seqs
         limits = limits or Limits(self.config.max_num_batched_tokens, most, most)
         rows: list[Row] = []
@@ -168,7 +168,7 @@ class Scheduler:
         plan = StepPlan(rows, preempted=self._preempted)
         self._preempted = []
         if max_steps is None:
-            max_steps = self.config.multi_step
+            max_steps = self.config.max_decode_steps
         if max_steps > 1 and must_wait and not admitted:
             plan.steps += self._more_steps(rows, max_steps - 1)
         return plan

@@ -30,7 +30,7 @@ from dovetail.serve.talk.service import Service
 async def read_inputs(service: Service, encode: Callable[[int], list[list[int]]], name: str) -> list[list[int]]:
     """What `encode` gives, in a thread, when it is told the most tokens that an input may have. `name`: the request's
     field, for a refusal. The server is ready for them when this returns."""
-    most = min(service.max_len, service.config.limits.prompt_tokens or service.max_len)
+    most = min(service.max_len, service.config.limits.max_prompt_tokens or service.max_len)
     prompts = await asyncio.to_thread(encode, most)
     for prompt in prompts:
         if not prompt:

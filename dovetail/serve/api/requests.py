@@ -173,7 +173,7 @@ class GenerationRequest(Body):
     bad_words: Words | None = None
     prompt_logprobs: Int | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Int = 0  # the lowest goes first; needs a server with --policy priority
+    priority: Int = 0  # the lowest goes first; needs a server with --scheduling-policy priority
     cache_salt: str | None = None
     skip_special_tokens: Flag = True
     return_token_ids: Flag = False

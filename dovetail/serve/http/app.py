@@ -31,9 +31,9 @@ def make_app(backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig)
 
     app = routed(backend, tokenizer, config, lifespan)
     app.add_middleware(Gate, config=config, long=long)
-    if config.allow_origins:  # outermost: errors need the headers too, or a browser hides them
+    if config.allowed_origins:  # outermost: errors need the headers too, or a browser hides them
         app.add_middleware(
-            CORSMiddleware, allow_origins=config.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     return app
 

@@ -99,7 +99,7 @@ class Gate:
     async def _read(self, receive: Receive, body: bytearray, upto: int, most: int) -> bool:
         """Append what arrives to `body`, until it is complete (True) or longer than `upto` (False); 413 for more than
         `most` bytes."""
-        seconds = self._config.limits.body_seconds
+        seconds = self._config.limits.body_timeout
         try:
             ended = await asyncio.wait_for(_read(receive, body, upto), seconds)
         except TimeoutError:

@@ -50,7 +50,7 @@ class LongBodies:
     async def place(self) -> AsyncIterator[None]:
         """A place among the few long bodies that may be in memory at a time."""
         try:
-            await asyncio.wait_for(self._places.acquire(), self._config.limits.body_seconds)
+            await asyncio.wait_for(self._places.acquire(), self._config.limits.body_timeout)
         except TimeoutError:
             raise ApiError(503, _BUSY, code="busy", retry_after=5) from None
         try:
@@ -74,7 +74,7 @@ class LongBodies:
         """Any error, and a client that leaves, ends the process: the next body gets a new one."""
         if self._timer is not None:
             self._timer.cancel()
-        seconds = self._config.limits.request_seconds
+        seconds = self._config.limits.request_timeout
         try:
             known = pickle.dumps((self._config, self._backend.info))
             if known != self._told:  # an adapter has come or gone

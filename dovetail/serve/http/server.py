@@ -63,7 +63,7 @@ async def serve(
     try:
         tokenizer = read_tokenizer(path)
         log.info("starting the engine's process for %s", path)
-        limits = RestartLimits(step_seconds=config.limits.step_seconds)
+        limits = RestartLimits(step_seconds=config.limits.step_timeout)
         engine = await EngineClient.start(path, options, progress, limits)
         try:
             server = Server(make_app(engine, tokenizer, config), config)
@@ -84,12 +84,12 @@ class Server(uvicorn.Server):
     an error in its own stream. A third signal ends the process at once."""
 
     def __init__(self, app: FastAPI, config: ServerConfig):
-        self._inflight, self._drain_seconds = app.state.service.inflight, config.limits.drain_seconds
+        self._inflight, self._drain_seconds = app.state.service.inflight, config.limits.drain_timeout
         self.signal: int | None = None  # the first that came
         self._hurried = False
         # uvicorn's loggers use the root's handlers; an access log would write one line per request.
         options: dict[str, Any] = dict(log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
-        http = partial(HttpConnection, most=connection_limit(config.limits.connections))
+        http = partial(HttpConnection, most=connection_limit(config.limits.max_connections))
         options |= dict(http=http, ws="none", lifespan="on", backlog=ACCEPTED)
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_SECONDS, **options))
 

@@ -25,17 +25,18 @@ _ORIGIN = re.compile(r"https?://[^/\s*]+")
 def check_start(config: ServerConfig, options: EngineOptions) -> None:
     """Raise ValueError, with a sentence for the person who starts the server, for what could not be served."""
     for flag, find, name in (
-        ("--tool-format", format_for, config.tool_format),
-        ("--reasoning-format", reasoning_for, config.reasoning_format),
+        ("--tool-call-parser", format_for, config.tool_call_parser),
+        ("--reasoning-parser", reasoning_for, config.reasoning_parser),
     ):
         try:
             find(name=name)
         except UserError as error:
             raise UserError(f"{flag}: {error}") from None
-    for origin in config.allow_origins:
+    for origin in config.allowed_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise UserError(
-                f"--allow-origin must be * or a scheme, host and port, such as https://example.com:8443; got {origin!r}"
+                f"--allowed-origins must be * or a scheme, host and port, such as https://example.com:8443, "
+                f"got {origin!r}"
             )
     if config.is_open and not config.allow_unauthenticated:
         raise UserError(
@@ -50,11 +51,11 @@ def check_start(config: ServerConfig, options: EngineOptions) -> None:
 
 
 def _check_adapters(options: EngineOptions) -> None:
-    for name, folder in options.adapters.items():
+    for name, folder in options.lora_modules.items():
         try:
-            check_servable(Path(folder), options.max_adapter_rank)
+            check_servable(Path(folder), options.max_lora_rank)
         except (ValueError, OSError) as error:
-            raise UserError(f"--adapter {name}: {error}") from None
+            raise UserError(f"--lora-modules {name}: {error}") from None
 
 
 def _check_profile_dir(folder: Path) -> None:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ import numpy as np
 
 from dovetail.core.errors import UserError, as_user_error
 from dovetail.engine.controls import CONTROLS, EngineDied
+from dovetail.engine.options import EngineOptions
 from dovetail.engine.stats import Stats
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
@@ -135,7 +137,7 @@ class EngineProcess:
         from dovetail.engine.llm import LLM
         from dovetail.engine.loop import EngineLoop
 
-        llm = LLM(start.model, progress=self._progress, **_options(start))
+        llm = LLM.from_options(start.model, _options(start), progress=self._progress)
         llm.prepare(self._progress)
         gc.collect()
         gc.freeze()  # these objects live as long as the process: a collection that visits them all would delay a step
@@ -258,12 +260,12 @@ def _aborted(add: Add) -> Deltas:
     return Deltas([Delta(add.id, i, [], times, finished=True, finish_reason="abort") for i in range(add.params.n)])
 
 
-def _options(start: StartEngine) -> dict[str, Any]:
-    """The engine's options, with a server's own default of the tokens of a step; on a CPU the engine derives it."""
+def _options(start: StartEngine) -> EngineOptions:
+    """Return the engine's options with the server's default of tokens per step; on a CPU the engine derives it."""
     import jax
 
     most = start.options.max_num_batched_tokens or (None if jax.default_backend() == "cpu" else STEP_TOKENS)
-    return vars(start.options) | {"max_num_batched_tokens": most}
+    return replace(start.options, max_num_batched_tokens=most)
 
 
 def _info(model: str, llm: LLM) -> EngineInfo:
@@ -281,7 +283,7 @@ def _info(model: str, llm: LLM) -> EngineInfo:
 
 def _adapters(llm: LLM) -> dict[str, LoadedAdapter]:
     find = llm.runner.adapters.find
-    return {name: LoadedAdapter(path, find(name).version) for name, path in llm.options.adapters.items()}
+    return {name: LoadedAdapter(path, find(name).version) for name, path in llm.options.lora_modules.items()}
 
 
 # These run the model over many prompts, in threads of their own; they end early when their caller has left.

@@ -35,9 +35,9 @@ class StartEngine(Struct, tag="start", array_like=True):
     def again(self, info: EngineInfo) -> StartEngine:
         """Return the start of an engine in the place of that one, with as many pages: its steps are compiled for them.
         Its adapters, which change, are loaded when it has started."""
-        room: dict[str, Any] = dict(max_adapters=info.max_adapters, max_adapter_rank=info.max_adapter_rank)
-        room |= dict(kv_bytes=info.kv_bytes)
-        return msgspec.structs.replace(self, options=replace(self.options, adapters={}, **room))
+        room: dict[str, Any] = dict(max_loras=info.max_loras, max_lora_rank=info.max_lora_rank)
+        room |= dict(kv_cache_memory_bytes=info.kv_cache_memory_bytes)
+        return msgspec.structs.replace(self, options=replace(self.options, lora_modules={}, **room))
 
 
 class Add(Struct, tag="add", array_like=True):
@@ -89,10 +89,10 @@ class EngineInfo(Struct, frozen=True):
     pid: int
     description: str
     adapters: dict[str, LoadedAdapter] = {}
-    max_adapters: int = 0
-    max_adapter_rank: int = 1
+    max_loras: int = 0
+    max_lora_rank: int = 1
     prediction: str = ""  # how fast it should decode
-    kv_bytes: int | None = None  # of the pages, on each device
+    kv_cache_memory_bytes: int | None = None  # of the pages, on each device
 
     def describe(self) -> str:
         """What the engine has room for, in one line."""

@@ -42,7 +42,7 @@ class Inflight:
     def check(self, more: list[int]) -> None:
         """`more`: the number of sequences of each new prompt. Too many to wait are refused: with 429, or with 400 where
         trying again would not help."""
-        most, running = self._limits.queue, sum(ticket.sequences for ticket in self._tickets if ticket.begun)
+        most, running = self._limits.max_queue, sum(ticket.sequences for ticket in self._tickets if ticket.begun)
         queued = [count for ticket in self._tickets if not ticket.begun for count in ticket.prompts]
         if _waiting(more, self._batch) > most:
             alone = f"{self._batch} sequences run at once and {most} prompts may wait"
@@ -56,7 +56,7 @@ class Inflight:
     def ticket(self, end: Callable[[], object], prompts: list[int]) -> Iterator[Ticket]:
         ticket = Ticket(end, prompts)
         self._tickets[ticket] = None
-        seconds = self._limits.request_seconds
+        seconds = self._limits.request_timeout
         late = ApiError(504, f"the request took longer than the {seconds:g} s that one may take", code="timeout")
         timer = asyncio.get_running_loop().call_later(seconds, ticket.stop, late)
         try:

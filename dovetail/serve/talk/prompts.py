@@ -52,13 +52,13 @@ class Conversation:
 class Prompts:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig, max_len: int, templates: AdapterTemplates):
         self._tokenizer, self._config, self._max_len, self._templates = tokenizer, config, max_len, templates
-        self.max_tokens = min(max_len - 1, config.limits.prompt_tokens or max_len)  # of a prompt
+        self.max_tokens = min(max_len - 1, config.limits.max_prompt_tokens or max_len)  # of a prompt
         self._request_templates = RequestTemplates()
         self._literal = None if config.special_tokens_in_text else LiteralText(tokenizer)
         source = "\n".join(tokenizer.chat_templates.values())
         names = [tokenizer.token(token) for token in tokenizer.special_ids]
-        self.tool_format: ToolFormat | None = format_for(source, names, name=config.tool_format)
-        self.reasoning_format: ReasoningFormat | None = reasoning_for(source, names, name=config.reasoning_format)
+        self.tool_format: ToolFormat | None = format_for(source, names, name=config.tool_call_parser)
+        self.reasoning_format: ReasoningFormat | None = reasoning_for(source, names, name=config.reasoning_parser)
 
     def ask(self, talk: Conversation, params: SamplingParams, **more: Any) -> Ask:
         """`more`: further fields of Ask. Templates and tokenizing take a while: call it in a thread."""
@@ -156,8 +156,8 @@ class Prompts:
         return [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in talk.messages]
 
     def _template_kwargs(self, talk: Conversation) -> dict[str, Any]:
-        if talk.template is not None and not self._config.allow_request_template:
-            why = "a template of a request's own is run only by a server with --allow-request-template"
+        if talk.template is not None and not self._config.trust_request_chat_template:
+            why = "a template of a request's own is run only by a server with --trust-request-chat-template"
             raise bad(f"chat_template is not supported: {why}", "chat_template")
         source = self._source(talk)
         for name in talk.template_kwargs:
@@ -194,7 +194,7 @@ class Prompts:
                 raise bad(f"tool_choice: {talk.choice!r} needs tools to choose from; send tools", "tool_choice")
             return None
         if self.tool_format is None:
-            raise bad("tools is not supported: this server was started with --tool-format none", "tools")
+            raise bad("tools is not supported: this server was started with --tool-call-parser none", "tools")
         if params.structured is not None:
             raise bad("a given output format leaves no room for tool calls: send tools or the format", "tools")
         return self.tool_format

@@ -85,8 +85,8 @@ class Service:
         self.check_ready()
         most = self.prompts.max_tokens
         for ask in asks:
-            if ask.params.n > self.config.limits.n:
-                raise bad(f"n must be at most {self.config.limits.n} on this server; got {ask.params.n}", "n")
+            if ask.params.n > self.config.limits.max_n:
+                raise bad(f"n must be at most {self.config.limits.max_n} on this server; got {ask.params.n}", "n")
             if len(ask.prompt) > most:
                 message = f"the prompt has {len(ask.prompt)} tokens, and this server takes at most {most}"
                 raise bad(message, code="context_length_exceeded")

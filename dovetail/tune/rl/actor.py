@@ -72,7 +72,7 @@ class Actor:
         pool = int(wanted.kv_gib * 2**30) or None if alone else settings.pool_bytes(self._ready.cfg, hbm)
         return EngineOptions(
             dtype=settings.precision.compute, max_model_len=min(settings.longest + 1, self._ready.cfg.max_len),
-            max_num_seqs=settings.sequences, tensor_parallel=max(1, wanted.devices), seed=settings.seed,
-            kv_bytes=pool, max_adapters=1 if lora else None,
-            max_adapter_rank=lora.r if lora else None,
+            max_num_seqs=settings.sequences, tensor_parallel_size=max(1, wanted.devices), seed=settings.seed,
+            kv_cache_memory_bytes=pool, max_loras=1 if lora else None,
+            max_lora_rank=lora.r if lora else None,
         )  # fmt: skip

@@ -45,8 +45,8 @@ def slow(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(tokenizer, folders, slow):
     async def engine():
-        given = dict(adapters={name: folders[name] for name in ("red", "green")}, max_adapters=3)
-        options = EngineOptions(**OPTIONS, **given, multi_step=False, seed=None)
+        given = dict(lora_modules={name: folders[name] for name in ("red", "green")}, max_loras=3)
+        options = EngineOptions(**OPTIONS, **given, max_decode_steps=1, seed=None)
         return await EngineClient.start(reference("llama3.1")[1], options, limits=RestartLimits(backoff=0.05))
 
     with hanging(slow.with_suffix("")), running(engine, tokenizer, admin_key="boss") as found:

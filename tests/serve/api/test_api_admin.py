@@ -45,7 +45,7 @@ def other(folder):
 def server(tokenizer, folder):
     async def engine():
         limits = RestartLimits(backoff=0.05, step_seconds=STEP_SECONDS, deaths=2)
-        options = EngineOptions(**OPTIONS, multi_step=False, seed=None)
+        options = EngineOptions(**OPTIONS, max_decode_steps=1, seed=None)
         return await EngineClient.start(reference("llama3.1")[1], options, limits=limits)
 
     options = dict(admin_key="boss", profile_dir=str(folder / "trace"))

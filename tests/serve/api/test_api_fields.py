@@ -460,7 +460,9 @@ def server(tokenizer):
     async def engine():
         return Script(talker)
 
-    options = dict(admin_key="boss", allow_request_template=True, tool_format="hermes", reasoning_format="qwen3")
+    options = dict(
+        admin_key="boss", trust_request_chat_template=True, tool_call_parser="hermes", reasoning_parser="qwen3"
+    )
     with running(engine, talker, **options) as found, httpx.Client(headers={"authorization": "Bearer boss"}) as client:
         found.client = client
         yield found

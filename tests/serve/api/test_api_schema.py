@@ -28,7 +28,7 @@ def server(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, admin_key="boss", limits=ServerLimits(request_seconds=20)) as found:
+    with running(engine, tokenizer, admin_key="boss", limits=ServerLimits(request_timeout=20)) as found:
         yield found
 
 

@@ -248,7 +248,7 @@ def thinking(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, reasoning_format="qwen3") as found:
+    with running(engine, tokenizer, reasoning_parser="qwen3") as found:
         yield found
 
 

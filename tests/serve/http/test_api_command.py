@@ -101,7 +101,7 @@ def test_what_is_printed_at_the_start_can_be_run(tokenizer, monkeypatch, capsys,
         config = replace(server.app.state.service.config, port=int(server.url.rpartition(":")[2]))
         _show(MODEL, config, SimpleNamespace(start_seconds=1.0, description="room", prediction=""))
         printed = capsys.readouterr().out
-        assert "s3cret" not in printed and ("export it" in printed) == bool(key)
+        assert "s3cret" not in printed and ("Both read the key" in printed) == bool(key)
         if key:
             monkeypatch.setenv("DOVETAIL_API_KEY", key)
         python = re.search(r"^(import os\n)?from openai.*?^client\.chat.*?$", printed, re.M | re.S)
@@ -153,34 +153,35 @@ def test_what_cannot_be_served_is_refused_before_an_engine_is_started(no_engine,
         taken.listen()
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1:{port}: another program" in refused(str(smollm2_gguf), "--port", port)
-    assert "--admin needs a key of its own" in refused("--admin")
+    assert "--admin needs one admin key" in refused("--admin")
     assert "must differ" in refused("--admin", DOVETAIL_API_KEY="a", DOVETAIL_ADMIN_KEY="a")
     empty = tmp_path / "keys"
     empty.write_text("\n")
-    assert "holds no key" in refused("--api-key-file", str(empty))
+    assert "has no key" in refused("--api-key-file", str(empty))
     assert "cannot be read (No such file" in refused("--api-key-file", str(tmp_path / "none"))
     assert "printable ASCII" in refused("--api-key", "clé")
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ("--tool-format hermez", "--tool-format: expected a tool-call format, got 'hermez'; it is one of"),
-    ("--reasoning-format r1", "--reasoning-format: expected a reasoning format, got 'r1'"),
-    ("--max-num-batched-tokens 1 --max-num-seqs 5", "max_num_batched_tokens must be at least max_num_seqs"),
+    ("--tool-call-parser hermez", "--tool-call-parser: expected a tool-call format, got 'hermez'; it is one of"),
+    ("--reasoning-parser r1", "--reasoning-parser: expected a reasoning format, got 'r1'"),
+    ("--max-num-batched-tokens 1 --max-num-seqs 5", "`max_num_batched_tokens` must be at least max_num_seqs"),
     ("--profile-dir {file}/traces --admin", "--profile-dir {file}/traces cannot be written to (Not a directory)"),
     ("--profile-dir {tmp}/traces", "--profile-dir needs --admin"),
     ("--host 0.0.0.0", "--host 0.0.0.0 without an API key lets everybody"),
     ("--host ::", "pass --allow-unauthenticated"),
-    ("--adapter a={tmp}/none", "--adapter a: {tmp}/none is no adapter"),
-    ("--adapter a={lora} --max-adapter-rank 4", "--adapter a: {lora}: the adapter's rank is 8, and there is room"),
-    ("--adapter a={lora} --max-adapters 0", "max_adapters must be at least the number of adapters to load; got 0"),
-    ("--adapter a={dora}", "--adapter a: {dora} is a DoRA adapter, which is not served"),
-    ("--adapter a={broken}", "--adapter a: {broken}/adapter_config.json is not valid JSON"),
-    ("--adapter a={cut}", "--adapter a: {cut}/adapter_model.safetensors is not a whole safetensors file"),
-    ("--dtype float99", "dtype must be one of"),
-    ("--policy lifo", "policy must be one of"),
-    ("--allow-origin example.com", "--allow-origin must be * or a scheme"),
+    ("--lora-modules a={tmp}/none", "--lora-modules a: {tmp}/none is no adapter"),
+    ("--lora-modules a={lora} --max-lora-rank 4", "--lora-modules a: {lora}: the adapter's rank is 8"),
+    ("--lora-modules a={lora} --max-loras 0", "`max_loras` must be at least the number of lora_modules, got 0"),
+    ("--lora-modules a={dora}", "--lora-modules a: {dora} is a DoRA adapter, which is not served"),
+    ("--lora-modules a={broken}", "--lora-modules a: {broken}/adapter_config.json is not valid JSON"),
+    ("--lora-modules a={cut}", "--lora-modules a: {cut}/adapter_model.safetensors is not a whole safetensors file"),
+    ("--dtype float99", "`dtype` must be one of"),
+    ("--scheduling-policy lifo", "`scheduling_policy` must be one of"),
+    ("--policy priority", "there is no option --policy: it is called --scheduling-policy"),
+    ("--allowed-origins example.com", "--allowed-origins must be * or a scheme"),
     ("--host no-such-host.invalid --allow-unauthenticated", "cannot listen on no-such-host.invalid:0"),
-    ("--request-timeout inf", "take finite numbers"),
+    ("--request-timeout inf", "`request_timeout` must be a number above 0 and at most 2,592,000, got inf"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_a_sentence_and_starts_no_engine(no_engine, smollm2_gguf, tmp_path, arguments, sentence):
     names = {"tmp": str(tmp_path), "file": str(tmp_path / "file"), "broken": adapter(tmp_path / "broken")}

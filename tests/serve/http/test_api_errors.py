@@ -33,7 +33,9 @@ def server(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, limits=ServerLimits(body_bytes=20_000, n=4, prompt_tokens=100)) as found:
+    with running(
+        engine, tokenizer, limits=ServerLimits(max_body_mb=20_000 / 2**20, max_n=4, max_prompt_tokens=100)
+    ) as found:
         yield found
 
 
@@ -71,7 +73,7 @@ def test_values_that_ask_for_nothing_are_accepted(server):
 
 def test_a_requests_own_template_needs_a_server_that_allows_it(server):
     body = HELLO | {"chat_template": "{{ messages }}"}
-    assert "--allow-request-template" in refused(server, CHAT, body, "chat_template")
+    assert "--trust-request-chat-template" in refused(server, CHAT, body, "chat_template")
 
 
 def test_images_and_other_parts_are_refused(server):
@@ -212,7 +214,7 @@ def guarded(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    options = dict(api_keys=("right", "other"), admin_key="boss", allow_origins=("https://a.example",))
+    options = dict(api_keys=("right", "other"), admin_key="boss", allowed_origins=("https://a.example",))
     with running(engine, tokenizer, profile_dir="traces", **options) as found:
         yield found
 
@@ -348,7 +350,7 @@ def slow(tokenizer):
         found.texts = ["word " * 300] * 9
         return found
 
-    with running(engine, tokenizer, limits=ServerLimits(queue=2, request_seconds=1.0, drain_seconds=0.3)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(max_queue=2, request_timeout=1.0, drain_timeout=0.3)) as found:
         yield found
 
 
@@ -367,7 +369,7 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
         found.texts = ["word " * 300] * 9
         return found
 
-    with running(engine, tokenizer, limits=ServerLimits(queue=2)) as server, httpx.Client() as client:
+    with running(engine, tokenizer, limits=ServerLimits(max_queue=2)) as server, httpx.Client() as client:
         long, patient = HELLO | {"max_tokens": 300}, {"timeout": 60}
         threads = [threading.Thread(target=post, args=(server, CHAT, long), kwargs=patient) for _ in range(3)]
         for thread in threads:
@@ -387,7 +389,7 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
 
 def test_only_requests_without_a_place_in_the_batch_wait():
     async def count() -> None:
-        inflight = Inflight(ServerLimits(queue=1), batch=4)
+        inflight = Inflight(ServerLimits(max_queue=1), batch=4)
         with inflight.ticket(lambda: None, [2]) as first, inflight.ticket(lambda: None, [2]) as second:
             inflight.check([1])
             with pytest.raises(ApiError, match="0 requests are waiting, and this server takes no more than 1"):
@@ -443,7 +445,7 @@ def test_embeddings_and_scores_have_a_place_a_time_and_an_end(slow, path):
 
 def test_every_prompt_of_an_embedding_waits():
     async def count() -> None:
-        inflight = Inflight(ServerLimits(queue=3), batch=1)
+        inflight = Inflight(ServerLimits(max_queue=3), batch=1)
         with inflight.ticket(lambda: None, [1] * 3):
             inflight.check([1])
             with pytest.raises(ApiError, match="2 requests are waiting"):

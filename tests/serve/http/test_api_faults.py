@@ -37,7 +37,9 @@ def server(tokenizer, gate):
     """One of our own: it is killed."""
 
     async def engine():
-        return await EngineClient.start(reference("llama3.1")[1], EngineOptions(**OPTIONS, multi_step=False, seed=None))
+        return await EngineClient.start(
+            reference("llama3.1")[1], EngineOptions(**OPTIONS, max_decode_steps=1, seed=None)
+        )
 
     with hanging(gate), running(engine, tokenizer) as server:
         server.drawn = drawn(server)

@@ -35,7 +35,7 @@ def narrow(tokenizer):
     async def engine():
         return Script(tokenizer)
 
-    with running(engine, tokenizer, limits=ServerLimits(connections=3)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(max_connections=3)) as found:
         yield found
 
 

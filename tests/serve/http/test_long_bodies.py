@@ -204,7 +204,7 @@ def test_the_gate_comes_first(tokenizer):
         return Script(tokenizer)
 
     others = set(readers())  # of the module's server; it may end meanwhile, after 30 idle seconds
-    with running(engine, tokenizer, api_keys=("key",), limits=ServerLimits(body_bytes=2 * LONG)) as server:
+    with running(engine, tokenizer, api_keys=("key",), limits=ServerLimits(max_body_mb=2 * LONG / 2**20)) as server:
         body = padded(VALID[COMPLETIONS])
         assert post(server, COMPLETIONS, body).status_code == 401
         key = {"authorization": "Bearer key"}

@@ -28,7 +28,7 @@ def server(tokenizer):
         found.texts = ["word " * 450] * 9
         return found
 
-    with running(engine, tokenizer, limits=ServerLimits(drain_seconds=60.0)) as found:
+    with running(engine, tokenizer, limits=ServerLimits(drain_timeout=60.0)) as found:
         yield found
 
 

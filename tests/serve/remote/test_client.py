@@ -142,7 +142,7 @@ def test_a_refused_request_says_why(harness, engine):
     ]:
         with pytest.raises(ValueError, match=sentence):
             harness.run(collect(engine, "a", prompt, params))
-    with pytest.raises(ValueError, match="policy='priority'"):
+    with pytest.raises(ValueError, match="scheduling_policy='priority'"):
         harness.run(collect(engine, "a", [3], priority=1))
 
     async def twice():

@@ -22,7 +22,12 @@ from dovetail.serve.remote.wire import StartEngine
 pytestmark = pytest.mark.slow
 
 OPTIONS = EngineOptions(
-    load_format="dummy", max_num_seqs=2, max_model_len=128, max_num_batched_tokens=32, page_size=16, kv_bytes=2**20
+    load_format="dummy",
+    max_num_seqs=2,
+    max_model_len=128,
+    max_num_batched_tokens=32,
+    block_size=16,
+    kv_cache_memory_bytes=2**20,
 )
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PARENT = """

@@ -84,7 +84,7 @@ def test_the_flag(monkeypatch, tmp_path, choice, expected):
     seen = {}
 
     async def serve(path, options, config, sock, on_ready, progress):
-        seen.update(defaults=dict(config.defaults), step=config.limits.step_seconds)
+        seen.update(defaults=dict(config.defaults), step=config.limits.step_timeout)
 
     monkeypatch.setattr("dovetail.serve.http.server.serve", serve)
     flags = ["serve", str(tmp_path), "--port", "0", "--generation-config", choice, "--step-timeout", "7"]

@@ -56,7 +56,7 @@ def test_the_server_renders_them_there_and_names_the_field(tokenizer, monkeypatc
     monkeypatch.setattr(
         ChatTemplate, "render", lambda self, *a, **b: inside.append(self.source) or render(self, *a, **b)
     )
-    with running(engine, tokenizer, allow_request_template=True) as server:
+    with running(engine, tokenizer, trust_request_chat_template=True) as server:
 
         def post(path, **body):
             return httpx.post(server.url + path, json={"messages": HELLO} | body, timeout=60)

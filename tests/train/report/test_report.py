@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dovetail.cli.report import report as command
+from dovetail.cli.info import report as command
 from dovetail.train.report.curves import Mark, Series, chart, smooth
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import RunMetrics, Work

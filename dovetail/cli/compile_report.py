@@ -1,27 +1,33 @@
-"""What a compiled program is, as `dovetail compile` shows it: a table for people, JSON for programs."""
+"""Report of a compiled program, as a table or as JSON, for `dovetail compile`."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import OutOfMemoryError
 
 
 @dataclass
 class Report:
-    """`estimated` has the names of memory's kinds, "memory in all" and "FLOPs"; `notes` are more rows."""
+    """A compiled program beside its estimate.
+
+    `estimated` maps kinds of memory, "memory in all" and "FLOPs" to numbers; `notes` are further rows.
+    """
 
     title: str
     counted: Any  # plan.counted.Counted
     predicted: Any  # plan.roofline.Prediction, or None where the chip is not in the table
     estimated: dict[str, float]
     limit: int | None  # bytes of a device's memory
-    seconds: float  # that it took to lower and compile
+    seconds: float  # to lower and compile
     notes: dict[str, str] = field(default_factory=dict)
 
 
 def compiled(make) -> tuple[Any, int | None, float]:
-    """(what `make` compiles with the options it is given, the bytes of its buffers, the seconds it took); that it does
-    not fit is told in one sentence."""
+    """Call `make` with compiler options and return (its result, the bytes of its buffers, seconds).
+
+    Raises:
+        OutOfMemoryError: The compiler found that the program does not fit.
+    """
     import tempfile
     import time
 
@@ -38,14 +44,57 @@ def compiled(make) -> tuple[Any, int | None, float]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:300].rstrip(".")
-        raise UserError(
-            f"it was planned to fit and the compiler says it does not: {reason}. What would do: more devices; of a "
-            "recipe per_device=1 or remat=full, of an engine a lower memory_fraction"
+        raise OutOfMemoryError(
+            f"the program does not fit, although the plan expected it to: {reason}. Use more devices; for a recipe set "
+            "per_device=1 or remat=full, for an engine lower gpu_memory_utilization"
         ) from error
 
 
+def recipe_report(title: str, ready, program, assigned: int | None, seconds: float) -> Report:
+    """Compare the compiled training step with the plan of its recipe."""
+    from dovetail.core.chips import chip_of
+    from dovetail.plan.counted import count
+    from dovetail.plan.derive import PLANNED
+    from dovetail.plan.plans import flops
+    from dovetail.plan.roofline import predict
+
+    mesh, settings, limit = ready.placement.mesh, ready.settings, ready.derived.limit
+    devices, chip = list(mesh.devices.flat), chip_of(mesh.devices.flat[0])
+    counted = count(program, dict(mesh.shape), devices, assigned=assigned)
+    each = flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / len(devices)
+    # the state and the saved activations are written and read
+    held = 2 * (counted.memory.get("arguments", 0) + counted.memory.get("temporary", 0))
+    moved = max(held, counted.bytes or 0)
+    predicted = predict(chip, each, (moved, moved), counted.traffic, devices) if chip else None
+    estimated = {"memory in all": ready.derived.memory.total, "FLOPs": each}
+    return Report(title, counted, predicted, estimated, int(limit / PLANNED) if limit else None, seconds)
+
+
+def serve_report(model: str, made, shape, program, assigned: int | None, seconds: float) -> Report:
+    """Compare a compiled step of the engine with what was estimated."""
+    from dovetail.core.chips import chip_of
+    from dovetail.plan.counted import count
+    from dovetail.plan.roofline import predict
+
+    devices = made.programs.devices
+    chip = chip_of(devices[0])
+    counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes, assigned)
+    flops = made.flops(shape)
+    predicted = predict(chip, flops, made.moved(shape), counted.traffic, devices) if chip else None
+    estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes}
+    estimated |= {"arguments": made.argument_bytes(shape), "FLOPs": flops}
+    copies = counted.pool_copies
+    notes = {
+        "pool copied": f"{len(copies)} x: {copies[0]}" if copies else "no",
+        "paged attention": "; ".join(made.kernels(shape)),
+    }
+    kind = "decode" if shape.is_decode else "prompts"
+    title = f"{model}, {kind}: {shape.tokens} tokens in {shape.rows} rows"
+    return Report(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)
+
+
 def show(head: dict[str, Any], reports: list[Report], as_json: bool) -> None:
-    """`head`: what all of them have in common, for JSON."""
+    """Print the reports; `head` is what they have in common, for JSON."""
     import json
 
     from rich.console import Console
@@ -59,6 +108,7 @@ def show(head: dict[str, Any], reports: list[Report], as_json: bool) -> None:
 
 
 def plain(report: Report) -> dict[str, Any]:
+    """Return the report as JSON types."""
     from dataclasses import asdict
 
     predicted = report.predicted and {
@@ -72,12 +122,12 @@ def plain(report: Report) -> dict[str, Any]:
 
 
 def table(report: Report):
-    """What the compiler counted beside what was estimated, of one device."""
+    """Return a table of what the compiler counted beside the estimate, per device."""
     from rich import box
     from rich.table import Table
 
     out = Table(title=report.title, title_justify="left", title_style="bold", box=box.ROUNDED)
-    out.add_column("of one device", style="cyan")
+    out.add_column("per device", style="cyan")
     out.add_column("compiled", justify="right")
     out.add_column("estimated", justify="right")
     for row in [*_memory(report), *_work(report), *_sent(report), *_time(report)]:
@@ -93,12 +143,12 @@ def _memory(report: Report) -> list[tuple[str, str, str]]:
     counted, total = report.counted.memory, report.counted.total
     rows = [(name, gib(size), estimated.pop(name, "")) for name, size in counted.items()]
     share = f" ({total / report.limit:.0%} of {gib(report.limit)})" if report.limit and counted else ""
-    whole = ("memory in all", gib(total) + share if counted else "not said", estimated.pop("memory in all", ""))
+    whole = ("memory in all", gib(total) + share if counted else "unknown", estimated.pop("memory in all", ""))
     return [*((name, "", size) for name, size in estimated.items()), *rows, whole]
 
 
 def _work(report: Report) -> list[tuple[str, str, str]]:
-    """As XLA counts them: a loop (microsteps, equal layers) once, and nothing inside of a Pallas kernel."""
+    """Return FLOPs and bytes as XLA counts them: a loop body once, and nothing inside a Pallas kernel."""
     each = _count(report.estimated.get("FLOPs"))
     rows = [("FLOPs, a loop once", _count(report.counted.flops), each)]
     rows += [("bytes accessed, a loop once", _count(report.counted.bytes), "")]
@@ -122,7 +172,7 @@ def _time(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _count(value: float | None) -> str:
-    return "not said" if value is None else f"{value:.3g}"
+    return "unknown" if value is None else f"{value:.3g}"
 
 
 def _seconds(value: float) -> str:
@@ -130,4 +180,5 @@ def _seconds(value: float) -> str:
 
 
 def gib(size: float) -> str:
+    """Return a size in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

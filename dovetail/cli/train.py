@@ -1,0 +1,194 @@
+"""`dovetail pretrain`, `sft`, `dpo`, `distill`, `reward` and `rl`: train a model from a recipe or from options."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dovetail.core.errors import UserError
+
+RECIPE = typer.Argument(
+    None,
+    metavar="[RECIPE]",
+    help="Name of a shipped recipe (`dovetail recipes` lists them) or YAML file. Not needed with --model and --data.",
+)
+OVERRIDES = typer.Argument(
+    None, metavar="[KEY=VALUE]...", help="Overrides, such as optimizer.lr=2e-4 steps=500 lora.r=16."
+)
+MODEL = typer.Option(
+    "", "--model", help="Model to train: folder, .gguf file, hub id or catalogue name; short for model=."
+)
+DATA = typer.Option("", "--data", help="Training data: file, folder or dataset of the hub; short for data.path=.")
+RUN_DIR = typer.Option("", "--run-dir", help="Folder of the run. Default: runs/RECIPE or runs/MODEL.")
+EXPORT = typer.Option(None, "--export-hf", min=1, help="Steps between exports to a Hugging Face folder.")
+SHOW_CONFIG = typer.Option(
+    False, "--show-config", help="Print every key with its value, default and meaning, and exit."
+)
+QUIET = typer.Option(False, "--quiet", help="Do not show progress.")
+NO_RECIPE = "-"  # in the spec of a job that gives overrides alone
+HEAD = ("key", "value", "default", "meaning")
+WIDEST = 32  # columns; a longer value shifts only its own line
+
+
+def _command(name: str, help: str) -> Callable[..., None]:
+    """Return the command of one kind of training; all take the same options."""
+
+    def command(
+        recipe: str = RECIPE,
+        overrides: list[str] = OVERRIDES,
+        model: str = MODEL,
+        data: str = DATA,
+        run_dir: str = RUN_DIR,
+        export_hf: int = EXPORT,
+        show_config: bool = SHOW_CONFIG,
+        quiet: bool = QUIET,
+    ) -> None:
+        found, words = _words(name, recipe, overrides, model, data)
+        words += [f"checkpoint.export_hf={export_hf}"] if export_hf else []
+        if show_config:
+            cls = settings_class(name)
+            print_config(cls, read_settings(cls, found, words) if found or words else None)
+            return
+        from dovetail.core.host import process_age
+
+        code = run(name, found, words, run_dir, show=not quiet, age=process_age())
+        if code:
+            raise typer.Exit(code)
+
+    command.__name__, command.__doc__ = name, f"{help} Run it again to continue an interrupted run."
+    return command
+
+
+pretrain = _command("pretrain", "Pretrain a model from random or given weights.")
+sft = _command("sft", "Fine-tune a model on conversations or completions.")
+dpo = _command("dpo", "Train on preferences: DPO, IPO, KTO, ORPO, SimPO.")
+distill = _command("distill", "Distill a larger model into a smaller one.")
+reward = _command("reward", "Train a reward model on preference pairs.")
+rl = _command("rl", "Train with rewards on sampled completions: GRPO, DAPO, GSPO, RLOO, PPO.")
+
+
+def _words(name: str, recipe: str | None, overrides: list[str] | None, model: str, data: str) -> tuple[str, list[str]]:
+    """Return the recipe, or '', and all overrides. A first word with an = is an override, not a recipe."""
+    words = list(overrides or [])
+    if recipe and "=" in recipe and not Path(recipe).is_file():
+        recipe, words = None, [recipe, *words]
+    words += [f"model={model}"] if model else []
+    if data:
+        words.append(f"data.sources=[{{path: {data}}}]" if name == "pretrain" else f"data.path={data}")
+    return "" if recipe in (None, NO_RECIPE) else recipe, words
+
+
+def settings_class(training: str) -> Any:
+    """Return the settings class of a kind of training."""
+    from dovetail.core.choice import one_of
+    from dovetail.core.recipe import TRAININGS
+
+    one_of("--training", training, TRAININGS)
+    return _kind(training)[0]
+
+
+def read_settings(cls: Any, recipe: str, overrides: list[str]) -> Any:
+    """Return the settings of a recipe with overrides; without a recipe, of the overrides alone."""
+    from dovetail.core import recipe as recipes
+
+    return recipes.create(cls, overrides) if recipe in ("", NO_RECIPE) else recipes.load(recipe, overrides, cls)
+
+
+def _kind(name: str) -> tuple[Any, Any]:
+    """Return the settings class of a training and the function that runs it."""
+    if name == "pretrain":
+        from dovetail.train.pretrain import pretrain_settings
+        from dovetail.train.settings import Pretrain
+
+        return Pretrain, pretrain_settings
+    if name == "rl":
+        from dovetail.tune.rl.rl import rl_settings
+        from dovetail.tune.rl.settings import Rl
+
+        return Rl, rl_settings
+    from dovetail.tune import settings
+    from dovetail.tune.api import OBJECTIVES
+    from dovetail.tune.run import tune_settings
+
+    return getattr(settings, name.capitalize()), partial(tune_settings, objective=OBJECTIVES[name])
+
+
+def run(name: str, recipe: str, overrides: list[str], run_dir: str = "", show: bool = True, age: float = 0.0) -> int:
+    """Train and return the exit code; `age` is the seconds that the process has spent on this run already."""
+    import time
+
+    from rich.console import Console
+
+    from dovetail.cli.errors import last_words
+    from dovetail.cli.progress import bar
+    from dovetail.train.guard.stop import Stop
+    from dovetail.train.pretrain import run_folder
+
+    if not recipe and not overrides:
+        raise UserError(
+            f"expected a recipe or a model to train: dovetail {name} RECIPE, or dovetail {name} --model MODEL --data "
+            "FILE; `dovetail recipes` lists the recipes and --show-config the keys"
+        )
+    since = time.monotonic() - age
+    console = Console(stderr=True, highlight=False)
+
+    def print_line(line: str) -> None:
+        if show:
+            console.print(line, style="dim", soft_wrap=True)
+
+    with Stop(ends_process=True) as stop:
+        cls, train = _kind(name)
+        settings = read_settings(cls, recipe, overrides)
+        folder = Path(run_dir) if run_dir else run_folder(recipe or settings.model, name)
+        told = {} if name == "pretrain" else {"told": print_line}
+        ended = train(
+            settings, folder, stop=stop, since=since, show=show, bar=bar if show else None, last_words=last_words,
+            explain=lambda lines: print_line("\n".join(lines)), **told,
+        )  # fmt: skip
+    if show:
+        _print_end(console, ended)
+    return ended.code
+
+
+def _print_end(console, ended) -> None:
+    """Print how a training ended, in the first process."""
+    import jax
+
+    if jax.process_index():
+        return
+    from dovetail.cli.info import table
+    from dovetail.train.guard.exits import meaning
+    from dovetail.train.report.summary import read, summary
+
+    if ended.code:
+        console.print(meaning(ended.code), style="bold")
+    elif not ended.trained:
+        console.print(
+            f"nothing to train: the run in {ended.folder} has finished its {ended.step:,} steps. Raise steps or epochs "
+            "to continue it, or set another --run-dir for a new run",
+            style="bold", markup=False, soft_wrap=True,
+        )  # fmt: skip
+    page = ended.folder / "report.html"
+    if page.exists():
+        found = read(ended.folder)
+        console.print(table(found.name, summary(found)))
+        console.print(f"report with curves, lost time and recipe: {page}", markup=False, soft_wrap=True)
+
+
+def print_config(cls: type, settings: Any) -> None:
+    """Print the keys of a settings class with the values of `settings`, or the defaults; highlight changed ones."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from dovetail.core.explain import explained
+
+    keys = explained(cls, settings)
+    rows: list[tuple[Any, ...]] = [HEAD, *((key.name, key.value, key.default, key.meaning) for key in keys)]
+    wide = [max(min(len(row[column]), WIDEST) for row in rows) for column in range(3)]
+    styles = ["bold", *("bold cyan" if key.is_set else "" for key in keys)]
+    console = Console(highlight=False)
+    for (*cells, meaning), style in zip(rows, styles, strict=True):
+        padded = "  ".join(cell.ljust(width) for cell, width in zip(cells, wide, strict=True))
+        console.print(Text(f"{padded}  {meaning}".rstrip(), style), soft_wrap=True)

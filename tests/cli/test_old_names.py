@@ -1,0 +1,78 @@
+"""An old or foreign name of an option, flag, recipe key or method is refused, and the error names the present one.
+
+To cover a renamed name, add a line to the table it belongs to.
+"""
+
+import importlib
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.main import app
+from dovetail.cli.options import RENAMED_FLAGS
+from dovetail.cli.train import settings_class
+from dovetail.core import recipe
+from dovetail.core.errors import UserError
+from dovetail.engine.options import EngineOptions
+
+# (training, key that was renamed, its present name)
+RECIPE_KEYS = [
+    ("sft", "lora.rank", "lora.r"),
+    ("sft", "lora.alpha", "lora.lora_alpha"),
+    ("sft", "lora.targets", "lora.target_modules"),
+    ("sft", "lora.rslora", "lora.use_rslora"),
+    ("sft", "lora.dora", "lora.use_dora"),
+    ("sft", "optimizer.clip", "optimizer.max_grad_norm"),
+    ("sft", "learning_rate", "optimizer.lr"),
+    ("dpo", "preference.loss", "preference.loss_type"),
+]
+# (command, its arguments with an old flag, the present flag)
+FLAGS = [
+    ("serve", "--tool-format hermes", "--tool-call-parser"),
+    ("serve", "--reasoning-format qwen3", "--reasoning-parser"),
+    ("serve", "--allow-origin *", "--allowed-origins"),
+    ("serve", "--allow-request-template", "--trust-request-chat-template"),
+    ("serve", "--adapter a=DIR", "--lora-modules"),
+    ("serve", "--no-prefix-caching", "--no-enable-prefix-caching"),
+    ("bench throughput", "--no-multi-step", "--max-decode-steps 1"),
+    ("compile serve", "tiny --topology v5e:2x2 --max-adapters 2", "--max-loras"),
+    ("eval", "tiny --tasks loss --tensor-parallel=2", "--tensor-parallel-size"),
+    ("chat", "--memory-fraction 0.5", "--gpu-memory-utilization"),
+    ("plan serve", "tiny --on h200x1 --tensor-parallel 2", "--tensor-parallel-size"),
+]
+# (where the attribute was, its old name, its present name)
+ATTRIBUTES: list[tuple[str, str, str]] = []
+
+
+@pytest.mark.parametrize("old, new", EngineOptions.RENAMED.items())
+def test_an_engine_option_in_python(old, new):
+    with pytest.raises(UserError, match=f"no option {old!r}: it is called {new!r}") as caught:
+        EngineOptions.of({old: 1})
+    assert caught.value.param == old
+
+
+@pytest.mark.parametrize("old, new", RENAMED_FLAGS.items())
+def test_a_flag_of_serve(old, new):
+    """Every flag of the table, on the command that has all the options."""
+    result = CliRunner().invoke(app, ["serve", old, "1"])
+    assert isinstance(result.exception, UserError) and str(result.exception).endswith(f"it is called {new}")
+
+
+@pytest.mark.parametrize("command, arguments, new", FLAGS)
+def test_a_flag(command, arguments, new):
+    result = CliRunner().invoke(app, [*command.split(), *arguments.split()])
+    assert isinstance(result.exception, UserError), result.output
+    assert str(result.exception).endswith(f"it is called {new}")
+
+
+@pytest.mark.parametrize("training, old, new", RECIPE_KEYS)
+def test_a_recipe_key(training, old, new):
+    with pytest.raises(UserError, match=rf"{old} is not a key\. Did you mean {new}\?"):
+        recipe.create(settings_class(training), ["model=tiny", f"{old}=1"])
+
+
+@pytest.mark.parametrize("where, old, new", ATTRIBUTES)
+def test_an_attribute(where, old, new):
+    module, _, name = where.rpartition(".")
+    with pytest.raises((AttributeError, TypeError), match=new):
+        getattr(getattr(importlib.import_module(module), name), old)
