@@ -35,8 +35,8 @@ def main(folder: str) -> None:
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)  # all have these weights
     llm = LLM.from_weights(cfg, rounded, options)
     found = llm.generate(prompts, asked, progress=False)
-    tokens = np.asarray([list(p) + list(f.completions[0].token_ids) for p, f in zip(prompts, found, strict=True)])
-    sampler = np.stack([f.completions[0].logprobs.array for f in found])
+    tokens = np.asarray([list(p) + list(f.outputs[0].token_ids) for p, f in zip(prompts, found, strict=True)])
+    sampler = np.stack([f.outputs[0].logprobs.array for f in found])
     llm.sleep(2)
     of = {"sampler, bf16": sampler}
     for name, compute, precision in (("trainer, bf16", "bf16", None), ("trainer, f32", "f32", "highest")):

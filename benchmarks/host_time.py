@@ -116,7 +116,7 @@ def rollout(
     finally:
         gc.enable()
         engine_module.keep_logprobs = keep
-    count = sum(len(each.token_ids) for output in outputs for each in output.completions)
+    count = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     assert count == rows * tokens, count
     seconds = watch.seconds
     inner = sum(seconds[name] for name in ("schedule", "commit", "logprobs", "launch"))

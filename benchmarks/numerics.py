@@ -219,7 +219,7 @@ def engine(folder: str, dtype: str, truth: Peer, peer: Peer) -> tuple[np.ndarray
     )
     distances: tuple[list, list] = ([], [])
     for output in llm.generate(documents((200, 77, 130, 31, 180, 101, 149, 60), 9), params, progress=False):
-        (answer,) = output.completions
+        (answer,) = output.outputs
         tokens = [*output.prompt_token_ids, *answer.token_ids]
         exact, theirs = truth.logprobs(tokens), peer.logprobs(tokens)
         entries = [*(output.prompt_logprobs or ()), *(answer.logprobs or ())]

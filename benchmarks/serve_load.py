@@ -25,7 +25,7 @@ from typing import NamedTuple
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.loop import EngineLoop
-from dovetail.engine.request.outputs import Update
+from dovetail.engine.request.outputs import OutputDelta
 from dovetail.engine.request.params import SamplingParams
 
 MODEL = "smollm2-135m"
@@ -87,18 +87,18 @@ def _offline(clients: int, output: int, seconds: float) -> tuple[dict[str, str],
     assert llm.tokenizer is not None
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    answers = [out.completions[0].text for out in llm.generate(ids, params, progress=False)]
+    answers = [out.outputs[0].text for out in llm.generate(ids, params, progress=False)]
 
     asked = itertools.count()
 
     def ask(engine: Engine, i: int) -> None:
         engine.add(f"{i}-{next(asked)}", ids[i % len(ids)], params)
 
-    def on_updates(updates: list[Update]) -> None:
+    def on_updates(updates: list[OutputDelta]) -> None:
         """On the engine's thread: a client that has its answer asks again."""
         for update in updates:
             if update.output is not None:
-                ask(llm.engine, int(update.id.partition("-")[0]) + 7)
+                ask(llm.engine, int(update.request_id.partition("-")[0]) + 7)
 
     def mark() -> Mark:
         return Mark(time.perf_counter(), llm.stats().generated_tokens, {"engine": time.process_time()})

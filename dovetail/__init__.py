@@ -4,7 +4,7 @@
     m = dt.load("smollm2-135m")
     m.logits(m.tokenizer.encode("Hello"))
     llm = dt.LLM("smollm2-135m")
-    llm.generate(["The capital of France is"], dt.SamplingParams(temperature=0))[0].completions[0].text
+    llm.generate(["The capital of France is"], dt.SamplingParams(temperature=0))[0].outputs[0].text
     dt.pretrain("tiny", steps=20, optimizer={"lr": 1e-3}, run_dir="runs/first").metrics["loss"]
 
 Importing this module imports nothing heavy: jax comes with the first name that needs it.

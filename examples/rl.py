@@ -57,7 +57,7 @@ def exact_match(model: str) -> float:
     llm = dt.LLM(model, max_model_len=32)
     asked = dt.SamplingParams(n=16, max_tokens=4, seed=1)
     answers = llm.generate([f"{a}+{b}=" for a, b in SUMS], asked, progress=False)
-    right = [c.text.strip() == str(a + b) for (a, b), one in zip(SUMS, answers, strict=True) for c in one.completions]
+    right = [c.text.strip() == str(a + b) for (a, b), one in zip(SUMS, answers, strict=True) for c in one.outputs]
     return float(np.mean(right))
 
 

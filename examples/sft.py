@@ -33,7 +33,7 @@ def exact_match(model: str) -> float:
     chats = [[{"role": "user", "content": ask(word)}] for word in UNSEEN]
     ids = [llm.tokenizer.encode_chat(chat) for chat in chats]
     answers = llm.generate(ids, dt.SamplingParams(temperature=0, max_tokens=16), progress=False)
-    texts = [answer.completions[0].text.strip() for answer in answers]
+    texts = [answer.outputs[0].text.strip() for answer in answers]
     print("  " + "  ".join(texts[:3]))
     return sum(text == form(word) for text, word in zip(texts, UNSEEN, strict=True)) / len(UNSEEN)
 

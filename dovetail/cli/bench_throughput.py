@@ -103,7 +103,7 @@ def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int)
             engine.add(id, prompts[len(asked)], params)
             asked[id] = start + moments[len(asked)]
         for update in engine.step(prompts_first=at_once):
-            id, now = update.id, time.perf_counter()
+            id, now = update.request_id, time.perf_counter()
             first.setdefault(id, now)
             if update.finished:
                 last[id] = now

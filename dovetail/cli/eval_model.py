@@ -144,9 +144,7 @@ class Judge:
         for start in range(0, len(prompts), AT_ONCE):
             part = slice(start, start + AT_ONCE)
             found += self.llm.generate(prompts[part], params[part])
-        return [
-            _until(self.tokenizer.decode(out.completions[0].token_ids), s) for out, s in zip(found, stops, strict=True)
-        ]
+        return [_until(self.tokenizer.decode(out.outputs[0].token_ids), s) for out, s in zip(found, stops, strict=True)]
 
     def _prompt_logprobs(self, prompts: Sequence[Sequence[int]]) -> list[tuple]:
         from dovetail.engine.request.params import SamplingParams

@@ -1,30 +1,40 @@
-"""The controls of a running engine, each declared once: the method that carries it out, and what that needs. An
-EngineLoop calls them by name, a server's process carries name and arguments to one, and the HTTP routes name them."""
+"""The controls of a running engine, each declared once, and the errors that callers catch. Plain data, no jax.
+
+An EngineLoop calls controls by name; a server's process passes name and arguments on to it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dovetail.core.errors import UserError
+
+
+class EngineDied(RuntimeError):
+    """The engine has ended; the cause is the `__cause__` if known, or None if the engine was stopped."""
+
 
 class Later(Exception):
-    """Raised by a control's method that has to wait for requests to end: an EngineLoop calls it again."""
+    """Raised by a control's method that must wait for requests to end; an EngineLoop calls it again."""
 
 
-class InUse(ValueError):
-    """Requests under way need what a control, which was asked not to wait for them, would change."""
+class InUse(UserError):
+    """Refuse a control that was told not to wait, because requests in progress need what it would change."""
 
 
 @dataclass(frozen=True)
 class Control:
-    method: str  # of Engine; called on the engine's thread, between two steps
-    idle: bool = False  # no step may be under way: their tokens are taken in first
-    prepare: str | None = None  # of Engine too: makes the method's arguments beforehand, on the caller's thread
-    change: str | None = None  # what a request is told meanwhile, where no request is answered afterwards
+    """One control."""
+
+    method: str  # of Engine; called on the engine's thread between two steps
+    idle: bool = False  # whether steps in flight are committed first
+    prepare: str | None = None  # of Engine; makes the method's arguments beforehand, on the caller's thread
+    change: str | None = None  # the message for requests that arrive meanwhile, if none is answered afterwards
 
 
 CONTROLS = {
     "sleep": Control("sleep", idle=True, change="the engine is going to sleep"),
-    "wake": Control("wake"),
+    "wake_up": Control("wake_up"),
     "pause": Control("pause", idle=True, change="the engine is being paused"),
     "resume": Control("resume"),
     "reset_prefix_cache": Control("reset_prefix_cache"),
@@ -34,7 +44,3 @@ CONTROLS = {
     "adapter_unused": Control("await_unused"),
     "adapter_place": Control("await_place"),
 }
-
-
-class EngineDied(RuntimeError):
-    """The engine has ended: what it died of is the __cause__, where it is known; None if it was stopped."""

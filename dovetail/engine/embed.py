@@ -19,7 +19,7 @@ import numpy as np
 from dovetail.core.compute import Compute
 from dovetail.core.errors import UserError
 from dovetail.core.types import Packed, Params
-from dovetail.engine.device.runner import form_of
+from dovetail.engine.device.runner import abstract_of
 from dovetail.engine.engine import Engine
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import forward, score
@@ -92,7 +92,7 @@ class Embedder:
                 static = dict(cfg=engine.cfg, wanted=wanted, context=context, compute=engine.runner.compute)
                 run = jax.jit(functools.partial(_embed, **static))
                 tokens, count = jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-                form = form_of(engine.runner.params)
+                form = abstract_of(engine.runner.params)
                 self._compiled[size, wanted] = run.lower(form, tokens, count, count).compile()
             return self._compiled[size, wanted]
 

@@ -1,7 +1,7 @@
-"""The engine: requests in, tokens out, a step at a time.
+"""The engine: requests in, tokens out, one step at a time.
 
-A step is scheduled and launched while the one before it runs; then the earlier one's tokens are fetched and committed.
-So the device always has a step to go on with, and the host's work is hidden behind it.
+A step is planned and launched while the previous one runs; then the previous one's tokens are fetched and committed. So
+the device always has the next step queued, and the host's work is hidden behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError, UserError
 from dovetail.core.types import Params, Weights
 from dovetail.engine.controls import Later
 from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
@@ -31,37 +31,39 @@ from dovetail.engine.device.runner import Asleep, Runner, drop_weights, put_to_s
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.request.intake import Intake, Prompt
 from dovetail.engine.request.outputs import (
-    Completion,
+    CompletionOutput,
+    OutputDelta,
+    PartialOutput,
     RequestOutput,
-    Update,
-    Written,
     completion_of,
-    go_on,
-    take_in,
-    update_of,
-    updates_of,
-    written_of,
+    delta_of,
+    deltas_of,
+    partial_output,
+    record_gains,
+    resume,
 )
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status
 from dovetail.engine.request.stops import Stops
-from dovetail.engine.request.text import Text
-from dovetail.engine.schedule.plan import Limits, StepPlan
+from dovetail.engine.request.text import OutputText
+from dovetail.engine.schedule.plan import StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
-from dovetail.engine.stats import Stats
+from dovetail.engine.stats import EngineStats
 from dovetail.io.hub import Progress
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish
 
-NOTHING: Mapping[int, Written] = {}
 _REQUEST = attrgetter("seq.request")
-QUIET_SECONDS = 0.5  # without a newcomer amid the work, before several steps are dispatched: those in a row start soon
+QUIET_SECONDS = 0.5  # without a new request before several steps are dispatched at once: a new one starts sooner
 
 
 class Engine:
-    """One model on one host. Not thread-safe: an EngineLoop gives it a thread of its own."""
+    """Run one model on one host.
+
+    Not thread-safe: an EngineLoop gives it a thread of its own. Methods that any thread may call say so.
+    """
 
     def __init__(
         self,
@@ -81,11 +83,11 @@ class Engine:
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
         self._max_decode_steps = max_decode_steps
         self.pace = pace or Pace(scheduler.config.max_num_batched_tokens)
-        self._newcomer = float("-inf")  # when the last one came while others ran
+        self._newcomer = float("-inf")  # when a request last arrived while others ran
         self._inflight: deque[LaunchedStep] = deque()
-        self._answers: dict[str, list[Sequence]] = {}
+        self._requests: dict[str, list[Sequence]] = {}
         self._asleep: Asleep | None = None
-        self._dropped = False  # a sleep of level 2 has dropped the weights, and no others have come
+        self._dropped = False  # sleep(level=2) dropped the weights and no new ones have come
         self._paused = False
         self._generated = self._steps = self._computed = self._padding = 0
         self.predicted: Predictor = predictor(self.cfg, runner.compute, runner.programs.devices)
@@ -93,78 +95,126 @@ class Engine:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def add(
-        self, id: str, prompt: Prompt, params: SamplingParams, written: Mapping[int, Written] = NOTHING, **more: Any
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        partial: Mapping[int, PartialOutput] | None = None,
+        **more: Any,
     ) -> None:
-        """Queue a request (see Intake.request); a bad one is refused here, before anything of it exists. `written`: of
-        those of its n that go on from somewhere, what they have already."""
-        self.enqueue(self.intake.request(id, prompt, params, **more), written)
+        """Check and queue a request.
 
-    def enqueue(self, request: Request, written: Mapping[int, Written] = NOTHING) -> None:
-        if request.id in self._answers:
-            raise UserError(f"a request {request.id!r} is under way already")
+        Args:
+            id: The request's id.
+            prompt: Text or token ids.
+            params: The sampling parameters.
+            partial: For sequences that continue from earlier tokens: index -> those tokens.
+            **more: See `Intake.request`.
+
+        Raises:
+            RequestError: If the request cannot be run; nothing of it is kept.
+        """
+        self.enqueue(self.intake.request(id, prompt, params, **more), partial)
+
+    def enqueue(self, request: Request, partial: Mapping[int, PartialOutput] | None = None) -> None:
+        """Queue a request that `Intake.request` has checked."""
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is already in use", param="request_id")
         if request.adapter:  # it may have been replaced since the request was checked
             request = replace(request, adapter=self.runner.adapters.find(request.adapter.name))
         sequences = [Sequence(request, index) for index in range(request.params.n)]
         try:
             for seq in sequences:
                 self._prepare(seq)
-                if seq.index in written:
-                    go_on(seq, written[seq.index])
+                if partial and seq.index in partial:
+                    resume(seq, partial[seq.index])
                 self.scheduler.add(seq)
         except BaseException:  # all n or none
             self.scheduler.abort(request.id)
             raise
-        self._answers[request.id] = sequences
+        self._requests[request.id] = sequences
         if self._inflight:
             self._newcomer = time.monotonic()
 
-    def abort(self, id: str, index: int | None = None) -> list[Update]:
-        """End a request, or that one of its n, at any moment: the last updates of those of its sequences that were not
-        done. A request is forgotten with the last of them; an unknown id is nothing to forget."""
-        wanted = [seq for seq in self._answers.get(id, ()) if index is None or seq.index == index]
+    def _prepare(self, seq: Sequence) -> None:
+        params = seq.request.params
+        if self.tokenizer is not None and seq.request.text:
+            detokenizer = self.tokenizer.stream(context=seq.request.prompt[-8:])
+            seq.text = OutputText(detokenizer, params.stop, params.include_stop_str_in_output)
+        self.stops.watch(seq)
+        self.sampler.start(seq)
+
+    def abort(self, id: str, index: int | None = None) -> list[OutputDelta]:
+        """End a request, or one of its n sequences, at any time.
+
+        Returns:
+            The last deltas of the sequences that had not ended. An unknown id gives none.
+        """
+        wanted = [seq for seq in self._requests.get(id, ()) if index is None or seq.index == index]
         ended = [seq for seq in wanted if seq.status is not Status.FINISHED]
         for seq in ended:
             self.scheduler.finish(seq, "abort")
         now = time.monotonic()
-        updates = self.close([update_of(seq, [], now) for seq in ended])
+        deltas = self.close([delta_of(seq, [], now) for seq in ended])
         if index is None:
-            self._answers.pop(id, None)
-        return updates
+            self._requests.pop(id, None)
+        return deltas
+
+    def fail_all(self, message: str) -> list[OutputDelta]:
+        """End every request with an internal error and reset the scheduler and what steps share.
+
+        The weights, adapters and compiled steps stay. Results of steps in flight are dropped.
+
+        Returns:
+            The last deltas of all sequences, with finish_reason "error".
+        """
+        self._inflight.clear()
+        self.scheduler = Scheduler(self.scheduler.config)
+        self.runner.renew()
+        self.sampler.release()
+        self.pace.rest()
+        failed = [seq for each in self._requests.values() for seq in each if seq.status is not Status.FINISHED]
+        self._requests.clear()
+        for seq in failed:
+            seq.status, seq.finish_reason, seq.error, seq.text = Status.FINISHED, "error", message, None
+        now = time.monotonic()
+        return [delta_of(seq, [], now) for seq in failed]
 
     @property
     def has_work(self) -> bool:
+        """Return whether a request is unfinished or a step is in flight."""
         return bool(self._inflight) or self.scheduler.has_work
 
     def is_done(self, id: str) -> bool:
-        return all(seq.status is Status.FINISHED for seq in self._answers[id])
+        """Return whether all sequences of a request have ended."""
+        return all(seq.status is Status.FINISHED for seq in self._requests[id])
 
     def output(self, id: str) -> RequestOutput:
-        """The finished request; it is forgotten with this."""
-        sequences = self._answers.pop(id)
+        """Return the output of a finished request and forget the request."""
+        sequences = self._requests.pop(id)
         completions = tuple(completion_of(seq, self.runner.weights.version) for seq in sequences)
         first = sequences[0]
         request, scores = first.request, prompt_logprobs(first)
         return RequestOutput(id, request.prompt, completions, first.cached_tokens, scores, request.adapter)
 
-    def completion(self, id: str, index: int) -> Completion:
-        """Of one of a request's n that is done, while others may not be."""
-        return completion_of(self._answers[id][index], self.runner.weights.version)
+    def completion(self, id: str, index: int) -> CompletionOutput:
+        """Return one finished completion of a request whose others may go on."""
+        return completion_of(self._requests[id][index], self.runner.weights.version)
 
-    def written(self, id: str, index: int, tokens: int = 0, parts: int = 0) -> Written:
-        """What one of a request's n has so far, beyond the first `tokens` in `parts` (see written_of)."""
-        return written_of(self._answers[id][index], tokens, parts)
+    def partial_output(self, id: str, index: int, tokens: int = 0, parts: int = 0) -> PartialOutput:
+        """Return what a sequence has so far after its first `tokens` tokens (see `outputs.partial_output`)."""
+        return partial_output(self._requests[id][index], tokens, parts)
 
-    def close(self, updates: list[Update]) -> list[Update]:
-        """The same updates, but where a request is done with them its last one brings the output, and it is
-        forgotten."""
-        last = {update.id: i for i, update in enumerate(updates) if update.finish_reason}
+    def close(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Forget the requests that ended with these deltas; their last delta gets the prompt's log-probabilities."""
+        last = {delta.request_id: i for i, delta in enumerate(deltas) if delta.finish_reason}
         for id, i in last.items():
             if self.is_done(id):
-                updates[i] = updates[i]._replace(output=self.output(id))
-        return updates
+                deltas[i] = deltas[i]._replace(prompt_logprobs=self.output(id).prompt_logprobs)
+        return deltas
 
-    def stats(self) -> Stats:
-        """A snapshot; any thread may ask for it."""
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the engine's state and counters; any thread may call this."""
         now = self.scheduler.stats()
         context = now.pages_used * self.scheduler.config.page_size / max(1, now.running)
         predicted = self.predicted.decode(now.running, context)
@@ -186,26 +236,44 @@ class Engine:
     # --- weights and memory -------------------------------------------------------------------------------------------
 
     def update_weights(self, params: Params, keep_cache: bool = False) -> int:
-        """Swap the weights between two steps, also asleep; their version. They come as `dt.load` gives them or as a
-        trainer has them (see models.publish) and are copied: a train step may donate its own."""
-        self._check_idle("weights are swapped")
+        """Replace the weights between two steps, also while asleep.
+
+        Args:
+            params: Weights as `dt.load` returns them or as a trainer has them (see models.publish). They are copied,
+                so that a train step may donate its own.
+            keep_cache: See `swap_weights`.
+
+        Returns:
+            The new version.
+        """
+        self._check_idle("weights are replaced")
         return self.swap_weights(self.published(params), keep_cache)
 
     def published(self, params: Params, take: bool = False) -> Params:
-        """In the form that the steps are compiled for (see models.publish); any thread may ask for it."""
+        """Return weights in the layout that the steps are compiled for (see models.publish); for any thread."""
         return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
 
     def read_weights(self, path: str, *more: Any) -> tuple[Any, ...]:
-        """The arguments of swap_weights, with weights from a path; any thread may ask for it. Both versions are in
-        memory until the new one is in place, unless the engine sleeps."""
+        """Read weights and return the arguments of `swap_weights`; any thread may call this.
+
+        Both versions are in memory until the new one is in place, unless the engine sleeps.
+        """
         params = load(path, self.runner.compute.dtype, self.runner.placement).params
         return self.published(params, take=True), *more
 
     def swap_weights(self, published: Params, keep_cache: bool = False, version: int | None = None) -> int:
-        """Take published weights; their version, one more than before unless given. Whoever begins later finds nothing
-        that the old ones computed. Those that run compute their tokens so far again, as if the new weights had been
-        given them; with `keep_cache` they go on at once with the keys and values of the old weights."""
-        self._check_idle("weights are swapped")
+        """Replace the weights by published ones and empty the prefix cache.
+
+        Args:
+            published: The result of `published`.
+            keep_cache: Whether running sequences keep the keys and values of the old weights. Otherwise their tokens
+                are computed again with the new weights.
+            version: The new version; by default one more than the old.
+
+        Returns:
+            The new version.
+        """
+        self._check_idle("weights are replaced")
         version = self.runner.weights.version + 1 if version is None else version
         self.runner.weights = Weights(self.runner.adapters.join(published), version)
         self._dropped = False
@@ -214,15 +282,83 @@ class Engine:
         self.reset_prefix_cache()
         return version
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory between two steps.
+
+        The KV pool is freed. Level 1 keeps the weights on the host, level 2 drops them. Running sequences wait and are
+        computed again after `wake_up`.
+        """
+        if level not in (1, 2):
+            raise UserError(f"`level` must be 1 (weights go to the host) or 2 (weights are dropped), got {level!r}",
+                            param="level")  # fmt: skip
+        self._check_idle("the engine goes to sleep")
+        if self._asleep is None:
+            self.scheduler.preempt_all()
+            self.reset_prefix_cache()
+            self.sampler.release()
+            self._asleep = put_to_sleep(self.runner, level)
+        if level == 2:  # also from level 1
+            drop_weights(self.runner)
+            self._asleep, self._dropped = Asleep(2, None), True
+
+    def wake_up(self) -> None:
+        """Allocate the memory again. After level 2, `update_weights` must be called before or after this."""
+        if self._asleep is not None:
+            wake_up(self.runner, self._asleep)
+            self._asleep = None
+
+    @property
+    def sleeping(self) -> int:
+        """Return the level of the sleep; 0 when awake."""
+        asleep = self._asleep  # read once: another thread may ask while this one wakes up
+        return asleep.level if asleep else 0
+
+    def pause(self) -> None:
+        """Take no steps until `resume`. Running sequences keep their pages; new requests wait."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Take steps again after `pause`."""
+        self._paused = False
+
+    @property
+    def blocked(self) -> str | None:
+        """Return why no step can be taken now and what to do; None if one can."""
+        return self.weightless or ("the engine is paused: call resume() first" if self._paused else None)
+
+    @property
+    def weightless(self) -> str | None:
+        """Return why no weights are on the device and what to do; None if they are there."""
+        if self._asleep is not None:
+            return f"the engine is asleep (level {self.sleeping}): call wake_up() first"
+        if self._dropped:
+            return "sleep(level=2) dropped the weights: call update_weights(params) first"
+        return None
+
+    def _check_idle(self, what: str) -> None:
+        if self._inflight:
+            raise UserError(f"{what} between steps: call drain() first and use the deltas it returns")
+
+    def reset_prefix_cache(self) -> None:
+        """Make all cached prefixes unfindable."""
+        self.scheduler.reset_prefix_cache()
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
     def read_adapter(self, name: str, path: str, version: int | None = None) -> tuple[Any, ...]:
-        """The arguments of put_adapter, from a folder as PEFT writes it; any thread may ask for it."""
+        """Read a PEFT folder and return the arguments of `put_adapter`; any thread may call this."""
         return name, self.runner.adapters.read(name, path), version
 
     def put_adapter(self, name: str, values: Params, version: int | None = None) -> int:
-        """Load an adapter and return its version. One of that name is replaced: requests under way keep the old one, in
-        a slot of its own. ValueError if no slot is free."""
+        """Load an adapter, or replace the one of that name, and return its version.
+
+        Requests in progress keep the adapter they started with, in a slot of its own.
+
+        Raises:
+            UserError: If the engine is asleep or no slot is free.
+        """
         if self.sleeping:
-            raise UserError(f"the engine sleeps (level {self.sleeping}): adapters are loaded after wake()")
+            raise UserError(f"the engine is asleep (level {self.sleeping}): call wake_up() before loading an adapter")
         adapters, weights = self.runner.adapters, self.runner.weights
         loaded = adapters.put(name, values, version, self._used_slots())
         params = weights.params if self._dropped else adapters.rewrite(weights.params, values, loaded)
@@ -230,28 +366,31 @@ class Engine:
         return loaded.version
 
     def offer_adapter(self, name: str, values: Params, version: int | None = None) -> int:
-        """`put_adapter`, but return 0 where a slot becomes free when requests under way have ended."""
+        """Load an adapter as `put_adapter` does; return 0 if a slot becomes free when requests have ended."""
         return 0 if self._must_wait(name) and not self.sleeping else self.put_adapter(name, values, version)
 
     def drop_adapter(self, name: str) -> tuple[int, int]:
-        """Unload an adapter: no new request gets it, and those under way keep it, or the one that it replaced. Return
-        its version and how many these are."""
+        """Unload an adapter; requests in progress keep it.
+
+        Returns:
+            The adapter's version, and how many requests still use it or an earlier version.
+        """
         version = self.runner.adapters.drop(name).version
         return version, self._users(name, version)
 
     def await_unused(self, name: str, version: int) -> None:
-        """Wait until no request under way has this version of an adapter or an earlier one; for an EngineLoop."""
+        """Raise Later, for an EngineLoop, while requests use this version of an adapter or an earlier one."""
         if self._users(name, version):
+            raise Later
+
+    def await_place(self, name: str) -> None:
+        """Raise Later, for an EngineLoop, until there is a slot for an adapter of this name."""
+        if self._must_wait(name):
             raise Later
 
     def _users(self, name: str, version: int) -> int:
         requests = {seq.request.id: seq.request.adapter for seq in self._adapted()}
         return sum(bool(each) and each.name == name and each.version <= version for each in requests.values())
-
-    def await_place(self, name: str) -> None:
-        """Wait until there is a slot for an adapter of this name; for an EngineLoop."""
-        if self._must_wait(name):
-            raise Later
 
     def _must_wait(self, name: str) -> bool:
         place = self.runner.adapters.place
@@ -261,77 +400,29 @@ class Engine:
         return {seq.request.adapter.number for seq in self._adapted() if seq.request.adapter}
 
     def _adapted(self) -> Iterator[Sequence]:
-        """The sequences under way that have an adapter, which they keep to their end."""
-        for sequences in self._answers.values():
+        """Yield the unfinished sequences that have an adapter; they keep it to their end."""
+        for sequences in self._requests.values():
             for seq in sequences:
                 if seq.request.adapter and seq.status is not Status.FINISHED:
                     yield seq
 
-    def sleep(self, level: int = 1) -> None:
-        """Give back the device's memory between two steps: the KV pool, and the weights, which level 1 keeps on the
-        host and level 2 drops. Those that run wait, and are computed again after `wake`."""
-        if level not in (1, 2):
-            raise UserError(f"sleep takes level 1 (weights go to the host) or 2 (weights are dropped); got {level!r}")
-        self._check_idle("an engine goes to sleep")
-        if self._asleep is None:
-            self.scheduler.preempt_all()
-            self.reset_prefix_cache()
-            self.sampler.release()
-            self._asleep = put_to_sleep(self.runner, level)
-        if level == 2:  # from level 1 too
-            drop_weights(self.runner)
-            self._asleep, self._dropped = Asleep(2, None), True
+    # --- steps --------------------------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Take the memory again. After level 2 new weights must come, before this or after it."""
-        if self._asleep is not None:
-            wake_up(self.runner, self._asleep)
-            self._asleep = None
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compile the steps that every request needs, and measure how long a step with a prompt takes."""
+        self.pace.set(self.runner.prepare(self.sampler, self.pace.tokens, progress))
 
-    @property
-    def sleeping(self) -> int:
-        """The level; 0: awake."""
-        asleep = self._asleep  # read once: another thread may ask while this one wakes
-        return asleep.level if asleep else 0
+    def step(self, prompts_first: bool = False, ended_only: bool = False) -> list[OutputDelta]:
+        """Plan and launch a step, then commit the previous one.
 
-    def pause(self) -> None:
-        """No more steps until `resume`. What runs keeps its pages, and what comes waits."""
-        self._paused = True
+        Args:
+            prompts_first: Whether steps are as large as possible and wait for their program to be compiled, for the
+                highest throughput. Otherwise no decoding sequence waits for another request.
+            ended_only: Whether to return only the deltas of sequences that ended.
 
-    def resume(self) -> None:
-        self._paused = False
-
-    @property
-    def blocked(self) -> str | None:
-        """Why no step can be taken now, and what to do; None: one can."""
-        return self.weightless or ("the engine is paused: call resume() first" if self._paused else None)
-
-    @property
-    def weightless(self) -> str | None:
-        """Why there are no weights on the device, and what to do; None: they are there."""
-        if self._asleep is not None:
-            return f"the engine sleeps (level {self.sleeping}): call wake() first"
-        if self._dropped:
-            return "sleep(level=2) dropped the weights: give new ones with update_weights(params) first"
-        return None
-
-    def _check_idle(self, what: str) -> None:
-        if self._inflight:
-            raise UserError(f"{what} between steps: call drain() first and take its updates")
-
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefix_cache()
-
-    def drain(self) -> list[Update]:
-        """Take in every step that is under way, planning no further."""
-        return [update for step in _emptied(self._inflight) for update in self._commit(step, step.fetch())]
-
-    # --- the loop -----------------------------------------------------------------------------------------------------
-
-    def step(self, prompts_first: bool = False, ended_only: bool = False) -> list[Update]:
-        """Plan and launch a step (see Scheduler.schedule), then take in the one before it. `ended_only`: the updates of
-        those that it ended, for a caller that waits for outputs. With `prompts_first` steps are as large as they may
-        be, and wait for their program to be compiled; else no sequence that decodes waits for others."""
+        Returns:
+            The deltas of the committed step.
+        """
         if self.blocked:
             raise UserError(self.blocked)
         limits = None if prompts_first else self._limits()
@@ -339,7 +430,7 @@ class Engine:
         if plan is not None:
             try:
                 self._inflight.append(self._launch(plan, waits=limits is None))
-            except BaseException:  # it did not run: nothing may be found, or waited for, that it would have made
+            except BaseException:  # it did not run: undo the plan
                 self.scheduler.withdraw(plan)
                 self.runner.renew()
                 self.sampler.release()
@@ -348,8 +439,16 @@ class Engine:
                 return []
         if not self._inflight:
             return []
-        sampled = self._inflight[0].fetch()  # a step that cannot be fetched stays under way
+        sampled = self._inflight[0].fetch()  # a step whose tokens cannot be fetched stays in flight
         return self._commit(self._inflight.popleft(), sampled, ended_only)
+
+    def drain(self) -> list[OutputDelta]:
+        """Commit every step in flight without launching another."""
+        deltas = []
+        while self._inflight:
+            step = self._inflight.popleft()
+            deltas += self._commit(step, step.fetch())
+        return deltas
 
     def _steps_wanted(self) -> int:
         if self._max_decode_steps == 1 or time.monotonic() - self._newcomer < QUIET_SECONDS:
@@ -358,16 +457,12 @@ class Engine:
         compiled = self.runner.buckets.steps_for(rows)
         return self.runner.steps_ready(rows, max({*steps_in_time(self.pace.decode_seconds)} & {*compiled}))
 
-    def _limits(self) -> Limits | None:
+    def _limits(self) -> StepLimits | None:
         if self.runner.is_warm and self.pace.token_seconds is None:
             return None
         demand = self.scheduler.demand()
         most = self.scheduler.config.max_num_batched_tokens
         return self.runner.limits(demand, min(most, max(self.pace.tokens, demand.decoding + LEAST_TOKENS)))
-
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Compile the steps without which nothing can be answered, and measure how long a prompt's takes."""
-        self.pace.set(self.runner.prepare(self.sampler, self.pace.tokens, progress))
 
     def _launch(self, plan: StepPlan, waits: bool = True) -> LaunchedStep:
         requests = {request.id: request for request in map(_REQUEST, plan.rows)}.values()  # few, if each has many rows
@@ -384,9 +479,9 @@ class Engine:
         self._padding += (launched.padded - tokens) * steps
         return launched
 
-    def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[Update]:
-        """`sampled`: the tokens [steps, S] of the step."""
-        if self.runner.is_compiling:  # beside a compiler a step is slower than it is
+    def _commit(self, launched: LaunchedStep, sampled: np.ndarray, ended_only: bool = False) -> list[OutputDelta]:
+        """Commit the tokens [steps, S] that a step sampled."""
+        if self.runner.is_compiling:  # a step beside a compiler takes longer than usual
             self.pace.rest()
         self.pace.fetched(launched.plan, launched.padded, bool(self._inflight))
         if launched.hidden is not None:
@@ -394,20 +489,5 @@ class Engine:
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
         scores = keep_logprobs(launched, gains)
         now = time.monotonic()
-        self._generated += take_in(gains, now, launched.version)
-        return updates_of(gains, now, scores, ended_only)
-
-    # --- one sequence -------------------------------------------------------------------------------------------------
-
-    def _prepare(self, seq: Sequence) -> None:
-        params = seq.request.params
-        if self.tokenizer is not None and seq.request.text:
-            detokenizer = self.tokenizer.stream(context=seq.request.prompt[-8:])
-            seq.text = Text(detokenizer, params.stop, params.include_stop_str_in_output)
-        self.stops.watch(seq)
-        self.sampler.start(seq)
-
-
-def _emptied(queue: deque) -> Iterator[Any]:
-    while queue:
-        yield queue.popleft()
+        self._generated += record_gains(gains, now, launched.version)
+        return deltas_of(gains, now, scores, ended_only)

@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.json_schema import closed
-from dovetail.engine.request.params import Structured
+from dovetail.engine.request.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def _reason(error: str, what: str) -> str:
     )
 
 
-def compile(structured: Structured, tokenizer: Tokenizer) -> Grammar:
+def compile(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Grammar:
     """The grammar, from a cache by content; ValueError with llguidance's own words for one that it does not take."""
     made = _compilers.get(tokenizer)
     if made is None:
@@ -117,7 +117,7 @@ def compile(structured: Structured, tokenizer: Tokenizer) -> Grammar:
 
 
 def masks(
-    structured: Structured, tokenizer: Tokenizer, output: Iterable[int], vocab: int, eos_ids: Iterable[int]
+    structured: StructuredOutputsParams, tokenizer: Tokenizer, output: Iterable[int], vocab: int, eos_ids: Iterable[int]
 ) -> Iterator[np.ndarray]:
     """The bits [W] uint32 that were set when each token of an output was sampled, as the sampler had them: where the
     grammar cannot go on, those of the end tokens."""
@@ -225,7 +225,7 @@ _stack_lock = threading.Lock()
 _compilers: WeakKeyDictionary[Tokenizer, _Compiler] = WeakKeyDictionary()
 
 
-def _source(structured: Structured) -> str:
+def _source(structured: StructuredOutputsParams) -> str:
     """What is asked, in llguidance's own form."""
     matcher = _llguidance().LLMatcher
     if structured.json is not None:

@@ -1,26 +1,25 @@
-"""LLM: a model to generate with, in one process and one call.
+"""LLM: a model to generate with, in one process.
 
 llm = LLM("smollm2-135m")
 outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
+print(outputs[0].outputs[0].text)
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, overload
 
 import jax
 import numpy as np
 
 from dovetail.core.compute import compute_of
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError, UserError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init
 from dovetail.core.types import Params
@@ -28,10 +27,10 @@ from dovetail.engine.build import build_engine, check_model, compute_for, placem
 from dovetail.engine.embed import Embedder, Pooling
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
-from dovetail.engine.request.outputs import RequestOutput, Update
-from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.stats import Stats
-from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt
+from dovetail.engine.request.outputs import OutputDelta, RequestOutput
+from dovetail.engine.request.params import SamplingParams, renamed_attribute
+from dovetail.engine.stats import EngineStats
+from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.hub import Progress
 from dovetail.io.load import load
@@ -57,7 +56,7 @@ def _with_keywords_of(
 
 
 class LLM:
-    """A model and an engine, in this process.
+    """A model with an engine in this process.
 
     Args:
         model: A folder, .gguf file, hub id or catalogue name.
@@ -97,8 +96,17 @@ class LLM:
         progress: Progress | None = None,
         devices: Many[Any] = (),
     ) -> LLM:
-        """An engine on weights that are in memory: what `dt.load` gives, or a trainer's, f32 masters with an MTP branch
-        too. They are copied: a train step may donate its own. `devices`: in place of jax's first."""
+        """Return an LLM on weights that are in memory.
+
+        Args:
+            config: The model's config.
+            params: Weights as `dt.load` returns them or as a trainer has them, such as f32 masters with an MTP branch.
+                They are copied, so that a train step may donate its own.
+            options: The engine's options.
+            tokenizer: The model's, if it has one.
+            progress: See LLM.
+            devices: The devices to use; by default jax's first.
+        """
         start = time.perf_counter()
         keep_compiled()
         placement = placement_of(options, devices, always=bool(devices))
@@ -120,16 +128,16 @@ class LLM:
         self.config, self.tokenizer, self.options = config, tokenizer, options
         self._adapter_folders = {name: Path(folder) for name, folder in options.lora_modules.items()}
         self.load_seconds = time.perf_counter() - start
-        log.info("read and placed the weights in %.1f s", self.load_seconds)
+        log.info("loaded the weights in %.1f s", self.load_seconds)
         self.engine = build_engine(config, params, options, tokenizer, placement)
         self.runner = self.engine.runner
         self._embedder = Embedder(self.engine, lambda function: function(self.engine))
         self._count = 0
-        self._streams: dict[str, deque[Update]] = {}  # what each open stream has not been given yet
+        self._streams: dict[str, deque[OutputDelta]] = {}  # deltas that each open stream has not yielded yet
         log.info(self.describe())
         began = time.perf_counter()
         if config.scored:
-            pass  # it takes no steps: a score is a forward, compiled when a prompt of its length first comes
+            pass  # it takes no steps: a score is a forward pass, compiled when a prompt of its length first comes
         elif options.warm_up if options.warm_up is not None else jax.default_backend() != "cpu":
             with compiling(self.describe(), progress) as report:
                 self.runner.warm_up(self.engine.sampler, report)
@@ -140,8 +148,10 @@ class LLM:
         self.start_seconds = time.perf_counter() - start
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """Have what no answer can do without before the first request comes, where the start has not compiled all: on a
-        CPU. A server does this before it is ready."""
+        """Compile what every request needs, if the start did not compile all steps (on a CPU).
+
+        A server calls this before it is ready.
+        """
         if not self.runner.is_warm and not self.config.scored:
             began = time.perf_counter()
             with compiling(self.describe(), progress) as report:
@@ -151,33 +161,45 @@ class LLM:
 
     def _log_steps(self, began: float) -> None:
         compiled, seconds = self.runner.steps.compilations.begun, time.perf_counter() - began
-        log.info("%d steps ready after %.1f s, of which %d were compiled", len(self.runner.steps), seconds, compiled)
+        log.info("%d steps ready after %.1f s, %d of them compiled", len(self.runner.steps), seconds, compiled)
 
     def generate(
         self,
         prompts: Prompt | Many[Prompt],
-        params: SamplingParams | Many[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Many[SamplingParams] | None = None,
         progress: bool | None = None,
         adapter: str | Many[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. A prompt is text or token ids. Many prompts show a bar. `adapter`: the name
-        of one that is loaded, or a list of names, with None for the model alone."""
+        """Generate completions of one or many prompts.
+
+        Args:
+            prompts: Text or token ids, or a list of them.
+            sampling_params: For all prompts, or one per prompt.
+            progress: Whether to show a bar; by default for more than 8 prompts.
+            adapter: The name of a loaded adapter, or one name per prompt (None: the base model).
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            RequestError: If a prompt or parameter is refused; then nothing is generated.
+        """
         many = as_many(prompts)
-        each = (
-            list(params) if isinstance(params, Many) else [SamplingParams() if params is None else params] * len(many)
-        )
-        adapters = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
-        for count, what in ((len(each), "sampling params"), (len(adapters), "adapters")):
-            if count != len(many):
-                raise UserError(f"{len(many)} prompts but {count} {what}")
+        if sampling_params is None or not isinstance(sampling_params, Many):
+            sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(many)
+        adapters = self._adapters_for(adapter, len(many))
+        if len(sampling_params) != len(many):
+            count = f"got {len(sampling_params)} for {len(many)}"
+            raise RequestError(f"expected one `sampling_params` per prompt, {count}", param="sampling_params")
         with without_collection():
-            return self._finish(self._add(many, each, adapters), len(many) > 8 if progress is None else progress)
+            ids = self._add(many, sampling_params, adapters)
+            return self._finish(ids, len(many) > 8 if progress is None else progress)
 
     @overload
     def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         tools: Tools = None,
         adapter: str | None = None,
         **template: Any,
@@ -186,28 +208,58 @@ class LLM:
     def chat(
         self,
         messages: Many[Conversation],
-        params: SamplingParams | Many[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Many[SamplingParams] | None = None,
         tools: Tools = None,
         adapter: str | Many[str | None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]: ...
-    def chat(self, messages: Any, params: Any = None, tools: Tools = None, adapter: Any = None, **template: Any) -> Any:
-        """The answer to a conversation (a list of messages), through the chat template of the model, or of the adapter
-        where its folder has one; to a list of conversations, the list of their answers."""
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        tools: Tools = None,
+        adapter: Any = None,
+        **template: Any,
+    ) -> Any:
+        """Generate the next message of one or many conversations.
+
+        Args:
+            messages: A list of messages (dicts with role and content), or a list of such lists.
+            sampling_params: For all conversations, or one per conversation.
+            tools: Tools in OpenAI's format, for the chat template.
+            adapter: See `generate`. An adapter whose folder has a chat template uses that one.
+            **template: Further variables of the chat template.
+
+        Returns:
+            The output, or for a list of conversations the list of outputs.
+
+        Raises:
+            RequestError: If the messages or a parameter are refused.
+        """
         one = is_conversation(messages)
-        if one and isinstance(params, Many):
-            raise UserError(f"one conversation takes one SamplingParams; got {len(params)}")
+        if one and isinstance(sampling_params, Many):
+            raise RequestError(
+                f"one conversation takes one `sampling_params`, got {len(sampling_params)}", param="sampling_params"
+            )
         many = [messages] if one else messages
-        adapters = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(adapters) != len(many):
-            raise UserError(f"expected one adapter per conversation, got {len(adapters)} for {len(many)}")
+        adapters = self._adapters_for(adapter, len(many))
         prompts = [self._chat_tokens(*each, tools, template) for each in zip(many, adapters, strict=True)]
-        outputs = self.generate(prompts, params, adapter=adapter)
+        outputs = self.generate(prompts, sampling_params, adapter=adapter)
         return outputs[0] if one else outputs
 
     def embed(self, prompts: Prompt | Many[Prompt], pooling: Pooling = "mean") -> np.ndarray:
-        """[prompts, model dim] f32: for each a vector of length 1, pooled from its final hidden states, as a server's
-        /v1/embeddings has it."""
+        """Return one vector of length 1 per prompt, pooled from its final hidden states.
+
+        Args:
+            prompts: Text or token ids, or a list of them.
+            pooling: "mean" over the prompt's tokens, or "last".
+
+        Returns:
+            [prompts, model dim] f32, as the server's /v1/embeddings.
+
+        Raises:
+            RequestError: If a prompt is refused.
+        """
         tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]
         return np.asarray(self._embedder.embed(tokens, pooling), np.float32).reshape(len(tokens), self.config.dim)
 
@@ -217,108 +269,145 @@ class LLM:
         tools: Tools = None,
         **template: Any,
     ) -> np.ndarray:
-        """[prompts] f32, of a reward model: the score of each text, list of token ids or conversation, read at its last
-        token. A conversation goes through the chat template, as whole as its training saw it. A text is taken as it
-        is: where it was trained with an end-of-text token, it must have one here too."""
+        """Return the score that a reward model gives each text, list of token ids or conversation at its last token.
+
+        Args:
+            prompts: Texts or token ids are used as they are, so that an end-of-text token which training added must be
+                added here too. Conversations go through the chat template as in training.
+            tools: Tools of the conversations.
+            **template: Further variables of the chat template.
+
+        Returns:
+            [prompts] f32.
+
+        Raises:
+            RequestError: If a prompt is refused, or the model is not a reward model.
+        """
         if holds_messages(prompts):
             many = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
             whole = {"add_generation_prompt": False, **template}
             tokens = [self._chat_tokens(each, None, tools, whole) for each in many]
         elif tools or template:
-            raise UserError("tools and what a chat template reads go with conversations; got texts or token ids")
+            raise RequestError("`tools` and template variables require conversations, got texts or token ids")
         else:
             tokens = [self.engine.intake.encode(each) for each in as_many(prompts)]  # type: ignore[arg-type]
         return np.asarray(self._embedder.score(tokens), np.float32)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None
-    ) -> Iterator[Update]:
-        """The updates of one prompt as its tokens come. Leaving the loop early aborts it."""
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, adapter: str | None = None
+    ) -> Iterator[OutputDelta]:
+        """Yield the deltas of one prompt as its tokens come; leaving the loop early aborts the request.
+
+        Args:
+            prompt: Text or token ids.
+            sampling_params: The sampling parameters.
+            adapter: The name of a loaded adapter.
+
+        Raises:
+            RequestError: If the prompt or a parameter is refused.
+        """
         one = as_many(prompt)
         if len(one) != 1:
-            raise UserError(f"stream takes one prompt, text or token ids; got {len(one)}")
-        (id,) = self._add(one, [params or SamplingParams()], [adapter])
-        updates = self._streams[id] = deque()
+            raise RequestError(f"stream takes one prompt, got {len(one)}", param="prompt")
+        (id,) = self._add(one, [sampling_params or SamplingParams()], [adapter])
+        deltas = self._streams[id] = deque()
         try:
-            while updates or not self.engine.is_done(id):
-                if not updates:
+            while deltas or not self.engine.is_done(id):
+                if not deltas:
                     self._step()
-                while updates:
-                    yield updates.popleft()
+                while deltas:
+                    yield deltas.popleft()
         finally:
             del self._streams[id]
             self.engine.abort(id)
 
     def describe(self) -> str:
-        """What there is room for, in a line."""
+        """Return a line with the size of the KV cache."""
         config = self.engine.scheduler.config
         tokens = config.num_pages * config.page_size
         many = f"{tokens / config.max_model_len:,.1f} sequences of {config.max_model_len:,}"
         return f"{config.num_pages:,} KV pages of {config.page_size} tokens, room for {many}"
 
     def prediction(self) -> str:
-        """How fast it should decode, in a line, or why that is not known."""
+        """Return a line with the predicted decode throughput, or why it is unknown."""
         config = self.engine.scheduler.config
-        return self.engine.predicted.says(config.max_num_seqs, min(1024, config.max_model_len))
+        return self.engine.predicted.describe(config.max_num_seqs, min(1024, config.max_model_len))
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
+        """Return the engine's state and counters."""
         return self.engine.stats()
 
     # --- weights and memory -------------------------------------------------------------------------------------------
 
     def update_weights(self, params: Params) -> int:
-        """New weights, as `dt.load` gives them or as a trainer has them; their version. They are copied."""
+        """Replace the weights by a copy of `params`, as `dt.load` returns them or as a trainer has them.
+
+        Returns:
+            The new version.
+        """
         self._rest("the weights are changed")
         return self.engine.update_weights(params)
 
     def load_adapter(self, name: str, folder: str | Path) -> int:
-        """Load a LoRA adapter as PEFT writes it, and return its version. One of that name is replaced; requests under
-        way keep the one they began with."""
+        """Load a LoRA adapter from a PEFT folder, or replace the one of that name, and return its version.
+
+        Requests in progress keep the adapter they started with.
+        """
         version = self.engine.put_adapter(*self.engine.read_adapter(name, str(folder)))
         self._adapter_folders[name] = Path(folder)
         return version
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Requests under way keep it; its slot is free when they have ended."""
+        """Unload an adapter; requests in progress keep it, and its slot is free when they have ended."""
         self.engine.drop_adapter(name)
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is found again."""
+        """Make all cached prefixes unfindable."""
         self.engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake`: the KV pool, and the weights, which level 1 keeps on the host.
-        Level 2 drops them too: update_weights must bring new ones before the next generate."""
+        """Free the device's memory until `wake_up`.
+
+        Args:
+            level: 1 frees the KV cache and moves the weights to the host. 2 also drops the weights: call
+                `update_weights` before the next request.
+        """
         self._rest("the engine goes to sleep")
         self.engine.sleep(level)
 
-    def wake(self) -> None:
-        self.engine.wake()
+    def wake_up(self) -> None:
+        """Allocate the memory that `sleep` freed."""
+        self.engine.wake_up()
 
     def _rest(self, before: str) -> None:
         if self.engine.scheduler.has_work:
             raise UserError(f"a stream is open: finish or close it before {before}")
-        self.engine.drain()  # a step may be under way whose sequences have all ended
+        self.engine.drain()  # a step may be in flight whose sequences have all ended
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise renamed_attribute(self, name, {"wake": "wake_up"})
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _step(self, prompts_first: bool = False) -> list[Update]:
-        """A step of the engine. Whoever takes it (generate amid a stream, say), no stream misses a token."""
+    def _step(self, prompts_first: bool = False) -> list[OutputDelta]:
+        """Take a step of the engine; every open stream gets its deltas, also when `generate` takes the step."""
         with deferred_interrupt():
-            updates = self.engine.step(prompts_first, ended_only=not self._streams)
-            for update in updates if self._streams else ():
-                if update.id in self._streams:
-                    self._streams[update.id].append(update)
-        return updates
+            deltas = self.engine.step(prompts_first, ended_only=not self._streams)
+            for delta in deltas if self._streams else ():
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
+        return deltas
 
     def _finish(self, ids: list[str], progress: bool) -> list[RequestOutput]:
-        """Step until these are done; their outputs, in order."""
+        """Take steps until these requests are done; return their outputs in order."""
         remaining, outputs = set(ids), {}
         try:
             with RequestBar(len(ids), progress, lambda: self.runner.is_compiling) as tick:
                 while remaining:
-                    updates = self._step(prompts_first=True)
-                    for id in {update.id for update in updates if update.finish_reason} & remaining:
+                    deltas = self._step(prompts_first=True)
+                    for id in {delta.request_id for delta in deltas if delta.finish_reason} & remaining:
                         if self.engine.is_done(id):
                             outputs[id] = self.engine.output(id)
                             remaining.discard(id)
@@ -328,18 +417,26 @@ class LLM:
                 self.engine.abort(id)
         return [outputs[id] for id in ids]
 
-    def _chat_tokens(self, messages, adapter, tools, template) -> list[int]:
+    def _adapters_for(self, adapter: str | Many[str | None] | None, count: int) -> list[str | None]:
+        adapters = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(adapters) != count:
+            raise RequestError(f"expected one `adapter` per prompt, got {len(adapters)} for {count}", param="adapter")
+        return adapters
+
+    def _chat_tokens(self, messages: Conversation, adapter: str | None, tools: Tools, template: Any) -> list[int]:
         if self.tokenizer is None:
-            raise UserError("the model has no tokenizer, so no chat template: use generate with token ids")
-        folder = self._adapter_folders.get(adapter)
+            raise RequestError("the model has no tokenizer and so no chat template: use generate with token ids")
+        folder = self._adapter_folders.get(adapter) if adapter else None
         own = read_templates(folder) if folder else None
         tokenizer = self.tokenizer.with_templates(own) if own else self.tokenizer
         if tools and "tool" not in tokenizer.chat(tools, template.get("chat_template")).source:
-            raise UserError("the model's chat template does not read tools: pass a chat_template that does")
+            raise RequestError(
+                "the model's chat template does not read tools: pass a `chat_template` that does", param="tools"
+            )
         return tokenizer.encode_chat(messages, tools, **template)
 
     def _add(self, prompts: Many[Prompt], params: Many[SamplingParams], adapters: Many[str | None]) -> list[str]:
-        """All or none: a bad prompt is refused and its neighbours are not left behind."""
+        """Queue all prompts, or none if one is refused."""
         if self.engine.blocked:
             raise UserError(self.engine.blocked)
         ids = []
@@ -358,7 +455,7 @@ class LLM:
 def _load(
     model: str | Path, options: EngineOptions, placement: Placement | None, progress: Progress | None
 ) -> tuple[ModelConfig, Params, Tokenizer | None]:
-    """A model's config, its weights in the engine's form, its tokenizer."""
+    """Return a model's config, its weights in the engine's layout, and its tokenizer."""
     if options.load_format == "dummy":
         return _dummy(model, options, placement)
     loaded = load(model, options.dtype, placement, progress, lambda cfg: check_model(cfg, options))
@@ -369,6 +466,7 @@ def _load(
 def _dummy(
     model: str | Path, options: EngineOptions, placement: Placement | None
 ) -> tuple[ModelConfig, Params, Tokenizer | None]:
+    """Return a config with random weights, for load_format="dummy"."""
     cfg = read_config(model)
     check_model(cfg, options)
     compute = compute_of(options.dtype or ("f32" if jax.default_backend() == "cpu" else "bf16"))
@@ -376,15 +474,3 @@ def _dummy(
     places = placement.shardings(specs) if placement else None
     params = init(specs, jax.random.key(options.seed or 0), compute.dtype, shardings=places)
     return cfg, publish(params, cfg, compute.dtype, placement, take=True), None
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Python looks for garbage afterwards: a search through all that jax has made would hold up a step."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -1,7 +1,7 @@
-"""EngineLoop: an engine on a thread of its own. It takes steps while there is work, does between them what others ask
-of the engine, and waits, without turning, when there is nothing to do.
+"""EngineLoop: an engine on a thread of its own.
 
-It knows neither asyncio nor sockets: a server's engine process puts a socket on it.
+It takes steps while there is work, runs what other threads ask of the engine between steps, and blocks when there is
+nothing to do. It uses neither asyncio nor sockets: a server's engine process connects it to a socket.
 """
 
 from __future__ import annotations
@@ -16,41 +16,53 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-from dovetail.engine.controls import CONTROLS, Later
-from dovetail.engine.controls import EngineDied as EngineDied
+import jax
+
+from dovetail.engine.controls import CONTROLS, EngineDied, Later
 from dovetail.engine.engine import Engine
-from dovetail.engine.request.outputs import Update
+from dovetail.engine.request.outputs import OutputDelta
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST_FAULTS = 3  # steps in a row that may fail before the engine ends
+# These faults are the device's or the machine's, and resetting the engine's state does not help.
+FATAL = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 
 
-class _Asked(NamedTuple):
+class _Call(NamedTuple):
     function: Callable[[Engine], Any]
     future: Future
-    idle: bool  # no step may be under way
+    idle: bool  # whether steps in flight are committed first
 
 
 class EngineLoop:
-    """on_updates: given each step's updates (see Engine.close) on the engine's thread, which waits for it: hand them on
-    and return. on_end: called once, when the thread ends. From here on the engine belongs to the thread: no other
-    thread calls it, except what it says any thread may."""
+    """Run an engine on its own thread; no other thread may use the engine, except for methods that say so.
+
+    An exception in a step that is not fatal ends the requests of the engine with finish_reason "error", and the loop
+    continues with the next request. A fatal one, or MOST_FAULTS in a row, ends the loop.
+
+    Args:
+        engine: The engine.
+        on_deltas: Gets each step's deltas (see `Engine.close`) on the engine's thread, which waits for it.
+        on_end: Called once, when the thread ends.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        on_updates: Callable[[list[Update]], None],
+        on_deltas: Callable[[list[OutputDelta]], None],
         on_end: Callable[[EngineDied], None] | None = None,
     ):
-        self.engine, self._on_updates, self._on_end = engine, on_updates, on_end
-        self._asked: SimpleQueue[_Asked] = SimpleQueue()
-        self._lock = threading.Lock()  # so that nothing is asked after the last look at what was
-        self._later: list[_Asked] = []  # what waits for requests to end (see controls.Later)
+        self.engine, self._on_deltas, self._on_end = engine, on_deltas, on_end
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._lock = threading.Lock()  # no call is queued after the last look at the queue
+        self._later: list[_Call] = []  # calls that wait for requests to end (see controls.Later)
         self._stopping = self._ended = False
-        self._began: float | None = None  # what it does now; None: it waits to be asked
-        self._compiled = 0.0  # when a compiler was last seen at work
+        self._faults = 0  # steps in a row that failed
+        self._began: float | None = None  # when the current work began; None: waiting for a call
+        self._compiled = 0.0  # when a compiler was last seen running
         self._cause: BaseException | None = None
-        # A daemon: a forgotten loop keeps no process alive. But it must not be in a step when jax is torn down.
+        # A daemon, so that a forgotten loop keeps no process alive. But it must not be in a step when jax is torn down.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
@@ -58,29 +70,34 @@ class EngineLoop:
     # --- from any thread ----------------------------------------------------------------------------------------------
 
     def submit(self, function: Callable[[Engine], T], idle: bool = False) -> Future[T]:
-        """function(engine) on the engine's thread, between two steps, in the order of the calls; what it raises is the
-        future's alone. `idle`: no step may be under way then, so their tokens are taken in first.
-        EngineDied if the thread has ended."""
+        """Call function(engine) on the engine's thread between two steps, in the order of the calls.
+
+        Args:
+            function: What to call; its result or exception becomes the future's.
+            idle: Whether steps in flight are committed first.
+
+        Raises:
+            EngineDied: If the thread has ended.
+        """
         future: Future[T] = Future()
         with self._lock:
             self.check_health()
-            self._asked.put(_Asked(function, future, idle))
+            self._calls.put(_Call(function, future, idle))
         return future
 
     def abort(self, id: str, index: int | None = None) -> Future[None]:
-        """End a request, or that one of its n; its last updates say so. One that is not there, or no more, is no
-        error."""
+        """End a request, or one of its n sequences; an unknown id is ignored."""
         return self.submit(lambda engine: self._hand_on(engine.abort(id, index)))
 
     def control(self, name: str, *args: Any) -> Future[Any]:
-        """One of engine.controls. What it has to prepare (read files, say) it does first, on the caller's thread."""
+        """Call one of engine.controls; its preparation, such as reading files, runs on the caller's thread."""
         control = CONTROLS[name]
         if control.prepare is not None:
             args = getattr(self.engine, control.prepare)(*args)
         return self.submit(lambda engine: getattr(engine, control.method)(*args), control.idle)
 
     def stop(self) -> None:
-        """End the thread after the step it is in, and wait for that."""
+        """End the thread after its current step, and wait for that."""
         atexit.unregister(self.stop)
         with contextlib.suppress(EngineDied):
             self.submit(lambda _: self._set_stopping(), idle=True)
@@ -89,11 +106,14 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
+        """Return whether the loop still takes steps."""
         return not self._ended
 
     def pulse(self) -> float:
-        """Seconds that the step, or what was asked between two of them, has taken so far: many, and the device hangs.
-        0 while it waits for something to do, and while steps are compiled, which takes as long as it takes."""
+        """Return how many seconds the current step or call has taken: many mean that the device hangs.
+
+        It is 0 while the loop waits, and while steps are compiled.
+        """
         now, began = time.monotonic(), self._began
         if began is None:
             return 0.0
@@ -102,7 +122,7 @@ class EngineLoop:
         return now - max(began, self._compiled)
 
     def check_health(self) -> None:
-        """EngineDied if no more steps will be taken."""
+        """Raise EngineDied if no more steps will be taken."""
         if self._ended:
             raise self._died()
 
@@ -111,10 +131,10 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._do_asked()
+                self._do_calls()
                 self._began = time.monotonic()
                 if self._can_step and not self._stopping:
-                    self._hand_on(self.engine.close(self.engine.step()))
+                    self._hand_on(self._deltas(self.engine.step))
                     self._try_later()
         except BaseException as error:
             log.exception("the engine died")
@@ -125,44 +145,59 @@ class EngineLoop:
     def _can_step(self) -> bool:
         return self.engine.has_work and self.engine.blocked is None
 
-    def _do_asked(self) -> None:
-        """Do all that was asked so far; when no step can be taken, wait for something."""
+    def _deltas(self, work: Callable[[], list[OutputDelta]]) -> list[OutputDelta]:
+        """Return the deltas of a step, or the last deltas of all requests if it failed."""
+        try:
+            deltas = self.engine.close(work())
+        except FATAL:
+            raise
+        except Exception as error:
+            self._faults += 1
+            if self._faults >= MOST_FAULTS:
+                raise
+            log.exception("internal error in a step of the engine: all its requests fail")
+            return self.engine.fail_all(f"internal error in the engine: {type(error).__name__}")
+        self._faults = 0
+        return deltas
+
+    def _do_calls(self) -> None:
+        """Run all queued calls; when no step can be taken, wait for one."""
         wait = not self._can_step
-        while wait or not self._asked.empty():
+        while wait or not self._calls.empty():
             if wait:
                 self._began = None
-            asked = self._asked.get()
+            call = self._calls.get()
             self._began = time.monotonic()
-            self._do(asked)
+            self._do(call)
             self._try_later()
             wait = False
 
-    def _do(self, asked: _Asked) -> None:
-        if asked.idle:
+    def _do(self, call: _Call) -> None:
+        if call.idle:
             try:
-                self._hand_on(self.engine.close(self.engine.drain()))
-            except BaseException:  # not the caller's fault, but the engine's end: `_end` answers the future
-                self._asked.put(asked)
+                self._hand_on(self._deltas(self.engine.drain))
+            except BaseException:  # the engine ends: `_end` answers the future
+                self._calls.put(call)
                 raise
-        if asked.future.set_running_or_notify_cancel():
-            self._try(asked)
+        if call.future.set_running_or_notify_cancel():
+            self._try(call)
 
-    def _try(self, asked: _Asked) -> None:
+    def _try(self, call: _Call) -> None:
         try:
-            asked.future.set_result(asked.function(self.engine))
+            call.future.set_result(call.function(self.engine))
         except Later:
-            self._later.append(asked)
+            self._later.append(call)
         except BaseException as error:
-            asked.future.set_exception(error)
+            call.future.set_exception(error)
 
     def _try_later(self) -> None:
         later, self._later = self._later, []
-        for asked in later:
-            self._try(asked)
+        for call in later:
+            self._try(call)
 
-    def _hand_on(self, updates: list[Update]) -> None:
-        if updates:
-            self._on_updates(updates)
+    def _hand_on(self, deltas: list[OutputDelta]) -> None:
+        if deltas:
+            self._on_deltas(deltas)
 
     def _set_stopping(self) -> None:
         self._stopping = True
@@ -170,17 +205,17 @@ class EngineLoop:
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-        for asked in self._later:
-            asked.future.set_exception(self._died())
-        while not self._asked.empty():
-            future = self._asked.get().future
+        for call in self._later:
+            call.future.set_exception(self._died())
+        while not self._calls.empty():
+            future = self._calls.get().future
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._died())
         if self._on_end is not None:
             self._on_end(self._died())
 
     def _died(self) -> EngineDied:
-        """A new one for each caller: an exception keeps the stack it was raised on."""
+        """Return a new error for each caller: an exception keeps the stack it was raised on."""
         died = EngineDied("the engine was stopped" if self._cause is None else f"the engine died: {self._cause!r}")
         died.__cause__ = self._cause
         return died

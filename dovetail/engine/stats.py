@@ -1,5 +1,4 @@
-"""Stats: how the engine stands and what it has done, in numbers. Read it as often as you like: nothing is counted by
-the token, and a snapshot costs one look at each running sequence."""
+"""EngineStats: the engine's state and counters. A snapshot costs one look at each running sequence."""
 
 from __future__ import annotations
 
@@ -7,46 +6,45 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Counts are since the start. Tokens are tokens of sequences: a prompt sampled n times counts n times."""
+class EngineStats:
+    """A snapshot; counters are since the start. A prompt sampled n times counts n times."""
 
     # now
-    running: int  # sequences: n of a request
+    running: int  # sequences (a request has n)
     waiting: int
     pages_used: int  # held by running sequences
-    pages_cached: int  # held by none, but found again by a prompt that begins alike
+    pages_cached: int  # held by no sequence, but findable by a prompt with the same prefix
     pages_total: int
-    waste: float  # the share of the held slots that hold no token, because a sequence's last page is part-filled
-    # since the start
+    waste: float  # share of held token slots without a token, because a sequence's last page is partly filled
+    # counters
     preemptions: int
     prompt_tokens: int  # of sequences that have been scheduled
     prefix_query_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int = 0
-    steps: int = 0  # of the device; one dispatch may take several
-    computed_tokens: int = 0  # what the steps were for
-    padding_tokens: int = 0  # what they computed beside that, to fill the shapes they are compiled for
+    steps: int = 0  # device steps; one dispatch may have several
+    computed_tokens: int = 0  # without padding
+    padding_tokens: int = 0  # computed to fill the shapes that steps are compiled for
     weights_version: int = 0
-    sleeping: int = 0  # the level; 0: awake
-    decode_seconds: float = 0.0  # of a decode step, lately; 0: none was taken
-    predicted_least: float = (
-        0.0  # seconds of one for what runs now, at best and at worst; 0: not known, or nothing runs
-    )
-    predicted_most: float = 0.0
-    compiled: int = 0  # steps whose compilation has begun; those read from disk do not count
-    compile_seconds: float = 0.0  # of those that have ended; several may be compiled at a time
+    sleeping: int = 0  # level of the sleep; 0: awake
+    decode_seconds: float = 0.0  # of a decode step, recently; 0: none was taken
+    predicted_least: float = 0.0  # best case of a decode step for what runs now, in seconds; 0: unknown
+    predicted_most: float = 0.0  # worst case
+    compiled: int = 0  # steps whose compilation has started; those read from disk do not count
+    compile_seconds: float = 0.0  # of finished compilations; several may run at a time
 
     @property
     def pages_share(self) -> float:
-        """How full the KV pool is, of what is held: cached pages are there for the taking."""
+        """Return the held share of the KV pool; cached pages count as free."""
         return self.pages_used / self.pages_total
 
     @property
     def prefix_hit_rate(self) -> float:
+        """Return the share of looked-up tokens that were found in the prefix cache."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
     @property
     def padding(self) -> float:
-        """The share of computed rows that were padding."""
+        """Return the share of computed tokens that were padding."""
         total = self.computed_tokens + self.padding_tokens
         return self.padding_tokens / total if total else 0.0

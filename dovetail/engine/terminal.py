@@ -1,7 +1,8 @@
-"""What LLM draws on a terminal: a bar while steps are compiled, and one of requests."""
+"""LLM on a terminal: progress bars, and Ctrl-C between steps."""
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -14,7 +15,7 @@ from dovetail.io.hub import Progress
 
 @contextmanager
 def compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]:
-    """`progress`, or where there is none, on a terminal: what there is room for, and a bar."""
+    """Yield `progress`, or if it is None on a terminal, print `room` and yield the update of a bar."""
     if progress is not None or not sys.stderr.isatty():
         yield progress
         return
@@ -30,7 +31,7 @@ def compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]
 
 
 class RequestBar:
-    """A rich progress bar of requests, which also says when they wait for a compiler; or nothing."""
+    """A rich progress bar of requests that also shows when they wait for a compiler; nothing unless `shown`."""
 
     def __init__(self, total: int, shown: bool, is_compiling: Callable[[], bool]):
         self.total, self.display = total, None
@@ -57,7 +58,10 @@ class RequestBar:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """An interrupt that comes meanwhile is raised at the end. Who asks a second time does not want to wait."""
+    """Raise an interrupt that comes meanwhile at the end, or at once if a second one comes.
+
+    An interrupted step would lose pages, tokens and donated buffers.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -76,3 +80,15 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came:
         before(*came[0])
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Disable Python's garbage collector meanwhile: a search through all objects of jax would delay a step."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -77,4 +77,4 @@ def log_softmax(model, tokens: list[int]) -> np.ndarray:
 
 
 def tokens_of(outputs) -> list[list[int]]:
-    return [list(output.completions[0].token_ids) for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -105,7 +105,7 @@ def test_on_two_devices(folders):
 def test_streams_chunks_and_embeddings_take_one(llm, folders):
     long = mixed_prompts(1, 150, 200, seed=3)[0]  # in several steps: it is longer than one may be
     (expected,) = peft_tokens("llama3.1", folders["b"], [long])
-    assert [token for update in llm.stream(long, GREEDY, adapter="b") for token in update.tokens] == expected
+    assert [token for update in llm.stream(long, GREEDY, adapter="b") for token in update.token_ids] == expected
     vectors = {name: llm._embedder.embed([long], adapter=name)[0] for name in (None, "a", "b")}
     assert vectors[None] == llm.embed([long])[0].tolist() and vectors["a"] != vectors["b"] != vectors[None]
 
@@ -116,7 +116,7 @@ def test_streams_chunks_and_embeddings_take_one(llm, folders):
 def cached(llm, name: str | None) -> int:
     (output,) = llm.generate([PROMPTS[0]], GREEDY, adapter=name)
     assert output.adapter is None or output.adapter.name == name
-    return output.cached_tokens
+    return output.num_cached_tokens
 
 
 def test_prefixes_are_found_by_requests_of_the_same_adapter(llm):
@@ -161,7 +161,7 @@ def test_requests_keep_the_adapter_they_began_with(llm, folders):
         llm.load_adapter("a", folders["b"])
     while engine.has_work:
         engine.step()
-    assert [[list(engine.output(id).completions[0].token_ids)] for id in ("old", "new")] == [first, second]
+    assert [[list(engine.output(id).outputs[0].token_ids)] for id in ("old", "new")] == [first, second]
     assert llm.load_adapter("a", folders["a"]) > 0
 
 
@@ -173,7 +173,7 @@ def test_a_request_that_was_checked_before_a_reload_gets_the_new_one(llm, folder
     llm.engine.enqueue(request)
     while llm.engine.has_work:
         llm.engine.step()
-    assert [list(llm.engine.output("late").completions[0].token_ids)] == expected
+    assert [list(llm.engine.output("late").outputs[0].token_ids)] == expected
     request = llm.engine.intake.request("later", PROMPTS[0], GREEDY, adapter="c")
     llm.unload_adapter("c")
     with pytest.raises(ValueError, match="'c' is not loaded"):
@@ -183,9 +183,9 @@ def test_a_request_that_was_checked_before_a_reload_gets_the_new_one(llm, folder
 def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
     expected = tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3]))
     llm.sleep(1)
-    with pytest.raises(ValueError, match="adapters are loaded after wake"):
+    with pytest.raises(ValueError, match="asleep"):
         llm.load_adapter("c", folders["a"])
-    llm.wake()
+    llm.wake_up()
     assert tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3])) == expected
 
 
@@ -199,7 +199,7 @@ def test_new_weights_come_below_the_adapters(folders):
     llm.update_weights({**model.params, "embed": model.params["embed"][::-1]})
     assert tokens_of(llm.generate(PROMPTS[: len(names)], GREEDY, adapter=names)) != expected
     llm.sleep(2)
-    llm.wake()
+    llm.wake_up()
     llm.load_adapter("b", folders["b"])
     llm.update_weights(model.params)
     assert tokens_of(llm.generate(PROMPTS[: len(names)], GREEDY, adapter=names)) == expected
@@ -220,7 +220,7 @@ def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
         llm.load_adapter("c", saved(tmp_path / "phi", "phi3", 4, 1))
     with pytest.raises(ValueError, match="is no adapter"):
         llm.load_adapter("c", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="8 prompts but 2 adapters"):
+    with pytest.raises(ValueError, match="one `adapter` per prompt, got 2 for 8"):
         llm.generate(PROMPTS, GREEDY, adapter=["a", "b"])
     assert llm.runner.adapters.names == ["a", "b"]
 

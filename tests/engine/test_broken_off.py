@@ -67,7 +67,7 @@ def test_what_follows_is_answered_rightly(llm, answers, how, error, at):
     llm.runner.launch = breaks(llm.runner.launch, at, how)
     with pytest.raises(error):
         llm.generate(PROMPTS, GREEDY)
-    assert not llm.engine._answers and not llm.engine.scheduler.has_work
+    assert not llm.engine._requests and not llm.engine.scheduler.has_work
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == answers
 
@@ -100,17 +100,17 @@ def test_pages_that_a_failed_step_had_taken_are_made_anew(llm, answers):
 @pytest.mark.parametrize("how", [interrupted, failed], ids=["Ctrl-C", "a failure"])
 def test_a_stream_goes_on_after_a_generate_that_was_broken_off(llm, answers, how):
     stream = llm.stream(PROMPTS[0], GREEDY)
-    tokens = list(next(stream).tokens)
+    tokens = list(next(stream).token_ids)
     launch, llm.runner.launch = llm.runner.launch, breaks(llm.runner.launch, 1, how)
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
         llm.generate(PROMPTS[1:3], GREEDY)
     llm.runner.launch = launch
-    assert tokens + [token for update in stream for token in update.tokens] == answers[0]
+    assert tokens + [token for update in stream for token in update.token_ids] == answers[0]
 
 
 def test_ctrl_c_while_prompts_are_taken_in_leaves_nothing_behind(llm, answers):
     llm.engine.sampler.start = breaks(llm.engine.sampler.start, 1, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, replace(GREEDY, n=2))
-    assert not llm.engine._answers and not llm.engine.scheduler.has_work
+    assert not llm.engine._requests and not llm.engine.scheduler.has_work
     assert tokens_of(llm.generate(PROMPTS, GREEDY)) == answers

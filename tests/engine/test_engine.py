@@ -13,6 +13,7 @@ from engine.engines import GREEDY, NEW, OPTIONS, PAGE, log_softmax, make_llm, mi
 from reference_models import reference
 
 import dovetail as dt
+from dovetail.core.errors import RequestError
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.models.spec import kv_bytes_per_token
@@ -39,7 +40,7 @@ def expected(model) -> list[list[int]]:
 def check_clean(llm: LLM) -> None:
     """Nothing is left of what was asked."""
     scheduler = llm.engine.scheduler
-    assert not llm.engine.has_work and not scheduler.has_work and not llm.engine._answers
+    assert not llm.engine.has_work and not scheduler.has_work and not llm.engine._requests
     assert scheduler.stats().pages_used == 0
 
 
@@ -57,7 +58,7 @@ def test_64_prompts_together(llm, expected, caching, steps):
     assert stats.preemptions == 0 and stats.prefix_hit_tokens == 0
     again = engine.generate(PROMPTS[-4:], GREEDY)
     assert tokens_of(again) == expected[-4:]
-    found = [output.cached_tokens for output in again]
+    found = [output.num_cached_tokens for output in again]
     assert found == ([(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS[-4:]] if caching else [0] * 4)
     check_clean(engine)
 
@@ -166,7 +167,7 @@ def test_n_samples_differ_and_share_their_prompts_pages(llm, caching):
     assert len(running) == 3 and len({tuple(seq.pages[: 29 // PAGE]) for seq in running}) == 1
     while not engine.is_done("a"):
         engine.step()
-    completions = engine.output("a").completions
+    completions = engine.output("a").outputs
     assert [c.index for c in completions] == [0, 1, 2] and len({c.token_ids for c in completions}) == 3
     assert {len(c.token_ids) for c in completions} == {NEW}
 
@@ -175,7 +176,7 @@ def test_logprobs(llm, model, expected):
     asked = replace(GREEDY, logprobs=3)
     for steps in (1, 4):
         output = variant(llm, steps=steps).generate([PROMPTS[0], PROMPTS[1]], [asked, GREEDY])[0]
-        completion = output.completions[0]
+        completion = output.outputs[0]
         assert list(completion.token_ids) == expected[0] and completion.logprobs is not None
         rows = log_softmax(model, [*PROMPTS[0], *expected[0]])[len(PROMPTS[0]) - 1 : -1]
         for token, entry, row in zip(expected[0], completion.logprobs, rows, strict=True):
@@ -184,7 +185,7 @@ def test_logprobs(llm, model, expected):
             np.testing.assert_allclose(
                 [entry.logprob, *(value for _, value in entry.top)], row[[token, *best]], atol=1e-4
             )
-    assert variant(llm).generate(PROMPTS[1], GREEDY)[0].completions[0].logprobs is None
+    assert variant(llm).generate(PROMPTS[1], GREEDY)[0].outputs[0].logprobs is None
 
 
 @pytest.mark.parametrize("pages", [None, 44])
@@ -198,7 +199,7 @@ def test_prompt_logprobs(llm, model, pages):
         assert engine.engine.scheduler.stats().preemptions > 0
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
-        assert list(output.completions[0].token_ids[:NEW]) == theirs(model, prompt)
+        assert list(output.outputs[0].token_ids[:NEW]) == theirs(model, prompt)
         for token, entry, row in zip(prompt[1:], output.prompt_logprobs[1:], log_softmax(model, prompt), strict=False):
             assert entry is not None and entry.token == token and len(entry.top) == 2
             assert entry.top[0][0] == row.argmax() and entry.rank == 1 + (row > row[token]).sum()
@@ -208,7 +209,7 @@ def test_prompt_logprobs(llm, model, pages):
 
 def test_a_prompt_of_one_token_has_no_logprob(llm):
     output = variant(llm).generate([5], replace(GREEDY, prompt_logprobs=0))[0]
-    assert output.prompt_logprobs == (None,) and len(output.completions[0].token_ids) == NEW
+    assert output.prompt_logprobs == (None,) and len(output.outputs[0].token_ids) == NEW
 
 
 # --- where an answer ends ---------------------------------------------------------------------------------------------
@@ -219,14 +220,14 @@ def test_stop_token_ids(llm, expected, steps):
     stop = expected[0][5]
     end = expected[0].index(stop) + 1
     done = variant(llm, steps=steps).generate(PROMPTS[:3], replace(GREEDY, stop_token_ids=(stop,)))
-    first = done[0].completions[0]
+    first = done[0].outputs[0]
     assert list(first.token_ids) == expected[0][:end]
     assert (first.finish_reason, first.stop_reason) == ("stop", stop)
     free = [i for i in (1, 2) if stop not in expected[i]]
     assert free, "choose a token that one of them has not"
     for i in free:
-        assert list(done[i].completions[0].token_ids) == expected[i]
-        assert (done[i].completions[0].finish_reason, done[i].completions[0].stop_reason) == ("length", None)
+        assert list(done[i].outputs[0].token_ids) == expected[i]
+        assert (done[i].outputs[0].finish_reason, done[i].outputs[0].stop_reason) == ("length", None)
 
 
 def test_the_end_token_and_min_tokens(expected):
@@ -236,20 +237,20 @@ def test_the_end_token_and_min_tokens(expected):
     prompt, where = PROMPTS[at], expected[at].index(end)
     engine = variant(LLM(folder, **OPTIONS), steps=4)
     (done,) = engine.generate(prompt, replace(GREEDY, ignore_eos=False))
-    assert list(done.completions[0].token_ids) == expected[at][: where + 1]
-    assert (done.completions[0].finish_reason, done.completions[0].stop_reason) == ("stop", None)
+    assert list(done.outputs[0].token_ids) == expected[at][: where + 1]
+    assert (done.outputs[0].finish_reason, done.outputs[0].stop_reason) == ("stop", None)
     least = where + 2
     (later,) = engine.generate(prompt, replace(GREEDY, ignore_eos=False, min_tokens=least))
-    assert list(later.completions[0].token_ids) == theirs(model, prompt, min_new_tokens=least)
-    assert end not in later.completions[0].token_ids[:least]
+    assert list(later.outputs[0].token_ids) == theirs(model, prompt, min_new_tokens=least)
+    assert end not in later.outputs[0].token_ids[:least]
 
 
 def test_max_tokens_and_the_models_length(llm):
     outputs = variant(llm, steps=4).generate(
         [PROMPTS[0], PROMPTS[0], [7] * 250], [replace(GREEDY, max_tokens=n) for n in (1, 6, None)]
     )
-    assert [len(output.completions[0].token_ids) for output in outputs] == [1, 6, 256 - 250]
-    assert {output.completions[0].finish_reason for output in outputs} == {"length"}
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 6, 256 - 250]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
 def test_allowed_token_ids_and_logit_bias(llm, model, expected):
@@ -283,14 +284,14 @@ def test_abort_in_the_middle_frees_pages(llm, expected, before):
     assert all(seq.request.id != "0" for seq in engine.scheduler.running)
     while engine.has_work:
         engine.step()
-    assert [list(engine.output(str(i)).completions[0].token_ids) for i in (1, 2)] == expected[1:3]
-    assert engine.scheduler.stats().pages_used == 0 and not engine._answers
+    assert [list(engine.output(str(i)).outputs[0].token_ids) for i in (1, 2)] == expected[1:3]
+    assert engine.scheduler.stats().pages_used == 0 and not engine._requests
 
 
 def test_stream(llm, expected):
     engine = variant(llm, steps=4)
     updates = list(engine.stream(PROMPTS[0], GREEDY))
-    assert [token for update in updates for token in update.tokens] == expected[0]
+    assert [token for update in updates for token in update.token_ids] == expected[0]
     assert [update.finished for update in updates] == [False] * (len(updates) - 1) + [True]
     for update in engine.stream(PROMPTS[0], GREEDY):
         assert not update.finished
@@ -307,8 +308,8 @@ def test_update_weights(llm, expected):
     version = engine.update_weights(params)
     after = engine.generate(PROMPTS[:2], GREEDY)
     assert tokens_of(before) == expected[:2] and tokens_of(after) != expected[:2]
-    assert [o.completions[0].weights_version for o in (before[0], after[0])] == [0, version] == [0, 1]
-    assert [o.cached_tokens for o in after] == [0, 0], "what the old weights computed is not found again"
+    assert [o.outputs[0].weights_version for o in (before[0], after[0])] == [0, version] == [0, 1]
+    assert [o.num_cached_tokens for o in after] == [0, 0], "what the old weights computed is not found again"
 
 
 # --- bad requests -----------------------------------------------------------------------------------------------------
@@ -317,10 +318,10 @@ def test_update_weights(llm, expected):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt is empty"),
-        ([5] * 256, "256 tokens; with max_model_len=256"),
-        ([5, 160], "token id 160 is outside the vocabulary of 160"),
-        ([5, -1], "token id -1"),
+        ([], "at least one token"),
+        ([5] * 256, "at most 255 tokens with max_model_len=256, got 256"),
+        ([5, 160], "token ids from 0 to 159, got 160"),
+        ([5, -1], "got -1"),
         ([5, 1.5], "token ids"),
         ([5, "a"], "token ids"),
         (None, "prompt"),
@@ -338,25 +339,22 @@ def test_a_bad_prompt_is_refused_and_harms_nobody(llm, expected, prompt, message
         engine.engine.add("bad", prompt, GREEDY)
     while not engine.engine.is_done("good"):
         engine.engine.step()
-    assert list(engine.engine.output("good").completions[0].token_ids) == expected[0]
+    assert list(engine.engine.output("good").outputs[0].token_ids) == expected[0]
     assert tokens_of(engine.generate(PROMPTS[1], GREEDY)) == [expected[1]]
 
 
 def test_more_that_is_refused(llm):
     engine = variant(llm, pages=8)
     for bad, message in [
-        (dict(n=0), "n must be between 1"), (dict(min_tokens=5, max_tokens=4), "min_tokens=5 is more"),
+        (dict(stop="x"), "requires a tokenizer"), (dict(logit_bias={160: 1.0}), "from 0 to 159, got 160"),
+        (dict(bad_words=["x"]), "requires a tokenizer"),
     ]:  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            SamplingParams(**bad)
-    for bad, message in [
-        (dict(stop="x"), "stop strings need a tokenizer"), (dict(logit_bias={160: 1.0}), "token ids end at 159"),
-        (dict(bad_words=["x"]), "bad_words needs"),
-    ]:  # fmt: skip
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(RequestError, match=message) as error:
             engine.generate([PROMPTS[0][:8]] * 2, [GREEDY, SamplingParams(**bad)])
-    with pytest.raises(ValueError, match="does not fit the KV pool of 8 pages"):
+        assert error.value.param == next(iter(bad))
+    with pytest.raises(RequestError, match="a KV pool of 8 pages") as error:
         engine.generate([[5] * 8, [5] * 40], replace(GREEDY, n=2))
+    assert error.value.code == "context_length_exceeded"
     for params in ([GREEDY, None], {"temperature": 0}):
         with pytest.raises(ValueError, match="SamplingParams"):
             engine.generate([[5], [6]], params)
@@ -364,18 +362,18 @@ def test_more_that_is_refused(llm):
         with pytest.raises(ValueError, match="text or"):
             engine.generate(prompts, GREEDY)
     for prompts in ([[5], [6]], []):
-        with pytest.raises(ValueError, match=f"one prompt.*got {len(prompts)}"):
+        with pytest.raises(ValueError, match=f"one prompt, got {len(prompts)}"):
             next(engine.stream(prompts, GREEDY))
-    with pytest.raises(ValueError, match="min_tokens=250 after a prompt of 8"):
+    with pytest.raises(ValueError, match="`min_tokens` must be at most 248"):
         engine.generate([[5] * 8], replace(GREEDY, max_tokens=None, min_tokens=250))
     for arrival in (float("nan"), "now"):
         with pytest.raises(ValueError, match="arrival"):
             engine.engine.add("late", [5], GREEDY, arrival=arrival)
     check_clean(engine)
-    with pytest.raises(ValueError, match="2 prompts but 1 sampling"):
+    with pytest.raises(ValueError, match="one `sampling_params` per prompt, got 1 for 2"):
         engine.generate([[5], [6]], [GREEDY])
     engine.engine.add("a", [5], GREEDY)
-    with pytest.raises(ValueError, match="'a' is under way already"):
+    with pytest.raises(ValueError, match="'a' is already in use"):
         engine.engine.add("a", [6], GREEDY)
     engine.engine.abort("a")
     check_clean(engine)

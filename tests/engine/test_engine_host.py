@@ -37,7 +37,7 @@ class Device:
     def __init__(self, rows: int, ends=()):
         self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False)
         self.buckets, self.weights = SimpleNamespace(max_rows=rows, steps=(1, 4)), SimpleNamespace(version=0)
-        self.programs, self.adapters = SimpleNamespace(everywhere=None, devices=[Unknown]), None
+        self.programs, self.adapters = SimpleNamespace(everywhere=None, history_sharding=None, devices=[Unknown]), None
         self.compute, self.is_warm, self.is_compiling = None, True, False
         self.steps = SimpleNamespace(compilations=SimpleNamespace(begun=0, seconds=0.0))
         self.ends, self.rows = set(ends), rows
@@ -84,12 +84,12 @@ def test_each_sequence_keeps_its_own_until_it_ends(steps, asked):
     engine, _ = make(3, steps, ends)
     engine.add("a", [5, 6], SamplingParams(n=3, max_tokens=10, logprobs=asked))
     updates = run(engine)
-    completions = engine.output("a").completions
+    completions = engine.output("a").outputs
     assert [each.finish_reason for each in completions] == ["length", "stop", "stop"]
     assert [len(each.token_ids) for each in completions] == [10, 1 + steps, 2 + steps]
     for each in completions:
         mine = [update for update in updates if update.index == each.index]
-        assert tuple(token for update in mine for token in update.tokens) == each.token_ids
+        assert tuple(token for update in mine for token in update.token_ids) == each.token_ids
         assert [update.finished for update in mine] == [False] * (len(mine) - 1) + [True]
         if asked is None:
             assert each.logprobs is None and {update.logprobs for update in mine} == {None}
@@ -113,7 +113,7 @@ def test_only_what_was_asked_for_is_copied(asked, copied):
         assert [array.sent for array in launched.logprobs] == [True] * copied + [False] * (4 - copied)
     read = [[array.read for array in launched.logprobs] for launched in device.launches[:2]]
     assert read == [[True] * copied + [False] * (4 - copied)] * 2
-    first, second = (engine.output(str(i)).completions[0] for i in range(2))
+    first, second = (engine.output(str(i)).outputs[0] for i in range(2))
     for each, count in zip((first, second), asked, strict=True):
         assert (each.logprobs is None) == (count is None)
         assert count is None or {len(entry.top) for entry in each.logprobs} == {count}
@@ -123,11 +123,11 @@ def test_updates_of_those_that_ended_alone():
     engine, _ = make(2, 4, ends=[(2, 1, 0)])
     engine.add("a", [5, 6], SamplingParams(n=2, max_tokens=20))
     updates = run(engine, ended_only=True)
-    assert [(update.index, update.finish_reason, len(update.tokens)) for update in updates] == [
+    assert [(update.index, update.finish_reason, len(update.token_ids)) for update in updates] == [
         (0, "stop", 2),
         (1, "length", 3),
     ]
-    assert [len(each.token_ids) for each in engine.output("a").completions] == [7, 20]
+    assert [len(each.token_ids) for each in engine.output("a").outputs] == [7, 20]
 
 
 def test_versions_and_times_are_noted_when_they_change():
@@ -137,7 +137,7 @@ def test_versions_and_times_are_noted_when_they_change():
     engine.drain()
     device.weights = SimpleNamespace(version=3)
     updates = run(engine)
-    (completion,) = engine.output("a").completions
+    (completion,) = engine.output("a").outputs
     assert completion.weights_versions == ((0, 0), (3, 3)) and completion.weights_version == 3
     assert {update.weights_version for update in updates} == {3}
     times = completion.times
@@ -149,9 +149,9 @@ def test_an_aborted_sequence_says_so_and_keeps_what_it_had():
     engine.add("a", [5, 6], SamplingParams(n=2, max_tokens=20, logprobs=0))
     engine.step(), engine.step()
     (last,) = engine.abort("a", 1)
-    assert (last.index, last.finish_reason, last.tokens) == (1, "abort", []) and last.logprobs == ()
+    assert (last.index, last.finish_reason, last.token_ids) == (1, "abort", []) and last.logprobs == ()
     run(engine)
-    whole, cut = engine.output("a").completions
+    whole, cut = engine.output("a").outputs
     assert (len(whole.token_ids), len(cut.token_ids), len(cut.logprobs or ())) == (20, 1, 1)
 
 
@@ -161,7 +161,7 @@ def test_an_end_token_has_no_text():
     engine.tokenizer = SimpleNamespace(stream=lambda context: letters)  # type: ignore[assignment]
     engine.add("a", [5, 6], SamplingParams(n=2, max_tokens=7))
     updates = run(engine)
-    for each in engine.output("a").completions:
+    for each in engine.output("a").outputs:
         tokens = each.token_ids[:-1] if each.finish_reason == "stop" else each.token_ids
         assert each.text == "".join(f"<{token}>" for token in tokens) + "!"
         assert each.text == "".join(update.text for update in updates if update.index == each.index)

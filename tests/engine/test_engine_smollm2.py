@@ -11,7 +11,7 @@ from engine.engines import OPTIONS, tokens_of, variant
 from smollm2_greedy import NEW, greedy_tokens, mixed_prompts
 
 from dovetail.engine.llm import LLM
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 
 # 135 M parameters, compiled with all optimisations. `make test` asks the server's engine (tests/serve/api).
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("optimised")]
@@ -42,7 +42,7 @@ def question(llm) -> list[int]:
 
 @pytest.fixture(scope="module")
 def answer(llm, question) -> str:
-    return variant(llm).generate(question, replace(GREEDY, max_tokens=24))[0].completions[0].text
+    return variant(llm).generate(question, replace(GREEDY, max_tokens=24))[0].outputs[0].text
 
 
 def test_16_prompts_together(llm, prompts, expected):
@@ -57,20 +57,20 @@ def test_16_prompts_in_so_few_pages_that_some_are_preempted(llm, prompts, expect
     assert tokens_of(outputs) == expected
     assert engine.engine.scheduler.stats().preemptions > 0 and 4 in engine.launched
     (again,) = engine.generate(prompts[-1:], GREEDY)
-    assert tokens_of([again]) == expected[-1:] and again.cached_tokens > 0, "prefix caching is on"
+    assert tokens_of([again]) == expected[-1:] and again.num_cached_tokens > 0, "prefix caching is on"
     for output in outputs:
         tokenizer = llm.tokenizer
-        whole = tokenizer.decode([*output.prompt_token_ids, *output.completions[0].token_ids])
-        assert whole == tokenizer.decode(output.prompt_token_ids) + output.completions[0].text
+        whole = tokenizer.decode([*output.prompt_token_ids, *output.outputs[0].token_ids])
+        assert whole == tokenizer.decode(output.prompt_token_ids) + output.outputs[0].text
 
 
 def test_chat_and_stream_give_one_text(llm, question, answer):
     engine = variant(llm)
     asked = replace(GREEDY, max_tokens=24)
-    assert engine.chat(QUESTION, asked, add_generation_prompt=True).completions[0].text == answer
+    assert engine.chat(QUESTION, asked, add_generation_prompt=True).outputs[0].text == answer
     updates = list(engine.stream(question, asked))
     assert len(updates) > 12 and "".join(update.text for update in updates) == answer
-    assert answer == llm.tokenizer.decode([token for update in updates for token in update.tokens])
+    assert answer == llm.tokenizer.decode([token for update in updates for token in update.token_ids])
 
 
 def test_a_list_of_conversations_gives_a_list(llm, answer):
@@ -78,13 +78,13 @@ def test_a_list_of_conversations_gives_a_list(llm, answer):
     asked = replace(GREEDY, max_tokens=24)
     other = [{"role": "user", "content": "What is the capital of France?"}]
     found = engine.chat([other, QUESTION], asked)
-    assert [output.completions[0].text for output in found][1] == answer and "Paris" in found[0].completions[0].text
+    assert [output.outputs[0].text for output in found][1] == answer and "Paris" in found[0].outputs[0].text
     (one,) = engine.chat([QUESTION], [replace(asked, max_tokens=2)])
-    assert len(one.completions[0].token_ids) == 2
+    assert len(one.outputs[0].token_ids) == 2
     for wrong in ([], "Hi", [QUESTION, QUESTION[0]], [["Hi"]], [5]):
         with pytest.raises(ValueError, match="messages"):
             engine.chat(wrong, asked)
-    with pytest.raises(ValueError, match="one conversation takes one SamplingParams; got 2"):
+    with pytest.raises(ValueError, match="one conversation takes one"):
         engine.chat(QUESTION, [asked, asked])
 
 
@@ -95,7 +95,7 @@ def test_stop_strings(llm, question, answer, steps):
     engine = variant(llm, steps=steps)
     asked = replace(GREEDY, max_tokens=24, stop=("never said", stop))
     cut, kept = (
-        output.completions[0]
+        output.outputs[0]
         for output in engine.generate([question] * 2, [asked, replace(asked, include_stop_str_in_output=True)])
     )
     assert (cut.text, kept.text) == (answer[:at], answer[: at + len(stop)])
@@ -105,7 +105,7 @@ def test_stop_strings(llm, question, answer, steps):
 
 def test_a_stop_string_before_min_tokens_is_text(llm, question, answer):
     (done,) = variant(llm).generate(question, replace(GREEDY, max_tokens=24, min_tokens=24, stop=answer[30:37]))
-    assert (done.completions[0].text, done.completions[0].finish_reason) == (answer, "length")
+    assert (done.outputs[0].text, done.outputs[0].finish_reason) == (answer, "length")
     streamed = variant(llm).stream(question, replace(GREEDY, max_tokens=24, min_tokens=23, stop=answer[30:37]))
     assert "".join(update.text for update in streamed) == answer
 
@@ -116,7 +116,7 @@ def test_the_end_token_is_no_text(llm):
     )
     prompt = asked[: max(i for i, token in enumerate(asked) if token in llm.engine.eos_ids)]
     (done,) = variant(llm).generate(prompt, SamplingParams(temperature=0, max_tokens=NEW))
-    completion = done.completions[0]
+    completion = done.outputs[0]
     assert completion.finish_reason == "stop" and completion.token_ids[-1] in llm.engine.eos_ids
     assert "<|" not in completion.text
 
@@ -126,20 +126,20 @@ def test_structured_output(llm, question, temperature):
     base = SamplingParams(temperature=temperature, max_tokens=40, seed=3)
     colours = ("red", "green", "dark blue")
     each = [
-        replace(base, structured=Structured(regex=r"[A-Z][a-z]{2,8}, \d{2}/\d{4}")),
-        replace(base, structured=Structured(choice=colours)),
+        replace(base, structured_outputs=StructuredOutputsParams(regex=r"[A-Z][a-z]{2,8}, \d{2}/\d{4}")),
+        replace(base, structured_outputs=StructuredOutputsParams(choice=colours)),
         replace(GREEDY, max_tokens=12),
     ]
     engine = variant(llm, steps=4)
-    dated, chosen, free = (output.completions[0] for output in engine.generate([question] * 3, each))
+    dated, chosen, free = (output.outputs[0] for output in engine.generate([question] * 3, each))
     assert re.fullmatch(r"[A-Z][a-z]{2,8}, \d{2}/\d{4}", dated.text) and dated.finish_reason == "stop"
     assert chosen.text in colours and chosen.finish_reason == "stop"
     assert len(free.token_ids) == 12
 
 
 def test_bad_words_hold_within_a_grammar(llm, question):
-    word = replace(GREEDY, structured=Structured(choice=("yes", "no")), bad_words=("yes",))
-    assert variant(llm).generate(question, word)[0].completions[0].text == "no"
+    word = replace(GREEDY, structured_outputs=StructuredOutputsParams(choice=("yes", "no")), bad_words=("yes",))
+    assert variant(llm).generate(question, word)[0].outputs[0].text == "no"
 
 
 def test_tools_that_the_template_does_not_read_are_refused(llm):
@@ -153,9 +153,9 @@ def test_bad_text_is_refused(llm, question, answer):
     for bad, params, message in [
         ("", GREEDY, "prompt is empty"),
         ("word " * 300, GREEDY, "max_model_len=256"),
-        ("x", replace(GREEDY, structured=Structured(regex="(")), "llguidance does not take"),
+        ("x", replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="(")), "llguidance does not take"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.generate(["hello", bad], [GREEDY, params])
         assert not engine.engine.has_work
-    assert answer.startswith(engine.generate(question, GREEDY)[0].completions[0].text)
+    assert answer.startswith(engine.generate(question, GREEDY)[0].outputs[0].text)

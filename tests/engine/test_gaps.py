@@ -10,13 +10,13 @@ import pytest
 from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of
 
 from dovetail.engine.device.batch import Shape
-from dovetail.engine.device.programs import Program, limits_of
+from dovetail.engine.device.programs import StepProgram, limits_of
 from dovetail.engine.device.step import score
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Demand, Limits, Row, StepPlan
+from dovetail.engine.schedule.plan import Row, StepDemand, StepLimits, StepPlan
 from dovetail.engine.schedule.step_time import STEP_SECONDS, Pace
 
 LONG = replace(GREEDY, max_tokens=120)
@@ -39,14 +39,14 @@ class Compiler:
     """Holds up what is compiled from now on until it is told to go on."""
 
     def __init__(self, monkeypatch):
-        self.goes_on, self.asked, kept = threading.Event(), [], Program.kept
+        self.goes_on, self.asked, kept = threading.Event(), [], StepProgram.kept
 
         def waits(program, *args):
             self.asked.append(program.shape)
             assert self.goes_on.wait(120)
             return kept(program, *args)
 
-        monkeypatch.setattr(Program, "kept", waits)
+        monkeypatch.setattr(StepProgram, "kept", waits)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def compiler(llm, monkeypatch):
 
 def decode_alone(engine: Engine, id: str) -> None:
     """Take steps until the request decodes."""
-    while not any(update.id == id for update in engine.step()):
+    while not any(update.request_id == id for update in engine.step()):
         pass
 
 
@@ -67,7 +67,7 @@ def gained(engine: Engine, steps: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for _ in range(steps):
         for update in engine.step():
-            found[update.id] = found.get(update.id, 0) + len(update.tokens)
+            found[update.request_id] = found.get(update.request_id, 0) + len(update.token_ids)
     return found
 
 
@@ -135,20 +135,20 @@ READY = [shape(1, 1), shape(64, 8)]
     ("demand", "budget", "wanted", "ready", "expected"),
     [
         # all of it, in a program with padding
-        (Demand(1, 1, 20), 64, shape(32, 8), READY, Limits(64, 2, 1)),
+        (StepDemand(1, 1, 20), 64, shape(32, 8), READY, StepLimits(64, 2, 1)),
         # a part of the prompts
-        (Demand(1, 1, 900), 256, shape(256, 8), READY, Limits(64, 8, 7)),
-        (Demand(3, 20, 400), 64, shape(64, 64), READY, Limits(64, 8, 5)),
+        (StepDemand(1, 1, 900), 256, shape(256, 8), READY, StepLimits(64, 8, 7)),
+        (StepDemand(3, 20, 400), 64, shape(64, 64), READY, StepLimits(64, 8, 5)),
         # prompts wait where a program for them has too few rows for all who decode, or none keeps what they need
-        (Demand(8, 1, 20), 64, shape(64, 64), [*READY, shape(8, 8)], Limits(64, 8, 0)),
-        (Demand(1, 1, 20, True), 64, shape(32, 8, keeps_hidden=True), READY, Limits(64, 8, 0)),
+        (StepDemand(8, 1, 20), 64, shape(64, 64), [*READY, shape(8, 8)], StepLimits(64, 8, 0)),
+        (StepDemand(1, 1, 20, True), 64, shape(32, 8, keeps_hidden=True), READY, StepLimits(64, 8, 0)),
         # the last who decode wait where no program has a row for each
-        (Demand(20), 64, shape(32, 32), READY, Limits(64, 8, 0)),
+        (StepDemand(20), 64, shape(32, 32), READY, StepLimits(64, 8, 0)),
         # a step that takes much longer than the budget allows is not taken
-        (Demand(1, 1, 20), 32, shape(32, 8), [shape(1, 1), shape(512, 8)], Limits(32, 8, 0)),
+        (StepDemand(1, 1, 20), 32, shape(32, 8), [shape(1, 1), shape(512, 8)], StepLimits(32, 8, 0)),
         # nothing can go on
-        (Demand(0, 1, 20), 64, shape(32, 8), [shape(1, 1)], None),
-        (Demand(2), 64, shape(2, 2), [], None),
+        (StepDemand(0, 1, 20), 64, shape(32, 8), [shape(1, 1)], None),
+        (StepDemand(2), 64, shape(2, 2), [], None),
     ],
 )
 def test_a_step_takes_what_is_compiled(demand, budget, wanted, ready, expected):
@@ -175,12 +175,12 @@ def test_a_long_prompt_is_computed_in_steps_of_limited_time_and_streams_go_on_be
     engine.add("b", PROMPT, GREEDY)
     plans.clear()
     updates = []
-    while not any(update.id == "b" for update in updates):
+    while not any(update.request_id == "b" for update in updates):
         updates += engine.step()
     chunks = [plan for plan in plans if any(row.seq.request.id == "b" and row.count > 1 for row in plan.rows)]
     assert len(chunks) == -(-len(PROMPT) // 32) and max(plan.num_tokens for plan in chunks) <= 33
     assert all("a" in {row.seq.request.id for row in plan.rows} for plan in chunks), "a token with every chunk"
-    assert sum(len(update.tokens) for update in updates if update.id == "a") >= len(chunks)
+    assert sum(len(update.token_ids) for update in updates if update.request_id == "a") >= len(chunks)
     engine.abort("a")
     engine.abort("b")
     engine.drain()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dovetail.engine import grammar
-from dovetail.engine.request.params import Structured
+from dovetail.engine.request.params import StructuredOutputsParams as Structured
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.tokenizer import Tokenizer
 
@@ -181,7 +181,10 @@ def test_a_deep_grammar_does_not_end_the_process(small, case):
         (Structured(json="[1]"), "must be an object"),
         (Structured(regex="(["), "unclosed"),
         (Structured(grammar="start: missing"), "unknown name"),
-        (Structured(choice=tuple(f"choice {i}" for i in range(3000))), "too complex.*3001 items; max is 2000.*limits"),
+        (
+            Structured(choice=tuple(f"choice {i}" for i in range(3000))),
+            "too complex.*3001 items; max is 2000.*limits",
+        ),
         (Structured(json={"$ref": "#"}), "no text fits"),
         (Structured(regex="a" * (grammar.LONGEST + 1)), "at most 262,144"),
     ],

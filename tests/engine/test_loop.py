@@ -13,11 +13,11 @@ import pytest
 from engine.engines import GREEDY, NEW, make_llm, mixed_prompts, tokens_of, variant
 from reference_models import reference
 
-from dovetail.engine.controls import CONTROLS
+from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
-from dovetail.engine.loop import EngineDied, EngineLoop
-from dovetail.engine.request.outputs import RequestOutput, Update
+from dovetail.engine.loop import EngineLoop
+from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Times
 from dovetail.io.load import load
@@ -52,10 +52,19 @@ class Asking:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.updates: dict[str, list[Update]] = defaultdict(list)
+        self.updates: dict[str, list[OutputDelta]] = defaultdict(list)
         self.died: EngineDied | None = None
         self._news = threading.Condition()
+        self.outputs: dict[str, RequestOutput] = {}
+        engine.output = self._output(engine.output)  # type: ignore[method-assign]
         self.loop = EngineLoop(engine, self._on_updates, self._on_end)
+
+    def _output(self, output):
+        def kept(id: str) -> RequestOutput:
+            self.outputs[id] = output(id)
+            return self.outputs[id]
+
+        return kept
 
     def add(self, id: str, prompt, params=GREEDY, **more) -> None:
         request = self.engine.intake.request(id, prompt, params, **more)
@@ -65,13 +74,10 @@ class Asking:
         """A request's tokens as they came, and its output."""
         updates = self.updates[id]
         with self._news:
-            assert self._news.wait_for(lambda: self.died or (updates and updates[-1].output), SECONDS)
+            assert self._news.wait_for(lambda: self.died or id in self.outputs, SECONDS)
         if self.died:
             raise self.died
-        assert [update.output is not None for update in updates] == [False] * (len(updates) - 1) + [True]
-        output = updates[-1].output
-        assert output is not None
-        return [token for update in updates for token in update.tokens], output
+        return [token for update in updates for token in update.token_ids], self.outputs.pop(id)
 
     def control(self, name: str, *args):
         return self.loop.control(name, *args).result(SECONDS)
@@ -94,10 +100,10 @@ class Asking:
         stats = self.engine.stats()
         return (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
 
-    def _on_updates(self, updates: list[Update]) -> None:
+    def _on_updates(self, updates: list[OutputDelta]) -> None:
         with self._news:
             for update in updates:
-                self.updates[update.id].append(update)
+                self.updates[update.request_id].append(update)
             self._news.notify_all()
 
     def _on_end(self, died: EngineDied) -> None:
@@ -137,7 +143,7 @@ def test_16_requests_together(llm, answers, steps):
             asked.add(str(i), prompt)
         for i, expected in enumerate(answers):
             tokens, output = asked.read(str(i))
-            (completion,) = output.completions
+            (completion,) = output.outputs
             times = completion.times
             assert tokens == expected and completion.token_ids == tuple(tokens)
             assert (completion.finish_reason, completion.weights_versions) == ("length", ((0, 0),))
@@ -153,21 +159,21 @@ def test_n_samples_and_logprobs_among_others(llm):
         for i, prompt in enumerate(PROMPTS[1:6]):
             asked.add(str(i), prompt)
         _, output = asked.read("it")
-        assert output == replace(expected, id="it", completions=output.completions)
-        for completion, ours in zip(expected.completions, output.completions, strict=True):
+        assert output == replace(expected, request_id="it", outputs=output.outputs)
+        for completion, ours in zip(expected.outputs, output.outputs, strict=True):
             assert completion.token_ids == ours.token_ids and len(ours.logprobs) == NEW
             updates = [update for update in asked.updates["it"] if update.index == ours.index]
             assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + ["length"]
-            parts = [pair for update in updates for pair in zip(update.tokens, update.logprobs, strict=True)]
+            parts = [pair for update in updates for pair in zip(update.token_ids, update.logprobs, strict=True)]
             assert parts == list(zip(ours.token_ids, ours.logprobs, strict=True))
 
 
 def test_updates_are_records_that_join():
     times = Times(1.0)
-    first = Update("a", 1, [5], "x", 2.0, times, 4, 0, [])
-    later = Update("a", 1, [6, 7], "y", 3.0, times, 4, 1, [], "stop", 7)
+    first = OutputDelta("a", 1, [5], "x", times, 4, 0, [])
+    later = OutputDelta("a", 1, [6, 7], "y", times, 4, 1, [], "stop", 7)
     joined = first.then(later)
-    assert joined == later._replace(tokens=[5, 6, 7], text="xy")
+    assert joined == later._replace(token_ids=[5, 6, 7], text="xy")
     assert joined.finished and not first.finished
 
 
@@ -179,7 +185,7 @@ def test_an_abort_frees_the_pages_at_once(llm, answers):
         asked.loop.abort("no such request").result(SECONDS)
         assert asked.engine.stats().pages_used == held["b"] + held["c"], "not a step later"
         tokens, output = asked.read("a")
-        (completion,) = output.completions
+        (completion,) = output.outputs
         assert completion.finish_reason == "abort" and completion.token_ids == tuple(tokens)
         assert tokens and tokens == answers[0][: len(tokens)] and completion.times.finished
         asked.control("resume")
@@ -199,16 +205,16 @@ def test_an_id_left_and_used_again_gets_its_own_tokens(llm, answers):
 
 
 BAD = [
-    (dict(prompt=[]), "prompt is empty"),
+    (dict(prompt=[]), "at least one token"),
     (dict(prompt="text"), "no tokenizer"),
-    (dict(prompt=[5] * 300), "300 tokens"),
-    (dict(prompt=[5, 160]), "token id 160"),
-    (dict(params=replace(GREEDY, stop="x")), "stop strings need a tokenizer"),
-    (dict(id="good-0"), "'good-0' is under way already"),
-    (dict(id=7), "id is a string; got 7"),
-    (dict(priority=1), "priority=1 needs an engine that was started with scheduling_policy='priority'"),
-    (dict(priority="high"), "priority is an integer"),
-    (dict(cache_salt=3), "cache_salt is a string"),
+    (dict(prompt=[5] * 300), "got 300"),
+    (dict(prompt=[5, 160]), "got 160"),
+    (dict(params=replace(GREEDY, stop="x")), "requires a tokenizer"),
+    (dict(id="good-0"), "'good-0' is already in use"),
+    (dict(id=7), "must be a string, got 7"),
+    (dict(priority=1), "scheduling_policy='priority'"),
+    (dict(priority="high"), "`priority` must be an integer"),
+    (dict(cache_salt=3), "`cache_salt` must be a string"),
 ]
 
 
@@ -250,7 +256,7 @@ def test_when_the_engine_dies_everybody_hears_of_it(llm, where):
                 asked.read(str(i))
             assert isinstance(caught.value.__cause__, OSError)
         assert not asked.loop.is_alive
-        for refused in (asked.loop.check_health, lambda: asked.loop.abort("a"), lambda: asked.loop.control("wake")):
+        for refused in (asked.loop.check_health, lambda: asked.loop.abort("a"), lambda: asked.loop.control("wake_up")):
             with pytest.raises(EngineDied, match="the device is gone"):
                 refused()
 
@@ -282,7 +288,7 @@ def test_what_a_control_raises_is_its_askers_alone(llm, answers, weights, tmp_pa
             asked.do(lambda engine: engine.update_weights({"a": 1}), idle=True)
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
             asked.control("update_weights", str(tmp_path))
-        with pytest.raises(ValueError, match="sleep takes level 1"):
+        with pytest.raises(ValueError, match="`level` must be 1"):
             asked.control("sleep", 3)
         asked.control("resume")
         assert asked.read("a")[0] == answers[0]
@@ -301,8 +307,8 @@ def test_stopping_ends_what_is_open(llm):
 
 
 def test_it_does_not_turn_at_rest(llm, answers, monkeypatch):
-    turns, do_asked = [], EngineLoop._do_asked
-    monkeypatch.setattr(EngineLoop, "_do_asked", lambda self: (turns.append(1), do_asked(self)))
+    turns, do_calls = [], EngineLoop._do_calls
+    monkeypatch.setattr(EngineLoop, "_do_calls", lambda self: (turns.append(1), do_calls(self)))
     with asking(llm) as asked:
         asked.add("a", PROMPTS[0])
         assert asked.read("a")[0] == answers[0]
@@ -330,7 +336,7 @@ def test_new_weights_in_flight(llm, answers, weights):
         done = [asked.read(id) for id in "abcd"]
         assert asked.engine.stats().preemptions == 4
     for (tokens, output), old, prompt in zip(done, answers, PROMPTS, strict=False):
-        completion = output.completions[0]
+        completion = output.outputs[0]
         (_, first), (changed, second) = completion.weights_versions
         assert (first, second, completion.weights_version) == (0, 1, 1) and 0 < changed < NEW
         assert tokens[:changed] == old[:changed]
@@ -346,12 +352,12 @@ def test_new_weights_that_keep_the_cache(llm, weights):
         assert (asked.engine.stats().running, asked.engine.stats().pages_used) == (2, used)
         asked.control("resume")
         for id in "ab":
-            (completion,) = asked.read(id)[1].completions
+            (completion,) = asked.read(id)[1].outputs
             assert [version for _, version in completion.weights_versions] == [0, 1]
         assert asked.engine.stats().preemptions == 0
         asked.add("c", PROMPTS[0])
         tokens, output = asked.read("c")
-        assert output.cached_tokens == 0
+        assert output.num_cached_tokens == 0
     assert [tokens] == tokens_of(variant(llm).generate(PROMPTS[0], GREEDY))
 
 
@@ -367,8 +373,8 @@ def test_requests_sleep_through_the_engines_sleep(llm, answers):
         time.sleep(0.05)
         stats = asked.engine.stats()
         assert (stats.steps, stats.running, stats.pages_used) == (steps, 0, 0) and stats.waiting >= 1
-        asked.control("wake")
-        asked.control("wake")
+        asked.control("wake_up")
+        asked.control("wake_up")
         assert [asked.read(id)[0] for id in "ab"] == expected
         assert asked.read("late")[0] == answers[2]
         assert asked.engine.stats().sleeping == 0
@@ -384,13 +390,13 @@ def test_after_the_deeper_sleep_requests_wait_for_weights(llm, answers, weights,
         assert asked.engine.stats().sleeping == 2
         if weights_first:
             assert asked.control("update_weights", folder) == 1
-        asked.control("wake")
+        asked.control("wake_up")
         if not weights_first:
             time.sleep(0.02)
             assert asked.engine.stats().waiting == 1 and asked.loop.is_alive
             assert asked.control("update_weights", folder, False, 1) == 1
         tokens, output = asked.read("a")
-        assert (tokens, output.completions[0].weights_version) == (answers[0], 1)
+        assert (tokens, output.outputs[0].weights_version) == (answers[0], 1)
 
 
 def test_pause_and_resume(llm, answers):

@@ -19,7 +19,7 @@ def test_a_cpu_is_predicted_from_its_cores():
     one, many = made.decode(1, 100), made.decode(64, 100)
     assert one and many and 0 < one.best < one.worst and one.best < many.best
     assert made.decode(0, 100) is None
-    said = made.says(64, 1024)
+    said = made.describe(64, 1024)
     assert said.startswith("predicted decode at 1,024 tokens, out tok/s: 1 x ") and "; 64 x " in said
     split = predictor(cfg, compute_of("f32"), jax.devices()[:2]).decode(1, 100)
     assert split and split.worst != one.worst
@@ -29,8 +29,8 @@ def test_what_is_not_in_the_table_has_no_prediction():
     cfg = read_model("tiny")
     made = predictor(cfg, compute_of("bf16"), [Unknown()])
     assert made.decode(1, 1) is None
-    assert made.says(1, 1) == "no prediction: NVIDIA Voodoo 2 is not in the table of chips"
-    assert "scores" in predictor(scored(cfg), compute_of("f32"), jax.devices()[:1]).why
+    assert made.describe(1, 1) == "no prediction: NVIDIA Voodoo 2 is not in the table of chips"
+    assert "reward model" in predictor(scored(cfg), compute_of("f32"), jax.devices()[:1]).why
 
 
 def test_rates_are_tokens_per_second_of_all():

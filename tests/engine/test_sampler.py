@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dovetail.engine.device.sampler import MAX_BIAS, Sampler
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.engine.request.sequence import Request, Sequence
 from dovetail.engine.schedule.plan import Row, StepPlan
 from dovetail.io.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def test_a_grammar_guides_and_ends_a_sequence(make_tokenizer):
     tokenizer = make_tokenizer()
     size = tokenizer.vocab_size + 37  # a model's vocabulary is often padded
     sampler = Sampler(size, SLOTS, tokenizer, tokenizer.eos_ids)
-    plain, guided = make(slot=1), make(structured=Structured(choice=("yes", "no")), min_tokens=30)
+    plain, guided = make(slot=1), make(structured_outputs=StructuredOutputsParams(choice=("yes", "no")), min_tokens=30)
     sampler.prepare(guided.request.params)
     assert sampler.needs_host(guided) and not sampler.needs_host(plain)
     logits = np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)
@@ -158,12 +158,12 @@ def test_a_grammar_guides_and_ends_a_sequence(make_tokenizer):
 def test_a_grammar_that_breaks_ends_its_sequence_alone(make_tokenizer):
     tokenizer = make_tokenizer()
     sampler = Sampler(tokenizer.vocab_size, SLOTS, tokenizer, tokenizer.eos_ids)
-    plain, guided = make(slot=1), make(structured=Structured(regex="a+"))
+    plain, guided = make(slot=1), make(structured_outputs=StructuredOutputsParams(regex="a+"))
     guided.tokens.append(tokenizer.id("b"))  # what no mask would have let through
     logits = np.zeros((4, tokenizer.vocab_size), np.float32)
     tokens, _ = ops.sample(logits, sampler.inputs(plan_for(plain, guided), 4), sampler.history, 0)
     assert np.asarray(tokens)[:2].tolist() == [0, tokenizer.eos_id]
-    assert sampler.is_done(guided) and "cannot go on" in guided.grammar_error and plain.grammar_error is None
+    assert sampler.is_done(guided) and "cannot go on" in guided.error and plain.error is None
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_what_this_model_cannot_do_is_refused(sampler, ask: dict, message: str):
 def test_without_a_tokenizer_words_and_grammars_are_refused():
     bare = Sampler(V, 1)
     bare.prepare(SamplingParams(logit_bias={3: 1.0}))
-    for name, value in (("bad_words", ("a",)), ("structured", Structured(regex="a"))):
+    for name, value in (("bad_words", ("a",)), ("structured_outputs", StructuredOutputsParams(regex="a"))):
         with pytest.raises(ValueError, match=f"{name} needs the model's tokenizer"):
             bare.prepare(SamplingParams(**{name: value}))
 

@@ -10,7 +10,7 @@ import pytest
 from fake_device import Driver, add, make
 
 from dovetail.engine.device.batch import Shape
-from dovetail.engine.device.programs import Compilations, Program
+from dovetail.engine.device.programs import Compilations, StepProgram
 from dovetail.io import compiled
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def test_compilations_are_counted_and_their_seconds_are_in_the_log(tmp_path, mon
     """A step that is read from disk is none."""
     monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
     form, counts = jax.ShapeDtypeStruct((2,), jnp.float32), Compilations()
-    program = Program(Shape(8, 4, 2), jax.jit(lambda x: x + 1), (form,), {}, None)
+    program = StepProgram(Shape(8, 4, 2), jax.jit(lambda x: x + 1), (form,), {}, None)
     with caplog.at_level("INFO", "dovetail.engine"):
         for _ in range(2):
             assert program.kept(jax.devices()[:1], True, counts)(jnp.zeros(2)).tolist() == [1, 1]

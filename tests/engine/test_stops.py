@@ -11,7 +11,7 @@ import pytest
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
 from dovetail.engine.request.stops import Stops
-from dovetail.engine.request.text import Text
+from dovetail.engine.request.text import OutputText
 
 EOS = (2, 5)
 
@@ -60,19 +60,19 @@ def test_the_ends_found_in_arrays_are_those_found_token_by_token(ignore_eos):
         (dict(min_tokens=2, stop_token_ids=(8,)), [8, 1, 8, 1], [8, 1, 8], ("stop", 8)),
         (dict(stop=("ba",)), [3, 1, 0, 1], [3, 1, 0], ("stop", "ba")),
         (dict(stop=("ba",), min_tokens=4), [1, 0, 1, 0, 1], [1, 0, 1, 0], ("stop", "ba")),
-        (dict(structured={"regex": "a"}), [1, 0, 0], [1, 0], ("stop", None)),
+        (dict(structured_outputs={"regex": "a"}), [1, 0, 0], [1, 0], ("stop", None)),
     ],
 )
 def test_what_is_looked_for_token_by_token(params, tokens, kept, end):
     stops, seq = Stops(EOS, grammar_done=lambda seq: seq.tokens[-1] == 0), sequence(**params)
-    seq.text = Text(Letters(), seq.request.params.stop, False)  # type: ignore[arg-type]
+    seq.text = OutputText(Letters(), seq.request.params.stop, False)  # type: ignore[arg-type]
     stops.watch(seq)
     assert seq.by_token and stops.append_each(seq, tokens) == (kept, end)
 
 
 def test_who_is_looked_at_token_by_token():
     stops, plain, stopped = Stops(EOS), sequence(logprobs=0), sequence(stop=("ba",))
-    plain.text = Text(Letters(), (), False)  # type: ignore[arg-type]
+    plain.text = OutputText(Letters(), (), False)  # type: ignore[arg-type]
     for seq in (plain, stopped):  # without a text, the caller looks for stop strings
         stops.watch(seq)
         assert not seq.by_token
@@ -113,7 +113,7 @@ def test_stop_strings_are_found_as_in_the_whole_text():
             ["".join(rng.choices("ab", k=rng.randint(least, 4))) for _ in range(rng.randint(1, most))]
             for least, most in ((0, 12), (2, 3))
         )
-        text, found, out = Text(Pieces(pieces), tuple(stops), False), None, []  # type: ignore[arg-type]
+        text, found, out = OutputText(Pieces(pieces), tuple(stops), False), None, []  # type: ignore[arg-type]
         for token in range(len(pieces)):
             found = text.push(token)
             out.append(text.take(ended=found is not None))
@@ -132,7 +132,7 @@ def test_a_token_costs_a_few_comparisons_however_long_the_stop_strings_are(unit,
     monkeypatch.setattr("dovetail.engine.request.text.repeat", lambda end: compared.append(end) or repeat(end))
     pieces = [unit[i % len(unit)] for i in range(2048)]
     stops = tuple("a" * 255 + chr(200 + i) for i in range(16))
-    text = Text(Pieces(pieces), stops, False)  # type: ignore[arg-type]
+    text = OutputText(Pieces(pieces), stops, False)  # type: ignore[arg-type]
     for token in range(len(pieces)):
         text.push(token)
         text.take()

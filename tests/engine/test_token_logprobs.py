@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 
 from dovetail.engine.request.logprobs import Logprobs, TokenLogprob
-from dovetail.engine.request.outputs import Completion, Update
+from dovetail.engine.request.outputs import CompletionOutput, OutputDelta
 from dovetail.engine.request.sequence import Times
 
 PLAIN = ([-0.5, -0.25], [2, 1], None)
@@ -29,15 +29,15 @@ def test_it_reads_as_a_tuple():
 
 
 def test_a_completion_gives_the_numbers_alone():
-    completion = Completion(0, (7, 8, 9), "", "length", logprobs=Logprobs([7, 8, 9], [PLAIN, TOPS]))
+    completion = CompletionOutput(0, (7, 8, 9), "", "length", logprobs=Logprobs([7, 8, 9], [PLAIN, TOPS]))
     numbers = completion.token_logprobs
     assert numbers is not None and numbers.dtype == np.float32 and numbers.tolist() == [-0.5, -0.25, -1.5]
     assert completion.logprobs._entries is None, "no object was made for it"
-    assert Completion(0, (), "", "abort").token_logprobs is None
+    assert CompletionOutput(0, (), "", "abort").token_logprobs is None
 
 
 def test_updates_join_theirs():
-    first = Update("a", 0, [7, 8], "", 1.0, Times(0.0), scores=[PLAIN])
-    later = Update("a", 0, [9], "", 2.0, Times(0.0), scores=[TOPS])
+    first = OutputDelta("a", 0, [7, 8], "", Times(0.0), scores=[PLAIN])
+    later = OutputDelta("a", 0, [9], "", Times(0.0), scores=[TOPS])
     assert first.logprobs == ENTRIES[:2] and first.then(later).logprobs == ENTRIES
     assert later._replace(scores=None).logprobs is None

@@ -75,10 +75,10 @@ def check(llm: LLM, params) -> list[tuple[int, ...]]:
     for prompt, cached in zip(PROMPTS, (0, len(SHARED) // PAGE * PAGE), strict=True):
         steps = llm.stats().steps
         (output,) = llm.generate(prompt, PARAMS)
-        assert output.cached_tokens == cached
+        assert output.num_cached_tokens == cached
         chunks = -(-(len(prompt) - cached) // CHUNK)
         assert llm.stats().steps - steps >= chunks + PARAMS.max_tokens - 1
-        (completion,) = output.completions
+        (completion,) = output.outputs
         tokens = completion.token_ids
         given = jnp.asarray((*prompt, *tokens))
         expected = np.asarray(scores(params, llm.config, given))[len(prompt) - 1 : -1][range(len(tokens)), tokens]

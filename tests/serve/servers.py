@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dovetail.engine.controls import EngineDied
-from dovetail.engine.stats import Stats
+from dovetail.engine.stats import EngineStats
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app
@@ -151,7 +151,7 @@ class Script:
             self.aborted.add(id)
 
     async def stats(self):
-        return Stats(1, 2, 3, 4, 10, 0.0, 0, 5, 6, 7)
+        return EngineStats(1, 2, 3, 4, 10, 0.0, 0, 5, 6, 7)
 
     async def embed(self, prompts, pooling, adapter=None):
         self.called.append(("embed", pooling))

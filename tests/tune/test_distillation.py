@@ -72,7 +72,7 @@ def drawn(teacher: str) -> str:
     prompts = [f"say {i}" for i in range(32)]
     ids = [llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
     answers = llm.generate(ids, dt.SamplingParams(temperature=1, max_tokens=8, seed=1), progress=False)
-    texts = [answer.completions[0].text or "none" for answer in answers]
+    texts = [answer.outputs[0].text or "none" for answer in answers]
     path = Path(teacher) / "drawn.jsonl"
     lines = [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts, strict=True)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -27,7 +27,7 @@ from dovetail.engine.device.batch import NUMBERS, Shape
 from dovetail.engine.device.buckets import Buckets
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler
-from dovetail.engine.schedule.plan import Demand, Limits
+from dovetail.engine.schedule.plan import StepDemand, StepLimits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
@@ -54,7 +54,7 @@ class Compilations:
             self.seconds += seconds
 
 
-class Program(NamedTuple):
+class StepProgram(NamedTuple):
     """One shape's step."""
 
     shape: Shape
@@ -135,7 +135,7 @@ class Programs:
         with self.for_its_kind():
             return self._form(abstract_cache(self.cfg, count, self.page_size, self.compute.dtype, *where))
 
-    def of(self, shape: Shape, params: Any, cache: Any) -> Program:
+    def of(self, shape: Shape, params: Any, cache: Any) -> StepProgram:
         """The step with these weights and pages, arrays or forms."""
         array, slots = self._array, self.buckets.max_rows + 1
         params, cache = self._form(params), self._form(cache)
@@ -145,12 +145,14 @@ class Programs:
         where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
         options = compile_options(self.platform, shape.tokens)
         if not shape.tokens:
-            return Program(shape, run_sampler, (last, history, self._left(shape), self._asked(shape)), where, options)
+            return StepProgram(
+                shape, run_sampler, (last, history, self._left(shape), self._asked(shape)), where, options
+            )
         static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute)
         if shape.is_decode:
             state = DeviceState(cache, last, tables, history)
-            return Program(shape, run_decode, (params, state, flat, self._asked(shape)), static, options)
-        return Program(shape, run_prompts, (params, cache, tables, last, flat), static, options)
+            return StepProgram(shape, run_decode, (params, state, flat, self._asked(shape)), static, options)
+        return StepProgram(shape, run_prompts, (params, cache, tables, last, flat), static, options)
 
     def compile(self, shape: Shape, params: Any, pages: int, told: Mapping[str, Any] | None = None) -> Any:
         """The step with so many pages, from disk where it was kept; for devices that are not here nothing is, and their
@@ -197,10 +199,10 @@ class Programs:
         return Unsampled(logits, self._array((shape.rows,)), self._array((len(NUMBERS), shape.rows)))
 
 
-class Steps:
+class CompiledSteps:
     """From any thread. `program`: what a shape's step is, a runner's method."""
 
-    def __init__(self, program: Callable[[Shape], Program], devices: list[Any]):
+    def __init__(self, program: Callable[[Shape], StepProgram], devices: list[Any]):
         # weak: a runner that is dropped frees its device memory at once, not when Python looks for garbage
         self._program, self._devices = weakref.WeakMethod(program), devices
         self._futures: dict[Shape, Future] = {}
@@ -274,7 +276,7 @@ class Steps:
         return any(not future.done() for future in list(self._futures.values()))
 
 
-def limits_of(demand: Demand, budget: int, wanted: Shape, ready: list[Shape]) -> Limits | None:
+def limits_of(demand: StepDemand, budget: int, wanted: Shape, ready: list[Shape]) -> StepLimits | None:
     """Return what a step of `budget` tokens may take of `demand` with programs that are `ready`, where `wanted` would
     be the program for all of it. None: nothing can go on before another program is compiled.
 
@@ -283,9 +285,9 @@ def limits_of(demand: Demand, budget: int, wanted: Shape, ready: list[Shape]) ->
         most_tokens = max(budget, MOST_PADDING * wanted.tokens)
         fit = [s for s in ready if not s.is_decode and s.keeps_hidden == demand.scores and s.tokens <= most_tokens]
         if any(s.holds(wanted) for s in fit):
-            return Limits(budget, demand.rows, demand.prompts)
+            return StepLimits(budget, demand.rows, demand.prompts)
         if some := [s for s in fit if s.rows > demand.decoding]:
             largest = max(some, key=lambda s: (s.tokens, s.rows))
-            return Limits(min(budget, largest.tokens), largest.rows, largest.rows - demand.decoding)
+            return StepLimits(min(budget, largest.tokens), largest.rows, largest.rows - demand.decoding)
     rows = max((s.rows for s in ready if s.steps == 1), default=0)
-    return Limits(budget, rows, 0) if demand.decoding and rows else None
+    return StepLimits(budget, rows, 0) if demand.decoding and rows else None

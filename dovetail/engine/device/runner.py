@@ -19,10 +19,10 @@ from dovetail.core.types import Cache, Params, Weights
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.batch import Packer, Shape
 from dovetail.engine.device.launched import CHUNK, LaunchedStep
-from dovetail.engine.device.programs import Program, Programs, Steps, limits_of
+from dovetail.engine.device.programs import CompiledSteps, Programs, StepProgram, limits_of
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.device.step import DeviceState, StepOutput, score
-from dovetail.engine.schedule.plan import Demand, Limits, StepPlan
+from dovetail.engine.schedule.plan import StepDemand, StepLimits, StepPlan
 from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
@@ -39,7 +39,7 @@ class Runner:
         self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may take is compiled
         self._allocate()
         import_kernels(self.platform)  # a step from disk calls them and traces nothing
-        self.steps = Steps(self._program, programs.devices)
+        self.steps = CompiledSteps(self._program, programs.devices)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 
     def _allocate(self) -> None:
@@ -67,22 +67,22 @@ class Runner:
             self._allocate()
 
     def launch(self, plan: StepPlan, sampler: Sampler, keeps_hidden: bool = False, waits: bool = True) -> LaunchedStep:
-        """`waits`: see Steps.nearest."""
+        """`waits`: see CompiledSteps.nearest."""
         return self._launch(plan, self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden), waits), sampler)
 
-    def limits(self, demand: Demand, budget: int) -> Limits:
+    def limits(self, demand: StepDemand, budget: int) -> StepLimits:
         """Return what the next step may take of `demand` without waiting for a compiler, which is set to work in the
         background on what it cannot. Where nothing can go on, all of it: the step waits."""
         most = self.buckets.max_rows
         if self.is_warm or not demand.rows:
-            return Limits(budget, most, most)
+            return StepLimits(budget, most, most)
         tokens = min(budget, demand.decoding + demand.tokens)
         decode = self.buckets.decode(demand.decoding)
         wanted = self.buckets.mixed(tokens, demand.rows, demand.scores) if demand.prompts else decode
         if self.steps.is_ready(wanted):
-            return Limits(budget, most, most)
+            return StepLimits(budget, most, most)
         self.steps.have(wanted)
-        return limits_of(demand, budget, wanted, self.steps.ready()) or Limits(budget, most, most)
+        return limits_of(demand, budget, wanted, self.steps.ready()) or StepLimits(budget, most, most)
 
     def steps_ready(self, rows: int, steps: int) -> int:
         """Return up to how many decode steps a dispatch can take now, of `steps`; more are compiled in the
@@ -159,7 +159,7 @@ class Runner:
     def is_compiling(self) -> bool:
         return not self.is_warm and self.steps.busy
 
-    def _program(self, shape: Shape) -> Program:
+    def _program(self, shape: Shape) -> StepProgram:
         if shape.keeps_hidden:  # on the compiling thread, so that the loop never waits for this one either
             self._compile_score()
         return self.programs.of(shape, self.params, self.cache)
@@ -180,8 +180,8 @@ def put_to_sleep(runner: Runner, level: int) -> Asleep:
     """Drop the pages; move the weights to the host, or drop them too. No step may be under way. The runner keeps the
     forms of both: steps may be compiled meanwhile."""
     weights = runner.weights
-    host = jax.device_get(weights.params) if level == 1 and not is_form(weights.params) else None
-    pages, runner.cache = runner.cache, form_of(runner.cache)
+    host = jax.device_get(weights.params) if level == 1 and not is_abstract(weights.params) else None
+    pages, runner.cache = runner.cache, abstract_of(runner.cache)
     for array in jax.tree.leaves(pages):
         array.delete()  # at once: no other reference to them is of use
     drop_weights(runner)
@@ -189,23 +189,23 @@ def put_to_sleep(runner: Runner, level: int) -> Asleep:
 
 
 def drop_weights(runner: Runner) -> None:
-    runner.weights = Weights(form_of(runner.weights.params), runner.weights.version)
+    runner.weights = Weights(abstract_of(runner.weights.params), runner.weights.version)
 
 
 def wake_up(runner: Runner, asleep: Asleep) -> None:
     """Empty pages again, and the weights back from the host, unless new ones have come meanwhile."""
     weights = runner.weights
-    if asleep.host is not None and is_form(weights.params):
+    if asleep.host is not None and is_abstract(weights.params):
         runner.weights = Weights(placed(asleep.host, weights.params), weights.version)
     runner.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), runner.cache)
 
 
-def form_of(params: Params) -> Any:
+def abstract_of(params: Params) -> Any:
     """The same tree with what the steps are compiled for in place of each array."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
 
 
-def is_form(params: Params) -> bool:
+def is_abstract(params: Params) -> bool:
     """Whether this is the form alone: the arrays have been dropped."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
 

@@ -87,7 +87,7 @@ class Sampler:
                     raise UserError(f"{name} holds {token}; this model's token ids end at {self.vocab - 1}")
         if len(params.logit_bias) > MAX_BIAS:
             raise UserError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIAS} are taken")
-        for name in ("bad_words", "structured"):
+        for name in ("bad_words", "structured_outputs"):
             if getattr(params, name) and self.tokenizer is None:
                 raise UserError(f"{name} needs the model's tokenizer, and this engine was started without one")
         words = self._bad_words(params)
@@ -95,7 +95,7 @@ class Sampler:
             mask=self._fixed_mask(params, words),
             early=self._bits(without=(*self.eos_ids, *params.stop_token_ids)) if params.min_tokens else None,
             bad=tuple(word for word in words if len(word) > 1),
-            grammar=compile_grammar(params.structured, self.tokenizer) if params.structured else None,
+            grammar=compile_grammar(params.structured_outputs, self.tokenizer) if params.structured_outputs else None,
         )
 
     def start(self, seq: Sequence) -> SamplingState:
@@ -111,17 +111,17 @@ class Sampler:
         return self.start(seq).needs_host
 
     def is_done(self, seq: Sequence) -> bool:
-        """Whether the sequence's grammar has nothing more to come, or `seq.grammar_error` says that it cannot go
+        """Whether the sequence's grammar has nothing more to come, or `seq.error` says that it cannot go
         on: the engine ends it then, with ignore_eos too."""
         state = self.start(seq)
         self._feed(seq, state)
-        return state.matcher is not None and (state.matcher.is_done or seq.grammar_error is not None)
+        return state.matcher is not None and (state.matcher.is_done or seq.error is not None)
 
     def _new_state(self, seq: Sequence) -> SamplingState:
         params = seq.request.params
         seed = seed_of(seq.request.seed, seq.index)
         # what truncates has no meaning at temperature 0, and off it costs nothing
-        top_k, top_p, min_p = (0, 1.0, 0.0) if params.greedy else (params.top_k, params.top_p, params.min_p)
+        top_k, top_p, min_p = (0, 1.0, 0.0) if params.greedy else (max(params.top_k, 0), params.top_p, params.min_p)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         plan = seq.request.sampling or self.prepare(params)
         return SamplingState(
@@ -287,16 +287,16 @@ class Sampler:
         try:
             matcher.fill(bits)
         except ValueError as error:  # too complex from here on, say
-            seq.grammar_error = seq.grammar_error or str(error)
-        return self._bits(only=self.eos_ids) if seq.grammar_error is not None else bits
+            seq.error = seq.error or str(error)
+        return self._bits(only=self.eos_ids) if seq.error is not None else bits
 
     def _feed(self, seq: Sequence, state: SamplingState) -> None:
         """Tells the grammar of the output tokens it has not seen. What goes wrong ends this sequence, not its batch."""
-        if state.matcher is None or seq.grammar_error is not None:
+        if state.matcher is None or seq.error is not None:
             return
         try:
             for token in seq.output[state.fed :]:
                 state.fed += 1
                 state.matcher.accept(token)
         except ValueError as error:
-            seq.grammar_error = str(error)
+            seq.error = str(error)

@@ -1,7 +1,7 @@
-"""Intake: from what a user asks to a checked Request, or a ValueError that says what is wrong with it.
+"""Intake: check what a user asks for and turn it into a Request.
 
-It shares nothing that steps change, so any thread may use it: tokenizing a long prompt or compiling a grammar need not
-hold up the engine's.
+It shares no state with steps, so any thread may use it: tokenizing a long prompt or compiling a grammar does not delay
+the engine's thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError
 from dovetail.engine.device.adapters import Adapters
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.request.params import SamplingParams
@@ -25,9 +25,21 @@ from dovetail.engine.schedule.scheduler import SchedulerConfig
 from dovetail.io.tokenizer import Tokenizer
 
 Prompt = str | Many[int]
+Conversation = Many[Mapping[str, Any]]  # its messages
 
 
 class Intake:
+    """Check requests.
+
+    Args:
+        config: The scheduler's limits.
+        sampler: Prepares masks and grammars.
+        tokenizer: The model's, if it has one.
+        seed: Seed of the seeds that requests without one get, in the order they come; None: random at each start.
+        adapters: The loaded LoRA adapters.
+        generates: Whether the model generates tokens. A reward model does not, and every request is refused.
+    """
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -35,12 +47,10 @@ class Intake:
         tokenizer: Tokenizer | None,
         seed: int | None,
         adapters: Adapters,
-        writes: bool = True,
+        generates: bool = True,
     ):
-        """`seed`: of the seeds that requests without one get, in the order they come; None: others at each start.
-        `writes`: whether the model has words to answer with; else every request is refused."""
         self._config, self._sampler, self._tokenizer, self._adapters = config, sampler, tokenizer, adapters
-        self._rng, self._writes = np.random.default_rng(seed), writes
+        self._rng, self._generates = np.random.default_rng(seed), generates
 
     def request(
         self,
@@ -54,26 +64,32 @@ class Intake:
         arrival: float | None = None,
         text: bool = True,
     ) -> Request:
-        """`priority`: the lowest goes first. `adapter`: the name of one that is loaded. `cache_salt`: its prefixes are
-        shared with requests of the same salt only. `arrival`: when it came, in seconds of time.monotonic, if that is
-        not now. `text`: see Request."""
-        if not self._writes:
-            raise UserError(
-                "the model gives texts a score and writes none: ask for scores, by LLM.score or a server's /score"
-            )
+        """Return a checked request.
+
+        Args:
+            id: The request's id.
+            prompt: Text or token ids.
+            params: The sampling parameters.
+            priority: The lowest goes first, if the engine schedules by priority.
+            adapter: The name of a loaded adapter; None: the base model.
+            cache_salt: Cached prefixes are shared only among requests with the same salt.
+            arrival: When the request arrived, from time.monotonic; by default now.
+            text: Whether the engine detokenizes (see Request).
+
+        Raises:
+            RequestError: If this model or engine cannot run the request; `param` names the field.
+        """
+        if not self._generates:
+            raise RequestError("a reward model does not generate text: use LLM.score or the server's /score")
         self._check_call(id, priority, cache_salt, arrival)
         tokens = self.encode(prompt)
         self.check_tokens(tokens)
         if not isinstance(params, SamplingParams):
-            raise UserError(f"sampling parameters are SamplingParams(...); got {params!r}")
-        if len(tokens) + params.min_tokens > self._config.max_model_len:
-            raise UserError(
-                f"min_tokens={params.min_tokens} after a prompt of {len(tokens)} tokens is more than "
-                f"max_model_len={self._config.max_model_len} holds"
+            raise RequestError(
+                f"`sampling_params` must be SamplingParams(...), got {params!r}", param="sampling_params"
             )
+        self._check_params(params, len(tokens), text)
         sampling = self._sampler.prepare(params)
-        if self._tokenizer is None and params.stop and text:
-            raise UserError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
         if params.prompt_logprobs is not None:
             cache_salt = f"scored:{id}"  # every prompt token must be computed, so none is looked up
         seed = params.seed if params.seed is not None else int(self._rng.integers(2**63))
@@ -83,69 +99,97 @@ class Intake:
 
     def _check_call(self, id: str, priority: int, cache_salt: str | None, arrival: float | None) -> None:
         if not isinstance(id, str):
-            raise UserError(f"a request's id is a string; got {id!r}")
+            raise RequestError(f"`request_id` must be a string, got {id!r}", param="request_id")
         if cache_salt is not None and not isinstance(cache_salt, str):
-            raise UserError(f"cache_salt is a string; got {cache_salt!r}")
+            raise RequestError(f"`cache_salt` must be a string, got {cache_salt!r}", param="cache_salt")
         if isinstance(priority, bool) or not isinstance(priority, int):
-            raise UserError(f"priority is an integer, the lowest goes first; got {priority!r}")
+            raise RequestError(
+                f"`priority` must be an integer (the lowest goes first), got {priority!r}", param="priority"
+            )
         if arrival is not None and (not isinstance(arrival, int | float) or not math.isfinite(arrival)):
-            raise UserError(f"arrival is a moment of time.monotonic, in seconds; got {arrival!r}")
+            raise RequestError(f"`arrival` must be seconds of time.monotonic, got {arrival!r}", param="arrival")
         if priority and self._config.policy != "priority":
-            raise UserError(
-                f"priority={priority} needs an engine that was started with scheduling_policy='priority' "
-                f"(dovetail serve --scheduling-policy priority), got {self._config.policy!r}"
+            raise RequestError(
+                f"`priority` must be 0 with scheduling_policy='fcfs', got {priority}: start the engine with "
+                "scheduling_policy='priority' (dovetail serve --scheduling-policy priority)",
+                param="priority",
             )
 
+    def _check_params(self, params: SamplingParams, prompt: int, text: bool) -> None:
+        if prompt + params.min_tokens > self._config.max_model_len:
+            raise RequestError(
+                f"`min_tokens` must be at most {self._config.max_model_len - prompt} after a prompt of {prompt} tokens "
+                f"with max_model_len={self._config.max_model_len}, got {params.min_tokens}",
+                param="min_tokens",
+            )
+        if self._tokenizer is None and params.stop and text:
+            raise RequestError("`stop` requires a tokenizer, and the model has none: use stop_token_ids", param="stop")
+
     def encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            if isinstance(prompt, bytes):
-                raise UserError("a prompt is text or a list of token ids; got bytes: decode them first")
-            try:
-                return list(map(operator.index, prompt))
-            except TypeError:
-                raise UserError(f"a prompt is text or a list of token ids; got {repr(prompt)[:80]}") from None
-        if self._tokenizer is None:
-            raise UserError("the model has no tokenizer: give the prompt as token ids")
-        return self._tokenizer.encode(prompt)
+        """Return a prompt as token ids."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("the model has no tokenizer: give the prompt as token ids", param="prompt")
+            return self._tokenizer.encode(prompt)
+        if isinstance(prompt, bytes):
+            raise RequestError(
+                "`prompt` must be text or a list of token ids, got bytes: decode them first", param="prompt"
+            )
+        try:
+            return list(map(operator.index, prompt))
+        except TypeError:
+            raise RequestError(
+                f"`prompt` must be text or a list of token ids, got {repr(prompt)[:80]}", param="prompt"
+            ) from None
 
     def check_tokens(self, tokens: list[int]) -> None:
+        """Check that a prompt is not empty, fits the context and has only tokens of the vocabulary."""
         limit, vocab = self._config.max_model_len, self._sampler.vocab
         if not tokens:
-            raise UserError("the prompt is empty: give at least one token")
+            raise RequestError("`prompt` must have at least one token, got none", param="prompt")
         if len(tokens) >= limit:
-            raise UserError(f"the prompt has {len(tokens)} tokens; with max_model_len={limit} at most {limit - 1} fit")
+            raise RequestError(
+                f"`prompt` must have at most {limit - 1} tokens with max_model_len={limit}, got {len(tokens)}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         if min(tokens) < 0 or max(tokens) >= vocab:
             bad = next(token for token in tokens if not 0 <= token < vocab)
-            raise UserError(f"prompt: token id {bad} is outside the vocabulary of {vocab}")
+            raise RequestError(f"`prompt` must have token ids from 0 to {vocab - 1}, got {bad}", param="prompt")
 
 
-Conversation = Many[Mapping[str, Any]]  # its messages
+# --- one prompt or conversation, or many of them ----------------------------------------------------------------------
 
 
 def as_many(prompts: Prompt | Many[Prompt]) -> list[Any]:
-    """One prompt (text, or ids) or many of them, as a list."""
+    """Return one prompt (text or token ids), or many, as a list."""
     if isinstance(prompts, str | bytes):
         return [prompts]
     if not isinstance(prompts, Many) and not hasattr(prompts, "__array__"):
-        raise UserError(f"prompts are text or lists of token ids, one or a list of them; got {repr(prompts)[:80]}")
+        raise RequestError(
+            f"`prompts` must be text or token ids, or a list of them, got {repr(prompts)[:80]}", param="prompts"
+        )
     return [prompts] if len(prompts) > 0 and isinstance(prompts[0], Integral) else list(prompts)
 
 
 def holds_messages(prompts: Any) -> bool:
-    """Whether these are messages, of one conversation or of several; else they are prompts."""
+    """Return whether these are messages, of one conversation or of several, and not prompts."""
     first = _first(prompts)
     return isinstance(first, Mapping) or isinstance(_first(first), Mapping)
 
 
 def is_conversation(messages: Conversation | Many[Conversation]) -> bool:
-    """Whether these are the messages of one; else they are several conversations."""
+    """Return whether these are the messages of one conversation, and not several conversations."""
     many = list(messages) if _is_list(messages) else []
     if many and all(isinstance(each, Mapping) for each in many):
         return True
     if many and all(map(_is_list, many)):
         return False
-    got = repr(messages)[:80]
-    raise UserError(f"chat takes a list of messages (dicts with role and content), or a list of such lists; got {got}")
+    raise RequestError(
+        "`messages` must be a list of messages (dicts with role and content) or a list of such lists, got "
+        f"{repr(messages)[:80]}",
+        param="messages",
+    )
 
 
 def _first(value: Any) -> Any:

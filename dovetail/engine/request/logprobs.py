@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens: TokenLogprob says all of one token, Logprobs holds those of many.
+"""Log-probabilities of tokens: TokenLogprob describes one token, Logprobs holds those of many.
 
-A rollout samples hundreds of thousands of tokens and wants one number of each. So what comes from the device is kept as
-it comes, a Scores for each step, and objects are made of it only for who reads the tokens one by one.
+A rollout samples hundreds of thousands of tokens and needs one number of each. So the device's results are kept as they
+come, one Scores per step, and an object per token is made only for callers that read tokens one by one.
 """
 
 from __future__ import annotations
@@ -12,37 +12,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Top = tuple[list[int], list[float]]  # tokens, and their log-probabilities
-# Of tokens in a row: their log-probabilities, their ranks, and the most probable beside each; None: not asked for.
+Top = tuple[list[int], list[float]]  # the most probable tokens and their log-probabilities
+# Of consecutive tokens: log-probabilities, ranks, and the most probable tokens beside each (None: not requested).
 Scores = tuple[list[float], list[int], list[Top] | None]
 
 
 class TokenLogprob(NamedTuple):
+    """The log-probability of one token."""
+
     token: int
     logprob: float
     rank: int  # 1 is the most probable
-    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as were asked for
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as requested
 
 
 class Logprobs(Sequence[TokenLogprob]):
-    """To its readers a tuple of TokenLogprob; they are made when the first of them is read."""
+    """A sequence of TokenLogprob whose entries are made when the first of them is read."""
 
     __slots__ = ("_entries", "_scores", "_tokens")
 
     def __init__(self, tokens: Sequence[int], scores: list[Scores]):
-        """`scores`: of all the tokens, in as many parts as they came in."""
+        """Hold the scores of all `tokens`, in as many parts as they came in."""
         self._tokens, self._scores = tokens, scores
         self._entries: tuple[TokenLogprob, ...] | None = None
 
     @property
     def array(self) -> np.ndarray:
-        """[tokens] f32: the log-probabilities alone."""
+        """Return the log-probabilities alone, [tokens] f32."""
         return np.fromiter(chain.from_iterable([part[0] for part in self._scores]), np.float32, len(self))
 
     @property
     def top(self) -> tuple[np.ndarray, np.ndarray]:
-        """[tokens, k] int32 and f32: the most probable beside each and their log-probabilities, where these were asked
-        for."""
+        """Return the most probable tokens, [tokens, k] int32, and their log-probabilities, [tokens, k] f32."""
         tops = [top for _, _, tops in self._scores for top in tops or ()]
         shape = len(tops), len(tops[0][0]) if tops else 0
         ids, values = ([top[i] for top in tops] for i in (0, 1))
@@ -50,6 +51,7 @@ class Logprobs(Sequence[TokenLogprob]):
 
     @property
     def entries(self) -> tuple[TokenLogprob, ...]:
+        """Return one TokenLogprob per token."""
         if self._entries is None:
             tokens = iter(self._tokens)
             self._entries = tuple(

@@ -1,88 +1,109 @@
-"""From a sequence to what the caller gets of it: an Update for each step, and in the end its Completion."""
+"""The engine's results: an OutputDelta per sequence and step, and the RequestOutput of a finished request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob
+from dovetail.engine.request.params import renamed_attribute
 from dovetail.engine.request.sequence import Adapter, Sequence, Status, Times
 from dovetail.engine.schedule.plan import Gain
 
-_FINISHED = Status.FINISHED  # read once: in a loop over rows, looking a member of an enum up costs
+_FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is slow in a loop over rows
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One finished answer."""
+class CompletionOutput:
+    """One of the `n` completions of a request."""
 
     index: int
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: str
-    stop_reason: int | str | None = None
-    logprobs: Logprobs | None = None  # a TokenLogprob for each token, where they were asked for
-    weights_version: int = 0  # the last that sampled a token of it
-    weights_versions: tuple[tuple[int, int], ...] = ()  # (from which token on, version), where they changed under way
+    finish_reason: str  # stop, length or abort
+    stop_reason: int | str | None = None  # the stop token id or stop string
+    logprobs: Logprobs | None = None  # one TokenLogprob per token, if requested
+    weights_version: int = 0  # version of the weights that sampled the last token
+    weights_versions: tuple[tuple[int, int], ...] = ()  # (index of the first token, version) for each version used
     times: Times | None = None
 
     @property
     def token_logprobs(self) -> np.ndarray | None:
-        """[tokens] f32: the log-probabilities alone, with no object made for each."""
+        """Return the log-probabilities of the tokens as one array, [tokens] f32."""
         return None if self.logprobs is None else self.logprobs.array
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Return the sum of the tokens' log-probabilities; None if they were not requested."""
+        return None if self.logprobs is None else float(self.logprobs.array.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request with its n completions."""
+    """A finished request with its `n` completions."""
 
-    id: str
+    request_id: str
     prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    cached_tokens: int = 0
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    adapter: Adapter | None = None  # that answered it
+    adapter: Adapter | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            names = {"id": "request_id", "completions": "outputs", "cached_tokens": "num_cached_tokens"}
+            raise renamed_attribute(self, name, names)
 
 
-class Update(NamedTuple):
-    """What a step brought one sequence: a record for any thread. A tuple, because every sequence gets one per step."""
+class OutputDelta(NamedTuple):
+    """What one sequence of a request gained since its last delta.
 
-    id: str  # the request's
-    index: int  # which of the request's n
-    tokens: list[int]
+    This is the one record of generated tokens, from the engine to HTTP. A named tuple, because every running sequence
+    gets one per step, and msgpack encodes it as it is.
+    """
+
+    request_id: str
+    index: int  # which of the request's n sequences
+    token_ids: list[int]
     text: str
-    time: float  # when the engine had them, in seconds of time.monotonic
-    times: Times  # the sequence's own, which the engine fills in as things happen
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    weights_version: int = 0  # of the weights that sampled these tokens
-    scores: list[Scores] | None = None  # of these tokens, where they were asked for; see `logprobs`
-    finish_reason: str | None = None  # stop, length, abort; None: it goes on
-    stop_reason: int | str | None = None  # the token id or string that stopped it
-    error: str | None = None  # why it ended, where it was not asked to: a grammar that could not go on
-    output: RequestOutput | None = None  # in a request's last update from Engine.close or abort: the whole of it
+    times: Times  # shared with the sequence, and filled in as it goes on
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    weights_version: int = 0  # version of the weights that sampled these tokens
+    scores: list[Scores] | None = None  # of these tokens, if requested; see `logprobs`
+    finish_reason: str | None = None  # stop, length or abort; None: the sequence continues
+    stop_reason: int | str | None = None  # the stop token id or stop string
+    error: str | None = None  # why the engine ended the sequence, such as a grammar that allows no further token
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the request's last delta, if requested
 
     @property
     def finished(self) -> bool:
+        """Return whether this is the last delta of its sequence."""
         return self.finish_reason is not None
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """A TokenLogprob for each of these tokens, where they were asked for."""
-        return None if self.scores is None else Logprobs(self.tokens, self.scores)
+        """Return one TokenLogprob per token of this delta, if requested."""
+        return None if self.scores is None else Logprobs(self.token_ids, self.scores)
 
-    def then(self, later: Update) -> Update:
-        """Both in one, for a reader that takes them more slowly than they come."""
+    def then(self, later: OutputDelta) -> OutputDelta:
+        """Return this delta and a later one as one, for a reader that is slower than the engine."""
         scores = None if self.scores is None else self.scores + (later.scores or [])
-        return later._replace(tokens=self.tokens + later.tokens, text=self.text + later.text, scores=scores)
+        return later._replace(token_ids=self.token_ids + later.token_ids, text=self.text + later.text, scores=scores)
 
 
-def take_in(gains: list[Gain], now: float, version: int) -> int:
-    """Note what goes with the tokens that sequences have just been given: when, of which weights, their text. -> how
-    many tokens they are."""
+def record_gains(gains: list[Gain], now: float, version: int) -> int:
+    """Record time, weights version and text of the tokens that sequences gained, and return how many tokens these are.
+
+    Args:
+        gains: The result of `Scheduler.commit`.
+        now: The time of the step's result, from time.monotonic.
+        version: The version of the weights that sampled the tokens.
+    """
     count = 0
     for seq, tokens, _ in gains:
         count += len(tokens)
@@ -91,36 +112,45 @@ def take_in(gains: list[Gain], now: float, version: int) -> int:
             seq.versions.append((len(seq.tokens) - len(tokens) - seq.prompt_len, version))
             if seq.times.first_token is None:
                 seq.times.first_token = now
-        if seq.text is not None and not seq.by_token:  # else each token was added when it was looked at
-            seq.text.extend(tokens[:-1] if seq.finish_reason == "stop" else tokens)  # an end token has no text
+        if seq.text is not None and not seq.by_token:  # with by_token, the text was extended token by token
+            seq.text.extend(tokens[:-1] if seq.finish_reason == "stop" else tokens)  # an EOS token has no text
     return count
 
 
-def updates_of(gains: list[Gain], now: float, scores: list[Scores | None], ended_only: bool = False) -> list[Update]:
-    """`scores`: of each gain's tokens. `ended_only`: of those that ended alone."""
+def deltas_of(
+    gains: list[Gain], now: float, scores: list[Scores | None], ended_only: bool = False
+) -> list[OutputDelta]:
+    """Return a delta per gain, or with `ended_only` per gain whose sequence has ended.
+
+    Args:
+        gains: The result of `Scheduler.commit`.
+        now: The time of the step's result, from time.monotonic.
+        scores: The log-probabilities of each gain's tokens.
+        ended_only: Whether to leave out sequences that continue.
+    """
     return [
-        update_of(seq, tokens, now, part)
+        delta_of(seq, tokens, now, part)
         for (seq, tokens, _), part in zip(gains, scores, strict=True)
         if not ended_only or seq.status is _FINISHED
     ]
 
 
-def update_of(seq: Sequence, tokens: list[int], now: float, scores: Scores | None = None) -> Update:
-    """What the sequence has gained; its text, since the last update."""
+def delta_of(seq: Sequence, tokens: list[int], now: float, scores: Scores | None = None) -> OutputDelta:
+    """Return the delta of a sequence that gained `tokens`, with the text since its last delta."""
     done = seq.status is _FINISHED
     text = "" if seq.text is None else seq.text.take(done)
     parts = None if seq.scores is None else [] if scores is None else [scores]
-    gained = seq.request.id, seq.index, tokens, text, now, seq.times, seq.cached_tokens, seq.version or 0, parts
+    gained = seq.request.id, seq.index, tokens, text, seq.times, seq.cached_tokens, seq.version or 0, parts
     if not done:
-        return Update(*gained)
+        return OutputDelta(*gained)
     seq.times.finished = now
-    return Update(*gained, seq.finish_reason, seq.stop_reason, seq.grammar_error)
+    return OutputDelta(*gained, seq.finish_reason, seq.stop_reason, seq.error)
 
 
-def completion_of(seq: Sequence, version: int) -> Completion:
-    """`version`: of the weights now, for one that has no token."""
+def completion_of(seq: Sequence, version: int) -> CompletionOutput:
+    """Return the completion of a finished sequence; one without tokens gets the weights' current `version`."""
     tokens = tuple(seq.output)
-    return Completion(
+    return CompletionOutput(
         index=seq.index,
         token_ids=tokens,
         text=seq.text.whole if seq.text else "",
@@ -133,39 +163,54 @@ def completion_of(seq: Sequence, version: int) -> Completion:
     )
 
 
+# --- sequences that continue from earlier tokens ----------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Written:
+class PartialOutput:
+    """The tokens of an unfinished completion, which another sequence can continue.
+
+    A sequence that starts with tokens is like one that was preempted after them: they are computed in one step, and the
+    next token is sampled as it would have been, because a sample depends only on the seed, the tokens and their number.
+    """
+
     tokens: Many[int]
-    scores: list[Scores] | None = None  # of all of them, where they are asked for
-    versions: tuple[tuple[int, int], ...] = ()  # of the weights that sampled them: see Completion.weights_versions
+    scores: list[Scores] | None = None  # of all tokens, if log-probabilities are requested
+    versions: tuple[tuple[int, int], ...] = ()  # see CompletionOutput.weights_versions
 
 
-def written_of(seq: Sequence, tokens: int = 0, parts: int = 0) -> Written:
-    """All but the first `tokens`, which came in so many `parts` of its scores."""
+def partial_output(seq: Sequence, tokens: int = 0, parts: int = 0) -> PartialOutput:
+    """Return the output of a sequence after its first `tokens` tokens, whose scores came in `parts` parts."""
     scores = None if seq.scores is None else seq.scores[parts:]
-    return Written(seq.tokens[seq.prompt_len + tokens :], scores, tuple(seq.versions))
+    return PartialOutput(seq.tokens[seq.prompt_len + tokens :], scores, tuple(seq.versions))
 
 
-def go_on(seq: Sequence, written: Written) -> None:
-    """Begin a sequence, whose text is there if it has one, with what was written of it."""
-    _check(seq, written)
-    seq.tokens += map(int, written.tokens)
-    if seq.scores is not None and written.scores:
-        seq.scores += written.scores
-    seq.versions = list(written.versions)
+def resume(seq: Sequence, partial: PartialOutput) -> None:
+    """Let a new sequence, whose `text` is already set if it has one, continue from a partial output."""
+    _check_partial(seq, partial)
+    seq.tokens += map(int, partial.tokens)
+    if seq.scores is not None and partial.scores:
+        seq.scores += partial.scores
+    seq.versions = list(partial.versions)
     if seq.versions:
         seq.version = seq.versions[-1][1]
-    seq.times.first_token = seq.request.arrival  # it was there when the request came
+    seq.times.first_token = seq.request.arrival  # it was there when the request arrived
     if seq.text is not None:
-        for token in written.tokens:
-            seq.text.push(token, may_stop=False)  # else it would have ended there
+        for token in partial.tokens:
+            seq.text.push(token, may_stop=False)  # a stop string would have ended it
         seq.text.take()
 
 
-def _check(seq: Sequence, written: Written) -> None:
-    params, count = seq.request.params, len(written.tokens)
+def _check_partial(seq: Sequence, partial: PartialOutput) -> None:
+    params, count = seq.request.params, len(partial.tokens)
     if params.max_tokens is not None and count >= params.max_tokens:
-        raise UserError(f"an answer of at most {params.max_tokens} tokens cannot go on from {count}: raise max_tokens")
-    scored = sum(len(values) for values, *_ in written.scores or ())
+        raise RequestError(
+            f"`max_tokens` must be more than the {count} tokens to continue from, got {params.max_tokens}",
+            param="max_tokens",
+        )
+    scored = sum(len(values) for values, *_ in partial.scores or ())
     if params.logprobs is not None and scored != count:
-        raise UserError(f"logprobs are asked for, and {count} tokens that are written need theirs; got {scored}")
+        raise RequestError(
+            f"`logprobs` requires the log-probabilities of all {count} tokens to continue from, got {scored}",
+            param="logprobs",
+        )

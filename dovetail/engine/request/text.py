@@ -1,4 +1,4 @@
-"""A sequence's text as it grows: no half characters, and nothing shown that may yet turn out to be a stop string.
+"""OutputText: the text of a growing sequence, without half characters and without what may become a stop string.
 
 Only the end of the text is searched, so a token costs the same whether it is the tenth or the ten-thousandth.
 """
@@ -11,35 +11,42 @@ from itertools import repeat
 from dovetail.io.detokenize import Detokenizer
 
 
-class Text:
+class OutputText:
+    """The text of one sequence.
+
+    Args:
+        detokenizer: Turns tokens into text.
+        stops: Stop strings.
+        include_stop: Whether the text ends with the stop string that was found.
+    """
+
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], include_stop: bool):
         self._detokenizer, self._stops, self._include_stop = detokenizer, stops, include_stop
         self._longest = max(map(len, stops), default=0)
         self._taken: list[str] = []  # what `take` has returned
-        self._tail = ""  # certain text from `_start` on: what was not taken, and what a stop string may begin in
+        self._tail = ""  # certain text from `_start` on: not taken yet, or a stop string may begin in it
         self._start = 0  # where the tail begins in the text
         self._shown = 0  # how much of the text was taken
         self._limit: int | None = None  # where a stop string ends the text
         self._held = 0  # characters at the end that are the beginning of a stop string
 
     def push(self, token: int, may_stop: bool = True) -> str | None:
-        """Add a token and return the stop string that it completed, or None. With `may_stop` False, stop strings are
-        not searched for in its text."""
+        """Add a token and return the stop string that it completed, if any; search for one only with `may_stop`."""
         return self._add(self._detokenizer.push(token), may_stop)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens where there are no stop strings to look for."""
+        """Add tokens of a sequence that has no stop strings."""
         self._tail += "".join(map(self._detokenizer.push, tokens))
 
     def flush(self) -> None:
-        """The sequence has ended otherwise: what was held back is text after all."""
+        """End the text of a sequence that no stop string ended: the characters that were held back become text."""
         if self._limit is None:
             self._add(self._detokenizer.flush(), True)
             if self._limit is None:
                 self._limit = self._start + len(self._tail)
 
     def take(self, ended: bool = False) -> str:
-        """The text that has become certain since the last call; at the sequence's end, all that is left."""
+        """Return the text that became certain since the last call; with `ended`, all that is left."""
         if ended:
             self.flush()
         end = self._limit if self._limit is not None else self._start + len(self._tail) - self._held
@@ -53,6 +60,7 @@ class Text:
 
     @property
     def whole(self) -> str:
+        """Return the whole text so far."""
         left = self._tail[self._shown - self._start :]
         return ("".join(self._taken) + left)[: self._limit]
 
@@ -65,7 +73,7 @@ class Text:
         return stop
 
     def _find_stop(self, before: int) -> str | None:
-        """The stop string that comes first in the text, looked for where the new text may have completed one."""
+        """Return the first stop string in the text, searching where the new text may have completed one."""
         found = []
         for stop in self._stops:
             at = self._tail.find(stop, max(0, before - len(stop) + 1))
@@ -77,8 +85,11 @@ class Text:
         return stop
 
     def _find_held(self, new: int) -> int:
-        """How much of the end is the beginning of a stop string. Without its last `new` characters that beginning was
-        held before, so it is at most that much longer: over a text, a character costs a few comparisons per stop."""
+        """Return how many characters at the end are the beginning of a stop string.
+
+        Without its last `new` characters that beginning was held before, so it is at most that much longer: over a
+        whole text, a character costs a few comparisons per stop string.
+        """
         for size in range(min(self._longest - 1, self._held + new, len(self._tail)), 0, -1):
             if any(map(str.startswith, self._stops, repeat(self._tail[-size:]))):
                 return size

@@ -1,7 +1,7 @@
-"""BlockPool: the pages of the KV cache, which of them sequences hold, and which can be found again by their contents.
+"""BlockPool: the pages of the KV cache, which sequences hold them, and which can be found by their contents.
 
-A page is in one of three states: held (its reference count is above 0), free (held by no sequence, nothing worth
-keeping), or cached (held by no sequence, but full of known tokens and found by hash until it is taken for others).
+A page is held (its reference count is above 0), free (no sequence holds it and its contents are not needed), or cached
+(no sequence holds it, but it is full of known tokens and can be found by hash until it is allocated again).
 """
 
 from __future__ import annotations
@@ -13,74 +13,70 @@ from collections.abc import Sequence as Seq
 from hashlib import sha256
 from struct import Struct
 
-from dovetail.core.errors import UserError
 from dovetail.engine.request.sequence import Sequence
 
 
-def page_hash(parent: bytes, tokens: Seq[int], extra: bytes = b"") -> bytes:
-    """H_i = sha256(H_{i-1}, tokens of page i, extra). A page's hash names everything before it too, because its keys
-    and values depend on all of it. What holds for the whole chain (model, adapter, salt) is in the root; `extra` is
-    for what belongs to one page alone (the hash of an image)."""
-    return sha256(parent + _packer(len(tokens))(*tokens) + extra).digest()
+def page_hash(parent: bytes, tokens: Seq[int]) -> bytes:
+    """Return H_i = sha256(H_{i-1}, tokens of page i).
+
+    A page's hash covers everything before it, because its keys and values depend on all of it. What applies to the
+    whole chain (adapter, salt) is in the root.
+    """
+    return sha256(parent + _packer(len(tokens))(*tokens)).digest()
 
 
 @functools.cache
 def _packer(count: int) -> Callable[..., bytes]:
-    """`count` integers as bytes: of the ways to do it the quickest, and a decoding batch does it per page."""
+    """Return a function that packs `count` integers into bytes: the fastest way, used once per page."""
     return Struct(f"{count}q").pack
 
 
 class BlockPool:
-    """`num_pages` pages with reference counts, a free queue and a hash table over the full ones."""
+    """`num_pages` pages with reference counts, a free list and a hash table of the full ones."""
 
-    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True, model: str = ""):
-        if num_pages < 1 or page_size < 1:
-            raise UserError(
-                f"a pool needs at least one page of one token; got num_pages={num_pages}, page_size={page_size}"
-            )
-        self.num_pages, self.page_size, self.enable_prefix_caching, self.model = (
-            num_pages,
-            page_size,
-            enable_prefix_caching,
-            model,
-        )
+    def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
+        assert num_pages > 0 and page_size > 0, (num_pages, page_size)
+        self.num_pages, self.page_size, self.enable_prefix_caching = num_pages, page_size, enable_prefix_caching
         self.refs = [0] * num_pages
         self.hash_of: list[bytes | None] = [None] * num_pages
         self.page_of: dict[bytes, int] = {}
-        # Pages that hold nothing findable are taken first (a stack: the last to be freed is the warmest), then the
-        # cached ones, least recently used first. OrderedDict: its popitem(last=False) is O(1), a dict's is not.
+        # Free pages are taken first (a stack: the last one freed is the warmest), then the cached ones, least recently
+        # used first. OrderedDict, because its popitem(last=False) is O(1) and a dict's is not.
         self._free = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._epoch = 0
-        self.releases = 0  # grows with every release: a lookup that found too few pages is not repeated before
+        self.releases = 0  # grows with every release: a lookup that found too few pages is not repeated before that
         self.hit_tokens = self.query_tokens = 0
 
-    # Counts
+    # --- counts -------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Pages that could be allocated now: the free and the cached."""
+        """Return the pages that could be allocated now: the free and the cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
+        """Return the pages that sequences hold."""
         return self.num_pages - self.num_free
 
     @property
     def num_cached(self) -> int:
-        """Pages that no sequence holds and that can still be found by their hash."""
+        """Return the pages that no sequence holds and that can be found by hash."""
         return len(self._cached)
 
     def waste(self, unfilled_slots: int) -> float:
-        """The share of the held slots that hold no token. Shared pages are full, so the caller can add up the
-        unfilled slots sequence by sequence."""
-        used = self.num_used  # read once: another thread may ask for it
+        """Return the share of held token slots without a token.
+
+        Shared pages are full, so the caller can sum `unfilled_slots` over sequences.
+        """
+        used = self.num_used  # read once: another thread may call this
         return min(1.0, unfilled_slots / (used * self.page_size)) if used else 0.0
 
-    # Holding and letting go
+    # --- holding and releasing ----------------------------------------------------------------------------------------
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` pages for one holder, all or none. Cached ones are evicted only when the free ones are used up."""
+        """Return `n` pages for one holder, or None if there are fewer; cached pages are evicted last."""
         if n > len(self._free) + len(self._cached):
             return None
         pages = [self._free.pop() if self._free else self._evict() for _ in range(n)]
@@ -89,17 +85,17 @@ class BlockPool:
         return pages
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """One more holder for pages that were found by hash."""
+        """Add a holder to pages that were found by hash."""
         for page in pages:
             if self.refs[page] == 0:
                 del self._cached[page]
             self.refs[page] += 1
 
     def release(self, pages: Seq[int]) -> None:
-        """One holder fewer for each page of a sequence, given in the sequence's order."""
+        """Remove a holder from the pages of a sequence, given in the sequence's order."""
         self.releases += 1
-        # From the end: of two pages let go together, the one further from the root is evicted first, for without its
-        # parent a page can no longer be found.
+        # From the end: of two pages released together, the one further from the root is evicted first, because without
+        # its parent a page cannot be found.
         for page in reversed(pages):
             assert self.refs[page] > 0, f"page {page} is released but no sequence holds it"
             self.refs[page] -= 1
@@ -111,31 +107,30 @@ class BlockPool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        self._forget(page)
-        return page
-
-    def _forget(self, page: int) -> None:
         digest = self.hash_of[page]
         if digest is not None:
             self.hash_of[page] = None
             del self.page_of[digest]
+        return page
 
-    # Finding
+    # --- finding by hash ----------------------------------------------------------------------------------------------
 
     def root(self, adapter: object, cache_salt: str | None, private: str | None = None) -> bytes:
-        """The start of a hash chain. Two sequences share pages only from one root: same model, adapter and salt, and,
-        with `private` (a request's id), only within one request."""
-        return sha256(repr((self._epoch, self.model, adapter, cache_salt, private)).encode()).digest()
+        """Return the start of a hash chain.
+
+        Two sequences share pages only with the same root: same weights, adapter and salt, and with `private` (a
+        request's id) only within one request.
+        """
+        return sha256(repr((self._epoch, adapter, cache_salt, private)).encode()).digest()
 
     def register(self, page: int, digest: bytes) -> None:
-        """The page is full and holds what `digest` names. When another page holds the same, that one stays the one to
-        be found, and this one is nothing worth keeping once it is let go."""
+        """Make a full page findable by `digest`, unless another page with the same contents already is."""
         if digest not in self.page_of and self.hash_of[page] is None:
             self.page_of[digest] = page
             self.hash_of[page] = digest
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages of the longest prefix of this chain that is held or cached. Takes hold of none of them."""
+        """Return the pages of the longest prefix of this chain that is held or cached, without holding them."""
         found = []
         for digest in hashes:
             page = self.page_of.get(digest)
@@ -145,34 +140,37 @@ class BlockPool:
         return found
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these no sequence holds: as many fewer are free once they are acquired."""
+        """Return how many of these pages no sequence holds; acquiring them leaves that many fewer free."""
         return sum(self.refs[page] == 0 for page in pages)
 
     def count_lookup(self, queried: int, hit: int) -> None:
-        """For the metrics, in tokens."""
+        """Add a lookup to the metrics, in tokens."""
         self.query_tokens += queried
         self.hit_tokens += hit
 
     def reset_prefix_cache(self) -> None:
-        """Nothing computed so far is found again (the weights have changed). Pages that are held stay with their
-        holders; the new epoch in the root keeps what those still compute apart from what starts now."""
+        """Make everything computed so far unfindable, because the weights have changed.
+
+        Held pages stay with their holders; the new epoch in the root separates what those still compute from what
+        starts now.
+        """
         self._epoch += 1
         self._free.extend(self._cached)
         self._cached.clear()
         self.page_of.clear()
         self.hash_of = [None] * self.num_pages
 
-    # The pages of a sequence
+    # --- the pages of a sequence --------------------------------------------------------------------------------------
 
     def hash_known(self, seq: Sequence) -> None:
-        """Bring `seq.block_hashes` up to its known tokens; for lookups they run ahead of what is registered."""
+        """Extend `seq.block_hashes` to its known tokens; for lookups they run ahead of what is registered."""
         size, hashes, tokens = self.page_size, seq.block_hashes, seq.tokens
         for i in range(len(hashes), self._hashable(seq, len(tokens)) // size):
             parent = hashes[i - 1] if i else self._root_of(seq)
             hashes.append(page_hash(parent, tokens[i * size : (i + 1) * size]))
 
     def _hashable(self, seq: Sequence, upto: int) -> int:
-        """How many tokens may be shared: without prefix caching, the prompt among the n samples of a request."""
+        """Return how many tokens may be shared: without prefix caching, the prompt among the n of a request."""
         if self.enable_prefix_caching:
             return upto
         return min(upto, seq.prompt_len) if seq.request.params.n > 1 else 0
@@ -182,15 +180,15 @@ class BlockPool:
         return self.root(request.adapter, request.cache_salt, None if self.enable_prefix_caching else request.id)
 
     def find_cached(self, seq: Sequence) -> list[int]:
-        """The cached pages a sequence can start from. At least one token is left to compute: it gives the logits."""
+        """Return the cached pages that a sequence can start from; at least one token is left to compute the logits."""
         params = seq.request.params
         if params.prompt_logprobs is not None and seq.index == 0 and len(seq.tokens) == seq.prompt_len:
-            return []  # they need every row of the prompt; the other samples of the request do not compute them again
+            return []  # they need every row of the prompt; the request's other sequences do not compute them again
         self.hash_known(seq)
         return self.find_prefix(seq.block_hashes[: (len(seq.tokens) - 1) // self.page_size])
 
     def register_range(self, seq: Sequence, before: int, after: int) -> None:
-        """`before` tokens of the sequence were both known and computed, now `after` are: register pages that filled."""
+        """Register the pages that filled when the known and computed tokens grew from `before` to `after`."""
         first, last = before // self.page_size, self._hashable(seq, after) // self.page_size
         if first < last:
             if len(seq.block_hashes) < last:

@@ -1,4 +1,4 @@
-"""A step's plan: what the scheduler decided and the runner carries out. Plain data, no jax."""
+"""StepPlan: what the scheduler decided and the runner carries out. Plain data, no jax."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from dovetail.engine.request.sequence import Sequence
 
 @dataclass
 class Row:
-    """`count` tokens of a sequence from `start` on. With `samples`, the last of them is the sequence's newest and the
-    step gives it a new token (one per step of a multi-step plan)."""
+    """`count` tokens of a sequence from position `start` on.
+
+    With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
+    step of a plan with several).
+    """
 
     seq: Sequence
     start: int
@@ -22,38 +25,43 @@ class Row:
 
 @dataclass
 class StepPlan:
+    """The rows of one dispatch to the device."""
+
     rows: list[Row]
-    steps: int = 1  # more than one only when every row decodes: count 1 and samples
+    steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
 
     @functools.cached_property
     def num_tokens(self) -> int:
+        """Return the tokens of one device step."""
         return sum(row.count for row in self.rows)
 
     @functools.cached_property
     def is_decode(self) -> bool:
+        """Return whether every row computes one token and samples the next."""
         return all(row.count == 1 and row.samples for row in self.rows)
 
 
-class Limits(NamedTuple):
-    """Of one step."""
+class StepLimits(NamedTuple):
+    """The most that a step may have, so that no stream waits for a long prompt or for a compiler."""
 
     tokens: int
     rows: int
     prompts: int  # rows of more than one token
 
 
-class Demand(NamedTuple):
+class StepDemand(NamedTuple):
     """What the scheduler would put into a step without limits."""
 
     decoding: int  # sequences that decode
     prompts: int = 0  # sequences with more than one token to compute
     tokens: int = 0  # of those
-    scores: bool = False  # some ask for log-probabilities of their prompt, which only some programs give
+    scores: bool = False  # some of them request prompt log-probabilities, which only some programs compute
 
     @property
     def rows(self) -> int:
+        """Return the rows of the step."""
         return self.decoding + self.prompts
 
 
-Gain = tuple[Sequence, list[int], int]  # the tokens kept, and the plan's row they came from
+Gain = tuple[Sequence, list[int], int]  # a sequence, the tokens it kept, and the index of its row in the plan

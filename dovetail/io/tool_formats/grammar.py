@@ -214,7 +214,7 @@ def grammar_for(
     reasoning: ReasoningFormat | None = None,
     in_reasoning: bool = False,
 ) -> str:
-    """The Lark grammar, for `Structured(grammar=...)`, of an output that is calls of these tools and nothing else.
+    """Return a Lark grammar of an output that is calls of these tools and nothing else.
 
     choice: "required" for one or, if `parallel`, several calls of any tools; a function's name, or OpenAI's
     {"type": "function", "function": {"name": ...}}, for one call of that function; "auto" for any text, or text and

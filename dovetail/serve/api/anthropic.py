@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat import Name
@@ -192,9 +192,9 @@ class MessagesRequest(CountRequest):
         values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
         values["max_tokens"] = self.max_tokens
         form = self.output_config.format if self.output_config else None
-        structured = Structured(json=form.schema_ or "object") if form else None
+        structured = StructuredOutputsParams(json=form.schema_ or "object") if form else None
         try:
-            return SamplingParams(stop=tuple(self.stop_sequences or ()), structured=structured, **values)
+            return SamplingParams(stop=tuple(self.stop_sequences or ()), structured_outputs=structured, **values)
         except UserError as error:
             raise refused(error) from None
 

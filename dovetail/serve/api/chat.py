@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 from dovetail.serve.api.cut_json import read_cut_off
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
@@ -127,14 +127,14 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     refused: ClassVar = {"grammar": RefusedField("send structured_outputs with a grammar")}
 
-    def structured(self) -> Structured | None:
+    def structured(self) -> StructuredOutputsParams | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return Structured(json="object")
+            return StructuredOutputsParams(json="object")
         if self.json_schema is None:
             raise bad("response_format.json_schema is missing", "response_format.json_schema")
-        return Structured(json=self.json_schema.schema_ or "object")
+        return StructuredOutputsParams(json=self.json_schema.schema_ or "object")
 
 
 class ChatRequest(GenerationRequest):
@@ -180,7 +180,7 @@ class ChatRequest(GenerationRequest):
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         structured = self.response_format.structured() if self.response_format else None
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(defaults, most, logprobs=logprobs, structured=structured)
+        return self.sampling(defaults, most, logprobs=logprobs, structured_outputs=structured)
 
     def conversation(self) -> Conversation:
         messages = [message.plain(f"messages.{i}") for i, message in enumerate(self.messages)]

@@ -53,7 +53,9 @@ class CompletionRequest(GenerationRequest):
         most = 16 if self.max_tokens is None else self.max_tokens or 1
         scored = self.logprobs if self.echo and self.prompt_logprobs is None else None
         structured = self.response_format.structured() if self.response_format else None
-        return self.sampling(defaults, most, logprobs=self.logprobs, structured=structured, prompt_logprobs=scored)
+        return self.sampling(
+            defaults, most, logprobs=self.logprobs, structured_outputs=structured, prompt_logprobs=scored
+        )
 
     def prompts(self) -> list[Any]:
         return as_many(self.prompt, "prompt")

@@ -79,7 +79,7 @@ CONTROL_ROUTES = {
         "sleep", SleepRequest, "asleep",
         "Free the device's memory; level 2 drops the weights too. Requests get 503 until /wake_up.",
     ),
-    "/wake_up": ControlRoute("wake", WakeRequest, "awake"),
+    "/wake_up": ControlRoute("wake_up", WakeRequest, "awake"),
     "/pause": ControlRoute(
         "pause", PauseRequest, "paused", "No more steps until /resume: requests under way wait, new ones get 503."
     ),

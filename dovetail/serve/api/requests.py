@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic_core import PydanticCustomError
 
 from dovetail.core.errors import UserError
-from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
 from dovetail.serve.errors import bad, refused
 
 log = logging.getLogger(__name__)
@@ -120,10 +120,10 @@ class StructuredOutputs(Body):
         "structural_tag": RefusedField("send a grammar, or tools with tool_choice"),
     }
 
-    def structured(self) -> Structured:
+    def structured(self) -> StructuredOutputsParams:
         try:
             choice = None if self.choice is None else tuple(self.choice)
-            return Structured(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
+            return StructuredOutputsParams(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
         except UserError as error:
             raise bad(str(error), "structured_outputs") from None
 
@@ -205,16 +205,14 @@ class GenerationRequest(Body):
         if max_tokens is not None:
             values["max_tokens"] = max_tokens
         values |= {name: getattr(self, name) for name in _SAME_NAMES if getattr(self, name) is not None}
-        if self.top_k == -1:  # vLLM's value for off
-            values["top_k"] = 0
         if self.logit_bias:
             values["logit_bias"] = _by_id(self.logit_bias)
         if self.structured_outputs is not None:
-            if more.get("structured") is not None:
+            if more.get("structured_outputs") is not None:
                 raise bad(
                     "response_format and structured_outputs contradict each other: send one", "structured_outputs"
                 )
-            values["structured"] = self.structured_outputs.structured()
+            values["structured_outputs"] = self.structured_outputs.structured()
         try:
             return SamplingParams(**values | {name: value for name, value in more.items() if value is not None})
         except UserError as error:

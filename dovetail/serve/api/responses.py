@@ -15,7 +15,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import UserError
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event
@@ -92,10 +92,10 @@ class TextFormat(Body):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: Flag | None = None
 
-    def structured(self) -> Structured | None:
+    def structured(self) -> StructuredOutputsParams | None:
         if self.type == "text":
             return None
-        return Structured(json=(self.schema_ or "object") if self.type == "json_schema" else "object")
+        return StructuredOutputsParams(json=(self.schema_ or "object") if self.type == "json_schema" else "object")
 
 
 class TextOptions(Body):
@@ -158,7 +158,7 @@ class ResponsesRequest(Body):
         values = {"max_tokens": None, **defaults, **{name: each for name, each in given.items() if each is not None}}
         form = self.text.format if self.text else None
         try:
-            return SamplingParams(**values, structured=form.structured() if form else None)
+            return SamplingParams(**values, structured_outputs=form.structured() if form else None)
         except UserError as error:
             raise refused(error) from None
 

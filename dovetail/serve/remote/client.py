@@ -23,7 +23,7 @@ from dovetail.core.errors import UserError
 from dovetail.engine.controls import EngineDied as EngineDied
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.stats import Stats
+from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
 from dovetail.serve.remote.wire import Add, Delta, EngineInfo, StartEngine, plain
@@ -171,9 +171,9 @@ class EngineClient:
         except EngineDied:
             return 0
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> EngineStats:
         """A snapshot. It does not wait for the current step."""
-        return plain(await self._call("stats"), Stats)
+        return plain(await self._call("stats"), EngineStats)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

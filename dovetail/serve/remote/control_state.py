@@ -78,7 +78,7 @@ class ControlState:
                 level = args[0] if args else 1
                 self._level, self._loaded_asleep = max(level, self._level), False
                 self._dropped |= level == 2
-            case "wake":
+            case "wake_up":
                 self._level, self._loaded_asleep = 0, False
             case "pause" | "resume":
                 self._paused = name == "pause"
@@ -146,7 +146,7 @@ class ControlState:
         if self._loaded_asleep:
             await self._load(child)
         if depth and not self._level:
-            await child.call("wake")
+            await child.call("wake_up")
         if self._paused:
             await child.call("pause")
 

@@ -9,18 +9,18 @@ import socket
 import threading
 from queue import Empty, SimpleQueue
 
-from dovetail.engine.request.outputs import Update
+from dovetail.engine.request.outputs import OutputDelta
 from dovetail.serve.remote.wire import Delta, Deltas, DeltaTimes, FromEngine, Logprob, frame
 
 
 class Outbox:
     def __init__(self, sock: socket.socket):
         self._socket = sock
-        self._queue: SimpleQueue[list[Update] | FromEngine | None] = SimpleQueue()
+        self._queue: SimpleQueue[list[OutputDelta] | FromEngine | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, item: list[Update] | FromEngine) -> None:
+    def put(self, item: list[OutputDelta] | FromEngine) -> None:
         self._queue.put(item)
 
     def close(self, seconds: float = 2.0) -> None:
@@ -35,7 +35,7 @@ class Outbox:
         except OSError:  # the parent is gone
             os._exit(0)
 
-    def _waiting(self) -> list[list[Update] | FromEngine | None]:
+    def _waiting(self) -> list[list[OutputDelta] | FromEngine | None]:
         """Everything that is queued; waits for the first item."""
         items = [self._queue.get()]
         try:
@@ -44,13 +44,13 @@ class Outbox:
         except Empty:
             return items
 
-    def _send(self, items: list[list[Update] | FromEngine | None]) -> bool:
+    def _send(self, items: list[list[OutputDelta] | FromEngine | None]) -> bool:
         """Send in order; False after the last item."""
-        joined: dict[tuple[str, int], Update] = {}
+        joined: dict[tuple[str, int], OutputDelta] = {}
         for item in items:
             if isinstance(item, list):
                 for update in item:
-                    key = update.id, update.index
+                    key = update.request_id, update.index
                     joined[key] = joined.pop(key).then(update) if key in joined else update
                 continue
             self._send_updates(joined)
@@ -60,26 +60,26 @@ class Outbox:
         self._send_updates(joined)
         return True
 
-    def _send_updates(self, joined: dict[tuple[str, int], Update]) -> None:
+    def _send_updates(self, joined: dict[tuple[str, int], OutputDelta]) -> None:
         if joined:
             self._socket.sendall(frame(Deltas([_delta(update) for update in joined.values()])))
             joined.clear()
 
 
-def _delta(update: Update) -> Delta:
-    times, output = update.times, update.output
+def _delta(update: OutputDelta) -> Delta:
+    times = update.times
     delta = Delta(
-        update.id,
+        update.request_id,
         update.index,
-        update.tokens,
+        update.token_ids,
         DeltaTimes(times.arrival, times.scheduled, times.first_token, times.finished),
         [Logprob(*entry) for entry in update.logprobs] if update.logprobs is not None else None,
-        cached_tokens=update.cached_tokens,
+        cached_tokens=update.num_cached_tokens,
         weights_version=update.weights_version,
     )
     if update.finished:
         delta.finished, delta.finish_reason, delta.stop_reason = True, update.finish_reason, update.stop_reason
         delta.error = update.error
-    if output is not None and output.prompt_logprobs is not None:
-        delta.prompt_logprobs = [entry and Logprob(*entry) for entry in output.prompt_logprobs]
+    if update.prompt_logprobs is not None:
+        delta.prompt_logprobs = [entry and Logprob(*entry) for entry in update.prompt_logprobs]
     return delta

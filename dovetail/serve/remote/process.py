@@ -30,7 +30,7 @@ import numpy as np
 from dovetail.core.errors import UserError, as_user_error
 from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.stats import Stats
+from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
     LENGTH,
@@ -166,7 +166,7 @@ class EngineProcess:
     def take(self, message: ToEngine) -> None:
         if isinstance(message, Add):
             self._checking.add(message.id)
-            if message.params.structured or message.params.bad_words:  # a grammar may take a second to compile
+            if message.params.structured_outputs or message.params.bad_words:  # a grammar may take a second to compile
                 self._intake.submit(self._add, message)
             else:
                 self._add(message)
@@ -310,7 +310,7 @@ class Commands:
     def pulse(self) -> float:
         return self._loop.pulse()
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         return self._loop.engine.stats()
 
     def embed(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.request.text import Text
+from dovetail.engine.request.text import OutputText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import CallEnd, CallStart, Content, Event
 from dovetail.io.tool_formats.stream import StreamParser
@@ -63,7 +63,7 @@ class AnswerReader:
         # A prompt in token ids may have ids that the tokenizer does not know: model vocabularies are often padded.
         known = [token for token in ask.prompt[-CONTEXT:] if tokenizer.backend.id_to_token(token) is not None]
         detokenizer = tokenizer.stream(ask.skip_special, known, ask.keep)
-        self._text = Text(detokenizer, params.stop, params.include_stop_str_in_output)
+        self._text = OutputText(detokenizer, params.stop, params.include_stop_str_in_output)
         self._parser = ask.new_parser() if ask.new_parser else None
         self._params, self._one_call, self._eos = params, ask.one_call, frozenset(tokenizer.eos_ids)
         self.count = 0  # tokens, up to the one that completed a stop string

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import UserError
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.literal_text import LiteralText
 from dovetail.io.tokenizer import Tokenizer
@@ -67,13 +67,13 @@ class Prompts:
         prompt = self.encode(text, talk.add_special_tokens, self.max_tokens, rendered=True)
         tool_format = self._tool_format(talk, params)
         # A grammar allows no reasoning before the answer, so the text is the answer from its first character.
-        reasoning = None if params.structured else self.reasoning_format
+        reasoning = None if params.structured_outputs else self.reasoning_format
         inside = _starts_inside(reasoning, text)
         special = special_ids(self._tokenizer, tool_format, reasoning)
         strict = any(tool["function"].get("strict") for tool in talk.tools)
         if tool_format is not None and (talk.choice != "auto" or strict):
             grammar = self._grammar(talk, tool_format, special, reasoning, bool(inside))
-            params = replace(params, structured=Structured(grammar=grammar))
+            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
         only_calls = tool_format is not None and talk.choice != "auto"
         if tool_format is None and reasoning is None:
             return Ask(prompt=prompt, params=params, **more)
@@ -195,7 +195,7 @@ class Prompts:
             return None
         if self.tool_format is None:
             raise bad("tools is not supported: this server was started with --tool-call-parser none", "tools")
-        if params.structured is not None:
+        if params.structured_outputs is not None:
             raise bad("a given output format leaves no room for tool calls: send tools or the format", "tools")
         return self.tool_format
 

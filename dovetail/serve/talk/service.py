@@ -166,6 +166,8 @@ class Service:
     def _read(self, delta: Delta, reader: AnswerReader, ticket: Ticket) -> AnswerDelta:
         """A sequence that neither the model nor a limit ended is an error, not an answer. A grammar that cannot go on
         (it is too complex, or contradicts bad_words) is the request's own, and would end there again."""
+        if delta.finish_reason == "error":  # a fault inside the engine, whose log has the traceback
+            raise ApiError(500, delta.error or "internal error in the engine", code="internal_error")
         if delta.error is not None:
             raise bad(delta.error, code="structured_output_failed")
         if delta.finish_reason == "abort":

@@ -37,7 +37,7 @@ class Actor:
         engine = llm.engine
         if self._settings.lora:
             if engine.sleeping:
-                engine.wake()
+                engine.wake_up()
             adapters = engine.runner.adapters
             host = jax.tree.map(np.asarray, jax.device_get(params))
             values = slot_values(adapters.form, host, self._settings.lora, engine.runner.compute.dtype)
@@ -45,7 +45,7 @@ class Actor:
             engine.reset_prefix_cache()
         else:
             engine.swap_weights(engine.published(params), version=version)
-            engine.wake()
+            engine.wake_up()
 
     def rest(self) -> None:
         """Give its memory to the trainer, where the recipe says so: weights that are trained come anew anyway."""

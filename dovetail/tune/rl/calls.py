@@ -17,7 +17,7 @@ from dovetail.core.errors import UserError
 from dovetail.data.example_encoder import example_encoder
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.grammar import masks
-from dovetail.engine.request.params import Structured
+from dovetail.engine.request.params import StructuredOutputsParams
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.tune.rl.episode import Episode
@@ -46,16 +46,16 @@ class Calls:
             return None
         return cls(settings.sampling, Script(example_encoder(settings.data, tokenizer)), tokenizer, cfg, tasks)
 
-    def grammar(self, episode: Episode) -> Structured | None:
+    def grammar(self, episode: Episode) -> StructuredOutputsParams | None:
         """Of the turn that begins now (a player.Grammar); None: it may be anything, for there are no tools."""
         return self._grammar(episode.task, episode.tokens)
 
-    def _grammar(self, task: int, before: np.ndarray) -> Structured | None:
+    def _grammar(self, task: int, before: np.ndarray) -> StructuredOutputsParams | None:
         tools = self._tools[task]
         if not tools:
             return None
         listener = self._script.listener(True, tools)
-        return Structured(grammar=listener.grammar(before, tools, self._choice, self._parallel))
+        return StructuredOutputsParams(grammar=listener.grammar(before, tools, self._choice, self._parallel))
 
     def columns(self, layout: Layout, episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
         """`masks` [R, M, W] uint32, the different ones of each row, and `mask` [R, T] int32, which of them a place's

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dovetail.engine.request.logprobs import Logprobs, Scores
-from dovetail.engine.request.outputs import Completion, Written
+from dovetail.engine.request.outputs import CompletionOutput, PartialOutput
 from dovetail.tune.rl.episode import Episode, Place, array_of, with_arrays
 
 
@@ -30,16 +30,16 @@ class Turn(NamedTuple):
 @dataclass(frozen=True)
 class Draft:
     turn: Turn
-    written: Written
+    written: PartialOutput
     first: int = 0  # how many tokens of the turn came before these
     finish: str = ""  # how the turn ended; "": it goes on
     text: str = ""  # of all of it, where the engine made one and the turn is over
 
     @property
-    def completion(self) -> Completion:
+    def completion(self) -> CompletionOutput:
         """Of one that is over: as the engine gave it."""
         tokens, scores = tuple(self.written.tokens), self.written.scores or []
-        return Completion(0, tokens, self.text, self.finish, logprobs=Logprobs(tokens, scores))
+        return CompletionOutput(0, tokens, self.text, self.finish, logprobs=Logprobs(tokens, scores))
 
     def then(self, more: Draft) -> Draft:
         tokens, scores = [*self.written.tokens, *more.written.tokens], _joined(self.written.scores, more.written.scores)
@@ -102,6 +102,6 @@ def from_json(entry: dict[str, Any]) -> list[Draft]:
         part = slice(end - count, end)
         scores = logprobs[part], [0] * count, tops and tops[part]  # nobody asks for the ranks of what was sampled
         finish, text = entry["ends"].get(str(i), ("", ""))
-        written = Written(tokens[part], [scores], ((0, version),))
+        written = PartialOutput(tokens[part], [scores], ((0, version),))
         found.append(Draft(Turn(Place(*place), before, version), written, entry["first"][i], finish, text))
     return found

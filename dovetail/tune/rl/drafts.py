@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dovetail.engine.engine import Engine
-from dovetail.engine.request.outputs import Completion
+from dovetail.engine.request.outputs import CompletionOutput
 from dovetail.tune.rl.draft import Draft, Turn, turn_of
 from dovetail.tune.rl.episode import Episode, Place
 
@@ -43,7 +43,7 @@ class Drafts:
             known = (len(draft.written.tokens), len(draft.written.scores or ())) if draft else ()
             self._followed[id, index] = _Followed(episode, *known)
 
-    def turn_over(self, id: str, index: int, completion: Completion, goes_on: bool) -> None:
+    def turn_over(self, id: str, index: int, completion: CompletionOutput, goes_on: bool) -> None:
         """Before the episode has it and the engine forgets it. `goes_on`: the episode may, and its turn is worth
         keeping."""
         followed = self._followed.pop((id, index), None)
@@ -70,7 +70,7 @@ class Drafts:
 
     def _rest(self, id: str, index: int, followed: _Followed, finish: str = "", text: str = "") -> Draft:
         first = followed.tokens
-        written = self._engine.written(id, index, first, followed.parts)
+        written = self._engine.partial_output(id, index, first, followed.parts)
         followed.tokens += len(written.tokens)
         followed.parts += len(written.scores or ())
         return Draft(turn_of(followed.episode), written, first, finish, text)

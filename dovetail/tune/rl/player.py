@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dovetail.engine.device.sampler import seed_of
-from dovetail.engine.llm import LLM, without_collection
+from dovetail.engine.llm import LLM
 from dovetail.engine.request.logprobs import Logprobs
-from dovetail.engine.request.outputs import Completion, Written
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.outputs import CompletionOutput, PartialOutput
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
+from dovetail.engine.terminal import without_collection
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.draft import Draft, Turn
 from dovetail.tune.rl.drafts import Drafts
@@ -24,7 +25,7 @@ from dovetail.tune.rl.task import Task
 # after a turn that was cut off. It may take its time: it runs on a thread of its own.
 Reply = Callable[[Episode], Sequence[int] | None]
 # What keeps the policy's turn that begins now; None: nothing does.
-Grammar = Callable[[Episode], Structured | None]
+Grammar = Callable[[Episode], StructuredOutputsParams | None]
 ADAPTER = "policy"  # what the engine calls the adapters that are trained
 NONE: Mapping[Turn, Draft] = {}
 LEAST = -1e20  # log-probabilities below are of words that a grammar does not allow
@@ -83,14 +84,14 @@ class Player:
             stop=wanted.stop, include_stop_str_in_output=True, logprobs=wanted.top_k,
         )  # fmt: skip
 
-    def add(self, id: str, episode: Episode, params: SamplingParams, written: Mapping[int, Written]) -> None:
+    def add(self, id: str, episode: Episode, params: SamplingParams, written: Mapping[int, PartialOutput]) -> None:
         """A turn. Text is made of tokens when it is over, unless stop strings are looked for in it."""
         if self._grammar:
-            params = replace(params, structured=self._grammar(episode))
+            params = replace(params, structured_outputs=self._grammar(episode))
         tokens = episode.tokens.tolist()
         self.engine.add(id, tokens, params, written, adapter=self._adapter, text=bool(params.stop))
 
-    def take(self, episode: Episode, completion: Completion) -> None:
+    def take(self, episode: Episode, completion: CompletionOutput) -> None:
         """The policy's turn."""
         assert completion.logprobs is not None
         support = None
@@ -128,7 +129,7 @@ class _Table:
             if self._asked:
                 for update in engine.step(prompts_first=True, ended_only=True):
                     if update.finish_reason:
-                        self._turn_over(update.id, update.index)
+                        self._turn_over(update.request_id, update.index)
             if self._thinking:
                 done, _ = wait(self._thinking, timeout=0 if self._asked else WAIT)
                 for future in done:

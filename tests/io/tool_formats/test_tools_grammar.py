@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tool_call_cases import WRITTEN, dumps
 
 from dovetail.engine import grammar
-from dovetail.engine.request.params import Structured
+from dovetail.engine.request.params import StructuredOutputsParams
 from dovetail.io.gguf import GgufCheckpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.formats import REASONING_FORMATS, TOOL_FORMATS, special_ids
@@ -69,7 +69,7 @@ def source_for(name: str, tokenizer: Tokenizer, *args: Any, tools: Any = TOOLS, 
 
 def admits(source: str, tokenizer: Tokenizer, text: str) -> bool:
     """Whether the text may be written, and may end there."""
-    matcher = grammar.compile(Structured(grammar=source), tokenizer).start()
+    matcher = grammar.compile(StructuredOutputsParams(grammar=source), tokenizer).start()
     try:
         for token in tokenizer.encode(text, add_special=False):
             matcher.accept(token)
@@ -170,7 +170,7 @@ def test_reasoning_may_come_first(kind: str, request):
 
 
 def test_a_special_token_is_not_spelled_out(marked: Tokenizer):
-    matcher = grammar.compile(Structured(grammar=source_for("gemma4", marked)), marked).start()
+    matcher = grammar.compile(StructuredOutputsParams(grammar=source_for("gemma4", marked)), marked).start()
     assert allowed_by(matcher, marked) == [marked.id("<|tool_call>")]
 
 
@@ -192,7 +192,7 @@ def test_what_is_written_at_random_is_read(name: str, marked: Tokenizer):
     """The grammar leaves no way to write what the parser would not take for calls."""
     tools = [{"function": {"name": "b", "parameters": BOUNDED}}, {"function": {"name": "bo"}}]
     rng, seen = np.random.default_rng(0), set()
-    compiled = grammar.compile(Structured(grammar=source_for(name, marked, tools=tools)), marked)
+    compiled = grammar.compile(StructuredOutputsParams(grammar=source_for(name, marked, tools=tools)), marked)
     for _ in range(20):
         matcher, output = compiled.start(), []
         while marked.eos_id not in (allowed := allowed_by(matcher, marked)) or rng.random() < 0.5:

@@ -132,6 +132,6 @@ def test_no_route_lets_the_model_invent_properties(scripted, tokenizer, name):
     path, body, written = BODIES[name]
     answer = httpx.post(f"{scripted.url}/v1/{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    structured = scripted.engine.asked[-1][1].structured
+    structured = scripted.engine.asked[-1][1].structured_outputs
     assert accepts(structured, tokenizer, written % LISTED)
     assert not accepts(structured, tokenizer, written % INVENTED)

@@ -13,7 +13,7 @@ import pytest
 from serve.servers import MODEL, Script, running
 
 from dovetail.engine.grammar import compile
-from dovetail.engine.request.params import Structured
+from dovetail.engine.request.params import StructuredOutputsParams
 from dovetail.io.tool_formats.formats import TOOL_FORMATS
 from dovetail.io.tool_formats.grammar import grammar_for
 from dovetail.io.tool_formats.stream import parse
@@ -189,7 +189,7 @@ def test_strict_lets_the_model_choose_and_enforces_the_schema(scripted, client, 
     scripted.engine.texts = ["I look.\n" + CALL]
     answer = client.chat.completions.create(**ASK | {"tools": strict}).choices[0]
     assert answer.message.content == "I look." and answer.message.tool_calls
-    grammar = scripted.engine.asked[-1][1].structured
+    grammar = scripted.engine.asked[-1][1].structured_outputs
     assert accepts(grammar, tokenizer, "No tool is needed; 1 < 2.")
     assert accepts(grammar, tokenizer, "I look.\n" + CALL) and accepts(grammar, tokenizer, CALL + "\n" + CALL)
     assert not accepts(grammar, tokenizer, CALL.replace('"C"', '"K"'))
@@ -203,7 +203,7 @@ def test_a_grammar_for_auto_in_every_format(tokenizer, name):
         with pytest.raises(ValueError, match="strict"):
             grammar_for(form, TOOLS, "auto")
         return
-    auto = Structured(grammar=grammar_for(form, TOOLS, "auto"))
+    auto = StructuredOutputsParams(grammar=grammar_for(form, TOOLS, "auto"))
     call = WRITTEN[name]
     (parsed,) = parse(call, form, tools=TOOLS).calls
     assert parsed.name == "weather" and parsed.complete

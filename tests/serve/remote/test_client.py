@@ -120,7 +120,7 @@ def same(mine, theirs) -> bool:
 def test_logprobs_and_several_samples_travel(harness, engine, llm):
     deltas = harness.run(collect(engine, "a", PROMPTS[0], SAMPLED))
     (output,) = llm.generate(PROMPTS[0], SAMPLED)
-    for completion in output.completions:
+    for completion in output.outputs:
         mine = [delta for delta in deltas if delta.index == completion.index]
         assert tuple(joined(mine)) == completion.token_ids
         assert same([entry for delta in mine for entry in delta.logprobs], completion.logprobs)
@@ -262,7 +262,7 @@ def test_sleep_pause_and_new_weights(harness, engine, llm):
         waits = asyncio.create_task(collect(engine, "a", PROMPTS[0]))
         await asyncio.sleep(0.05)
         assert not waits.done()
-        await engine.control("wake")
+        await engine.control("wake_up")
         assert joined(await waits) == expected
         await engine.control("pause")
         waits = asyncio.create_task(collect(engine, "a", PROMPTS[0]))

@@ -10,8 +10,8 @@ import pytest
 from tune.small_models import model_folder
 
 from dovetail import LLM
-from dovetail.engine.request.outputs import Written
-from dovetail.engine.request.params import Structured
+from dovetail.engine.request.outputs import PartialOutput
+from dovetail.engine.request.params import StructuredOutputsParams
 from dovetail.tune.rl import drafts as drafts_module
 from dovetail.tune.rl.draft import Draft
 from dovetail.tune.rl.drafts import Drafts
@@ -61,7 +61,7 @@ KINDS = {
         {"sampling": Sampling(temperature=1.3, top_k=6, top_p=0.9, stop=("er", "!"))}, None, None
     ),
     "an environment": ({"sampling": Sampling(stop=("e", "t", "a"))}, thrice, None),
-    "a grammar": ({}, None, lambda episode: Structured(regex="([a-z]{2} ){4,9}[.]")),
+    "a grammar": ({}, None, lambda episode: StructuredOutputsParams(regex="([a-z]{2} ){4,9}[.]")),
 }  # fmt: skip
 
 
@@ -173,8 +173,8 @@ def test_they_take_no_more_than_their_share(llm, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "written, told",
-    [(Written([5] * LONGEST, [([-1.0] * LONGEST, [1] * LONGEST, None)]), "cannot go on from 24"),
-     (Written([5, 6], [([-1.0], [1], None)]), "need theirs; got 1")],
+    [(PartialOutput([5] * LONGEST, [([-1.0] * LONGEST, [1] * LONGEST, None)]), "cannot go on from 24"),
+     (PartialOutput([5, 6], [([-1.0], [1], None)]), "need theirs; got 1")],
 )  # fmt: skip
 def test_what_no_answer_can_go_on_from_is_refused(llm, written, told):
     params = Player(llm, settings_of()).params(LONGEST)

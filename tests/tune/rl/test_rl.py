@@ -322,5 +322,5 @@ def test_it_is_served_as_any_other(place):
 
     run(place, name="served", steps=1)
     folder = place / "served" / "export" / "step_1"
-    assert LLM(str(folder)).generate(["say 1"])[0].completions[0].token_ids
+    assert LLM(str(folder)).generate(["say 1"])[0].outputs[0].token_ids
     assert model_folder(place) != str(folder)
