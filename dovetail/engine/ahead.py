@@ -63,12 +63,12 @@ class Ahead:
         rows = sorted(decode, key=lambda shape: shape.rows)
         return list(dict.fromkeys([rows[0], rows[-1], buckets.largest()]))
 
-    def compile(self, shape: Shape, told: Mapping[str, Any] | None = None) -> Any:
-        return self.programs.compile(shape, self.params, self.pages, told)
+    def compile(self, shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
+        return self.programs.compile(shape, self.params, self.pages, more)
 
     def argument_bytes(self, shape: Shape) -> int:
         """Weights, pages, and what rows ask for and have sampled: for the last, numbers of the whole vocabulary."""
-        return held_bytes(self.programs.of(shape, self.params, self.programs.pages(self.pages)).forms)
+        return held_bytes(self.programs.of(shape, self.params, self.programs.pages(self.pages)).abstract)
 
     def flops(self, shape: Shape) -> float:
         """Of one device, without attention over what is in the pages. Only a row's last token is unembedded."""
@@ -87,7 +87,7 @@ class Ahead:
     def kernels(self, shape: Shape) -> list[str]:
         """What attends over the pages, for each kind of layer; where that is not upstream's kernel, why."""
         pages = self.programs.pages(self.pages)
-        with self.programs.for_its_kind():
+        with self.programs.device_kind():
             found = [self._kernel(shape, layer.attn, own) for layer, own in zip(self.cfg.layers, pages, strict=True)]
         return list(dict.fromkeys(name for name in found if name))
 

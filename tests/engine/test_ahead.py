@@ -27,7 +27,7 @@ def test_the_programs_are_those_that_an_engine_runs(tensor, room):
     for shape in made.corners():
         assert shape in llm.runner.buckets.usual()
         ours, theirs = made.programs.of(shape, made.params, made.programs.pages(made.pages)), llm.runner._program(shape)
-        assert jax.tree.map(_form, ours.forms) == jax.tree.map(_form, theirs.forms)
+        assert jax.tree.map(_form, ours.abstract) == jax.tree.map(_form, theirs.abstract)
         assert ours.static["cfg"] == theirs.static["cfg"] and ours.function is theirs.function
 
 

@@ -153,7 +153,7 @@ def test_bad_text_is_refused(llm, question, answer):
     for bad, params, message in [
         ("", GREEDY, "prompt is empty"),
         ("word " * 300, GREEDY, "max_model_len=256"),
-        ("x", replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="(")), "llguidance does not take"),
+        ("x", replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="(")), "llguidance does not accept"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.generate(["hello", bad], [GREEDY, params])

@@ -169,7 +169,7 @@ def test_a_deep_grammar_does_not_end_the_process(small, case):
     try:
         grammar.compile(DEEP[case], small)
     except ValueError as error:  # one that it refuses is as well
-        assert "structured output" in str(error)
+        assert "structured_outputs" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_deep_grammar_does_not_end_the_process(small, case):
     [
         (Structured(json={"type": "nonsense"}), "nonsense"),
         (Structured(json={"not": {"type": "string"}}), "not"),
-        (Structured(json="{broken"), "not a JSON schema"),
+        (Structured(json="{broken"), "must be a JSON schema"),
         (Structured(json="[1]"), "must be an object"),
         (Structured(regex="(["), "unclosed"),
         (Structured(grammar="start: missing"), "unknown name"),
@@ -185,13 +185,13 @@ def test_a_deep_grammar_does_not_end_the_process(small, case):
             Structured(choice=tuple(f"choice {i}" for i in range(3000))),
             "too complex.*3001 items; max is 2000.*limits",
         ),
-        (Structured(json={"$ref": "#"}), "no text fits"),
+        (Structured(json={"$ref": "#"}), "no text matches"),
         (Structured(regex="a" * (grammar.LONGEST + 1)), "at most 262,144"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_a_grammar_is_refused_in_llguidances_words(small, asked: Structured, message: str):
-    with pytest.raises(ValueError, match=rf"structured output[\s\S]*{message}"):
+    with pytest.raises(ValueError, match=rf"structured_outputs[\s\S]*{message}"):
         grammar.compile(asked, small)
 
 
@@ -208,13 +208,13 @@ def test_a_token_that_may_not_come_and_a_mask_too_short(small):
     matcher = grammar.compile(Structured(regex="a"), small).start()
     with pytest.raises(ValueError, match="smaller than its tokenizer"):
         matcher.fill(np.zeros(2, np.uint32))
-    with pytest.raises(ValueError, match="cannot go on"):
+    with pytest.raises(ValueError, match="cannot continue"):
         matcher.accept(small.encode("b")[0])
 
 
 def test_tokenizers_that_cannot_be_guided_say_so(small):
     no_end = Tokenizer(Backend.from_str(small.backend.to_str()))
-    with pytest.raises(ValueError, match="names no EOS token"):
+    with pytest.raises(ValueError, match="must have an EOS token"):
         grammar.compile(Structured(regex="a"), no_end)
     odd = Backend(models.WordPiece({"[UNK]": 0, "[SEP]": 1}, unk_token="[UNK]"))
     with pytest.raises(ValueError, match="cannot read this model's tokenizer"):

@@ -56,13 +56,14 @@ class Asking:
         self.died: EngineDied | None = None
         self._news = threading.Condition()
         self.outputs: dict[str, RequestOutput] = {}
+        self._ended: dict[str, RequestOutput] = {}  # whose last deltas have not come yet
         engine.output = self._output(engine.output)  # type: ignore[method-assign]
         self.loop = EngineLoop(engine, self._on_updates, self._on_end)
 
     def _output(self, output):
         def kept(id: str) -> RequestOutput:
-            self.outputs[id] = output(id)
-            return self.outputs[id]
+            self._ended[id] = output(id)
+            return self._ended[id]
 
         return kept
 
@@ -104,6 +105,8 @@ class Asking:
         with self._news:
             for update in updates:
                 self.updates[update.request_id].append(update)
+            self.outputs |= self._ended
+            self._ended.clear()
             self._news.notify_all()
 
     def _on_end(self, died: EngineDied) -> None:
@@ -199,6 +202,7 @@ def test_an_id_left_and_used_again_gets_its_own_tokens(llm, answers):
             asked.add("a", PROMPTS[5])
             asked.loop.abort("a").result(SECONDS)
             asked.updates["a"].clear()
+            asked.outputs.clear()
             asked.add("a", prompt)
             assert asked.read("a")[0] == expected
             asked.updates["a"].clear()

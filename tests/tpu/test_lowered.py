@@ -34,7 +34,9 @@ def test_lowered(name, tensor):
         program = made.programs.of(shape, made.params, made.programs.pages(made.pages))
         with jax.sharding.use_abstract_mesh(mesh):
             chosen = made.kernels(shape)
-            text = program.function.trace(*program.forms, **program.static).lower(lowering_platforms=("tpu",)).as_text()
+            text = (
+                program.function.trace(*program.abstract, **program.static).lower(lowering_platforms=("tpu",)).as_text()
+            )
         assert chosen and not any(kernel.startswith("reference") for kernel in chosen), shape
         for kernel in ("ragged", "flat"):
             called = f'kernel_name = "{kernel}_paged_attention' in text
@@ -55,7 +57,7 @@ def steps(name: str, tensor: int) -> tuple[Ahead, AbstractMesh]:
 
 
 def mesh_of(tensor: int) -> AbstractMesh:
-    """Of one device none of the axes, as `Programs.for_its_kind` has it."""
+    """Of one device none of the axes, as `Programs.device_kind` has it."""
     like = make_mesh({"tensor": 1}, jax.devices()[:1])
     axes, kinds = ({**like.shape, "tensor": tensor}, like.axis_types) if tensor > 1 else ({}, ())
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds, abstract_device=KIND)

@@ -1,8 +1,8 @@
-"""A plan as the one int32 vector that a compiled step takes: a step costs one copy to the device.
+"""Pack a plan into the one int32 vector that a compiled step takes, so that a step costs one copy to the device.
 
-The pages of each slot lie on the device too, as a table [slots + 1, M]; a step brings only those that are new to it.
+The pages of each slot are on the device too, as a table [slots + 1, M]; a step sends only pages that are new to it.
 
-S rows (sequences), T tokens, M pages a slot may hold, U new pages.
+S rows (sequences), T tokens, M pages that a slot may hold, U new pages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dovetail.ops.sample import SampleInputs
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
 
-# what a row asks of the sampler in one number each; see SampleInputs
+# the fields of SampleInputs that are one number per row
 NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "presence", "frequency", "repetition"), np.float32),
     **dict.fromkeys(("seed_hi", "seed_lo"), np.uint32),
@@ -30,92 +30,100 @@ NUMBERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step is compiled for."""
+    """The shape that a step is compiled for."""
 
-    tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step of prompts
+    tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step with prompts
     rows: int  # S
     pages: int  # M
-    steps: int = 1  # of a decode step, in one dispatch
-    keeps_hidden: bool = False  # the final hidden states of every token are an output too
+    steps: int = 1  # device steps of a decode dispatch
+    keeps_hidden: bool = False  # whether the final hidden states of every token are an output too
 
     @property
     def is_decode(self) -> bool:
+        """Return whether every row has one token."""
         return self.tokens == self.rows
 
     def holds(self, other: Shape) -> bool:
-        """Whether a step of the other's fits into one of this: it is padded further."""
+        """Return whether a step of the other shape can be padded to this one."""
         same = (self.is_decode, self.steps, self.keeps_hidden) == (other.is_decode, other.steps, other.keeps_hidden)
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     def can_run(self, other: Shape) -> bool:
-        """Whether a step of prompts of this shape can do what the other does, in one step: it computes rows of one
-        token too, and hidden states that nobody asked for are dropped."""
+        """Return whether a step with prompts of this shape can compute what the other does, in one step.
+
+        It also computes rows of one token, and hidden states that were not requested are dropped.
+        """
         if self.is_decode or other.steps > 1 or self.keeps_hidden < other.keeps_hidden:
             return False
         return self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
     @property
     def sampler(self) -> Shape:
-        """What follows a step of prompts."""
+        """Return the shape of the sampler that follows a step with prompts."""
         return Shape(0, self.rows, 0)
 
     @property
     def new_pages(self) -> int:
-        """U: two for each row that decodes, and those of a prompt in pages of the usual size."""
+        """Return U: two for each row that decodes, and those of a prompt in pages of the usual size."""
         return 2 * self.rows + self.tokens // 16
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the vector's parts, in the order of StepArrays."""
         T, S, U = self.tokens, self.rows, self.new_pages
         return T, S, S, S, S, S + 1, 1, len(NUMBERS) * S, 3 * U
 
     @property
     def size(self) -> int:
+        """Return the size of the vector."""
         return sum(self.sizes)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepArrays:
-    tokens: jax.Array  # [T], UNKNOWN where the device knows
+    """The parts of a step's vector."""
+
+    tokens: jax.Array  # [T], UNKNOWN where only the device knows
     kv_lens: jax.Array  # [S]
     slots: jax.Array  # [S]
-    adapters: jax.Array  # [S]: their numbers (see ops.adapter.choose)
+    adapters: jax.Array  # [S] numbers of adapters (see ops.adapter.choose)
     samples: jax.Array  # [S] 1 where the row's last token is sampled from
     cu_q_lens: jax.Array  # [S + 1]
     num_seqs: jax.Array  # [1]
-    numbers: jax.Array  # [NUMBERS, S]: their bits
-    new_pages: jax.Array  # [3, U]: slot, place in its table, page; those past the last have a slot of the padding
+    numbers: jax.Array  # [NUMBERS, S] as bits
+    new_pages: jax.Array  # [3, U] slot, position in its table, page; unused entries have the padding's slot
 
 
 def sample_inputs(numbers: jax.Array, arrays: dict[str, jax.Array]) -> SampleInputs:
-    """From the bits of NUMBERS [NUMBERS, S], and what takes more than a number for each row."""
+    """Return SampleInputs from the bits [NUMBERS, S] and the arrays with more than a number per row."""
     named = zip(NUMBERS.items(), numbers, strict=True)
     return SampleInputs(**{name: jax.lax.bitcast_convert_type(bits, dtype) for (name, dtype), bits in named}, **arrays)
 
 
 def unpack(flat: jax.Array, shape: Shape) -> StepArrays:
+    """Split a step's vector into its parts, on the device."""
     parts: Any = jnp.split(flat, list(np.cumsum(shape.sizes)[:-1]))
     parts[-2:] = parts[-2].reshape(len(NUMBERS), shape.rows), parts[-1].reshape(3, shape.new_pages)
     return StepArrays(*parts)
 
 
 class Packer:
-    """Knows how many of each slot's pages the device has, so that a step brings only those that are new."""
+    """Pack plans, sending only the pages that the device does not have yet."""
 
     def __init__(self, max_num_seqs: int):
         self._trash = max_num_seqs  # the slot of padding
         self.forget()
 
     def forget(self) -> None:
-        """The device's table is lost."""
+        """Send all pages again: the device's table was lost."""
         self._holder: list[Sequence | None] = [None] * self._trash
         self._preemptions = [0] * self._trash  # of the holder, when it took the slot
         self._sent = [0] * self._trash
-        self._adapter = np.zeros(self._trash, np.int32)  # the number of the holder's
+        self._adapter = np.zeros(self._trash, np.int32)  # the number of the holder's adapter
 
     def pack(self, plan: StepPlan, shape: Shape, inputs: SampleInputs) -> tuple[np.ndarray, list[tuple[int, list]]]:
-        """(the vector, [(slot, its pages)] of those whose new pages it has no room for)."""
+        """Return the vector, and (slot, pages) of the sequences whose new pages it has no room for."""
         n = len(plan.rows)
         flat = np.zeros(shape.size, np.int32)
         parts = np.split(flat, np.cumsum(shape.sizes)[:-1])
@@ -131,11 +139,11 @@ class Packer:
         samples[:n] = [row.samples for row in plan.rows]
         for part, name in zip(numbers.reshape(len(NUMBERS), -1), NUMBERS, strict=True):
             part[:] = np.asarray(getattr(inputs, name)).view(np.int32)
-        too_many = self._bring(plan, new_pages.reshape(3, -1))
+        too_many = self._add_pages(plan, new_pages.reshape(3, -1))
         adapters[:n] = self._adapter[slots[:n]]
         return flat, too_many
 
-    def _bring(self, plan: StepPlan, new_pages: np.ndarray) -> list[tuple[int, list]]:
+    def _add_pages(self, plan: StepPlan, new_pages: np.ndarray) -> list[tuple[int, list]]:
         slots, places, pages, too_many = [], [], [], []
         for row in plan.rows:
             seq = row.seq
@@ -159,12 +167,12 @@ class Packer:
 
 
 def _slot(row: Row) -> int:
-    assert row.seq.slot is not None, "who runs has a slot"
+    assert row.seq.slot is not None, "a running sequence has a slot"
     return row.seq.slot
 
 
 def _tokens(row: Row) -> list[int]:
-    """A row's, UNKNOWN where only the device knows."""
+    """Return a row's tokens, UNKNOWN where only the device knows."""
     tokens, start, count = row.seq.tokens, row.start, row.count
     if count == 1:
         return [tokens[start]] if start < len(tokens) else [UNKNOWN]

@@ -1,4 +1,7 @@
-"""Log-probabilities on their way from the device to a sequence: of what was sampled, and of its prompt."""
+"""LaunchedStep: a step in flight, and the log-probabilities that are copied from it to its sequences.
+
+S rows, T tokens, D model dim.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,34 @@ from dovetail.engine.request.sequence import Sequence
 from dovetail.engine.schedule.plan import Gain, Row, StepPlan
 
 Score = Callable[[jax.Array, np.ndarray], tuple[jax.Array, ...]]  # Runner.score
-CHUNK = 128  # prompt positions scored at a time: their logits are never all there at once
+CHUNK = 128  # prompt positions scored at a time, so that not all their logits are in memory at once
 
 
 @dataclass
 class LaunchedStep:
-    """A step under way, its results still on the device: tokens [steps, S], log-probabilities (see ops.sample.logprobs)
-    [steps, S, ...], and where they were asked for the hidden states [T, D]."""
+    """A step in flight; its results are on the device."""
 
     plan: StepPlan
-    tokens: jax.Array
-    logprobs: tuple[jax.Array, ...] | None = None
-    hidden: jax.Array | None = None
-    version: int = 0
-    padded: int = 0  # tokens a step computes, with those that fill its shape
-    waited: bool = False  # for its program to be compiled
+    tokens: jax.Array  # [steps, S]
+    logprobs: tuple[jax.Array, ...] | None = None  # [steps, S, ...]: see ops.sample.logprobs
+    hidden: jax.Array | None = None  # [T, D], if requested
+    version: int = 0  # of the weights
+    padded: int = 0  # tokens that a device step computes, with padding
+    waited: bool = False  # whether the launch waited for its program to be compiled
 
     def fetch(self) -> np.ndarray:
-        """The new tokens [steps, S]: a column for each of the plan's rows, also those that do not sample, and more."""
+        """Return the sampled tokens [steps, S]; columns of rows that do not sample and of padding are meaningless."""
         return np.asarray(self.tokens)
 
 
 def send_logprobs(launched: LaunchedStep, asked: set[int | None]) -> None:
-    """Start to copy to the host what the step's rows ask for (their SamplingParams.logprobs): nothing, a number and a
-    rank for each token, or the most probable beside them too, which are many times as many."""
+    """Start copying the requested log-probabilities to the host.
+
+    Args:
+        launched: The step.
+        asked: The values of `SamplingParams.logprobs` of its rows. The most probable tokens, which are many times as
+            much data, are copied only if some row requests them.
+    """
     arrays = launched.logprobs if asked != {None} else None
     for array in arrays or ():
         if array.ndim == 2 or any(asked):
@@ -44,7 +51,7 @@ def send_logprobs(launched: LaunchedStep, asked: set[int | None]) -> None:
 
 
 def keep_logprobs(launched: LaunchedStep, gains: list[Gain]) -> list[Scores | None]:
-    """Give each sequence that asked the log-probabilities of the tokens it kept; -> those, for each gain."""
+    """Add the log-probabilities of the kept tokens to their sequences; return them for each gain."""
     asked = {seq.request.params.logprobs for seq, _, _ in gains}
     if launched.logprobs is None or not asked - {None}:
         return [None] * len(gains)
@@ -65,18 +72,19 @@ def keep_logprobs(launched: LaunchedStep, gains: list[Gain]) -> list[Scores | No
 
 
 def _cut(scores: Scores, count: int, top: list[np.ndarray], most: int) -> Scores:
-    """Of the first `count` tokens alone, and with the `most` most probable beside each."""
+    """Return the scores of the first `count` tokens, with the `most` most probable tokens beside each."""
     values, ranks, _ = scores
     return values[:count], ranks[:count], _tops([array[:count] for array in top], most) if most else None
 
 
 def wants_prompt_logprobs(row: Row) -> bool:
+    """Return whether a row computes prompt tokens whose log-probabilities are requested."""
     seq = row.seq
     return seq.request.params.prompt_logprobs is not None and seq.index == 0 and row.start < seq.prompt_len - 1
 
 
 def keep_prompt_logprobs(launched: LaunchedStep, score: Score) -> None:
-    """Score the prompt tokens that this step's hidden states predict: position p says what p + 1 is."""
+    """Score the prompt tokens that this step's hidden states predict: position p predicts token p + 1."""
     first = 0
     for row in launched.plan.rows:
         if wants_prompt_logprobs(row):
@@ -99,13 +107,13 @@ def _score_row(launched: LaunchedStep, row: Row, first: int, score: Score) -> No
 
 
 def prompt_logprobs(seq: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-    """One entry per prompt token; the first has none, nothing came before it."""
+    """Return one entry per prompt token, if requested; the first is None because nothing precedes it."""
     if seq.request.params.prompt_logprobs is None:
         return None
     return tuple(seq.prompt_logprobs.get(i) for i in range(seq.prompt_len))
 
 
 def _tops(top: list[np.ndarray], count: int) -> list[Top]:
-    """Of log-probabilities and tokens [n, k], the first `count`."""
+    """Return the first `count` of log-probabilities and tokens [n, k]."""
     values, ids = (array[:, :count].tolist() for array in top)
     return list(zip(ids, values, strict=True))

@@ -1,6 +1,8 @@
-"""What is compiled for a shape: a function, and the forms (shape, type, place) of what it is given.
+"""Programs: the compiled steps of an engine.
 
-No array is needed, so a step can be compiled before there are pages, and for devices that are not here.
+A StepProgram is a function and the abstract arrays (shape, type, sharding) that it is compiled for. No real array is
+needed, so a step can be compiled before there are pages, and for devices that are not here. CompiledSteps holds an
+engine's programs by shape: read from disk if an earlier start kept them, else compiled, several at a time.
 """
 
 from __future__ import annotations
@@ -34,62 +36,74 @@ from dovetail.models.decoder import abstract_cache
 from dovetail.ops.dispatch import compile_options
 
 log = logging.getLogger(__name__)
-MOST_PADDING = 4  # times a step's tokens: a program that is so much larger is used while its own is compiled
-SAMPLER_TABLES = 4  # [rows, vocab] of 32 bits that a step needs beyond the compiler's figure, for the whole sampler
+MOST_PADDING = 4  # a program with up to this many times a step's tokens is used while the step's own is compiled
+SAMPLER_TABLES = 4  # 32-bit arrays [rows, vocab] that the sampler needs beyond the compiler's figure
 
 
 class Compilations:
-    """What an engine has compiled, counted from any thread."""
+    """Count an engine's compilations, from any thread."""
 
     def __init__(self):
         self.begun, self.seconds = 0, 0.0
         self._lock = threading.Lock()
 
     def begin(self) -> None:
+        """Count a compilation that starts."""
         with self._lock:
             self.begun += 1
 
     def end(self, seconds: float) -> None:
+        """Add the time of a compilation that ended."""
         with self._lock:
             self.seconds += seconds
 
 
 class StepProgram(NamedTuple):
-    """One shape's step."""
+    """The program of one shape."""
 
     shape: Shape
-    function: Any
-    forms: tuple
+    function: Any  # jitted
+    abstract: tuple  # its arguments, as ShapeDtypeStruct
     static: dict[str, Any]
     options: Any  # XLA's
 
-    def compile(self, told: Mapping[str, Any] | None = None) -> Any:
-        options = {**(self.options or {}), **(told or {})}
-        return self.function.lower(*self.forms, **self.static).compile(compiler_options=options or None)
+    def compile(self, more: Mapping[str, Any] | None = None) -> Any:
+        """Compile it now; `more` are further options of XLA."""
+        options = {**(self.options or {}), **(more or {})}
+        return self.function.lower(*self.abstract, **self.static).compile(compiler_options=options or None)
 
     @property
     def key(self) -> str:
+        """Return the name under which it is kept on disk."""
         return program_key(*self[2:])
 
     @property
     def is_kept(self) -> bool:
+        """Return whether it is on disk."""
         return has_program(self.key)
 
     @property
     def title(self) -> str:
+        """Return a description for the log."""
         shape = self.shape
         if not shape.tokens:
             return f"the sampler of {shape.rows} rows"
         times = f" x {shape.steps}" if shape.steps > 1 else ""
         return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}"
 
-    def kept(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
-        """Read it from disk where an earlier start kept it, else compile it; `ahead` of any request that needs it."""
+    def load_or_compile(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
+        """Read it from disk if it was kept, else compile and keep it.
+
+        Args:
+            devices: The devices to run on.
+            ahead: Whether no request waits for it yet, so that it is logged at a lower level.
+            counts: Counts the compilation.
+        """
         key, counts = self.key, counts or Compilations()
         step = load_program(key, devices)
         if step is None:
-            level = logging.INFO if ahead else NOTE  # a user waits for this one
-            log.log(level, "compiling %s, once: it is kept", self.title)
+            level = logging.INFO if ahead else NOTE  # with NOTE, a user waits for this one
+            log.log(level, "compiling %s; it is kept for later starts", self.title)
             counts.begin()
             start = time.perf_counter()
             step = compile_program(key, self.compile)
@@ -100,7 +114,7 @@ class StepProgram(NamedTuple):
 
 @dataclass(frozen=True)
 class Programs:
-    """Those of one engine."""
+    """Make the programs of one engine."""
 
     cfg: ModelConfig
     compute: Compute
@@ -108,77 +122,79 @@ class Programs:
     page_size: int
     platform: str | None = None
     placement: Placement | None = None
-    absent: Any = None  # the device to compile for, or the mesh's first, where they are not here
+    absent: Any = None  # the device to compile for, or the mesh's first, if it is not here
 
     @property
     def everywhere(self) -> Any:
+        """Return the sharding of arrays that every device has whole."""
         if self.placement:
             return NamedSharding(self.placement.mesh, PartitionSpec())
         return SingleDeviceSharding(self.absent) if self.absent else None
 
     @property
     def history_sharding(self) -> Any:
-        """Return the layout of the sampler's table of counts: over the vocabulary, as the logits that it adjusts."""
+        """Return the sharding of the sampler's table of counts: over the vocabulary, as the logits it adjusts."""
         if not self.placement:
             return self.everywhere
         return self.placement.sharding((None, "vocab"), (self.buckets.max_rows, self.cfg.vocab))
 
     @property
     def devices(self) -> list[Any]:
+        """Return the devices that the programs run on."""
         if self.placement:
             return list(self.placement.mesh.devices.flat)
         return [self.absent] if self.absent else jax.devices()[:1]
 
     def pages(self, count: int) -> Any:
-        """The form of a pool of so many."""
+        """Return the abstract arrays of a pool of `count` pages."""
         where = self.placement, self.platform
-        with self.for_its_kind():
-            return self._form(abstract_cache(self.cfg, count, self.page_size, self.compute.dtype, *where))
+        with self.device_kind():
+            return self._abstract(abstract_cache(self.cfg, count, self.page_size, self.compute.dtype, *where))
 
     def of(self, shape: Shape, params: Any, cache: Any) -> StepProgram:
-        """The step with these weights and pages, arrays or forms."""
+        """Return the program of a shape with these weights and pages, which may be abstract."""
         array, slots = self._array, self.buckets.max_rows + 1
-        params, cache = self._form(params), self._form(cache)
+        params, cache = self._abstract(params), self._abstract(cache)
         last, tables = array((slots,)), array((slots, self.buckets.max_pages))
-        history: Any = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
+        history = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
         flat = array((shape.size,))
         where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
         options = compile_options(self.platform, shape.tokens)
         if not shape.tokens:
-            return StepProgram(
-                shape, run_sampler, (last, history, self._left(shape), self._asked(shape)), where, options
-            )
+            inputs = last, history, self._unsampled(shape), self._asked(shape)
+            return StepProgram(shape, run_sampler, inputs, where, options)
         static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute)
         if shape.is_decode:
             state = DeviceState(cache, last, tables, history)
             return StepProgram(shape, run_decode, (params, state, flat, self._asked(shape)), static, options)
         return StepProgram(shape, run_prompts, (params, cache, tables, last, flat), static, options)
 
-    def compile(self, shape: Shape, params: Any, pages: int, told: Mapping[str, Any] | None = None) -> Any:
-        """The step with so many pages, from disk where it was kept; for devices that are not here nothing is, and their
-        compiler may be told more."""
+    def compile(self, shape: Shape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
+        """Return the compiled step with `pages` pages, from disk if it was kept.
+
+        For absent devices nothing is kept, and `more` are further options of their compiler.
+        """
         program = self.of(shape, params, self.pages(pages))
         if not self.absent:
-            return program.kept(self.devices, ahead=True)
-        with self.for_its_kind():
-            return program.compile(told)
+            return program.load_or_compile(self.devices, ahead=True)
+        with self.device_kind():
+            return program.compile(more)
 
     def step_memory(self, params: Any, pages: int) -> int:
-        """Bytes the largest step needs beside weights and so many pages, as the compiler says, and the sampler's own
-        tables."""
+        """Return the bytes that the largest step needs beside weights and pages, with the sampler's tables."""
         found = self.compile(self.buckets.largest(), params, pages).memory_analysis()
         compiled = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
         return int(compiled + SAMPLER_TABLES * self.buckets.max_rows * self.cfg.vocab * 4)
 
-    def for_its_kind(self) -> Any:
-        """A context for one device that is not here: kernels ask which TPU it is."""
+    def device_kind(self) -> Any:
+        """Return a context for one absent device, in which kernels can ask which TPU it is."""
         if self.placement or not self.absent:
             return nullcontext()
         kind = AbstractDevice(self.absent.device_kind, num_cores=1, platform=self.absent.platform)
         return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
 
-    def _form(self, tree: Any) -> Any:
-        def one(x: Any) -> Any:  # asleep, x is a form already
+    def _abstract(self, tree: Any) -> Any:
+        def one(x: Any) -> Any:  # while the engine sleeps, x is abstract already
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self.placement else self.everywhere)
 
         return jax.tree.map(one, tree)
@@ -194,16 +210,21 @@ class Programs:
             mask=self._array((rows, -(-self.cfg.vocab // 32)), jnp.uint32),
         )
 
-    def _left(self, shape: Shape) -> Unsampled:
+    def _unsampled(self, shape: Shape) -> Unsampled:
         logits = self._array((shape.rows, self.cfg.vocab), jnp.float32)
         return Unsampled(logits, self._array((shape.rows,)), self._array((len(NUMBERS), shape.rows)))
 
 
 class CompiledSteps:
-    """From any thread. `program`: what a shape's step is, a runner's method."""
+    """An engine's compiled steps by shape; any thread may use it.
+
+    Args:
+        program: Returns the program of a shape; a method of the runner.
+        devices: The devices to run on.
+    """
 
     def __init__(self, program: Callable[[Shape], StepProgram], devices: list[Any]):
-        # weak: a runner that is dropped frees its device memory at once, not when Python looks for garbage
+        # weak: a runner that is dropped frees its device memory at once, not at the next garbage collection
         self._program, self._devices = weakref.WeakMethod(program), devices
         self._futures: dict[Shape, Future] = {}
         self._lock = threading.Lock()
@@ -214,11 +235,11 @@ class CompiledSteps:
         return len(self._futures)
 
     def __call__(self, shape: Shape) -> Callable:
-        """The step for a shape, compiled now unless it was before; another thread may be compiling it already."""
+        """Return the compiled step of a shape, waiting for its compiler if needed."""
         return self.later(shape).result()
 
     def later(self, shape: Shape, ahead: bool = False) -> Future:
-        """`ahead`: of any request that needs it."""
+        """Return a future of the compiled step; `ahead`: no request waits for it yet."""
         with self._lock:
             if shape not in self._futures:
                 self._futures[shape] = self._pool.submit(self._get, shape, ahead)
@@ -227,10 +248,10 @@ class CompiledSteps:
     def _get(self, shape: Shape, ahead: bool) -> Any:
         program = self._program()
         assert program is not None, "its runner is gone"
-        return program(shape).kept(self._devices, ahead, self.compilations)
+        return program(shape).load_or_compile(self._devices, ahead, self.compilations)
 
     def all(self, shapes: Iterable[Shape], progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Have these, all of them."""
+        """Compile or load all of these, and wait for them."""
         futures = [self.later(shape, ahead=True) for shape in dict.fromkeys(shapes)]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
@@ -238,15 +259,18 @@ class CompiledSteps:
                 progress("compiling steps", done, len(futures))
 
     def load(self, shapes: Iterable[Shape]) -> None:
-        """Have those of these that an earlier start kept."""
+        """Load those of these that an earlier start kept."""
         program = self._program()
         assert program is not None, "its runner is gone"
         self.all(shape for shape in shapes if program(shape).is_kept)
 
     def nearest(self, shape: Shape, waits: bool = True) -> Shape:
-        """Return the shape; or where it is not compiled yet and one that holds it is, without many times as many
-        tokens, that one, while this one is compiled in the background. Unless the caller `waits` for a compiler, any
-        shape that can run the step is taken, also one with prompts for a step that decodes."""
+        """Return the shape to use for a step of this shape; if another, this one is compiled in the background.
+
+        A ready shape that holds this one without many times its tokens is used instead of one that is not compiled yet.
+        Unless the caller `waits` for a compiler, any ready shape that can run the step is used, also one with prompts
+        for a decode step.
+        """
         if self.is_ready(shape):
             return shape
         self.have(shape)
@@ -263,24 +287,32 @@ class CompiledSteps:
             self.later(part)
 
     def ready(self) -> list[Shape]:
-        """Return the steps that can be run now."""
+        """Return the shapes that can be run now."""
         return [shape for shape in list(self._futures) if shape.tokens and self.is_ready(shape)]
 
     def is_ready(self, shape: Shape) -> bool:
+        """Return whether a step of this shape can be run now."""
         parts = (shape, shape.sampler) if shape.tokens and not shape.is_decode else (shape,)
         futures = [self._futures.get(part) for part in parts]
         return all(future is not None and future.done() and future.exception() is None for future in futures)
 
     @property
     def busy(self) -> bool:
+        """Return whether a step is being compiled or loaded."""
         return any(not future.done() for future in list(self._futures.values()))
 
 
 def limits_of(demand: StepDemand, budget: int, wanted: Shape, ready: list[Shape]) -> StepLimits | None:
-    """Return what a step of `budget` tokens may take of `demand` with programs that are `ready`, where `wanted` would
-    be the program for all of it. None: nothing can go on before another program is compiled.
+    """Return what a step may take of a demand with the programs that are ready; None if it must wait for a compiler.
 
-    All who decode come first: a program without a row for each of them is not used for prompts."""
+    Decoding sequences come first: a program without a row for each of them is not used for prompts.
+
+    Args:
+        demand: What the scheduler would put into the step.
+        budget: Most tokens of the step.
+        wanted: The shape for the whole demand.
+        ready: The shapes that can be run now.
+    """
     if demand.prompts:
         most_tokens = max(budget, MOST_PADDING * wanted.tokens)
         fit = [s for s in ready if not s.is_decode and s.keeps_hidden == demand.scores and s.tokens <= most_tokens]

@@ -1,7 +1,7 @@
-"""Runs plans on the device: weights, pages and last tokens live here, and the steps compiled for each shape.
+"""Runner: runs plans on the device. It holds weights, pages, last tokens and the compiled steps.
 
 A launch returns at once; its tokens are fetched when they are needed, while the next step already runs. Sampled tokens
-stay on the device, in `last` [slots + 1] (the last slot is for padding), and feed the next step from there.
+stay on the device, in `last` [slots + 1] (the last slot is padding's), and feed the next step from there.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from dovetail.engine.schedule.plan import StepDemand, StepLimits, StepPlan
 from dovetail.models.decoder import init_cache
 from dovetail.ops.dispatch import import_kernels
 
-STAND_IN_TOKENS = 64  # of a step that stands in for those that are not compiled yet
+STAND_IN_TOKENS = 64  # of the step that is used while others are not compiled yet
 ROWS_AT_ONCE = 8  # whole rows of the page table that one call writes
 
 
 class Runner:
+    """Run plans with one set of weights and one KV pool."""
+
     def __init__(self, programs: Programs, weights: Weights, num_pages: int, adapters: Adapters):
         self.programs, self.adapters, self.weights = programs, adapters, weights
         self.cfg, self.compute, self.buckets = programs.cfg, programs.compute, programs.buckets
         self.page_size, self.platform, self.placement = programs.page_size, programs.platform, programs.placement
         self.packer = Packer(self.buckets.max_rows)
-        self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may take is compiled
+        self.num_pages, self.is_warm = num_pages, False  # warm: every step that a plan may need is compiled
         self._allocate()
-        import_kernels(self.platform)  # a step from disk calls them and traces nothing
+        import_kernels(self.platform)  # a step from disk calls them without tracing
         self.steps = CompiledSteps(self._program, programs.devices)
         self._set_rows = jax.jit(lambda tables, slots, rows: tables.at[slots].set(rows), donate_argnums=0)
 
@@ -53,72 +55,24 @@ class Runner:
 
     @property
     def weights(self) -> Weights:
-        """Set it again when an adapter has been loaded."""
+        """The weights with their version; set them again after loading an adapter."""
         return self._weights
 
     @weights.setter
     def weights(self, weights: Weights) -> None:
         self._weights = weights
-        self.params: Params = self.adapters.on(weights.params)  # as steps take them; made once: it takes a millisecond
+        self.params: Params = self.adapters.on(weights.params)  # as steps take them; made once, it takes a millisecond
 
     def renew(self) -> None:
-        """Pages and last tokens anew, where a step that failed has taken them with it: it was given them to keep."""
+        """Allocate pages and last tokens again if a step that failed has consumed the donated ones."""
         if any(array.is_deleted() for array in jax.tree.leaves((self.cache, self.last, self.tables))):
             self._allocate()
 
+    # --- launching ----------------------------------------------------------------------------------------------------
+
     def launch(self, plan: StepPlan, sampler: Sampler, keeps_hidden: bool = False, waits: bool = True) -> LaunchedStep:
-        """`waits`: see CompiledSteps.nearest."""
+        """Launch a plan; `waits`: see CompiledSteps.nearest."""
         return self._launch(plan, self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden), waits), sampler)
-
-    def limits(self, demand: StepDemand, budget: int) -> StepLimits:
-        """Return what the next step may take of `demand` without waiting for a compiler, which is set to work in the
-        background on what it cannot. Where nothing can go on, all of it: the step waits."""
-        most = self.buckets.max_rows
-        if self.is_warm or not demand.rows:
-            return StepLimits(budget, most, most)
-        tokens = min(budget, demand.decoding + demand.tokens)
-        decode = self.buckets.decode(demand.decoding)
-        wanted = self.buckets.mixed(tokens, demand.rows, demand.scores) if demand.prompts else decode
-        if self.steps.is_ready(wanted):
-            return StepLimits(budget, most, most)
-        self.steps.have(wanted)
-        return limits_of(demand, budget, wanted, self.steps.ready()) or StepLimits(budget, most, most)
-
-    def steps_ready(self, rows: int, steps: int) -> int:
-        """Return up to how many decode steps a dispatch can take now, of `steps`; more are compiled in the
-        background."""
-        if steps > 1 and not self.is_warm and not self.steps.is_ready(shape := self.buckets.decode(rows, steps)):
-            self.steps.have(shape)
-            return 1
-        return steps
-
-    def warm_up(self, sampler: Sampler, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Have the usual steps, and run each once without a sequence: what CUDA sets up for a program when it first
-        runs would hold up the first requests (on an H200 one of them by 0.7 s)."""
-        shapes = self.buckets.usual()
-        self.steps.all(shapes, progress)
-        for shape in shapes:
-            if shape.tokens:
-                self._launch(StepPlan([]), shape, sampler)
-        jax.block_until_ready(self.last)
-        self.is_warm = True
-
-    def prepare(self, sampler: Sampler, tokens: int, progress: Callable[[str, int, int], None] | None = None) -> float:
-        """Have the steps without which no request can be answered: a decode step, and a short step with prompts (of
-        `tokens` at most), which stands in for others while they are compiled. Return its seconds per token."""
-        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
-        self.steps.all((prompts, prompts.sampler, self.buckets.decode(1)), progress)
-        seconds = []
-        for _ in range(2):  # the first sets up what later runs find
-            start = time.perf_counter()
-            jax.block_until_ready(self._launch(StepPlan([]), prompts, sampler).tokens)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds) / prompts.tokens
-
-    def load_kept(self) -> None:
-        """Where compiling all steps at the start would take too long (on a CPU): the few that a first request needs,
-        if an earlier start has compiled them."""
-        self.steps.load(self.buckets.first())
 
     def _launch(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> LaunchedStep:
         inputs = sampler.inputs(plan, shape.rows)
@@ -138,7 +92,7 @@ class Runner:
         return out
 
     def _prompts(self, shape: Shape, flat: np.ndarray, asked: dict[str, Any], sampler: Sampler) -> StepOutput:
-        step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are handed over
+        step, sample = self.steps(shape), self.steps(shape.sampler)  # both, before the pages are donated
         (left, hidden), state = step(self.params, self.cache, self.tables, self.last, flat)
         self.cache, self.tables = state
         out, (self.last, sampler.history) = sample(self.last, sampler.history, left, asked)
@@ -152,15 +106,80 @@ class Runner:
         self.tables = self._set_rows(self.tables, slots, tables)
 
     def score(self, hidden: jax.Array, targets: np.ndarray) -> tuple[jax.Array, ...]:
-        """Log-probabilities (see ops.sample.logprobs) of targets [CHUNK] after hidden states [CHUNK, D]."""
+        """Return the log-probabilities (see ops.sample.logprobs) of targets [CHUNK] after hidden states [CHUNK, D]."""
         return score(self.weights.params, hidden, targets, cfg=self.cfg, compute=self.compute, platform=self.platform)
+
+    # --- compiling ----------------------------------------------------------------------------------------------------
+
+    def limits(self, demand: StepDemand, budget: int) -> StepLimits:
+        """Return what the next step may take of `demand` without waiting for a compiler.
+
+        What it cannot take is compiled in the background. If nothing can go on, the step takes all and waits.
+        """
+        most = self.buckets.max_rows
+        if self.is_warm or not demand.rows:
+            return StepLimits(budget, most, most)
+        tokens = min(budget, demand.decoding + demand.tokens)
+        decode = self.buckets.decode(demand.decoding)
+        wanted = self.buckets.mixed(tokens, demand.rows, demand.scores) if demand.prompts else decode
+        if self.steps.is_ready(wanted):
+            return StepLimits(budget, most, most)
+        self.steps.have(wanted)
+        return limits_of(demand, budget, wanted, self.steps.ready()) or StepLimits(budget, most, most)
+
+    def steps_ready(self, rows: int, steps: int) -> int:
+        """Return how many decode steps, up to `steps`, a dispatch can have now; more are compiled in the background."""
+        if steps > 1 and not self.is_warm and not self.steps.is_ready(shape := self.buckets.decode(rows, steps)):
+            self.steps.have(shape)
+            return 1
+        return steps
+
+    def warm_up(self, sampler: Sampler, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compile all steps, and run each once without a sequence.
+
+        What CUDA sets up when a program first runs would delay the first requests (by 0.7 s for one of them on an
+        H200).
+        """
+        shapes = self.buckets.usual()
+        self.steps.all(shapes, progress)
+        for shape in shapes:
+            if shape.tokens:
+                self._launch(StepPlan([]), shape, sampler)
+        jax.block_until_ready(self.last)
+        self.is_warm = True
+
+    def prepare(self, sampler: Sampler, tokens: int, progress: Callable[[str, int, int], None] | None = None) -> float:
+        """Compile the steps that every request needs.
+
+        These are a decode step, and a short step with prompts (of at most `tokens`) that is used while others are
+        compiled.
+
+        Returns:
+            Seconds per token of the step with prompts.
+        """
+        prompts = self.buckets.mixed(min(tokens, STAND_IN_TOKENS), 1)
+        self.steps.all((prompts, prompts.sampler, self.buckets.decode(1)), progress)
+        seconds = []
+        for _ in range(2):  # the first run includes setting up
+            start = time.perf_counter()
+            jax.block_until_ready(self._launch(StepPlan([]), prompts, sampler).tokens)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / prompts.tokens
+
+    def load_kept(self) -> None:
+        """Load the few steps that a first request needs, if an earlier start compiled them.
+
+        For a CPU, where compiling all steps at the start would take too long.
+        """
+        self.steps.load(self.buckets.first())
 
     @property
     def is_compiling(self) -> bool:
+        """Return whether a step is being compiled."""
         return not self.is_warm and self.steps.busy
 
     def _program(self, shape: Shape) -> StepProgram:
-        if shape.keeps_hidden:  # on the compiling thread, so that the loop never waits for this one either
+        if shape.keeps_hidden:  # on the compiling thread, so that the loop does not wait for this one either
             self._compile_score()
         return self.programs.of(shape, self.params, self.cache)
 
@@ -170,46 +189,52 @@ class Runner:
         jax.block_until_ready(self.score(hidden, np.zeros(CHUNK, np.int32)))
 
 
+# --- sleep ------------------------------------------------------------------------------------------------------------
+# Freed memory goes back to jax. Whether other processes can have it depends on jax's allocator: on GPUs it keeps its
+# memory unless XLA_PYTHON_CLIENT_ALLOCATOR=platform.
+
+
 @dataclass(frozen=True)
 class Asleep:
+    """The state of a sleeping engine."""
+
     level: int
-    host: Params | None  # level 1 keeps the weights here; 2 drops them
+    host: Params | None  # level 1 keeps the weights here; level 2 drops them
 
 
 def put_to_sleep(runner: Runner, level: int) -> Asleep:
-    """Drop the pages; move the weights to the host, or drop them too. No step may be under way. The runner keeps the
-    forms of both: steps may be compiled meanwhile."""
+    """Free the pages, and move the weights to the host or drop them; no step may be in flight.
+
+    The runner keeps both as abstract arrays, so that steps can be compiled meanwhile.
+    """
     weights = runner.weights
     host = jax.device_get(weights.params) if level == 1 and not is_abstract(weights.params) else None
     pages, runner.cache = runner.cache, abstract_of(runner.cache)
     for array in jax.tree.leaves(pages):
-        array.delete()  # at once: no other reference to them is of use
+        array.delete()  # at once, whatever else refers to it
     drop_weights(runner)
     return Asleep(level, host)
 
 
 def drop_weights(runner: Runner) -> None:
+    """Replace the weights by abstract arrays."""
     runner.weights = Weights(abstract_of(runner.weights.params), runner.weights.version)
 
 
 def wake_up(runner: Runner, asleep: Asleep) -> None:
-    """Empty pages again, and the weights back from the host, unless new ones have come meanwhile."""
+    """Allocate empty pages, and move the weights back from the host unless new ones have come meanwhile."""
     weights = runner.weights
     if asleep.host is not None and is_abstract(weights.params):
-        runner.weights = Weights(placed(asleep.host, weights.params), weights.version)
+        placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), asleep.host, weights.params)
+        runner.weights = Weights(placed, weights.version)
     runner.cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), runner.cache)
 
 
-def abstract_of(params: Params) -> Any:
-    """The same tree with what the steps are compiled for in place of each array."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+def abstract_of(arrays: Any) -> Any:
+    """Return the same tree with a ShapeDtypeStruct for each array: shape, type and sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
 
 
 def is_abstract(params: Params) -> bool:
-    """Whether this is the form alone: the arrays have been dropped."""
+    """Return whether the arrays of this tree have been dropped."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-
-
-def placed(params: Params, form: Any) -> Params:
-    """The arrays where the form says they lie; those that lie there already are taken as they are."""
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, form)

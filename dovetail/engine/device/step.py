@@ -1,6 +1,6 @@
-"""What the device does in a step: decode steps, several of them in one dispatch; or a ragged batch with prompts in it.
+"""The functions of a step that are compiled: decode steps, several per dispatch, or a ragged batch with prompts.
 
-S rows, T tokens, D model dim, M pages a slot may hold.
+S rows, T tokens, D model dim, V vocabulary, M pages that a slot may hold.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from dovetail.ops.sample import SampleInputs, advance, count_tokens, logprobs, s
 
 
 class DeviceState(NamedTuple):
-    """What steps hand on to each other on the device: each is given it to keep, and gives it back."""
+    """The arrays that each step is given (donated) and returns for the next one."""
 
     cache: Cache
-    last: jax.Array  # [slots + 1]: the last token each slot sampled; the last slot is for padding
-    tables: jax.Array  # [slots + 1, M]: each slot's pages
+    last: jax.Array  # [slots + 1] the last token that each slot sampled; the last slot is padding's
+    tables: jax.Array  # [slots + 1, M] each slot's pages
     history: jax.Array  # [slots, V]: see ops.sample.count_tokens
 
 
 class StepOutput(NamedTuple):
+    """The results of a step."""
+
     tokens: jax.Array  # [steps, S]
     logprobs: tuple[jax.Array, ...]  # [steps, S, ...]: see ops.sample.logprobs
-    hidden: jax.Array | None = None  # [T, D], where the shape keeps them
+    hidden: jax.Array | None = None  # [T, D], if the shape keeps them
 
 
 class Unsampled(NamedTuple):
-    """What is left to sample after a step of prompts: it needs to know no number of tokens."""
+    """The sampler's inputs after a step with prompts; they do not depend on its number of tokens."""
 
     logits: jax.Array  # [S, V] f32
-    slots: jax.Array  # [S]: where the token is remembered; padding's for rows that do not sample
-    numbers: jax.Array  # [NUMBERS, S]: what the rows ask of the sampler
+    slots: jax.Array  # [S] where the token is stored; padding's slot for rows that do not sample
+    numbers: jax.Array  # [NUMBERS, S] the rows' sampling parameters
 
 
 STATIC = ("cfg", "shape", "compute", "platform", "placement")
@@ -63,18 +65,29 @@ def run_decode(
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[StepOutput, DeviceState]:
-    """One decode step or several in a row, each fed with what the one before it sampled. `flat`: see engine.batch.
-    `asked`: the arrays of SampleInputs that take more than a number for each row."""
+    """Run one decode step, or several in a row that each take the tokens that the previous one sampled.
+
+    Args:
+        params: The weights.
+        state: Donated.
+        flat: The step's vector (see device.batch).
+        asked: The arrays of SampleInputs with more than a number per row.
+        cfg: The model's config.
+        shape: The step's shape.
+        compute: The types to compute in.
+        platform: The device's platform if it is not jax's default.
+        placement: The mesh and its rules; None for one device.
+    """
     batch = unpack(flat, shape)
     tables = _with_new_pages(state.tables, batch)
     rows = tables[batch.slots]
-    # the first step may be given tokens by the host; later ones take what was sampled
+    # the host may give tokens to the first step; later ones take the sampled tokens
     known = jnp.where(batch.tokens == UNKNOWN, state.last[batch.slots], batch.tokens)
     last = state.last.at[batch.slots].set(known)
     params = choose(params, batch.adapters)
 
     def one(i, cache, last, history):
-        """Step i: feed tokens, sample, remember."""
+        """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
         ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
         _, positions, _ = token_rows(ctx, shape.tokens)
@@ -90,7 +103,7 @@ def run_decode(
 
 
 def _repeat(one: Callable, carry: tuple, steps: int) -> tuple[Any, tuple]:
-    """one(i, *carry) -> (out, carry), so many times; what they gave has a leading dim of the steps."""
+    """Call one(i, *carry) -> (out, carry) `steps` times; the outputs get a leading dim of the steps."""
     if steps == 1:
         out, carry = one(0, *carry)
         return jax.tree.map(lambda x: x[None], out), carry
@@ -119,10 +132,14 @@ def run_prompts(
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[tuple[Unsampled, jax.Array | None], tuple[Cache | None, jax.Array]]:
-    """A step over a ragged batch, up to its logits: ((what is left to sample, the hidden states), (cache, tables)).
+    """Run a step over a ragged batch up to its logits; the arguments are those of `run_decode`.
 
-    The rest is a program of its own (`run_sampler`), which is compiled for each number of rows once instead of for
-    each number of tokens too."""
+    Sampling is a program of its own (`run_sampler`), compiled once per number of rows instead of also per number of
+    tokens.
+
+    Returns:
+        ((the sampler's inputs, the hidden states), (cache, tables)).
+    """
     batch = unpack(flat, shape)
     tables = _with_new_pages(tables, batch)
     rows = tables[batch.slots]
@@ -132,10 +149,10 @@ def run_prompts(
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     params = choose(params, batch.adapters[row])
     with compute.products(platform):
-        wanted = None if shape.keeps_hidden else ends  # of a prompt only its last token
+        wanted = None if shape.keeps_hidden else ends  # of a prompt, only its last token
         hidden, new_cache = forward(params, cfg, tokens, positions, ctx, cache, wanted)
         logits = unembed(params, cfg, hidden[ends] if shape.keeps_hidden else hidden)
-        # each device's own words first: asked for whole ones at once, XLA gathers the weights and not the logits
+        # keep the vocabulary split first: with a replicated result XLA gathers the weights instead of the logits
         logits = constrain(logits, placement, None, "vocab")
     slots = jnp.where(batch.samples == 1, batch.slots, last.shape[0] - 1)
     left = [constrain(x, placement, None, *(None,) * (x.ndim - 1)) for x in (logits, slots, batch.numbers)]
@@ -152,15 +169,16 @@ def run_sampler(
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[StepOutput, tuple[jax.Array, jax.Array]]:
+    """Sample from the logits of a step with prompts; return its output and (last, history)."""
     inputs = sample_inputs(left.numbers, asked)
     out, last, history = _sample(left.logits, left.slots, inputs, last, history, platform, placement)
     return StepOutput(*jax.tree.map(lambda x: x[None], out)), (last, history)
 
 
 def _sample(logits, slots, inputs: SampleInputs, last, history, platform, placement):
-    """((tokens [S], their log-probabilities), last and history with them)."""
+    """Return ((tokens [S], their log-probabilities), and `last` and `history` with them added)."""
     tokens, scores = sample(logits, inputs, history, MAX_LOGPROBS, platform, placement)
-    # every program takes the table in this layout, whichever one the compiler would choose for the sum
+    # every program takes the table in this layout, whatever the compiler would choose for the sum
     history = constrain(count_tokens(history, inputs.slot, tokens), placement, None, "vocab")
     return (tokens, scores), last.at[slots].set(tokens), history
 
@@ -172,7 +190,7 @@ def _with_new_pages(tables: jax.Array, batch: StepArrays) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "compute", "platform"))
 def score(params: Params, hidden, targets, *, cfg: ModelConfig, compute: Compute, platform: str | None):
-    """Log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
+    """Return the log-probabilities (see ops.sample.logprobs) of targets [n] after hidden states [n, D]."""
     with compute.products(platform):
         logits = unembed(params, cfg, hidden)
     return logprobs(logits, targets, MAX_LOGPROBS)

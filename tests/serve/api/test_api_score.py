@@ -101,7 +101,7 @@ def test_a_reward_model(tmp_path):
         answer = post(server, {"messages": CHAT[:1]}, "/v1/chat/completions")
         assert answer.status_code == 400 and "gives texts a score" in answer.json()["error"]["message"]
         wrong = post(server, {"input": [[1000]]})
-        assert wrong.status_code == 400 and "outside the vocabulary" in wrong.json()["error"]["message"]
+        assert wrong.status_code == 400 and "token ids from 0" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def test_text_and_stop_strings_are_left_to_the_parent(parent, monkeypatch):
 
 def test_the_engines_death_is_reported(parent, monkeypatch):
     def step():
-        raise RuntimeError("the device is gone")
+        raise OSError("the device is gone")
 
     monkeypatch.setattr(parent.llm.engine, "step", step)
     parent.service.take(Add("a", PROMPTS[0], GREEDY))

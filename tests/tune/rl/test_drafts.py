@@ -173,8 +173,8 @@ def test_they_take_no_more_than_their_share(llm, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "written, told",
-    [(PartialOutput([5] * LONGEST, [([-1.0] * LONGEST, [1] * LONGEST, None)]), "cannot go on from 24"),
-     (PartialOutput([5, 6], [([-1.0], [1], None)]), "need theirs; got 1")],
+    [(PartialOutput([5] * LONGEST, [([-1.0] * LONGEST, [1] * LONGEST, None)]), "more than the 24 tokens"),
+     (PartialOutput([5, 6], [([-1.0], [1], None)]), "requires the log-probabilities")],
 )  # fmt: skip
 def test_what_no_answer_can_go_on_from_is_refused(llm, written, told):
     params = Player(llm, settings_of()).params(LONGEST)
