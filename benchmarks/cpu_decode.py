@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from numba import njit
 
-from dovetail.engine.device.memory import held_bytes
+from dovetail.core.spec import held_bytes
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.ops import linear

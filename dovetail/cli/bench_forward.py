@@ -19,7 +19,7 @@ def run(model: str, peer: str, tokens: int, seed: int) -> None:
     from rich.table import Table
 
     import dovetail as dt
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
 
     if peer not in ("transformers", "none"):
         raise UserError(f"--peer is transformers or none; got {peer!r}")

@@ -20,7 +20,7 @@ def run(
     from rich.console import Console
     from rich.table import Table
 
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.engine.llm import LLM
     from dovetail.engine.options import EngineOptions
 

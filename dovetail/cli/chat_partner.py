@@ -43,7 +43,7 @@ class Partner(Protocol):
 
 class Local:
     def __init__(self, model: str, **engine: Any):
-        from dovetail.cli.progress import bar
+        from dovetail.core.reporter import bar
         from dovetail.engine.llm import LLM
         from dovetail.engine.options import EngineOptions
         from dovetail.io.adapter_folder import adapter_tokenizer, base_of

@@ -14,8 +14,8 @@ class Report:
     """
 
     title: str
-    counted: Any  # plan.counted.Counted
-    predicted: Any  # plan.roofline.Prediction, or None where the chip is not in the table
+    counted: Any  # plan.compiled.Counted
+    predicted: Any  # plan.compiled.RooflineBounds, or None where the chip is not in the table
     estimated: dict[str, float]
     limit: int | None  # bytes of a device's memory
     seconds: float  # to lower and compile
@@ -34,7 +34,7 @@ def compiled(make) -> tuple[Any, int | None, float]:
     from jax.errors import JaxRuntimeError
 
     from dovetail.io.compiled import compiled_anew
-    from dovetail.plan.assignment import assigned, written_to
+    from dovetail.plan.compiled import assigned, written_to
 
     start = time.perf_counter()
     try:
@@ -53,15 +53,14 @@ def compiled(make) -> tuple[Any, int | None, float]:
 def recipe_report(title: str, ready, program, assigned: int | None, seconds: float) -> Report:
     """Compare the compiled training step with the plan of its recipe."""
     from dovetail.core.chips import chip_of
-    from dovetail.plan.counted import count
-    from dovetail.plan.derive import PLANNED
-    from dovetail.plan.plans import flops
-    from dovetail.plan.roofline import predict
+    from dovetail.plan.compiled import count, predict
+    from dovetail.plan.flops import computed_flops
+    from dovetail.plan.train_memory import PLANNED
 
     mesh, settings, limit = ready.placement.mesh, ready.settings, ready.derived.limit
     devices, chip = list(mesh.devices.flat), chip_of(mesh.devices.flat[0])
     counted = count(program, dict(mesh.shape), devices, assigned=assigned)
-    each = flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / len(devices)
+    each = computed_flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / len(devices)
     # the state and the saved activations are written and read
     held = 2 * (counted.memory.get("arguments", 0) + counted.memory.get("temporary", 0))
     moved = max(held, counted.bytes or 0)
@@ -73,8 +72,7 @@ def recipe_report(title: str, ready, program, assigned: int | None, seconds: flo
 def serve_report(model: str, made, shape, program, assigned: int | None, seconds: float) -> Report:
     """Compare a compiled step of the engine with what was estimated."""
     from dovetail.core.chips import chip_of
-    from dovetail.plan.counted import count
-    from dovetail.plan.roofline import predict
+    from dovetail.plan.compiled import count, predict
 
     devices = made.programs.devices
     chip = chip_of(devices[0])

@@ -46,7 +46,7 @@ def prepare(
     """Tokenise a recipe's data, or files, into a cache."""
     from rich.console import Console
 
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.data.tokenise import prepare as make
 
     data, model, _ = _read(what, tokenizer, kind, text_key)
@@ -111,7 +111,7 @@ def _show_rows(
 
     from rich.console import Console
 
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.data.encoder import make
     from dovetail.data.loader import open_data
 

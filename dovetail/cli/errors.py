@@ -1,12 +1,11 @@
 """What a person at a terminal sees when something goes wrong: one line and an exit code, not a traceback."""
 
-import os
 import sys
 import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from dovetail.core.errors import as_user_error
+from dovetail.core.errors import report_failure
 
 
 def run(command: Callable[[], object]) -> None:
@@ -19,29 +18,8 @@ def run(command: Callable[[], object]) -> None:
         _explain(error)
 
 
-def outcome(error: BaseException) -> tuple[int, str]:
-    """(exit code, one line) for what went wrong."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped"
-    if isinstance(error, SystemExit):  # train.guard.stop.Stopped
-        return error.code if isinstance(error.code, int) else 1, str(error)
-    if (known := as_user_error(error)) is not None:
-        return 2, f"error: {known}"
-    return 1, f"internal error: {type(error).__name__}: {error}. The traceback shows where; please report it."
-
-
-def last_words(error: BaseException) -> tuple[int, str]:
-    """Return the outcome for a process that others wait for, and print the traceback of an internal error."""
-    code, line = outcome(error)
-    if code == 1 or os.environ.get("DOVETAIL_TRACEBACK") == "1":
-        import traceback
-
-        traceback.print_exception(error)
-    return code, line
-
-
 def _explain(error: Exception) -> NoReturn:
-    code, line = last_words(error)
+    code, line = report_failure(error)
     label, _, message = line.partition(": ")
     _say(f"{label}:", message)
     # what the error broke off (a library's write under way) is collected at the exit, and would have the last word

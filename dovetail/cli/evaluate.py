@@ -74,7 +74,7 @@ def _check(names: list[str], data: str, tokenizer: str) -> None:
 
 def _judge(model: str, tokenizer: str, engine: dict[str, Any]):
     from dovetail.cli.eval_model import Bytes, Judge
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.engine.llm import LLM
     from dovetail.engine.options import EngineOptions
 

@@ -63,8 +63,8 @@ def _model(name: str) -> list[tuple[str, str]]:
     """Return rows of what a model is, without reading its weights; a catalogue name is fetched first."""
     import os
 
-    from dovetail.cli.progress import bar
     from dovetail.core.compute import compute_of
+    from dovetail.core.reporter import bar
     from dovetail.io import hub
     from dovetail.io.adapter_folder import base_of
     from dovetail.io.load import own_dtype, summary

@@ -15,7 +15,7 @@ def pull(
     dataset: bool = typer.Option(False, "--dataset", help="Download a dataset of the hub in place of a model."),
 ) -> None:
     """Download a model or a dataset into the cache, check it, and print its path."""
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.io import hub
 
     if dataset:
@@ -48,7 +48,7 @@ def convert(
 ) -> None:
     """Convert any checkpoint to a Hugging Face folder."""
     max_shard_bytes = parse_bytes(max_shard_size)
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.io.load import convert as write
 
     with bar() as progress:
@@ -72,7 +72,7 @@ def merge(
     dtype: str = typer.Option(None, help="bf16, f32 or f16. Default: that of the base."),
 ) -> None:
     """Merge an adapter into its base and write a Hugging Face folder."""
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.tune.api import merge as run
 
     with bar() as progress:

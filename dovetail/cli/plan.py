@@ -37,7 +37,7 @@ def _calibrate(folder: str) -> None:
 
     from dovetail.plan.calibration import calibration_file, store
     from dovetail.plan.prediction import FILE, seconds_text
-    from dovetail.train.report.split import split
+    from dovetail.train.report.goodput import split
     from dovetail.train.report.summary import read, step_seconds
 
     run = read(folder)
@@ -94,7 +94,7 @@ def storage(
     from dovetail.core.accelerator import parse
     from dovetail.core.recipe import read_count
     from dovetail.core.regions import check_place, check_zone
-    from dovetail.plan.storage import plan_storage
+    from dovetail.plan.cost import plan_storage
 
     bucket, zone = bucket and check_place("--bucket", bucket), zone and check_zone("--zone", zone)
     count = read_count(tokens, "--tokens") if tokens else 0

@@ -21,7 +21,7 @@ STEPS = 1000  # whose time and dollars are shown, where the recipe does not say 
 WIDE = 180  # columns from which one table holds all
 
 
-class Run:
+class RlRun:
     """How many steps a run has, and what they cost. A recipe's steps are updates, of which a step may have several."""
 
     def __init__(self, settings: Any, chips: int, paid: Any, spot: bool) -> None:
@@ -41,7 +41,7 @@ class Run:
 
 
 def show(
-    what: str, settings: Any, accelerator: Any, plans: list[Any], refused: dict[str, str], known: Any, run: Run
+    what: str, settings: Any, accelerator: Any, plans: list[Any], refused: dict[str, str], known: Any, run: RlRun
 ) -> None:
     from rich.console import Console
 
@@ -76,7 +76,7 @@ def show(
         console.print(f"not {ways}: {why}", style="dim", markup=False, soft_wrap=True)
 
 
-def answer(accelerator: Any, plans: list[Any], run: Run) -> list[str]:
+def answer(accelerator: Any, plans: list[Any], run: RlRun) -> list[str]:
     """Return whether it fits, the fastest way to share the devices, its step, and the time and dollars of the run."""
     from dovetail.cli.plan_serve_table import span
     from dovetail.plan.cost import unit_of
@@ -108,7 +108,7 @@ def _name(plan: Any) -> str:
     return plan.name + sleeps + (", overlapped" if plan.rollout.overlaps else "")
 
 
-def _times(plans: list[Any], run: Run, wide: bool) -> list[Any]:
+def _times(plans: list[Any], run: RlRun, wide: bool) -> list[Any]:
     """Return the parts of a step, and the step with the run; on a narrow screen in two tables."""
     from dovetail.cli.plan_serve_table import span
     from dovetail.plan.cost import unit_of
@@ -143,13 +143,13 @@ def _times(plans: list[Any], run: Run, wide: bool) -> list[Any]:
     return made
 
 
-def as_json(plans: list[Any], run: Run) -> str:
+def as_json(plans: list[Any], run: RlRun) -> str:
     import json
 
     return json.dumps([_plain(plan, keys, run) for keys, plan in plans], indent=2)
 
 
-def _plain(plan: Any, keys: str, run: Run) -> dict[str, Any]:
+def _plain(plan: Any, keys: str, run: RlRun) -> dict[str, Any]:
     from dataclasses import asdict
 
     dollars = run.dollars(plan)
@@ -183,7 +183,7 @@ def rl(
     plans, refused = _plans(settings, accelerator, answer, known)
     if not plans:
         raise UserError(next(iter(refused.values())))
-    run = Run(settings, accelerator.total_chips, paid, spot)
+    run = RlRun(settings, accelerator.total_chips, paid, spot)
     if json:
         print(as_json(plans, run))
     else:
@@ -234,13 +234,13 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
 
 def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> Any:
     """What a recipe (tune.rl.settings.Rl, filled) asks of the engine in a step, in numbers."""
-    from dovetail.plan.rl_plan import Rollout
+    from dovetail.plan.rl_plan import RolloutWorkload
 
     engine, hbm = settings.engine, accelerator.chip.device_hbm if accelerator.chip else None
     alone = engine.devices or engine.sleep
     if answer > settings.max_tokens:
         raise UserError(f"--answer is at most max_tokens, {settings.max_tokens}; got {answer}")
-    return Rollout(
+    return RolloutWorkload(
         settings.prompts, settings.group_size, settings.max_prompt, settings.max_tokens,
         float(answer or settings.max_tokens), settings.sequences, engine.devices,
         None if alone else settings.pool_bytes(cfg, hbm),

@@ -73,7 +73,7 @@ def serve(
     from dovetail.core.prices import rate
     from dovetail.core.recipe import read_count
     from dovetail.plan.calibration import fractions
-    from dovetail.plan.pool import PLANNED_ONLY
+    from dovetail.plan.serve_memory import PLANNED_ONLY
     from dovetail.plan.serve_plan import Workload, plan_serving
     from dovetail.plan.train_plan import chip_to_plan
 

@@ -167,7 +167,7 @@ def per_day(plan: Any, requests: int) -> list[str]:
 
 def arithmetic(plan: Any) -> list[str]:
     """The best plan's numbers, filled into their formulas."""
-    from dovetail.plan.pool import FRACTION, SLACK, USABLE
+    from dovetail.plan.serve_memory import MEMORY_UTILIZATION, SLACK, USABLE
     from dovetail.plan.serve_time import HOST, KERNELS, LAUNCH, WORST
 
     replica, room, work, batch = plan.replica, plan.held, plan.workload, plan.chosen.batch
@@ -177,7 +177,7 @@ def arithmetic(plan: Any) -> list[str]:
     usable = USABLE[replica.platform]
     lines = [
         f"each device, {plan.name}:",
-        f"  KV room = {chip.device_hbm / 2**30:.0f} GiB x {usable:g} (jax's) x {FRACTION:g} (the engine's) - "
+        f"  KV room = {chip.device_hbm / 2**30:.0f} GiB x {usable:g} (jax's) x {MEMORY_UTILIZATION:g} (the engine's) - "
         f"{room.weights / 2**30:.2f} weights - {room.step / 2**30:.2f} step (estimated) - {SLACK / 2**30:.1f} "
         f"= {_gib(room.room)} GiB",
         f"  KV of a token = {room.per_token:,} bytes in pages of {room.page}, so {_count(room.tokens)} tokens, "

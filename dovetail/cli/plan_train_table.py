@@ -178,7 +178,7 @@ def recipe_lines(one: Any) -> str:
 def show_stages(one: Any, stages: int) -> None:
     from rich.console import Console
 
-    from dovetail.plan.stages import staged
+    from dovetail.plan.train_plan import staged
 
     found = staged(one, stages)
     Console(highlight=False).print(f"\n{found.says}", markup=False)
@@ -248,8 +248,8 @@ def arithmetic(one: Any) -> list[str]:
 
 
 def _products(one: Any) -> list[str]:
-    from dovetail.plan.plans import forward_flops, recomputed
-    from dovetail.plan.steptime import peak, product_flops
+    from dovetail.plan.flops import forward_flops, recomputed
+    from dovetail.plan.train_time import peak, product_flops
 
     cfg, settings, plan = one.cfg, one.settings, one.plan
     weights, length = forward_flops(cfg), settings.length
@@ -271,7 +271,7 @@ def _products(one: Any) -> list[str]:
 
 
 def _traffic(one: Any) -> list[str]:
-    from dovetail.plan.steptime import moved_bytes
+    from dovetail.plan.train_time import moved_bytes
 
     moved = moved_bytes(one.cfg, one.settings, one.plan, one.chip)
     rate = one.chip.bandwidth / one.chip.devices
@@ -300,7 +300,7 @@ def _span(one: Any, span: Any) -> str:
 
 def _bounds(one: Any) -> list[str]:
     from dovetail.plan.exchange import by_axis
-    from dovetail.plan.steptime import USUAL_LINKS, USUAL_MEMORY, usual_products
+    from dovetail.plan.train_time import USUAL_LINKS, USUAL_MEMORY, usual_products
 
     time, known = one.time, one.known
     hidden, waits = by_axis(time.exchanges, True), sum(by_axis(time.exchanges, False).values())

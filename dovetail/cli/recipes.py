@@ -100,8 +100,8 @@ def _sizes(name: str, training: str) -> dict[str, Any]:
     from dovetail.core.chips import CHIPS as KNOWN
     from dovetail.core.spec import matmul_flops, num_params
     from dovetail.models.spec import spec
-    from dovetail.plan.derive import smallest
     from dovetail.plan.plans import num_experts
+    from dovetail.plan.refusal import smallest
 
     settings = recipe.load(name, (), settings_class(training))
     cfg = _model_of(settings)

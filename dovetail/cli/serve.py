@@ -43,7 +43,7 @@ def serve(
     from dataclasses import replace
     from functools import partial
 
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.io.adapter_folder import base_of
     from dovetail.io.hub import resolve
     from dovetail.serve.http.server import listening_socket, run

@@ -30,7 +30,7 @@ def _step(console, number: int, what: str) -> None:
 
 
 def _fetch(console):
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
     from dovetail.io import hub
 
     entry = hub.CATALOGUE[MODEL]
@@ -46,7 +46,7 @@ def _load(console, path):
 
     import dovetail
     from dovetail.cli.info import table
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import bar
 
     _step(console, 2, "Load")
     start = time.perf_counter()

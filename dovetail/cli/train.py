@@ -119,10 +119,7 @@ def run(name: str, recipe: str, overrides: list[str], run_dir: str = "", show: b
     """Train and return the exit code; `age` is the seconds that the process has spent on this run already."""
     import time
 
-    from rich.console import Console
-
-    from dovetail.cli.errors import last_words
-    from dovetail.cli.progress import bar
+    from dovetail.core.reporter import Reporter
     from dovetail.train.guard.stop import Stop
     from dovetail.train.pretrain import run_folder
 
@@ -132,32 +129,19 @@ def run(name: str, recipe: str, overrides: list[str], run_dir: str = "", show: b
             "FILE; `dovetail recipes` lists the recipes and --show-config the keys"
         )
     since = time.monotonic() - age
-    console = Console(stderr=True, highlight=False)
-
-    def print_line(line: str) -> None:
-        if show:
-            console.print(line, style="dim", soft_wrap=True)
-
+    reporter = Reporter(show)
     with Stop(ends_process=True) as stop:
         cls, train = _kind(name)
         settings = read_settings(cls, recipe, overrides)
         folder = Path(run_dir) if run_dir else run_folder(recipe or settings.model, name)
-        told = {} if name == "pretrain" else {"told": print_line}
-        ended = train(
-            settings, folder, stop=stop, since=since, show=show, bar=bar if show else None, last_words=last_words,
-            explain=lambda lines: print_line("\n".join(lines)), **told,
-        )  # fmt: skip
-    if show:
-        _print_end(console, ended)
+        ended = train(settings, folder, stop=stop, since=since, reporter=reporter)
+    if reporter.show:
+        _print_end(reporter.console, ended)
     return ended.code
 
 
 def _print_end(console, ended) -> None:
-    """Print how a training ended, in the first process."""
-    import jax
-
-    if jax.process_index():
-        return
+    """Print how a training ended."""
     from dovetail.cli.info import table
     from dovetail.train.guard.exits import meaning
     from dovetail.train.report.summary import read, summary

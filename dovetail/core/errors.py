@@ -7,6 +7,7 @@ Anything else is logged with its traceback: exit code 1, or HTTP 500.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 
 
@@ -87,6 +88,27 @@ def from_os(error: OSError) -> FileError | None:
         return None
     name = "this file" if error.filename is None else str(error.filename)
     return kind(sentence.format(name=name))
+
+
+def outcome(error: BaseException) -> tuple[int, str]:
+    """Return (exit code, line) of an error that ends a process: 2 for a user's error, 1 for ours, 130 for ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped"
+    if isinstance(error, SystemExit):  # train.guard.stop.Stopped
+        return error.code if isinstance(error.code, int) else 1, str(error)
+    if (known := as_user_error(error)) is not None:
+        return 2, f"error: {known}"
+    return 1, f"internal error: {type(error).__name__}: {error}. The traceback shows where; please report it."
+
+
+def report_failure(error: BaseException) -> tuple[int, str]:
+    """Return `outcome(error)`, and print the traceback of an internal error."""
+    code, line = outcome(error)
+    if code == 1 or os.environ.get("DOVETAIL_TRACEBACK") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    return code, line
 
 
 def as_user_error(error: BaseException) -> UserError | None:

@@ -110,6 +110,15 @@ def num_bytes(specs: Any, dtype: Any) -> int:
     return sum(spec.size * leaf_dtype(spec, dtype).itemsize for _, spec in leaves(specs))
 
 
+def held_bytes(arrays: Any) -> int:
+    """Return the bytes that a tree of arrays, concrete or abstract, takes on one of its devices."""
+
+    def local(x: Any) -> tuple[int, ...]:
+        return x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+
+    return sum(math.prod(local(x)) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
 def matmul_flops(specs: Any) -> float:
     """FLOPs of one token's forward pass in the weights' products (a multiply and an add per element)."""
     return sum(2.0 * spec.size * spec.active for _, spec in leaves(specs))

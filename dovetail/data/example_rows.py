@@ -15,6 +15,7 @@ import numpy as np
 
 from dovetail.core.choice import one_of
 from dovetail.core.errors import UserError
+from dovetail.core.reporter import Progress
 from dovetail.core.types import Batch
 from dovetail.data.example_encoder import ExampleEncoder, example_encoder
 from dovetail.data.example_store import Examples, ExampleStats, Made, make
@@ -22,7 +23,6 @@ from dovetail.data.loader import Loader, Mixture, held_out, held_out_each
 from dovetail.data.pack import BestFit, Piece, key
 from dovetail.data.records import open_records
 from dovetail.data.settings import TrainedTokens, TuningData
-from dovetail.io.hub import Progress
 from dovetail.io.tokenizer import Tokenizer
 
 COLUMNS = ("document", "label", "margin")  # those that examples bring themselves

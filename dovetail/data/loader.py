@@ -23,11 +23,11 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import of_sources
+from dovetail.core.reporter import Progress
 from dovetail.core.types import Batch
 from dovetail.data.pack import PACKINGS, Packing, Piece, key, ranks
 from dovetail.data.settings import Data
 from dovetail.data.tokenise import prepare
-from dovetail.io.hub import Progress
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from dovetail.core.errors import UserError
+from dovetail.core.reporter import Progress
 from dovetail.data import readers, sources
 from dovetail.data.readers import FileSpan, Where
 from dovetail.data.settings import Keys, Source, TuningData
-from dovetail.io.hub import Progress
 
 
 class Record(NamedTuple):

@@ -30,13 +30,14 @@ import numpy as np
 
 from dovetail.core.errors import FileError, UserError, as_user_error
 from dovetail.core.files import locked
+from dovetail.core.reporter import Progress
 from dovetail.data import cache, sources
 from dovetail.data.cache import Meta, TokenStore, part_path
 from dovetail.data.encoder import Encoder, from_spec, make
 from dovetail.data.readers import FileSpan, read
 from dovetail.data.settings import Data, Source
 from dovetail.data.sources import Files
-from dovetail.io.hub import Progress, home
+from dovetail.io.hub import home
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer

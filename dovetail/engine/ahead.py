@@ -13,12 +13,11 @@ from dovetail.core.chips import chip_of
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
-from dovetail.core.spec import leaf_dtype, tree_map
+from dovetail.core.spec import held_bytes, leaf_dtype, tree_map
 from dovetail.core.types import Paged
 from dovetail.engine.build import pages_that_fit, placement_of, programs_for
 from dovetail.engine.device.adapters import with_adapters
 from dovetail.engine.device.batch import Shape
-from dovetail.engine.device.memory import held_bytes
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.options import EngineOptions
 from dovetail.models.config import ModelConfig
@@ -27,8 +26,7 @@ from dovetail.models.publish import serving_spec
 from dovetail.models.spec import flops_per_token
 from dovetail.ops.dispatch import choose_latent, choose_paged
 from dovetail.ops.kernels.tpu.needs import why_not_ragged
-
-USABLE = 0.975  # of a TPU's memory: what its runtime leaves was not measured here
+from dovetail.plan.serve_memory import USABLE
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def ahead(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> A
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
     programs = programs_for(cfg, options, compute, placement, devices[0])
     params = with_adapters(_forms(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)
-    limit = int(chip.device_hbm * USABLE) if chip else 0
+    limit = int(chip.device_hbm * USABLE["tpu"]) if chip else 0
     return Ahead(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
 
 

@@ -13,10 +13,10 @@ from dovetail.core.chips import chip_of
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import SERVE, Placement, make_mesh
+from dovetail.core.spec import held_bytes
 from dovetail.core.types import Params, Weights
 from dovetail.engine.device.adapters import adapters_for, check_adapters
 from dovetail.engine.device.buckets import LEAST_TOKENS, Buckets
-from dovetail.engine.device.memory import bytes_beside, coarse_pages, held_bytes, num_pages, pool_bytes, round_pages
 from dovetail.engine.device.programs import Programs
 from dovetail.engine.device.runner import Runner
 from dovetail.engine.engine import Engine
@@ -27,7 +27,14 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
 from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
-from dovetail.plan.here import chip_here
+from dovetail.plan.prediction import chip_here
+from dovetail.plan.serve_memory import (
+    bytes_beside,
+    coarse_pages,
+    num_pages,
+    pool_bytes,
+    round_pages,
+)
 
 
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
+from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
 from dovetail.engine.controls import Later
 from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
@@ -50,7 +51,6 @@ from dovetail.engine.schedule.plan import StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.stats import EngineStats
-from dovetail.io.hub import Progress
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish

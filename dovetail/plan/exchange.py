@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from dovetail.core.training import Training
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.mtp import mtp_layer
-from dovetail.plan.links import Span, joined
-from dovetail.plan.memory import BYTES, local_size, mtp_layers, placement_of, shapes_of
-from dovetail.plan.plans import Plan
+from dovetail.plan.links import AxisSpan, joined
+from dovetail.plan.plans import MeshPlan
+from dovetail.plan.train_memory import BYTES, local_size, mtp_layers, placement_of, shapes_of
 
 SUM = 4  # bytes of a number of an embedding's gradient
 CHOICE = 8  # bytes of an expert's number and weight, for each of a token's choices
@@ -49,14 +49,16 @@ class Exchange:
     count: int = 1  # collectives
 
 
-def exchanges(cfg: ModelConfig, settings: Training, plan: Plan, spans: tuple[Span, ...]) -> tuple[Exchange, ...]:
+def exchanges(
+    cfg: ModelConfig, settings: Training, plan: MeshPlan, spans: tuple[AxisSpan, ...]
+) -> tuple[Exchange, ...]:
     """Of one step, those that take longest first."""
     step = _Step(cfg, settings, plan, {span.axis: span for span in spans})
     found = [*step.weights(), *step.sums(), *step.tensor(), *step.experts(), *step.context()]
     return tuple(sorted(found, key=lambda one: -one.seconds))
 
 
-def collective(kind: str, whole: float, span: Span) -> tuple[float, float]:
+def collective(kind: str, whole: float, span: AxisSpan) -> tuple[float, float]:
     """(bytes that a device sends, seconds at the links' peak) for `whole` bytes: of the gathered result, or of what is
     scattered or summed."""
     near, far = span.near, span.far
@@ -71,8 +73,8 @@ def collective(kind: str, whole: float, span: Span) -> tuple[float, float]:
 class _Step:
     cfg: ModelConfig
     settings: Training
-    plan: Plan
-    spans: Mapping[str, Span]
+    plan: MeshPlan
+    spans: Mapping[str, AxisSpan]
 
     @property
     def itemsize(self) -> int:
@@ -88,10 +90,10 @@ class _Step:
         extra = mtp_layers(self.cfg, self.settings)
         return _layers(self.cfg, extra)
 
-    def over(self, *axes: str) -> Span | None:
+    def over(self, *axes: str) -> AxisSpan | None:
         return joined(tuple(self.spans[axis] for axis in axes if axis in self.spans))
 
-    def one(self, what: str, kind: str, span: Span | None, whole: float, count: int, overlaps: bool):
+    def one(self, what: str, kind: str, span: AxisSpan | None, whole: float, count: int, overlaps: bool):
         """`count` collectives, of `whole` bytes together, in a microstep."""
         if span is None or not whole:
             return []
@@ -185,16 +187,16 @@ class _Held:
     ends: int  # the two embeddings
 
 
-def _held(cfg: ModelConfig, settings: Training, plan: Plan) -> _Held:
+def _held(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> _Held:
     return _weights(cfg, mtp_layers(cfg, settings), settings.adapter, plan.mesh.expert, plan.mesh.tensor)
 
 
-def _frozen(cfg: ModelConfig, plan: Plan) -> int:
+def _frozen(cfg: ModelConfig, plan: MeshPlan) -> int:
     held = _weights(cfg, 0, None, plan.mesh.expert, plan.mesh.tensor)
     return held.layers + held.experts + held.ends
 
 
-def whole_weights(cfg: ModelConfig, settings: Training, plan: Plan) -> int:
+def whole_weights(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> int:
     """What a device multiplies by in a microstep, in numbers."""
     held = _held(cfg, settings, plan)
     return held.layers + held.experts + held.ends + sum(_frozen(model or cfg, plan) for model, _ in settings.frozen)

@@ -28,7 +28,7 @@ CLOSED_SIDE = {"v2": 16, "v3": 32, "v5e": 16, "v6e": 16}
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisSpan:
     """How one axis of a mesh lies over the hardware."""
 
     axis: str
@@ -53,7 +53,7 @@ class Span:
         return steps * HOP + (self.far - 1) * NETWORK_HOP
 
 
-def layout(accelerator: Accelerator, axes: Mapping[str, int]) -> tuple[Span, ...]:
+def layout(accelerator: Accelerator, axes: Mapping[str, int]) -> tuple[AxisSpan, ...]:
     """One span for each axis of more than one device, in the order of AXES."""
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = accelerator.total_devices
@@ -80,10 +80,12 @@ def link_bandwidth(accelerator: Accelerator) -> float:
 
 
 @functools.lru_cache(maxsize=8192)
-def _layout(accelerator: Accelerator, sizes: tuple[int, ...]) -> tuple[Span, ...]:
+def _layout(accelerator: Accelerator, sizes: tuple[int, ...]) -> tuple[AxisSpan, ...]:
     if accelerator.chip is None:
         return tuple(
-            Span(axis, size, (), "memory", MEMORY_OF_A_HOST) for axis, size in zip(AXES, sizes, strict=True) if size > 1
+            AxisSpan(axis, size, (), "memory", MEMORY_OF_A_HOST)
+            for axis, size in zip(AXES, sizes, strict=True)
+            if size > 1
         )
     if not accelerator.is_tpu:
         return _over_domains(accelerator, accelerator.chip, sizes)
@@ -93,11 +95,11 @@ def _layout(accelerator: Accelerator, sizes: tuple[int, ...]) -> tuple[Span, ...
 MEMORY_OF_A_HOST = 4e9  # bytes/s of a copy between two processes of one machine, each with a share of its memory
 
 
-def one_domain(chip: Chip, axes: Mapping[str, int]) -> tuple[Span, ...]:
+def one_domain(chip: Chip, axes: Mapping[str, int]) -> tuple[AxisSpan, ...]:
     """All devices behind one switch: what is taken where nothing is known of how they lie; of a CPU, in one memory."""
     if chip.network is None:
         return tuple(
-            Span(axis, size, (), "memory", MEMORY_OF_A_HOST) for axis in AXES if (size := axes.get(axis, 1)) > 1
+            AxisSpan(axis, size, (), "memory", MEMORY_OF_A_HOST) for axis in AXES if (size := axes.get(axis, 1)) > 1
         )
     return tuple(_switched(chip, axis, size, size) for axis in AXES if (size := axes.get(axis, 1)) > 1)
 
@@ -105,7 +107,7 @@ def one_domain(chip: Chip, axes: Mapping[str, int]) -> tuple[Span, ...]:
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def _over_domains(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) -> tuple[Span, ...]:
+def _over_domains(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) -> tuple[AxisSpan, ...]:
     spans, left = [], accelerator.chips
     for axis, size in reversed(list(zip(AXES, sizes, strict=True))):
         near = math.gcd(size, left)
@@ -115,17 +117,17 @@ def _over_domains(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) 
     return tuple(reversed(spans))
 
 
-def _switched(chip: Chip, axis: str, size: int, near: int) -> Span:
+def _switched(chip: Chip, axis: str, size: int, near: int) -> AxisSpan:
     far, card = size // near, chip.dcn or 0.0
     if far == 1:
-        return Span(axis, size, (), "NVLink", chip.network or 0.0, longest=size)
-    return Span(axis, size, (), "NIC", (chip.network or 0.0) if near > 1 else card, far, card, longest=near)
+        return AxisSpan(axis, size, (), "NVLink", chip.network or 0.0, longest=size)
+    return AxisSpan(axis, size, (), "NIC", (chip.network or 0.0) if near > 1 else card, far, card, longest=near)
 
 
 # --- TPUs -------------------------------------------------------------------------------------------------------------
 
 
-def _over_torus(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) -> tuple[Span, ...]:
+def _over_torus(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) -> tuple[AxisSpan, ...]:
     slices = accelerator.slices
     if sizes[0] % slices:
         raise UserError(
@@ -145,7 +147,7 @@ def _over_torus(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) ->
 
 def _torus_span(
     accelerator: Accelerator, chip: Chip, axis: str, size: int, far: int, taken: tuple[tuple[int, ...], ...], i: int
-) -> Span:
+) -> AxisSpan:
     """`taken[axis][side]`: devices along each side."""
     sides = tuple((side, count) for side, count in enumerate(taken[i]) if count > 1)
     on_chip = len(accelerator.sides)
@@ -164,14 +166,14 @@ def _torus_span(
         bandwidth = chip.bandwidth / 2 if here > 1 else dcn  # read and written
     longest = max((count for _, count in links), default=here)
     if far > 1:
-        return Span(axis, size, sides, "DCN", bandwidth, far, dcn, longest)
-    return Span(axis, size, sides, over, bandwidth, longest=longest)
+        return AxisSpan(axis, size, sides, "DCN", bandwidth, far, dcn, longest)
+    return AxisSpan(axis, size, sides, over, bandwidth, longest=longest)
 
 
 # --- several axes at once ---------------------------------------------------------------------------------------------
 
 
-def joined(spans: tuple[Span, ...]) -> Span | None:
+def joined(spans: tuple[AxisSpan, ...]) -> AxisSpan | None:
     """Some axes as one group of devices, as a weight that is split over fsdp and context has it; None: no axis. The
     sides of a torus work side by side, a GPU has one way into its switch. The devices of one chip, which else share
     its links, then bring in together what each of them wants."""
@@ -183,7 +185,7 @@ def joined(spans: tuple[Span, ...]) -> Span | None:
     on_chip = math.prod(span.near for span in near if span not in linked)
     bandwidth = on_chip * sum(span.bandwidth for span in linked) if is_torus else max(one.bandwidth for one in near)
     far = max(spans, key=lambda span: span.far)
-    return Span(
+    return AxisSpan(
         "+".join(span.axis for span in spans),
         math.prod(span.size for span in spans),
         tuple(side for span in reversed(spans) for side in span.sides),

@@ -22,8 +22,8 @@ from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.training import Training
 from dovetail.models.config import Attention, Latent, ModelConfig
 from dovetail.models.spec import spec
-from dovetail.plan.memory import BYTES
-from dovetail.plan.plans import Plan, axes_of
+from dovetail.plan.plans import MeshPlan, axes_of
+from dovetail.plan.train_memory import BYTES
 
 Axes = Mapping[str, int]  # mesh axis -> devices along it
 HEADS = ("head", "embed", "score")  # what the last layer's output is multiplied with
@@ -70,7 +70,7 @@ class Operation:
         return max(self.flops / peak, self.bytes / bandwidth)
 
 
-def training_operations(cfg: ModelConfig, settings: Training, plan: Plan) -> tuple[Operation, ...]:
+def training_operations(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> tuple[Operation, ...]:
     """Of one step. A causal row's queries see half of it on average, and less where a window ends before."""
     axes, itemsize = axes_of(plan.mesh), BYTES[settings.precision.compute]
     tokens = plan.rows * settings.length // plan.mesh.context

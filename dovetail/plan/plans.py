@@ -1,5 +1,4 @@
-"""Every way to lay a recipe over so many devices, and the memory that each needs. How long each takes is another
-question: plan.steptime."""
+"""Enumerate the ways to lay a recipe over devices, with the memory of each (plan.train_time has the time of each)."""
 
 from __future__ import annotations
 
@@ -12,26 +11,29 @@ from dataclasses import dataclass, replace
 from dovetail.core.training import REMATS, Mesh, Training
 from dovetail.models.config import ModelConfig
 from dovetail.models.repeats import repeats
-from dovetail.models.spec import flops_per_token
-from dovetail.plan.memory import Memory, memory
+from dovetail.plan.train_memory import TrainMemory, memory
 
-# Layers up to which each is compiled by itself. A loop over them compiles faster and copies all that is kept for the
-# backward pass into stacked arrays and out of them: Qwen3-0.6B 16 x 4096 on an H200 ran at 37% with, at 48% without.
+# Up to this many equal layers in a row, each is compiled separately. A loop over layers compiles faster, but copies all
+# saved activations into stacked arrays and out of them: Qwen3-0.6B, 16 x 4096 on an H200, reached 37% MFU with the loop
+# and 48% without.
 UNROLLED = 48
-MOST_SPLIT = 64  # devices along tensor and context together that a search tries
-# The same where that was not measured, or weights are split: a loop bounds how many are whole. Unrolled over 16 v6e, 16
-# layers of Llama 3.2 1B took half as much memory again as was estimated; Gemma's 34 did not compile in 15 minutes.
+MOST_SPLIT = 64  # the search tries at most this many devices along tensor and context together
+# The same limit on other chips, and where weights are split: a loop bounds how many gathered weights exist at a time.
+# Unrolled over 16 v6e, 16 layers of Llama 3.2 1B took 50% more memory than estimated, and Gemma's 34 layers did not
+# compile in 15 minutes.
 UNROLLED_ELSEWHERE = 8
 
 
 @dataclass(frozen=True)
-class Plan:
-    mesh: Mesh  # complete
+class MeshPlan:
+    """One way to run a recipe: mesh, remat policy and split of the batch, with the memory it needs."""
+
+    mesh: Mesh  # without open axes
     scan: bool
     remat: str
     rows: int  # per device and microstep
     microsteps: int
-    memory: Memory
+    memory: TrainMemory
 
 
 def plans(
@@ -43,10 +45,17 @@ def plans(
     on_gpu: bool = False,
     on_host: bool = False,
     on_tpu: bool = False,
-) -> Iterator[Plan]:
-    """Of each mesh and policy that the recipe allows, the plan with the most rows that fits into `limit` bytes.
+) -> Iterator[MeshPlan]:
+    """Yield, for each mesh and remat policy that the recipe allows, the plan with the most rows that fits.
 
-    Without a limit (a CPU) rows are split over the devices and nothing is recomputed.
+    Args:
+        cfg: The model.
+        settings: The recipe.
+        devices: The number of devices.
+        limit: Bytes per device. None (a CPU): rows are split over the devices and nothing is recomputed.
+        on_gpu: Whether the devices are GPUs.
+        on_host: Whether memory is counted as XLA's CPU compiler allocates it.
+        on_tpu: Whether the devices are TPUs.
     """
     remats = (settings.remat,) if settings.remat else REMATS if limit else ("none",)
     for mesh in meshes(cfg, settings, devices, split_weights=limit is not None):
@@ -56,13 +65,17 @@ def plans(
             count = functools.partial(memory, cfg, laid, axes_of(mesh), remat, on_host=on_host, on_tpu=on_tpu)
             found = _most_rows(splits, limit, count)
             if found:
-                yield Plan(mesh, bool(laid.scan), remat, *found)
+                yield MeshPlan(mesh, bool(laid.scan), remat, *found)
 
 
 def _most_rows(
-    splits: list[tuple[int, int]], limit: int | None, count: Callable[[int], Memory]
-) -> tuple[int, int, Memory] | None:
-    """The split with the most rows that fits. All at once need no sum over microsteps; with that, fewer need less."""
+    splits: list[tuple[int, int]], limit: int | None, count: Callable[[int], TrainMemory]
+) -> tuple[int, int, TrainMemory] | None:
+    """Return (rows, microsteps, memory) of the split with the most rows that fits, by bisection.
+
+    The first split is separate: a single microstep needs no gradient accumulator. From the second on, fewer rows need
+    less memory.
+    """
     whole = count(splits[0][0])
     if limit is None or whole.total <= limit:
         return *splits[0], whole
@@ -78,36 +91,41 @@ def _most_rows(
 
 
 def is_loop(cfg: ModelConfig, settings: Training, mesh: Mesh, on_gpu: bool) -> bool:
-    """Whether equal layers are compiled as one."""
+    """Return whether equal layers are compiled as a loop."""
     return settings.scan if settings.scan is not None else layers_folded(cfg) > most_unrolled(mesh, on_gpu)
 
 
 def most_unrolled(mesh: Mesh, on_gpu: bool) -> int:
+    """Return up to how many equal layers in a row are compiled without a loop."""
     return UNROLLED if on_gpu and mesh.fsdp * mesh.context == 1 else UNROLLED_ELSEWHERE
 
 
 @functools.lru_cache(maxsize=64)
 def layers_folded(cfg: ModelConfig) -> int:
-    """Of how many layers a scan makes one, or one group: the most in a row."""
+    """Return the most layers in a row that a scan folds into one layer, or into one group of layers."""
     return max(one.period * one.times if one.times > 1 else 1 for one in repeats(cfg))
 
 
 def least_memory(cfg: ModelConfig, settings: Training, devices: int) -> int | None:
-    """Bytes a device needs in the most frugal plan: the fewest rows at a time and the most recomputed. None where the
-    recipe cannot be laid over so many devices at all."""
+    """Return the bytes per device of the plan that needs the least memory, or None if the recipe cannot be split so.
+
+    That plan has the fewest rows per microstep and recomputes the most.
+    """
     remat = settings.remat or REMATS[-1]
     needs = []
     for mesh in meshes(cfg, settings, devices, split_weights=True):
         splits = [rows for rows, _ in row_splits(settings, row_shards(mesh))]
-        # all rows at once need no sum of gradients, so either end may be the least
+        # a single microstep needs no gradient accumulator, so either end may need the least
         ends = {splits[0], splits[-1]} if splits else set()
         needs += [memory(cfg, settings, axes_of(mesh), remat, rows).total for rows in ends]
     return min(needs, default=None)
 
 
 def meshes(cfg: ModelConfig, settings: Training, devices: int, split_weights: bool) -> Iterator[Mesh]:
-    """All ways to fill the axes left open with exactly these devices. Where weights need not be split (a CPU), tensor
-    and context are not either."""
+    """Yield every mesh that fills the open axes with exactly these devices.
+
+    If weights need not be split (a CPU), tensor and context stay 1 too.
+    """
     given = settings.mesh
     tensors = _open(given.tensor, num_heads(cfg), devices, split_weights)
     contexts = _open(given.context, settings.length, devices, split_weights)
@@ -125,7 +143,7 @@ def meshes(cfg: ModelConfig, settings: Training, devices: int, split_weights: bo
 
 
 def _open(given: int, whole: int, devices: int, split_weights: bool) -> list[int]:
-    """The sizes of an axis that must divide `whole`: powers of two, as the sides of slices and machines are."""
+    """Return the sizes of an axis that divide `whole`: powers of two, as the sides of slices and machines are."""
     if given:
         return [given]
     most = math.gcd(whole, devices) if split_weights else 1
@@ -141,7 +159,7 @@ def _fsdp_sizes(given: Mesh, left: int, split_weights: bool) -> list[int]:
 
 
 def row_splits(settings: Training, shards: int) -> Iterator[tuple[int, int]]:
-    """(rows per device and microstep, microsteps), the most rows first."""
+    """Yield (rows per device and microstep, microsteps), the most rows first."""
     each, rest = divmod(settings.batch, shards)
     for microsteps in [] if rest else _divisors(each):
         rows = each // microsteps
@@ -150,45 +168,26 @@ def row_splits(settings: Training, shards: int) -> Iterator[tuple[int, int]]:
 
 
 def axes_of(mesh: Mesh) -> dict[str, int]:
-    """For core.mesh.make_mesh."""
+    """Return the mesh as a mapping for core.mesh.make_mesh."""
     return {name: getattr(mesh, name) for name in ("data", "fsdp", "expert", "context", "tensor")}
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Devices with different rows; tensor and context share theirs."""
+    """Return the number of devices that hold different rows; devices along tensor and context share rows."""
     return mesh.data * mesh.fsdp * mesh.expert
 
 
 @functools.lru_cache(maxsize=64)
 def num_heads(cfg: ModelConfig) -> int:
-    """What tensor must divide."""
+    """Return the number that mesh.tensor must divide."""
     return math.gcd(*(layer.attn.heads for layer in cfg.layers))
 
 
 def num_experts(cfg: ModelConfig) -> int:
+    """Return the experts of the first MoE layer; 1 for a dense model."""
     return next((layer.moe.router.experts for layer in cfg.layers if layer.moe), 1)
 
 
 def _divisors(n: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
     return small + [n // i for i in reversed(small) if i * i != n]
-
-
-@functools.lru_cache(maxsize=256)
-def forward_flops(cfg: ModelConfig, context: int = 0) -> float:
-    """Of one token, kept: a search asks for it thousands of times."""
-    return flops_per_token(cfg, context)
-
-
-def flops(cfg: ModelConfig, length: int, remat: str) -> float:
-    """Of one token's training, with what is recomputed."""
-    return 3 * forward_flops(cfg, length // 2) + recomputed(cfg, length, remat)
-
-
-def recomputed(cfg: ModelConfig, length: int, remat: str) -> float:
-    """FLOPs per token that the backward pass does again. What is no product (norms, rotation, SiLU x up) is put at 6%
-    of what is: on an H200 its bytes take about so long."""
-    products = forward_flops(cfg)
-    attention = forward_flops(cfg, length // 2) - products
-    again = {"none": 0.0, "dots": 0.0, "attention": products, "full": products + attention}[remat]
-    return again + (0.06 * products if remat != "none" else 0.0)

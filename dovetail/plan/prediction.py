@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
+
 from dovetail.core.accelerator import Accelerator, of_devices
-from dovetail.core.chips import Chip
+from dovetail.core.chips import Chip, chip_of, cpu_chip
+from dovetail.core.host import host_memory
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions, Observation
 from dovetail.plan.derive import Derived
-from dovetail.plan.plans import Plan
-from dovetail.plan.search import spans_of
-from dovetail.plan.steptime import StepTime, step_time
+from dovetail.plan.plans import MeshPlan
+from dovetail.plan.train_time import StepTime, spans_of, step_time
 
 FILE = "prediction.json"  # in a run's folder
 
@@ -64,7 +67,7 @@ def predict_training(
     settings = derived.settings
     # the devices of a CPU share its memory
     machine = of_devices(chip, derived.devices, slices) if chip.kinds else Accelerator(None, (derived.devices,))
-    plan = Plan(
+    plan = MeshPlan(
         settings.mesh, bool(settings.scan), settings.remat, settings.per_device, settings.accumulate, derived.memory
     )
 
@@ -81,3 +84,14 @@ def predict_training(
 def seconds_text(seconds: float) -> str:
     """`3.1 ms`, `2.4 s`."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+# The chip of a device that is here, to plan with.
+
+
+def chip_here(device: Any) -> Chip | None:
+    """None for one that the table does not know. Of a CPU: its cores, which all devices of this process share."""
+    if getattr(device, "platform", "") != "cpu":
+        return chip_of(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return replace(cpu_chip(cores, host_memory() or 0), devices=jax.local_device_count())

@@ -1,7 +1,8 @@
 """A step of reinforcement learning: what lies on a device, and how long sampling, scoring, training and handing the
 weights over take.
 
-What the recipe says is given as numbers (`Rollout`) and as what any training says of itself (core.training): the bytes
+What the recipe says is given as numbers (`RolloutWorkload`) and as what any training says of itself (core.training):
+the bytes
 beside the trainer and the devices it leaves to others. The plan of the trainer is plan.derive's.
 """
 
@@ -18,13 +19,13 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.derive import Derived, derive
-from dovetail.plan.pool import HELD, Held, held, local_weights
 from dovetail.plan.prediction import predict_training
+from dovetail.plan.serve_memory import HELD, Held, held, local_weights
 from dovetail.plan.serve_time import WORST, Bounds, Replica
 
 
 @dataclass(frozen=True)
-class Rollout:
+class RolloutWorkload:
     """What the engine does in a step, and how the trainer scores it."""
 
     prompts: int
@@ -50,7 +51,7 @@ class RlPlan:
     """One way to share the devices."""
 
     trainer: Derived
-    rollout: Rollout
+    rollout: RolloutWorkload
     engine: Held
     memory: Mapping[str, int]  # bytes on a device of the trainer's, by what they are
     sampling: Bounds
@@ -82,7 +83,7 @@ def plan_rl(
     cfg: ModelConfig,
     settings: Training,
     accelerator: Accelerator,
-    rollout: Rollout,
+    rollout: RolloutWorkload,
     fractions: Fractions | None = None,
 ) -> RlPlan:
     """ValueError where the trainer, the engine or both do not fit, with what would do."""
@@ -120,7 +121,7 @@ def _trainer(cfg: ModelConfig, settings: Training, chip: Chip, devices: int) -> 
         raise UserError(f"{error} (beside the trainer on each: {told})" if told else str(error)) from error
 
 
-def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: Rollout) -> Held:
+def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: RolloutWorkload) -> Held:
     room = held(cfg, chip, replica.tensor, dtype=replica.dtype, rows=rollout.at_once)
     if rollout.kv_bytes is not None:
         room = Held(room.tensor, room.weights, room.per_token, room.page, room.step, rollout.kv_bytes)
@@ -132,7 +133,7 @@ def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: Rollout) ->
     return room
 
 
-def _sampling(replica: Replica, rollout: Rollout, room: Held) -> Bounds:
+def _sampling(replica: Replica, rollout: RolloutWorkload, room: Held) -> Bounds:
     """As many sequences at a time as fit. At best the next begins when one ends; at worst each wave waits for the
     longest answer that there may be."""
     fits = room.sequences(rollout.prompt + rollout.answer) or 1
@@ -144,7 +145,7 @@ def _sampling(replica: Replica, rollout: Rollout, room: Held) -> Bounds:
     return prompts + Bounds(each.best * short, each.worst * long, likely)
 
 
-def _scoring(cfg: ModelConfig, trainer: Derived, chip: Chip, rollout: Rollout) -> Bounds:
+def _scoring(cfg: ModelConfig, trainer: Derived, chip: Chip, rollout: RolloutWorkload) -> Bounds:
     """Forward passes over all rows of a step."""
     settings = trainer.settings
     tokens = settings.tokens_per_step * rollout.updates / trainer.devices
@@ -152,7 +153,7 @@ def _scoring(cfg: ModelConfig, trainer: Derived, chip: Chip, rollout: Rollout) -
     return Bounds(each, each / WORST, None).times(rollout.passes)
 
 
-def _sync(replica: Replica, chip: Chip, rollout: Rollout) -> Bounds:
+def _sync(replica: Replica, chip: Chip, rollout: RolloutWorkload) -> Bounds:
     """The trainer's masters are read and written in the engine's type: on the device, or sent to another's."""
     size = sum(size for _, size in local_weights(replica.cfg, chip, replica.tensor, replica.dtype))
     masters = size * 4 / HELD[replica.dtype]

@@ -17,7 +17,7 @@ from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.errors import UserError
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions
-from dovetail.plan.pool import FRACTION, HELD, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
+from dovetail.plan.serve_memory import HELD, MEMORY_UTILIZATION, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
 from dovetail.plan.serve_time import Bounds, Replica, machine_devices
 
 HOUR = 3600.0
@@ -263,7 +263,7 @@ def refusal(
     one = replace(workload, concurrency=1)
     replica = _replica(cfg, accelerator, degree, dtype, kv)
     need = _held(replica, 1, memory)
-    usable = (memory or chip.device_hbm) * USABLE[platform_of(chip)] * FRACTION
+    usable = (memory or chip.device_hbm) * USABLE[platform_of(chip)] * MEMORY_UTILIZATION
     wanted = need.weights + need.step + SLACK + need.per_token * -(-one.length // need.page) * need.page
     ways = [
         *([f"on {' or '.join(found)}"] if (found := elsewhere(cfg, one, dtype, kv, accelerator, degree)) else []),

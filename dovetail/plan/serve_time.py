@@ -17,8 +17,8 @@ from dovetail.core.errors import UserError
 from dovetail.models.config import Attention, Layer, ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.exchange import collective
-from dovetail.plan.links import MEMORY_OF_A_HOST, Span, layout
-from dovetail.plan.pool import (
+from dovetail.plan.links import MEMORY_OF_A_HOST, AxisSpan, layout
+from dovetail.plan.serve_memory import (
     HELD,
     STEP_TOKENS,
     compute_dtype,
@@ -28,7 +28,7 @@ from dovetail.plan.pool import (
     page_parts,
     platform_of,
 )
-from dovetail.plan.pool import placement as placement_on
+from dovetail.plan.serve_memory import placement as placement_on
 
 WORST = 0.5  # of a peak: below, a kernel is at fault
 KERNELS = 16  # of a layer, where nothing is fused: products, norms, rotation, page write, attention, activation, sums
@@ -66,7 +66,7 @@ class Replica:
     dtype: str = "bf16"
     kv: str = ""
     fractions: Fractions | None = None
-    spread: bool = False  # over several machines: see plan.pool
+    spread: bool = False  # over several machines: see plan.serve_memory
 
     # --- a decode step ------------------------------------------------------------------------------------------------
 
@@ -186,12 +186,12 @@ class Replica:
         return STEP_TOKENS[self.platform]
 
     @functools.cached_property
-    def span(self) -> Span | None:
+    def span(self) -> AxisSpan | None:
         """The links between the devices of this replica."""
         if self.tensor == 1:
             return None
         if not self.chip.kinds:  # the cores of one machine
-            return Span("tensor", self.tensor, (), "memory", MEMORY_OF_A_HOST)
+            return AxisSpan("tensor", self.tensor, (), "memory", MEMORY_OF_A_HOST)
         axes = {"data": self.accelerator.total_devices // self.tensor, "tensor": self.tensor}
         return next(one for one in layout(self.accelerator, axes) if one.axis == "tensor")
 

@@ -15,13 +15,12 @@ from dovetail.core.training import Mesh, Training
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.cost import Cost, cost
-from dovetail.plan.derive import PLANNED, PLANNED_HOST, check
 from dovetail.plan.flops import train_flops_per_token
-from dovetail.plan.links import Span
-from dovetail.plan.plans import MOST_SPLIT, Plan, least_memory, plans
-from dovetail.plan.possible import refusal
-from dovetail.plan.search import ranked
-from dovetail.plan.steptime import USUAL_LINKS, USUAL_MEMORY, StepTime, peak, usual_products
+from dovetail.plan.links import AxisSpan
+from dovetail.plan.plans import MOST_SPLIT, MeshPlan, axes_of, least_memory, plans, row_shards
+from dovetail.plan.refusal import check, refuse_accelerator
+from dovetail.plan.train_memory import BYTES, PLANNED, PLANNED_HOST
+from dovetail.plan.train_time import USUAL_LINKS, USUAL_MEMORY, StepTime, peak, ranked, usual_products
 
 UNPRICED = Rate(None, "no price was looked up")
 
@@ -40,9 +39,9 @@ class TrainPlan:
     settings: Training  # the recipe with all that was open filled in
     accelerator: Accelerator
     chip: Chip
-    plan: Plan
+    plan: MeshPlan
     time: StepTime
-    spans: tuple[Span, ...]
+    spans: tuple[AxisSpan, ...]
     limit: int  # bytes of a device to plan with
     prices: Prices = Prices()
     known: Fractions | None = None  # what a calibration found, where the times rest on one
@@ -102,7 +101,7 @@ def plan_training(
     kind = dict(on_gpu=bool(accelerator.chip) and not accelerator.is_tpu, on_tpu=accelerator.is_tpu)
     found = list(plans(cfg, settings, accelerator.total_devices, limit, **kind, on_host=accelerator.chip is None))
     if not found:
-        raise UserError(refusal(cfg, settings, accelerator, limit))
+        raise refuse_accelerator(cfg, settings, accelerator, limit)
     return [
         TrainPlan(
             cfg, _filled(settings, one.plan), accelerator, chip, one.plan, one.time, one.spans, limit, prices, known
@@ -111,7 +110,7 @@ def plan_training(
     ]
 
 
-def _filled(settings: Training, plan: Plan) -> Training:
+def _filled(settings: Training, plan: MeshPlan) -> Training:
     return replace(
         settings, mesh=plan.mesh, scan=plan.scan, remat=plan.remat, per_device=plan.rows, accumulate=plan.microsteps
     )
@@ -225,3 +224,52 @@ def misfits(best: TrainPlan) -> list[Loser]:
             sizes = f"{least / GIB:,.0f} GiB on a device, {best.limit / GIB:,.1f} to plan with"
             found.append(Loser(what, f"does not fit: {sizes}"))
     return found
+
+
+# What a pipeline would do: an estimate only, for our trainer has no such axis (its mesh is data, fsdp, expert, context
+# and tensor).
+#
+# The layers are dealt out over P stages of equal size, each on its own P-th of the devices. Of M microbatches a stage
+# works on M and waits for P - 1 (GPipe's bubble, (P - 1) / (M + P - 1) of the time); between stages only the hidden
+# states travel, there and back.
+
+
+MICROBATCHES = 4  # for each stage, where the batch has so many rows: the bubble is then a fifth
+
+
+@dataclass(frozen=True)
+class Staged:
+    stages: int
+    microbatches: int
+    bubble: float  # the share of the time in which a stage waits
+    sent: float  # seconds of hidden states between stages
+    lower: float
+    upper: float
+    says: str
+
+
+def staged(one: TrainPlan, stages: int) -> Staged:
+    """The best plan with its data or fsdp axis cut by `stages`, and its layers dealt out over those devices."""
+    mesh, layers = one.plan.mesh, len(one.cfg.layers)
+    if layers % stages:
+        raise UserError(f"--stages {stages} must divide the model's {layers} layers")
+    cut = "data" if mesh.data % stages == 0 else "fsdp"
+    if getattr(mesh, cut) % stages:
+        raise UserError(f"--stages {stages} must divide data or fsdp of the best mesh, {axes_of(mesh)}")
+    smaller = replace(mesh, **{cut: getattr(mesh, cut) // stages})
+    rows = one.settings.batch // row_shards(smaller)
+    micro = max(1, min(rows, MICROBATCHES * stages))
+    bubble = (stages - 1) / (micro + stages - 1)
+    tokens = rows * one.settings.length // mesh.context
+    states = 2 * tokens * one.cfg.dim * BYTES[one.settings.precision.compute]
+    link = min((span.far_bandwidth or span.bandwidth for span in one.spans), default=one.chip.bandwidth)
+    sent = states / link
+    # weights of a stage are gathered by fewer devices, each of which has as many of them as before
+    lower, upper = one.time.lower / (1 - bubble), one.time.upper / (1 - bubble) + sent
+    verdict = "slower" if lower + upper > one.time.lower + one.time.upper else "faster"
+    says = (
+        f"what if: {stages} stages of {layers // stages} layers, {micro} microbatches: {bubble:.0%} of the time is "
+        f"bubble, {sent:.3g} s of a step go to hidden states between stages; a step takes {lower:.3g} - {upper:.3g} s, "
+        f"{verdict} than the best above. Our trainer has no pipeline axis: this is an estimate to compare with others"
+    )
+    return Staged(stages, micro, bubble, sent, lower, upper, says)

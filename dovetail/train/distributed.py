@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.core.errors import UserError
-from dovetail.train.guard.abort import on_abort
-from dovetail.train.guard.exits import LOST
+from dovetail.train.guard.exits import LOST, on_abort
 
 PORT = 8476  # of the coordinator, where the environment names only its host
 

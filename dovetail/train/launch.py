@@ -1,8 +1,8 @@
-"""A training from its settings to its end: processes meet, the folder is taken, the ledger opened, the run goes.
+"""Run a training from its settings to its end: join the processes, lock the folder, open the time ledger, train.
 
-The order matters. Signals are watched for before jax is imported (its import takes seconds and cannot be broken off),
-and the ledger of time is open by then too: a process that is killed meanwhile was a start all the same. So this module
-imports neither jax nor what imports it, and takes the objective and the rows as functions.
+The order matters. Signals are handled before jax is imported (the import takes seconds and cannot be interrupted), and
+the time ledger is open by then too: a process that is killed meanwhile still counts as a start. So this module imports
+neither jax nor modules that import it, and takes the objective and the rows as functions.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from dovetail.core.errors import FileError, UserError
+from dovetail.core.errors import FileError, RecipeError
 from dovetail.core.files import locked
+from dovetail.core.reporter import Reporter
 from dovetail.core.training import Training
 from dovetail.train.distributed import Cluster, start
-from dovetail.train.guard.exits import HUNG
 from dovetail.train.guard.stop import Stop
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.loggers import check_loggers
 
 if TYPE_CHECKING:
-    from dovetail.train.guard.peers import Peers
+    from dovetail.train.guard.watch import Peers
     from dovetail.train.objective import Objective
     from dovetail.train.prepare import Ready
     from dovetail.train.rows import Opened
 
 S = TypeVar("S", bound=Training)
-LastWords = Callable[[BaseException], tuple[int, str]]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended."""
+    """How a training ended.
 
-    code: int  # 0: all steps are done; 130: ctrl-C; else train.guard.exits says what it means
-    folder: Path  # metrics.jsonl, checkpoints, exports, report.html
-    step: int  # the last update
-    metrics: dict[str, Any]  # of the last step reported, with the last held-out measures
-    trained: int = 0  # steps of this start; 0 where the run was done already
+    Attributes:
+        code: 0: all steps are done; 130: ctrl-C; for others see train.guard.exits.
+        folder: The run's folder: metrics.jsonl, checkpoints, exports, report.html.
+        step: The last update.
+        metrics: Metrics of the last reported step, with the last held-out metrics.
+        trained: Steps of this start; 0 if the run was complete already.
+    """
 
-
-def _last_words(error: BaseException) -> tuple[int, str]:
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    return code, f"error: {type(error).__name__}: {error}"
+    code: int
+    folder: Path
+    step: int
+    metrics: dict[str, Any]
+    trained: int = 0
 
 
 def launch(
@@ -58,24 +60,32 @@ def launch(
     settle: Callable[[S], S] = lambda settings: settings,
     stop: Stop | None = None,
     since: float | None = None,
-    show: bool = True,
-    explain: Callable[[list[str]], object] = lambda lines: None,
-    last_words: LastWords = _last_words,
+    reporter: Reporter | None = None,
 ) -> Ended:
-    """Train in this process, and with the others where the environment says that there are others.
+    """Train in this process, together with the other processes that the environment names.
 
-    `settle` fills in what only the data says, before anything is derived: how many steps its epochs are. `since`: when
-    the time of this run began, by time.monotonic. `explain` is given what was derived, in the first
-    process. `last_words`: exit code and line of a process that fails while others wait for it (then all end).
+    Args:
+        settings: The recipe.
+        folder: The run's folder.
+        objective: Returns the objective of a recipe.
+        open_rows: Opens the data of a recipe.
+        settle: Fills in keys that depend on the data, such as the number of steps of its epochs, before anything is
+            derived.
+        stop: Handles signals; default: a new Stop.
+        since: When the run's time began, by time.monotonic.
+        reporter: Shows lines and progress; only the first process reports.
     """
     check_loggers(settings.report_to)
     began = time.monotonic() if since is None else since
+    reporter = reporter or Reporter()
     with stop or Stop() as stop:
         cluster = start()
         first = cluster is None or _is_first()
+        if not first:
+            reporter.mute()
         with ExitStack() as stack:
-            with stop.deferred():  # a process that knows the others does not leave without telling them
-                peers = stack.enter_context(_peers(cluster, settings, last_words))
+            with stop.deferred():  # a process that has joined the others does not leave without telling them
+                peers = stack.enter_context(_peers(cluster, settings))
                 if peers:
                     stop.tell = peers.tell
             stack.enter_context(only_run(folder, first))
@@ -84,19 +94,14 @@ def launch(
                     settings, kept = _as_begun(settings, folder)
                     settings = settle(settings)
                 if not settings.total_steps:
-                    raise UserError("epochs are counted in examples that are read, and here none are: set steps")
+                    raise RecipeError("`steps` must be set: no examples are read whose epochs could be counted")
                 ready = _prepared(settings, objective)
-                if first:
-                    explain([*kept, *ready.derived.explain()])
+                reporter.line("\n".join([*kept, *ready.derived.explain()]))
                 with goodput.span("prepare"):
                     opened = open_rows(settings, ready)
                 from dovetail.train.run import run
 
-                ran = run(
-                    ready, folder, opened.rows, opened.held_out, opened.tokenizer, opened.samples,
-                    inputs=opened.inputs, goodput=goodput, show=show, stop=stop,
-                    on_hang=(lambda line: peers.tell(HUNG, line)) if peers else None,
-                )  # fmt: skip
+                ran = run(ready, folder, opened, goodput=goodput, reporter=reporter, stop=stop, peers=peers)
     return Ended(ran.code, folder, ran.at.step, _last_metrics(folder), ran.at.step - ran.began)
 
 
@@ -107,19 +112,21 @@ def _is_first() -> bool:
 
 
 def _as_begun(settings: S, folder: Path) -> tuple[S, list[str]]:
-    """With the defaults of the run that `folder` holds (train.recorded). Every process reads the same files, and none
-    writes before all have done so."""
-    from dovetail.train.recorded import as_begun, newest_meta
+    """Return the settings with the recorded defaults of the run in `folder` (train.saves.as_begun).
+
+    Every process reads the same files, and no process writes before all have read them.
+    """
+    from dovetail.train.saves import as_begun, newest_meta
 
     return as_begun(settings, newest_meta(folder, settings.checkpoint.durable))
 
 
-def _peers(cluster: Cluster | None, settings: Training, last_words: LastWords) -> AbstractContextManager[Peers | None]:
+def _peers(cluster: Cluster | None, settings: Training) -> AbstractContextManager[Peers | None]:
     if cluster is None:
         return nullcontext()
-    from dovetail.train.guard.peers import Peers
+    from dovetail.train.guard.watch import Peers
 
-    return Peers(last_words, settings.health.lost_seconds)
+    return Peers(settings.health.lost_seconds)
 
 
 def _prepared(settings: S, objective: Callable[[S], Objective]) -> Ready:
@@ -142,15 +149,20 @@ def _last_metrics(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def only_run(folder: Path, first: bool) -> Iterator[None]:
-    """Held while a run writes into its folder, by its first process: two would delete each other's checkpoints."""
+    """Lock a run's folder in its first process: two runs would delete each other's checkpoints.
+
+    Raises:
+        FileError: Another run holds the lock.
+    """
     if not first:
         yield
         return
 
     def refuse(holder: str) -> NoReturn:
         raise FileError(
-            f"another run writes into {folder}: {holder}. Stop it or wait for its end to go on from there, or give "
-            "this one a folder of its own with --run-dir"
+            f"another run writes into {folder}: {holder}. Stop it or wait for its end to continue from there, or use "
+            "another folder with --run-dir",
+            param="run_dir",
         )
 
     with locked(folder / ".lock", refuse):

@@ -1,11 +1,11 @@
-"""The loop: launch a step, look at the results of the one before, stop at boundaries.
+"""The training loop: launch a step, read the results of the previous one, stop at boundaries.
 
-One step is under way while the host reads the results of the one before, unless the weights make the rows
-(`Source.ahead`). A boundary (a checkpoint, a measurement, a trace, the end) waits until nothing is under way, so that
-the state is that of one known step.
+One step is in flight while the host reads the results of the previous one, unless the rows depend on the weights
+(`BatchSource.ahead`). A boundary (a checkpoint, an evaluation, a trace, the end) waits until nothing is in flight, so
+that the state is that of one known step.
 
-What a step may not do is in train.guard.health (judged on the device), train.guard.doctor (what to do about a bad one),
-train.guard.watchdog (a hang) and train.guard.stop (a signal).
+Faults are handled in train.guard: `health` judges a step on the device, `doctor` decides what to do about a bad one,
+`watch` ends a run that hangs, and `stop` handles signals.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ from typing import Any
 import jax
 import numpy as np
 
+from dovetail.core.reporter import Reporter
 from dovetail.core.types import Batch
 from dovetail.train.boundary import Boundary
 from dovetail.train.guard import health
 from dovetail.train.guard.doctor import Decision, Doctor, StepResult, Verdict
 from dovetail.train.guard.exits import PREEMPTED
 from dovetail.train.guard.stop import Stop
-from dovetail.train.guard.watchdog import Watchdog
-from dovetail.train.position import Position
+from dovetail.train.guard.watch import Watchdog
 from dovetail.train.prepare import Ready
-from dovetail.train.report.goodput import Goodput
+from dovetail.train.report.goodput import Goodput, added
 from dovetail.train.report.metrics import RunMetrics
-from dovetail.train.report.split import added
-from dovetail.train.rows import Source
+from dovetail.train.rows import BatchSource
 from dovetail.train.saves import Saves
+from dovetail.train.state import Position
 from dovetail.train.step import Step
 
 
 @dataclass(frozen=True)
-class StepUnderWay:
-    step: int  # the update it makes
-    index: int  # of its batch
+class LaunchedStep:
+    """A step whose results have not been read yet."""
+
+    step: int  # the number of its update
+    index: int  # the number of its batch
     batch: Batch
     metrics: dict[str, jax.Array]
 
 
 class Loop:
-    """From `at` to the end, a signal or a fault; `at` is then where it ended."""
+    """Train from `at` to the end, a signal or a fault; `at` is then where the loop ended."""
 
     def __init__(
         self,
         ready: Ready,
-        source: Source,
+        source: BatchSource,
         at: Position,
         *,
         saves: Saves,
@@ -61,22 +63,24 @@ class Loop:
         doctor: Doctor,
         metrics: RunMetrics,
         goodput: Goodput,
+        reporter: Reporter,
         watchdog: Watchdog,
         stop: Stop,
     ):
         self.ready, self.settings, self.source, self.at = ready, ready.settings, source, at
         self.saves, self.boundary, self.doctor = saves, boundary, doctor
-        self.metrics, self.goodput, self.watchdog, self.stop = metrics, goodput, watchdog, stop
+        self.metrics, self.goodput, self.reporter = metrics, goodput, reporter
+        self.watchdog, self.stop = watchdog, stop
         self.total = self.settings.total_steps
-        # compiled, by rows, the most documents of a row, and the entries of a row's tables
+        # compiled steps by (rows, the most documents of a row, entries of a row's tables)
         self._steps: dict[tuple[int, int | None, int], Step] = {}
-        self._inflight: deque[StepUnderWay] = deque()
-        self._unreported: list[tuple[float, int, Mapping[str, float]]] = []  # seconds, tokens and notes of the steps
-        # since the last line
+        self._inflight: deque[LaunchedStep] = deque()
+        # seconds, tokens and notes of each step since the last reported line
+        self._unreported: list[tuple[float, int, Mapping[str, float]]] = []
         self._clock = time.monotonic()  # when the last step ended, or the last pause
 
     def run(self) -> int:
-        """The exit code."""
+        """Return the exit code."""
         while self.at.step < self.total:
             leaving = self.stop.is_due(self.at.step)
             stopping = leaving or self.saves.is_time(self.at.step)
@@ -98,7 +102,7 @@ class Loop:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _may_launch(self) -> bool:
-        """Not past the end, nor past a boundary that has not been dealt with."""
+        """Return whether the next step is neither past the end nor past an unvisited boundary."""
         last = self.at.step + len(self._inflight)
         return last < self.total and not (self._inflight and self.boundary.is_at(last))
 
@@ -115,26 +119,28 @@ class Loop:
         self.boundary.trace.begin(step)
         batch = self.ready.put(rows)
         at.state, metrics = run(at.state, batch)
-        self._inflight.append(StepUnderWay(step, at.cursor, batch, metrics))
+        self._inflight.append(LaunchedStep(step, at.cursor, batch, metrics))
         at.cursor += 1
 
     def _step_for(self, index: int, rows: int, entries: int) -> Step:
-        """The step for a batch with so many rows here: compiled anew where they hold more documents than those
-        before, or larger tables."""
+        """Return the compiled step for a batch with `rows` rows in this process.
+
+        A batch whose rows hold more documents, or whose tables are larger, needs another compilation.
+        """
         bound = self.ready.bucket(self.source.documents(index) if self.ready.platform == "cuda" else 1)
         if (rows, bound, entries) not in self._steps:
             began = time.monotonic()
             with (
                 self.goodput.span("compile"),
                 self.watchdog.suspend("compiling"),
-                self.metrics.waiting("compiling the training step"),
+                self.reporter.waiting("compiling the training step"),
             ):
                 self._steps[rows, bound, entries] = self.ready.compile(bound, rows, entries)
-            self._clock += time.monotonic() - began  # no part of a step's time
+            self._clock += time.monotonic() - began  # compilation is not part of a step's time
         return self._steps[rows, bound, entries]
 
-    def _look(self, launched: StepUnderWay) -> Verdict | None:
-        """Take in a step's results; the verdict if it was bad."""
+    def _look(self, launched: LaunchedStep) -> Verdict | None:
+        """Read and report a step's results; return the verdict if the step was bad."""
         values = _fetched(launched.metrics)
         self.watchdog.beat(launched.step)
         now = time.monotonic()
@@ -157,9 +163,12 @@ class Loop:
 
     # --- a bad step ---------------------------------------------------------------------------------------------------
 
-    def _trouble(self, bad: StepUnderWay, values: dict[str, Any]) -> Verdict:
-        """What was dispatched behind a bad step did nothing, and neither does a replay: the state is halted. (Where
-        replicas disagree about a good step it goes on, but then nothing of it is kept.)"""
+    def _trouble(self, bad: LaunchedStep, values: dict[str, Any]) -> Verdict:
+        """Replay a bad step and act on the doctor's verdict.
+
+        The state is halted, so neither the steps in flight behind the bad one nor its replays change it. (If replicas
+        disagree about a good step, the state is not halted, but nothing of it is kept.)
+        """
         self._inflight.clear()
         self.goodput.undone()
         run = self._step_for(bad.index, self.ready.rows_of(bad.batch), self.ready.entries_of(bad.batch))
@@ -169,7 +178,7 @@ class Loop:
                 self.at.state, metrics = run(self.at.state, bad.batch)
                 results.append(self._result(_fetched(metrics)))
         verdict = self.doctor.examine(bad.step, bad.index, results, self.at.saved)
-        self.metrics.remark(verdict.reason)
+        self.reporter.note(verdict.reason)
         if verdict.decision is Decision.SKIP:
             self._clear(bad.index + 1)
         elif verdict.decision is Decision.ROLLBACK:
@@ -183,7 +192,7 @@ class Loop:
         return StepResult(values["loss"], values["grad_norm"], dict(zip(ids, sums, strict=True)))
 
     def _clear(self, cursor: int) -> None:
-        places = jax.tree.map(lambda leaf: leaf.sharding, self.ready.form.health)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.ready.abstract_state.health)
         checks = jax.jit(health.cleared, out_shardings=places)(self.at.state.health)
         self.at.state = dataclasses.replace(self.at.state, health=checks)
         self.at.cursor = cursor

@@ -15,12 +15,20 @@ from dovetail.models.mtp import mtp_hidden, with_mtp
 from dovetail.models.remat import remember
 from dovetail.models.spec import spec
 from dovetail.ops.moe import RouterStats
-from dovetail.train.objective import Measured, Objective, StepContext, cross_entropy, hidden_states, targets
-from dovetail.train.routers import balanced, loads_of
-from dovetail.train.settings import Loss, Pretrain
+from dovetail.train.objective import (
+    Measured,
+    Objective,
+    StepContext,
+    balanced,
+    cross_entropy,
+    hidden_states,
+    loads_of,
+    targets,
+)
+from dovetail.train.settings import Pretrain, PretrainLoss
 
 
-class BatchWeight(NamedTuple):
+class TokenCounts(NamedTuple):
     """Of a whole batch."""
 
     targets: jax.Array
@@ -31,7 +39,7 @@ def next_token(settings: Pretrain) -> Objective:
     loss = settings.loss
     return Objective(
         functools.partial(_measure, wanted=loss),
-        weight=lambda batch: BatchWeight(targets(batch), _tokens(batch)),
+        weight=lambda batch: TokenCounts(targets(batch), _tokens(batch)),
         specs=lambda cfg: with_mtp(spec(cfg), cfg) if loss.mtp else spec(cfg),
         after_update=functools.partial(balanced, rate=loss.router_bias_rate),
     )
@@ -42,7 +50,7 @@ def _tokens(batch: Batch) -> jax.Array:
 
 
 def _measure(
-    params: Params, cfg: ModelConfig, batch: Batch, weight: BatchWeight, ctx: StepContext, *, wanted: Loss
+    params: Params, cfg: ModelConfig, batch: Batch, weight: TokenCounts, ctx: StepContext, *, wanted: PretrainLoss
 ) -> Measured:
     """The reported loss is the cross entropy alone."""
     hidden, stats = hidden_states(params, cfg, batch, ctx)
@@ -60,7 +68,7 @@ def _measure(
 
 
 def _further(
-    params: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, weight: BatchWeight, ctx: StepContext
+    params: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, weight: TokenCounts, ctx: StepContext
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
     """(the mean cross entropy of tokens further ahead, statistics of their routers, numbered after the last layer)."""
     depths = mtp_hidden(params, cfg, hidden, batch, ctx.packed(batch), remember(block, ctx.remat))

@@ -15,6 +15,7 @@ batch weighs. Shares add up, so a batch taken in parts (`accumulate`) has the ve
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,21 +23,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.mesh import Placement
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Column, Packed, Params
+from dovetail.io.load import save
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import trunk
 from dovetail.models.spec import spec
 from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
-from dovetail.train.export import export
 
 Metrics = dict[str, jax.Array]
 Loads = dict[int, jax.Array]  # [E] tokens that each expert got, by layer
+
+
+def export(folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any) -> None:
+    """All processes call it; the first writes. A folder of an earlier attempt is replaced."""
+    host = jax.tree.map(lambda x: np.asarray(whole(x.astype(dtype))), params)
+    if jax.process_index() == 0:
+        if folder.exists():
+            shutil.rmtree(folder)
+        save(folder, cfg, host, tokenizer)
+
+
+def whole(x: jax.Array) -> Any:
+    if jax.process_count() == 1:
+        return x
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 @dataclass(frozen=True)
@@ -150,3 +169,35 @@ class Objective:
     initial: Callable[[Any], Params] | None = None
     # (folder, model, weights, tokenizer, dtype): how a run's weights are handed out
     export: Callable[[Path, ModelConfig, Params, Tokenizer | None, Any], None] = export
+
+
+def loads_of(stats: Mapping[int, RouterStats]) -> dict[int, jax.Array]:
+    """Layer -> [E] tokens of all rows."""
+    return {i: jax.lax.stop_gradient(dealt.load.sum(axis=0)) for i, dealt in stats.items()}
+
+
+def router_metrics(loads: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
+    """The busiest expert's load as a multiple of the mean, and the share of experts that no token reached."""
+    if not loads:
+        return {}
+    busiest = [load.max() / jnp.maximum(load.mean(), 1e-9) for load in loads.values()]
+    idle = [(load == 0).mean() for load in loads.values()]
+    return {"router_busiest": jnp.stack(busiest).max(), "router_idle": jnp.stack(idle).mean()}
+
+
+def balanced(params: Params, loads: Mapping[int, jax.Array], rate: float) -> Params:
+    """Balance without a loss (DeepSeek-V3): the bias on an expert's choice rises where its load is below the mean.
+    Layers of multi-token prediction are numbered after the last."""
+    if not rate:
+        return params
+    blocks = [*params["layers"], *(depth["block"] for depth in params.get("mtp", ()))]
+    for i, load in loads.items():
+        moe = blocks[i]["moe"]
+        if "choice_bias" in moe:
+            bias = moe["choice_bias"] + (rate * jnp.sign(load.mean() - load)).astype(moe["choice_bias"].dtype)
+            blocks[i] = {**blocks[i], "moe": {**moe, "choice_bias": bias}}
+    depth = len(params["layers"])
+    new = {**params, "layers": tuple(blocks[:depth])}
+    if "mtp" in params:
+        new["mtp"] = tuple({**p, "block": b} for p, b in zip(params["mtp"], blocks[depth:], strict=True))
+    return new

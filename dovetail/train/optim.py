@@ -16,17 +16,18 @@ keep their size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dovetail.core.errors import UserError
 from dovetail.core.spec import ParamSpec, leaves, tree_map
-from dovetail.core.training import Optimizer
-from dovetail.train.muon import is_hidden_matrix, scale_by_muon
+from dovetail.core.training import Optimizer, Schedule
 
 Rate = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -141,3 +142,179 @@ def ema_update(ema: Any, params: Any, decay: float) -> Any:
     return jax.tree.map(
         lambda e, p: (e + (1.0 - decay) * (p.astype(jnp.float32) - e.astype(jnp.float32))).astype(e.dtype), ema, params
     )
+
+
+# Muon: momentum whose singular values are all made about 1, for the matrices between embedding and head.
+#
+# A step along the polar factor U V^T of the momentum U S V^T turns every direction the gradient has by the same amount.
+# The factor comes from five steps of a Newton-Schulz iteration, products alone, so it runs where products are fast.
+# Scaled by 0.2 sqrt(max(rows, columns)), its elements have the rms of an Adam step, 0.2 or so, and Adam's learning rate
+# and weight decay carry over (Moonlight, arXiv 2502.16982).
+#
+# Weights of one shape and layout are orthogonalised together: a model of 32 layers has some 200 matrices of five
+# shapes,
+# and 200 small programs would take minutes to compile.
+
+
+# An odd polynomial a x + b x^3 + c x^5 with the steepest slope at 0 that still brings [0, 1] near 1 (Keller Jordan's).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+RMS = 0.2
+
+
+class MuonState(NamedTuple):
+    momentum: Any
+
+
+def is_hidden_matrix(spec: ParamSpec) -> bool:
+    """Multiplies activations, and neither embeds tokens nor predicts them."""
+    return len(spec.shape) >= 2 and spec.active > 0 and "vocab" not in spec.axes
+
+
+def matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
+    """The shape [..., out, in] of a weight as the linear map it is: heads are part of out or in, experts a batch."""
+    if spec.axes[0] == "experts":
+        return spec.shape
+    if spec.shape[-1] == spec.stored.shape[-1]:  # [N, H, D], and a checkpoint keeps D last
+        return math.prod(spec.shape[:-1]), spec.shape[-1]
+    return spec.shape[0], math.prod(spec.shape[1:])
+
+
+def scale_by_muon(
+    specs: Sequence[ParamSpec], momentum: float, platform: str | None = None
+) -> optax.GradientTransformation:
+    """For a tree whose leaves, in order, are declared by `specs`: orthogonalised Nesterov momentum of an Adam step's
+    size, ascending (the learning rate brings the sign). Products are bf16 but on a CPU, where those are slow."""
+
+    def init(params: Any) -> MuonState:
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        buffers = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, updates)
+        ahead, tree = jax.tree.flatten(jax.tree.map(lambda m, g: momentum * m + g, buffers, updates))
+        dtype = jnp.float32 if (platform or jax.default_backend()) == "cpu" else jnp.bfloat16
+        return tree.unflatten(_orthogonal_steps(ahead, specs, dtype)), MuonState(buffers)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _orthogonal_steps(tensors: Sequence[jax.Array], specs: Sequence[ParamSpec], dtype: Any) -> list[jax.Array]:
+    # Equal axes too: stacking what is split differently would move it between devices.
+    groups: dict[tuple, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault((matrix_shape(spec), spec.shape, spec.axes), []).append(i)
+    out = list(tensors)
+    for (shape, *_), members in groups.items():
+        stacked = jnp.stack([tensors[i].reshape(shape) for i in members]).astype(dtype)
+        steps = orthogonalize(stacked).astype(jnp.float32) * (RMS * math.sqrt(max(shape[-2:])))
+        for i, step in zip(members, steps, strict=True):
+            out[i] = step.reshape(specs[i].shape)
+    return out
+
+
+def orthogonalize(x: jax.Array) -> jax.Array:
+    """About U V^T for each matrix U S V^T of x [..., rows, columns]; 0 stays 0."""
+    wide = x.shape[-2] <= x.shape[-1]  # the products are of the smaller side
+    x = x if wide else x.mT
+    x32 = x.astype(jnp.float32)
+    x = (x32 / (jnp.sqrt(jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)) + 1e-20)).astype(x.dtype)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x if wide else x.mT
+
+
+# Adding an update to a weight. A bf16 weight has 8 bits of mantissa: an update below 1/512 of it would vanish in
+# rounding, at each step, for good. Rounded up with the probability of what is cut off, it is kept in the mean.
+
+
+def apply(params: Any, updates: Any, key: jax.Array) -> Any:
+    """params + updates, each in its weight's dtype: bf16 by stochastic rounding, f32 as it is.
+
+    The draw is a function of the key and the element's place in the tree; how a mesh splits it changes nothing.
+    """
+    flat, tree = jax.tree.flatten(params)
+    seeds = jax.random.bits(key, (len(flat), 2), jnp.uint32)
+    return tree.unflatten([_add(*each) for each in zip(flat, tree.flatten_up_to(updates), seeds, strict=True)])
+
+
+def _add(param: jax.Array, update: jax.Array, seed: jax.Array) -> jax.Array:
+    total = param.astype(jnp.float32) + update.astype(jnp.float32)
+    return _round(total, seed) if param.dtype == jnp.bfloat16 else total.astype(param.dtype)
+
+
+def _round(x: jax.Array, seed: jax.Array) -> jax.Array:
+    """f32 -> bf16, unbiased: bf16 is the upper half of f32's bits, so a random lower half is added and cut off."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_noise(x.shape, seed) >> 16)
+    rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))  # a carry must not make a number of NaN
+
+
+def _noise(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
+    """Random u32s by hashing each element's index with two words of seed.
+
+    Not jax.random.bits: this fuses with the addition (no array of noise), and 300 weights compile at once where as
+    many threefry generators take minutes.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    for dim, size in enumerate(shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+    return _mix(_mix(index ^ seed[0]) + seed[1])
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Every bit of the result hangs on every bit of x (the constants are lowbias32's, found by search)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+# The learning rate of each step: a linear warmup, then the named curve.
+#
+# The k-th update (k from 1, so step k - 1) of a run of n, with w of warmup, gets lr * k / w until it is whole, and then
+# lr * share, where x goes from 0 at the curve's start (without a warmup, the first update) to 1 at the last update:
+#
+#     cosine    final + (1 - final) * (1 + cos(pi x)) / 2
+#     linear    final + (1 - final) * (1 - x)
+#     wsd       1, then final + (1 - final) * (1 - sqrt(x)) over the last `decay` of the run
+#     constant  1 (`final` is 1 by definition)
+#
+# The fall of wsd is 1 - sqrt: it ends lower than a linear one (Haegele et al. 2024, arXiv 2405.18392).
+
+
+def learning_rate(schedule: Schedule, lr: float, total_steps: int) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+    """step (from 0) -> the rate of that step's update, f32; past the end it stays where the run left it."""
+    warmup = schedule.warmup
+    if warmup > total_steps:
+        raise UserError(
+            f"warmup must end within the run: it is {warmup:,} steps and the run has {total_steps:,}; "
+            "lower schedule.warmup or train longer"
+        )
+    start = _curve_start(schedule, total_steps)
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        k = jnp.asarray(step, jnp.float32) + 1.0
+        x = jnp.clip((k - start) / max(total_steps - start, 1), 0.0, 1.0)
+        share = jnp.minimum(k / max(warmup, 1), 1.0) * _share(schedule, x)
+        return jnp.asarray(lr * share, jnp.float32)
+
+    return rate
+
+
+def _curve_start(schedule: Schedule, total_steps: int) -> int:
+    """Return the last update at the full rate: the end of the warmup (without one, the first update), or of wsd's
+    stable stretch."""
+    first = max(schedule.warmup, 1)
+    return first if schedule.name != "wsd" else max(first, total_steps - round(schedule.decay * total_steps))
+
+
+def _share(schedule: Schedule, x: jax.Array) -> jax.Array:
+    if schedule.name == "constant":
+        return jnp.ones_like(x)
+    fall = {"cosine": lambda x: (1.0 + jnp.cos(jnp.pi * x)) / 2, "linear": lambda x: 1.0 - x, "wsd": _one_minus_sqrt}
+    return schedule.final + (1.0 - schedule.final) * fall[schedule.name](x)
+
+
+def _one_minus_sqrt(x: jax.Array) -> jax.Array:
+    return 1.0 - jnp.sqrt(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform as machine
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +24,12 @@ from dovetail.core.types import Batch, Params
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.score import scored
+from dovetail.ops.dispatch import compile_options
 from dovetail.plan.derive import Derived, derive
-from dovetail.train.compiler import compiled, options_of
 from dovetail.train.objective import Objective, step_context
-from dovetail.train.optim import Rate, make_optimizer
+from dovetail.train.optim import Rate, learning_rate, make_optimizer
 from dovetail.train.rows import check_columns
-from dovetail.train.schedule import learning_rate
-from dovetail.train.state import TrainState, batch_form, init_state, state_form
+from dovetail.train.state import TrainState, abstract_batch, abstract_state, init_state
 from dovetail.train.step import Evaluate, Step, make_eval, make_step
 
 DOCUMENTS = (1, 15, 63, 255)  # with the padding at a row's end a power of two
@@ -53,11 +53,11 @@ class Ready:
 
     @cached_property
     def form(self) -> TrainState:
-        return state_form(self.specs, self.settings, self.optimizer, self.placement)
+        return abstract_state(self.specs, self.settings, self.optimizer, self.placement)
 
     @cached_property
-    def batch_form(self) -> Batch:
-        return batch_form(self.settings, self.objective.columns, self.placement)
+    def abstract_batch(self) -> Batch:
+        return abstract_batch(self.settings, self.objective.columns, self.placement)
 
     @cached_property
     def specs(self) -> Any:
@@ -72,7 +72,7 @@ class Ready:
         step = make_step(self.cfg, settings, self.objective, self.optimizer, self.rate, ctx)
         places = jax.tree.map(lambda leaf: leaf.sharding, self.form)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
-        batch = batch_form(settings, self.objective.columns, self.placement, entries)
+        batch = abstract_batch(settings, self.objective.columns, self.placement, entries)
         return jitted.trace(self.form, batch, *self._frozen_form).lower(lowering_platforms=(self.platform,))
 
     def compile(
@@ -113,7 +113,7 @@ class Ready:
         """Return (params, batch, the state's reference) -> (sums, what they are divided by), compiled."""
         fn = make_eval(self.cfg, self.objective, step_context(self.settings, self.placement, self.platform))
         frozen = self._frozen_form[0] if self._frozen_form else None
-        program = jax.jit(fn).lower(self.form.params, self.batch_form, frozen, self.form.reference).compile()
+        program = jax.jit(fn).lower(self.form.params, self.abstract_batch, frozen, self.form.reference).compile()
         return lambda params, batch, reference: program(params, batch, self.frozen, reference)
 
     @cached_property
@@ -133,7 +133,7 @@ class Ready:
 
     def rows_here(self) -> tuple[int, int]:
         """(which share of a batch's rows this process loads, of how many)."""
-        form: Any = self.batch_form.tokens
+        form: Any = self.abstract_batch.tokens
         places = form.sharding.addressable_devices_indices_map(form.shape).values()
         spans = [index[0].indices(form.shape[0])[:2] for index in places]
         first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
@@ -141,7 +141,7 @@ class Ready:
 
     def put(self, rows: Batch) -> Batch:
         """This process's rows (see rows_here) as its part of the batch of all."""
-        form = batch_form(self.settings, self.objective.columns, self.placement, self.entries_of(rows))
+        form = abstract_batch(self.settings, self.objective.columns, self.placement, self.entries_of(rows))
         check_columns(rows, form)
         if jax.process_count() == 1:
             return jax.tree.map(lambda x, f: jax.device_put(np.asarray(x, f.dtype), f.sharding), rows, form)
@@ -218,3 +218,51 @@ def least_share(rows: Sequence[Sequence[int]]) -> int | None:
         memory = min(size for at, size, _ in rows if at == host)
         shares.append((memory << 20) // sum(count for at, _, count in rows if at == host))
     return min(shares) or None
+
+
+# What XLA is told when it compiles a training step.
+
+
+# The sparse cores of these send while the others compute. Without them libtpu (0.0.42, 0.0.48) makes of each gather of
+# weights over a torus of three sides an all-reduce, twice the bytes, for which everything waits.
+SPARSE_CORES = ("v5p", "TPU7x")
+_BY_THEM = "xla_tpu_enable_sparse_core_collective_offload"
+BY_SPARSE_CORES: Mapping[str, Any] = {
+    f"{_BY_THEM}_all_gather": True,
+    f"{_BY_THEM}_2d_all_gather": True,
+    f"{_BY_THEM}_3d_all_gather": True,
+    f"{_BY_THEM}_all_reduce": True,
+    f"{_BY_THEM}_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    "xla_tpu_prefer_async_allgather_to_allreduce": True,
+}
+# Gradients that a loop over layers stacks are summed over devices where the loop ends, and not in every turn.
+SUMMED_BEHIND_LOOPS: Mapping[str, Any] = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes": 1 << 40}
+_UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
+
+
+def options_of(placement: Placement, platform: str, tokens: int) -> dict[str, Any]:
+    """For a step of so many tokens."""
+    given = dict(compile_options(platform, tokens) or {})
+    mesh = placement.mesh
+    if platform != "tpu" or mesh.size == 1:
+        return given
+    chip = chip_of(mesh.devices.flat[0])
+    if chip and chip.name in SPARSE_CORES:
+        given |= BY_SPARSE_CORES
+    if mesh.size == mesh.shape["data"]:  # cut weights would have to be whole behind the loop
+        given |= SUMMED_BEHIND_LOOPS
+    return given
+
+
+def compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+    """With those of the options that this compiler knows."""
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        unknown = _UNKNOWN.search(str(error))
+        if unknown is None or unknown[1] not in options:
+            raise
+        return compiled(lowered, {name: value for name, value in options.items() if name != unknown[1]})

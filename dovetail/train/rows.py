@@ -1,4 +1,4 @@
-"""The rows that a run trains on, by the number of their batch."""
+"""Define where the training loop gets its batches from."""
 
 from __future__ import annotations
 
@@ -9,82 +9,96 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from dovetail.core.errors import UserError
 from dovetail.core.types import Batch, Params
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.train.position import Position
 from dovetail.train.report.metrics import Passage
+from dovetail.train.state import Position
 
 
 class Rows(Protocol):
-    """Batches by their number (data.loader.Loader): this process's share of the rows (Ready.rows_here)."""
+    """Batches by number (data.loader.Loader), each with this process's share of the rows (Ready.rows_here)."""
 
-    def batch(self, step: int) -> Batch: ...
-    def iterate(self, start_step: int = 0) -> Iterator[Batch]: ...
-    def documents(self, step: int) -> int: ...
-    def notes(self, step: int) -> Mapping[str, float]: ...
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a number."""
+        ...
+
+    def iterate(self, start_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches from a number on."""
+        ...
+
+    def documents(self, step: int) -> int:
+        """Return the most documents that a row of the batch holds."""
+        ...
+
+    def notes(self, step: int) -> Mapping[str, float]:
+        """Return metrics of the batch itself: see BatchSource.notes."""
+        ...
 
 
 @runtime_checkable
-class Source(Protocol):
-    """Where the loop has its batches from: `Batches` of rows that are there, or rows that the weights of the moment
-    make (tune.rl)."""
+class BatchSource(Protocol):
+    """Batches for the loop: `Batches` of existing rows, or rows that the current weights generate (tune.rl)."""
 
     @property
     def ahead(self) -> int:
-        """Steps that may be dispatched before the first of them is looked at."""
+        """Steps that may be launched before the first of them is read."""
         ...
 
     @property
     def waits(self) -> bool:
-        """Whether the time that `get` takes is a wait for data; else it is the step's own."""
+        """Whether the time of `get` is a wait for data; otherwise it belongs to the step."""
         ...
 
     def get(self, at: Position) -> Batch:
-        """The batch of number `at.cursor`: this process's share of the rows."""
+        """Return batch number `at.cursor`: this process's share of the rows."""
         ...
 
     def documents(self, index: int) -> int:
-        """The most that a row of the batch holds."""
+        """Return the most documents that a row of the batch holds."""
         ...
 
     def settle(self) -> None:
-        """A boundary comes: nothing that a checkpoint must know of is under way when this returns."""
+        """Finish what a checkpoint must include: a boundary follows."""
         ...
 
     def notes(self, index: int) -> Mapping[str, float]:
-        """What to report of a batch beside its step's own metrics; `tokens`: how many it has, unless all of its rows
-        are full."""
+        """Return metrics of the batch itself; `tokens`: its number of tokens, if its rows are not all full."""
         ...
 
     def passage(self, index: int) -> Passage | None:
-        """What to show of a batch once its step is done, if anything."""
+        """Return text to show after the batch's step, if any."""
         ...
 
 
 class Sampled(NamedTuple):
-    lines: list[dict[str, Any]]  # a prompt and its answer each
-    measures: Mapping[str, float] = {}  # of all of them, where they were judged
+    """Answers to sample prompts."""
+
+    lines: list[dict[str, Any]]  # one prompt and its answer each
+    measures: Mapping[str, float] = {}  # metrics over all answers, if they were judged
 
 
-class Samples(Protocol):
-    """What the model answers to some prompts, every so many steps, for the report."""
+class SampleFn(Protocol):
+    """Generate the model's answers to some prompts, every `every` steps, for the report."""
 
     @property
-    def every(self) -> int: ...
+    def every(self) -> int:
+        """Steps between two calls."""
+        ...
+
     def __call__(self, params: Params, step: int) -> Sampled: ...
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What a run reads, opened."""
+    """The opened inputs of a run."""
 
-    rows: Rows | Source
+    rows: Rows | BatchSource
     held_out: Rows | None = None
-    tokenizer: Tokenizer | None = None  # what exports carry, so that their folders can be served
-    samples: Samples | None = None
-    inputs: Mapping[str, str] = field(default_factory=dict)  # fingerprints of what is read, by name: see train.inputs
+    tokenizer: Tokenizer | None = None  # written into exports, so that their folders can be served
+    samples: SampleFn | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)  # fingerprints by name: see train.saves
 
 
 class Batches:
-    """Rows read ahead: asked for anything but the next batch, it starts anew there."""
+    """Read rows ahead. Any other batch than the next one restarts the reading there."""
 
     ahead, waits = 2, True
 
@@ -92,6 +106,7 @@ class Batches:
         self._rows, self._next, self._found = rows, -1, None
 
     def get(self, at: Position) -> Batch:
+        """Return batch number `at.cursor`."""
         index = at.cursor
         if index != self._next or self._found is None:
             if self._found is not None:
@@ -101,36 +116,48 @@ class Batches:
         return next(self._found)
 
     def documents(self, index: int) -> int:
+        """Return the most documents that a row of the batch holds."""
         return self._rows.documents(index)
 
     def settle(self) -> None:
-        pass
+        """Do nothing: reading ahead is not part of a checkpoint."""
 
     def notes(self, index: int) -> Mapping[str, float]:
+        """Return metrics of the batch itself."""
         return self._rows.notes(index)
 
     def passage(self, index: int) -> Passage | None:
+        """Return None: there is nothing to show."""
         return None
 
 
-def check_columns(rows: Batch, form: Batch) -> None:
-    """Refuse rows without a column that the objective declares, or with one that it does not; `form` is the batch that
-    the step is compiled for."""
-    declared, brought = set(form.columns), set(rows.columns)
-    for name in sorted(declared - brought):
+def check_columns(rows: Batch, declared: Batch) -> None:
+    """Refuse rows whose columns differ from those that the objective declares.
+
+    Args:
+        rows: The rows of this process.
+        declared: The abstract batch that the step is compiled for.
+
+    Raises:
+        UserError: A column is missing, not declared, or has another shape; `param` is its name.
+    """
+    wanted, given = set(declared.columns), set(rows.columns)
+    for name in sorted(wanted - given):
         raise UserError(
-            f"the objective declares the column {name!r} and the rows do not have it: they bring {_list(brought)}; "
-            "put it into each batch's `columns`"
+            f"the objective declares the column {name!r} and the rows do not have it: they have {_list(given)}; add it "
+            "to each batch's `columns`",
+            param=name,
         )
-    for name in sorted(brought - declared):
+    for name in sorted(given - wanted):
         raise UserError(
-            f"the rows bring the column {name!r} and the objective does not declare it: it declares {_list(declared)}; "
-            "declare it (Objective.columns), or leave it out of the rows"
+            f"the rows have the column {name!r} and the objective does not declare it: it declares {_list(wanted)}; "
+            "declare it (Objective.columns), or remove it from the rows",
+            param=name,
         )
     for name, column in rows.columns.items():
-        wanted = (rows.tokens.shape[0], *form.columns[name].shape[1:])
-        if column.shape != wanted:
-            raise UserError(f"the column {name!r} must have the shape {wanted}, as declared; got {column.shape}")
+        shape = (rows.tokens.shape[0], *declared.columns[name].shape[1:])
+        if column.shape != shape:
+            raise UserError(f"the column {name!r} must have the declared shape {shape}, got {column.shape}", param=name)
 
 
 def _list(names: set[str]) -> str:

@@ -1,10 +1,8 @@
-"""A run on rows that are open: from its newest checkpoint, or new weights, to its report."""
+"""Run the steps of a prepared training on opened rows, from the newest checkpoint or new weights to the report."""
 
 from __future__ import annotations
 
 import platform as machine
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,81 +10,76 @@ from typing import Any
 import jax
 
 from dovetail.core.chips import chip_of
+from dovetail.core.errors import UserError
 from dovetail.core.files import write_atomic
 from dovetail.core.recipe import dump
+from dovetail.core.reporter import Reporter
 from dovetail.io.checkpoint import Checkpoints
-from dovetail.io.tokenizer import Tokenizer
+from dovetail.plan.calibration import fractions
 from dovetail.plan.flops import train_flops_per_token
+from dovetail.plan.prediction import Prediction, chip_here, predict_training
 from dovetail.train.boundary import Boundary
 from dovetail.train.guard import health
 from dovetail.train.guard.doctor import Doctor
 from dovetail.train.guard.exits import PREEMPTED
 from dovetail.train.guard.stop import Stop
-from dovetail.train.guard.watchdog import Watchdog
+from dovetail.train.guard.watch import Peers, Watchdog
 from dovetail.train.loop import Loop
-from dovetail.train.position import Position
-from dovetail.train.predict import predict
 from dovetail.train.prepare import Ready
-from dovetail.train.recorded import recipe_text
-from dovetail.train.report import page, predicted
+from dovetail.train.report import page
 from dovetail.train.report.goodput import Goodput
-from dovetail.train.report.metrics import Remarks, RunMetrics, Work
-from dovetail.train.report.waiting import waiting_alone
-from dovetail.train.rows import Batches, Rows, Samples, Source
-from dovetail.train.saves import Saves
+from dovetail.train.report.metrics import Predicted, RunMetrics, Work, save_prediction
+from dovetail.train.rows import Batches, BatchSource, Opened
+from dovetail.train.saves import Saves, recipe_text
+from dovetail.train.state import Position
 
 IN_GOOD_ORDER = (0, PREEMPTED, 130)  # exit codes of runs whose last state is saved
 
 
 @dataclass(frozen=True)
-class Ran:
-    code: int  # of train.guard.exits, 0 or 130
+class RunResult:
+    """How a run ended."""
+
+    code: int  # 0, 130, or one of train.guard.exits
     at: Position  # where it ended
-    began: int  # the step after which it began: 0 of a new run
+    began: int  # the step that it continued after; 0: a new run
     checkpoints: Checkpoints
     goodput: Goodput
-    remarks: list[str]  # made before the first step
 
 
 def run(
     ready: Ready,
     folder: Path,
-    rows: Rows | Source,
-    held_out: Rows | None = None,
-    tokenizer: Tokenizer | None = None,
-    samples: Samples | None = None,
+    opened: Opened,
     *,
-    inputs: Mapping[str, str] = {},
     goodput: Goodput | None = None,
-    show: bool = True,
+    reporter: Reporter | None = None,
     stop: Stop | None = None,
-    on_hang: Callable[[str], object] | None = None,
-) -> Ran:
-    """Train until the end, a signal or a fault. `tokenizer` is what exports carry; for `samples` and `inputs` see
-    train.rows.Opened."""
+    peers: Peers | None = None,
+) -> RunResult:
+    """Train until the end, a signal or a fault."""
     settings, first = ready.settings, jax.process_index() == 0
-    goodput, stop, remarks = goodput or Goodput(), stop or Stop(), Remarks()
+    goodput, stop, reporter = goodput or Goodput(), stop or Stop(), reporter or Reporter(show=first)
     folder.mkdir(parents=True, exist_ok=True)
-    with Saves(ready, folder, goodput, remarks, inputs) as saves, stop:
-        with waiting_alone("reading the weights") if show and first else nullcontext():
+    with Saves(ready, folder, goodput, reporter, opened.inputs) as saves, stop:
+        with reporter.waiting("reading the weights"):
             at = saves.open()
         began = at.step
         if first:
             write_atomic(folder / "recipe.yaml", recipe_text(settings))
-        expected = _expected(ready, folder, remarks) if first else None
+        expected = _expected(ready, folder, reporter) if first else None
         with (
             RunMetrics(
                 folder, steps=settings.total_steps, step=at.step, work=_work(ready), goodput=goodput,
-                predicted=expected, first=first, show=show, report_to=settings.report_to, config=dump(settings),
+                predicted=expected, first=first, reporter=reporter, report_to=settings.report_to, config=dump(settings),
             ) as metrics,
-            Watchdog(settings.health.hang_seconds, folder, on_hang) as watchdog,
+            Watchdog(settings.health.hang_seconds, folder, peers) as watchdog,
         ):  # fmt: skip
-            remarks.show_with(metrics.remark)
-            boundary = Boundary(ready, folder, saves, metrics, goodput, held_out, tokenizer, samples)
-            source = rows if isinstance(rows, Source) else Batches(rows)
+            boundary = Boundary(ready, folder, opened, saves, metrics, goodput, reporter)
+            source = opened.rows if isinstance(opened.rows, BatchSource) else Batches(opened.rows)
             loop = Loop(
                 ready, source, at, saves=saves, boundary=boundary, doctor=_doctor(ready, folder),
-                metrics=metrics, goodput=goodput, watchdog=watchdog, stop=stop,
+                metrics=metrics, goodput=goodput, reporter=reporter, watchdog=watchdog, stop=stop,
             )  # fmt: skip
             code, at = loop.run(), loop.at
             if code in IN_GOOD_ORDER and at.step:
@@ -99,23 +92,35 @@ def run(
         if first and at.step and code in IN_GOOD_ORDER:
             page.write(folder)
         saves.refuse_lost(at.step)
-    return Ran(code, at, began, saves.checkpoints, goodput, remarks.early)
+    return RunResult(code, at, began, saves.checkpoints, goodput)
 
 
-def _expected(ready: Ready, folder: Path, remarks: Remarks) -> predicted.Predicted | None:
-    """What a step should take, said before the first one and kept beside what is measured."""
+def predict(ready: Ready) -> Prediction | str:
+    """Return the predicted time of a step on this process's devices, or a sentence that says why there is none."""
+    device = ready.placement.mesh.devices.flat[0]
+    chip = chip_here(device)
+    if chip is None:
+        return f"no prediction: {device.device_kind} is not in the table of chips"
+    try:
+        return predict_training(ready.cfg, ready.derived, chip, fractions(chip.name), ready.settings.mesh.slices)
+    except (UserError, ArithmeticError, LookupError) as error:  # a missing prediction must not stop a run
+        return f"no prediction: {error!r}"
+
+
+def _expected(ready: Ready, folder: Path, reporter: Reporter) -> Predicted | None:
+    """Report the predicted step time, and save it for comparison with the measured time."""
     found = predict(ready)
     if isinstance(found, str):
-        remarks(found)
+        reporter.note(found)
         return None
-    remarks(found.says)
-    predicted.save(folder, found)
-    return predicted.Predicted(found)
+    reporter.note(found.says)
+    save_prediction(folder, found)
+    return Predicted(found)
 
 
 def _doctor(ready: Ready, folder: Path) -> Doctor:
     owners = {d.id: (d.process_index, _host_of(d)) for d in jax.devices()}
-    layout = jax.tree.map(lambda leaf: leaf.sharding.spec, ready.form.params)
+    layout = jax.tree.map(lambda leaf: leaf.sharding.spec, ready.abstract_state.params)
     return Doctor(
         ready.settings.health, folder, process=jax.process_index(), owners=owners,
         replicas=health.replicas(ready.placement.mesh, layout), exact=ready.platform == "cpu",

@@ -13,7 +13,7 @@ from dovetail.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Loss:
+class PretrainLoss:
     """The weights of what is added to the cross entropy."""
 
     z: float = 0.0  # keeps the logits' normaliser near 1
@@ -28,7 +28,7 @@ class Loss:
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Training):
     data: Data
-    loss: Loss = Loss()
+    loss: PretrainLoss = PretrainLoss()
     mesh: Mesh = DERIVED
 
     def __post_init__(self) -> None:

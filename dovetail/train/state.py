@@ -32,7 +32,7 @@ class TrainState:
     reference: Params | None = None  # f32: see core.training.Training.kept_reference
 
 
-def state_form(
+def abstract_state(
     specs: Any, settings: Training, optimizer: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
     """The state as shapes with shardings: what a checkpoint is restored into, and a step compiled for. `specs` are of
@@ -67,7 +67,7 @@ def init_state(
 ) -> TrainState:
     """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place), to
     which an objective may add some of its own (layers of multi-token prediction)."""
-    form = state_form(specs, settings, optimizer, placement)
+    form = abstract_state(specs, settings, optimizer, placement)
     places = jax.tree.map(lambda leaf: leaf.sharding, form)
     given = params or {}
     missing = {name: part for name, part in specs.items() if name not in given}
@@ -88,7 +88,7 @@ def _as_f32(params: Params) -> Params:
     return jax.tree.map(lambda x: x.astype(jnp.float32) + 0.0, params)
 
 
-def batch_form(settings: Training, columns: Mapping[str, Column], placement: Placement, entries: int = 1) -> Batch:
+def abstract_batch(settings: Training, columns: Mapping[str, Column], placement: Placement, entries: int = 1) -> Batch:
     """A step's batch as shapes with shardings; `columns` are those that its objective declares, and `entries` those
     that the tables among them have."""
     shape = (settings.batch, settings.length)
@@ -107,3 +107,14 @@ def _column_form(column: Column, shape: tuple[int, int], placement: Placement, e
     if column.table:
         axes, own = ("batch", None, None), (shape[0], entries, column.width)
     return jax.ShapeDtypeStruct(own, jnp.dtype(column.dtype), sharding=placement.sharding(axes, own))
+
+
+# Where a run stands: its state after some update, and the batch that comes next.
+
+
+@dataclass
+class Position:
+    state: TrainState
+    step: int = 0  # the last update
+    cursor: int = 0  # the number of the next batch
+    saved: int | None = None  # the cursor of the last good checkpoint

@@ -23,10 +23,8 @@ from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
 from dovetail.train.guard import health
-from dovetail.train.objective import Loads, Metrics, Objective, StepContext
-from dovetail.train.optim import Rate, clip, ema_update, global_norm
-from dovetail.train.rounding import apply
-from dovetail.train.routers import router_metrics
+from dovetail.train.objective import Loads, Metrics, Objective, StepContext, router_metrics
+from dovetail.train.optim import Rate, apply, clip, ema_update, global_norm
 from dovetail.train.state import TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # and, where an objective has some, frozen weights

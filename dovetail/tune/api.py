@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import FileError
+from dovetail.core.reporter import Progress
 from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hf import read_params
-from dovetail.io.hub import Progress, resolve
+from dovetail.io.hub import resolve
 from dovetail.io.load import open_checkpoint, save, stored_dtype
 from dovetail.io.peft import read_adapter
 from dovetail.models.lora import merge as merged

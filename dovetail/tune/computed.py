@@ -112,7 +112,7 @@ def _compute(wanted: Computed, adapters: Params | None, rows: ExampleLoader, set
 
 
 def _put(batch: Batch, ready: Ready) -> Batch:
-    form = ready.batch_form
+    form = ready.abstract_batch
     usual = {name: getattr(batch, name) for name in ("tokens", "targets", "positions", "segment_ids", "loss_mask")}
     put = {n: jax.device_put(np.asarray(x, (f := getattr(form, n)).dtype), f.sharding) for n, x in usual.items()}
     return Batch(**put)

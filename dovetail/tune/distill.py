@@ -26,9 +26,17 @@ from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import spec
 from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence
-from dovetail.train.export import export as export_model
-from dovetail.train.objective import Frozen, Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states
-from dovetail.train.routers import loads_of
+from dovetail.train.objective import (
+    Frozen,
+    Measured,
+    Metrics,
+    Objective,
+    StepContext,
+    cross_entropy,
+    hidden_states,
+    loads_of,
+)
+from dovetail.train.objective import export as export_model
 from dovetail.tune.features import attention_map, map_divergence, places, projections, states_after, unlikeness
 from dovetail.tune.policy import Model, Policy, frozen_model, head_of, policy_of, unembed_of
 from dovetail.tune.sections import Distillation, check_teacher
@@ -200,8 +208,8 @@ def _both(base: Frozen | None, teacher: Frozen | None, teacher_cfg: ModelConfig)
     """The student's base and the teacher, by name."""
 
     def form(cfg: ModelConfig, placement: Placement) -> Any:
-        own = {"base": base.form(cfg, placement)} if base else {}
-        return own | ({"teacher": teacher.form(teacher_cfg, placement)} if teacher else {})
+        own = {"base": base.abstract(cfg, placement)} if base else {}
+        return own | ({"teacher": teacher.abstract(teacher_cfg, placement)} if teacher else {})
 
     def load(cfg: ModelConfig, placement: Placement) -> Any:
         own = {"base": base.load(cfg, placement)} if base else {}

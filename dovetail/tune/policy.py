@@ -31,8 +31,7 @@ from dovetail.models.frozen import abstract_frozen, pack
 from dovetail.models.lora import Lora, attach, input_dims, lora_spec, outer_names, saved_names
 from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
-from dovetail.train.export import export, whole
-from dovetail.train.objective import Frozen, StepContext
+from dovetail.train.objective import Frozen, StepContext, export, whole
 from dovetail.tune.settings import Tuning
 
 Model = Callable[[Params, StepContext], Params]  # (trained weights, step context) -> the model's weights
@@ -111,15 +110,15 @@ def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambd
     assert lora is not None
     if settings.from_adapter:
         given = _read_adapter(settings.from_adapter, ready.cfg, lora)
-        form = {name: ready.form.params[name] for name in given}
+        form = {name: ready.abstract_state.params[name] for name in given}
         return jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, form)
     saved = saved_names(ready.cfg, lora)
     adapters = {name: ready.specs[name] for name in lora_spec(ready.cfg, lora) if name not in saved}
-    places = {name: jax.tree.map(lambda leaf: leaf.sharding, ready.form.params[name]) for name in adapters}
+    places = {name: jax.tree.map(lambda leaf: leaf.sharding, ready.abstract_state.params[name]) for name in adapters}
     new = init(adapters, jax.random.key(settings.seed), dtype, shardings=places)
     adapted = _projections(ready, base(ready)) if lora.use_dora else []
     norms = {path: row_norms(w if hasattr(w, "ndim") else w.dense(), dims) for path, w, dims in adapted}
-    whole = {name: _copied(base(ready)[name], ready.form.params[name]) for name in saved}
+    whole = {name: _copied(base(ready)[name], ready.abstract_state.params[name]) for name in saved}
 
     def one(path: tuple, x: jax.Array) -> jax.Array:
         *above, last = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]

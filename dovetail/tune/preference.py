@@ -24,8 +24,7 @@ from dovetail.core.types import Batch, Column, Params
 from dovetail.models.config import ModelConfig
 from dovetail.ops.moe import RouterStats
 from dovetail.ops.token_loss import TokenScores, token_scores
-from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
-from dovetail.train.routers import loads_of
+from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.tune import preference_losses as losses
 from dovetail.tune.policy import Model, frozen_model, head_of, kept_model, policy_of, unembed_of
 from dovetail.tune.preference_losses import Judged

@@ -25,9 +25,8 @@ from dovetail.io.load import open_checkpoint
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import score
 from dovetail.models.spec import spec
-from dovetail.train.objective import Frozen, Loads, Measured, Metrics, Objective, StepContext, hidden_states
+from dovetail.train.objective import Frozen, Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.train.prepare import Ready
-from dovetail.train.routers import loads_of
 from dovetail.tune.policy import Model, Policy, policy_of
 from dovetail.tune.preference_losses import bradley_terry
 from dovetail.tune.sections import RewardLoss
@@ -110,7 +109,7 @@ def _without_head(base: Frozen, settings: Reward) -> Frozen:
     def load(cfg: ModelConfig, placement: Any) -> Params:
         return _trunk(base.load(open_checkpoint(resolve(settings.weights))[1], placement))
 
-    return Frozen(lambda cfg, placement: _trunk(base.form(cfg, placement)), load)
+    return Frozen(lambda cfg, placement: _trunk(base.abstract(cfg, placement)), load)
 
 
 def _trunk(params: Params) -> Params:
@@ -129,5 +128,5 @@ def _initial(ready: Ready, settings: Reward, policy: Policy) -> Params:
     given = policy.initial(ready) if policy.initial else {}
     if not cfg.scored:
         return given
-    form: Any = ready.form.params["score"]
+    form: Any = ready.abstract_state.params["score"]
     return {"score": jax.device_put(np.asarray(source.read("score.weight"), form.dtype), form.sharding), **given}

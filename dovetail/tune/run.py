@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -22,12 +21,13 @@ from dovetail.core import recipe as recipes
 from dovetail.core.compute import compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.files import write_atomic
+from dovetail.core.reporter import Reporter
 from dovetail.core.types import Params
 from dovetail.data.example_encoder import template_source
 from dovetail.data.example_rows import ExampleLoader, open_examples
 from dovetail.data.example_store import ExampleStats
 from dovetail.io.adapter_folder import adapter_tokenizer
-from dovetail.io.hub import Progress, resolve
+from dovetail.io.hub import resolve
 from dovetail.io.load import open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.greedy import greedy
@@ -43,7 +43,6 @@ from dovetail.tune.settings import Tuning
 
 S = TypeVar("S", bound=Tuning)
 BAD = "bad_records.txt"
-Bar = Callable[[], AbstractContextManager[Progress]]
 
 
 def tune(
@@ -54,11 +53,11 @@ def tune(
     run_dir: str | Path,
     *,
     overrides: Mapping[str, Any],
-    **how: Any,
+    show: bool = True,
 ) -> Ended:
-    """For `how` see tune_settings."""
+    """Train from a program's arguments: see dovetail.tune.api."""
     settings, records, folder = given_settings(cls, recipe, data, run_dir, overrides)
-    return tune_settings(settings, folder, objective, records=records, **how)
+    return tune_settings(settings, folder, objective, records=records, reporter=Reporter(show))
 
 
 def given_settings(
@@ -83,15 +82,14 @@ def tune_settings(
     objective: Callable[[S], Objective],
     *,
     records: list[Any] | None = None,
-    bar: Bar | None = None,
-    told: Callable[[str], object] = lambda line: None,
+    reporter: Reporter | None = None,
     **how: Any,
 ) -> Ended:
-    """`bar` shows the progress of reading the data, and `told` is given what became of it, in the first process; for
-    `how`, see train.launch."""
-    data = _Data(records, bar)
-    open_rows = partial(_open_rows, folder=folder, data=data, told=told)
-    return launch(settings, folder, objective, open_rows, settle=data.settle, **how)
+    """Run the settings in `folder`. `records`: a program's own; for `how` see train.launch."""
+    reporter = reporter or Reporter()
+    data = _Data(records, reporter)
+    open_rows = partial(_open_rows, folder=folder, data=data, reporter=reporter)
+    return launch(settings, folder, objective, open_rows, settle=data.settle, reporter=reporter, **how)
 
 
 def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
@@ -110,8 +108,8 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
 class _Data:
     """A run's examples, read once before its plan: they decide how long rows are and how many steps an epoch has."""
 
-    def __init__(self, records: list[Any] | None, bar: Bar | None):
-        self._records, self._bar, self._read = records, bar, None
+    def __init__(self, records: list[Any] | None, reporter: Reporter):
+        self._records, self._reporter, self._read = records, reporter, None
 
     def settle(self, settings: S) -> S:
         rows = self.read(settings)[0]
@@ -123,7 +121,7 @@ class _Data:
     def read(self, settings: Tuning) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
         """The rows of all processes, those held out, and what became of the records."""
         if self._read is None:
-            with self._bar() if self._bar and jax.process_index() == 0 else nullcontext() as progress:
+            with self._reporter.progress() as progress:
                 self._read = open_examples(
                     settings.data, settings.length, settings.batch, tokenizer_of(settings), settings.examples,
                     columns=settings.columns, records=self._records, progress=progress, packing=settings.packing,
@@ -132,7 +130,7 @@ class _Data:
         return self._read
 
 
-def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, told: Callable[[str], object]) -> Opened:
+def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, reporter: Reporter) -> Opened:
     tokenizer = tokenizer_of(settings)
     whole, apart, stats = data.read(settings)
     rows, held_out = (each and each.of_host(*ready.rows_here()) for each in (whole, apart))
@@ -143,20 +141,20 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, tol
             "not belong together; name the model's own folder"
         )
     if jax.process_index() == 0:
-        told(f"{stats}\n{_pass(settings, whole)}")
+        reporter.line(f"{stats}\n{_pass(settings, whole)}")
         if stats.bad:
-            _list_bad(stats.bad, folder / BAD, told)
+            _list_bad(stats.bad, folder / BAD, reporter)
     if (wanted := computed_for(settings, ready)) is not None:
         rows, held_out = with_columns(wanted, rows, held_out, settings, ready, folder)
     samples = PromptSampler.of(settings, ready, tokenizer)
     return Opened(rows, held_out, tokenizer, samples, inputs=rows.fingerprints)
 
 
-def _list_bad(bad: Sequence[str], path: Path, told: Callable[[str], object]) -> None:
-    """Write what was left out into a file, and tell the first few."""
+def _list_bad(bad: Sequence[str], path: Path, reporter: Reporter) -> None:
+    """Write the rejected records into a file, and report the first few."""
     write_atomic(path, "".join(f"{line}\n" for line in bad))
     shown = "".join(f"\n  {line}" for line in bad[:5])
-    told(f"left out{shown}\n  all {len(bad):,} are listed in {path}")
+    reporter.line(f"left out{shown}\n  all {len(bad):,} are listed in {path}")
 
 
 def _pass(settings: Tuning, rows: ExampleLoader) -> str:

@@ -8,8 +8,7 @@ import jax
 
 from dovetail.core.types import Batch, Params
 from dovetail.models.config import ModelConfig
-from dovetail.train.objective import Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states
-from dovetail.train.routers import loads_of
+from dovetail.train.objective import Measured, Metrics, Objective, StepContext, cross_entropy, hidden_states, loads_of
 from dovetail.tune.policy import Policy, policy_of
 from dovetail.tune.settings import Sft
 

@@ -13,9 +13,9 @@ from dovetail.cli import errors
 from dovetail.cli.info import info
 from dovetail.cli.main import app
 from dovetail.cli.models import parse_bytes
-from dovetail.cli.progress import bar
 from dovetail.cli.tour import _pretrain as train_on_the_way
 from dovetail.cli.tour import tour
+from dovetail.core.reporter import bar
 
 pytestmark = pytest.mark.slow
 

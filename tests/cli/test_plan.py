@@ -16,7 +16,7 @@ from dovetail.io import hub
 from dovetail.io.outline import servable
 from dovetail.models.registry import shipped_models, shipped_shapes
 from dovetail.plan.prediction import Prediction
-from dovetail.train.report import predicted
+from dovetail.train.report.metrics import save_prediction
 
 GEMMA = ("serve", "gemma3-27b", "--on", "v6e-8", "--in", "2048", "--out", "512", "--concurrency", "64")
 
@@ -180,13 +180,13 @@ def test_a_run_calibrates_later_plans(home, tmp_path):
     fake_run(folder)
     with pytest.raises(ValueError, match=r"must have a prediction\.json"):
         run("--calibrate", str(folder))
-    predicted.save(folder, Prediction("H200", 1, products=0.44, memory=0.1, links=0.0, best=0.44, worst=1.2))
+    save_prediction(folder, Prediction("H200", 1, products=0.44, memory=0.1, links=0.0, best=0.44, worst=1.2))
     said = run("--calibrate", str(folder))
     assert "a step takes 800 ms on 1 x H200, bound by products" in said and "55% of peak in products" in said
     assert (home / "calibration.json").is_file() and "/first" in said
     reads = Prediction("H200", 1, products=0.1, memory=0.6, links=0.0, best=0.6, worst=1.2)
     fake_run(tmp_path / "second")
-    predicted.save(tmp_path / "second", reads)
+    save_prediction(tmp_path / "second", reads)
     run("--calibrate", str(tmp_path / "second"))
     said = run("serve", "llama3-8b", "--on", "h200x1")
     assert "and 1 more: 55% of peak in products, 75% of peak in memory" in said
@@ -197,7 +197,7 @@ def test_a_run_calibrates_later_plans(home, tmp_path):
 
 def test_too_short_a_run_teaches_nothing(home, tmp_path):
     fake_run(tmp_path / "short", steps=2)
-    predicted.save(tmp_path / "short", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
+    save_prediction(tmp_path / "short", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
     with pytest.raises(ValueError, match="must have at least 4 reports"):
         run("--calibrate", str(tmp_path / "short"))
 
@@ -206,7 +206,7 @@ def test_a_run_that_learns_from_its_answers_teaches_nothing(home, tmp_path):
     fake_run(tmp_path / "rl")
     file = tmp_path / "rl" / "metrics.jsonl"
     file.write_text(file.read_text().replace('"tokens"', '"rollout_seconds": 0.2, "tokens"'))
-    predicted.save(tmp_path / "rl", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
+    save_prediction(tmp_path / "rl", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
     with pytest.raises(ValueError, match="use a run of pretraining"):
         run("--calibrate", str(tmp_path / "rl"))
 

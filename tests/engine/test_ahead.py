@@ -8,10 +8,10 @@ import pytest
 from engine.engines import OPTIONS, make_llm
 
 from dovetail.engine.ahead import ahead
-from dovetail.engine.device.memory import bytes_beside
 from dovetail.engine.options import EngineOptions
-from dovetail.plan.counted import count
+from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
+from dovetail.plan.serve_memory import bytes_beside
 
 GIB = 2**30
 

@@ -15,14 +15,15 @@ from reference_models import reference
 from dovetail.core.compute import COMPUTES, compute_of
 from dovetail.core.errors import UserError
 from dovetail.core.option import options_of
+from dovetail.core.spec import held_bytes
 from dovetail.core.types import Packed
-from dovetail.engine.device.memory import SLACK, held_bytes, num_pages, pool_bytes
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import DTYPES, EngineOptions
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.io.load import load
 from dovetail.models.decoder import forward
+from dovetail.plan.serve_memory import SLACK, num_pages, pool_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,11 @@ from data.conftest import small_tokenizer
 from engine.engines import GREEDY, make_llm, tokens_of
 from reference_models import reference
 
-from dovetail.engine.device import memory, programs
-from dovetail.engine.device.memory import coarse_pages, held_bytes
+from dovetail.core.spec import held_bytes
+from dovetail.engine.device import programs
 from dovetail.engine.options import EngineOptions
+from dovetail.plan import serve_memory
+from dovetail.plan.serve_memory import coarse_pages
 from dovetail.serve.remote.wire import EngineInfo, StartEngine
 
 pytestmark = pytest.mark.slow
@@ -60,7 +62,7 @@ def test_a_second_start_compiles_nothing_though_other_memory_is_available(empty_
     page_bytes = held_bytes(make_llm("llama3.1", kv_cache_memory_bytes=2**18).runner.programs.pages(1))
     pages, answers = [], []
     for free in (64.5, 63.5, 80, 95):  # pages' worth: around a step of the coarse sizes, and up to the next but one
-        monkeypatch.setattr(memory, "available_memory", lambda free=free: int(free * page_bytes / 0.2))
+        monkeypatch.setattr(serve_memory, "available_memory", lambda free=free: int(free * page_bytes / 0.2))
         llm = make_llm("llama3.1", max_decode_steps=1)
         answers.append(tokens_of(llm.generate(PROMPTS, GREEDY, progress=False)))
         pages.append(llm.engine.scheduler.config.num_pages)

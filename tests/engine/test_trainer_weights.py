@@ -20,12 +20,10 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.models.decoder import forward, unembed
 from dovetail.models.registry import parse_config
-from dovetail.train.export import export
 from dovetail.train.next_token import next_token
-from dovetail.train.objective import step_context
-from dovetail.train.optim import make_optimizer
-from dovetail.train.schedule import learning_rate
-from dovetail.train.settings import Loss
+from dovetail.train.objective import export, step_context
+from dovetail.train.optim import learning_rate, make_optimizer
+from dovetail.train.settings import PretrainLoss
 from dovetail.train.state import init_state
 from dovetail.train.step import make_step
 
@@ -44,13 +42,13 @@ PROMPTS = [SHARED + RNG.integers(1, 96, 12).tolist() for _ in range(2)]
 # as small as may be: a local layer and a global one; a dense layer and one of experts
 FEW = {"local": dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])}
 FEW["latent"] = dict(num_hidden_layers=2)
-LOSS = {"latent": Loss(mtp=0.3, router_bias_rate=1e-3), "moe": Loss(router_aux=1e-2)}
+LOSS = {"latent": PretrainLoss(mtp=0.3, router_bias_rate=1e-3), "moe": PretrainLoss(router_aux=1e-2)}
 
 
 def trainer(name: str):
     """(config, a state, a step that donates it) on one device."""
     cfg = parse_config(CONFIGS[name] | FEW.get(name, {}) | {"initializer_range": 0.2})
-    settings = recipe(loss=LOSS.get(name, Loss()), optimizer=Optimizer(lr=1e-2))
+    settings = recipe(loss=LOSS.get(name, PretrainLoss()), optimizer=Optimizer(lr=1e-2))
     objective = next_token(settings)
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
     optimizer = make_optimizer(settings.optimizer, rate, objective.specs(cfg))

@@ -13,6 +13,7 @@ from train.runs import model_folder
 from xla_flags import flags
 
 from dovetail.core.recipe import load
+from dovetail.core.reporter import Reporter
 from dovetail.jobs import actions
 from dovetail.jobs.spec import make
 from dovetail.train.next_token import next_token
@@ -36,7 +37,7 @@ def straight(overrides: tuple[str, ...], folder: Path) -> dict[int, float]:
     settings = load("tiny", overrides, Pretrain)
     ready = prepare(settings, next_token(settings), jax.devices()[:2])
     opened = _open_rows(settings, ready, None)
-    assert run(ready, folder, opened.rows, opened.held_out, opened.tokenizer, opened.samples, show=False).code == 0
+    assert run(ready, folder, opened, reporter=Reporter(show=False)).code == 0
     return losses(folder)
 
 

@@ -9,10 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dovetail.core.chips import CHIPS
-from dovetail.plan.collectives import Traffic, collectives, traffic
-from dovetail.plan.groups import groups_of
+from dovetail.plan.collectives import Traffic, collectives, groups_of, traffic
+from dovetail.plan.compiled import predict
 from dovetail.plan.hlo import copies_of, kernels, read
-from dovetail.plan.roofline import predict
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 FAR = ((0, 4), (1, 5), (2, 6), (3, 7))

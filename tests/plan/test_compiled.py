@@ -6,11 +6,11 @@ import pytest
 
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
-from dovetail.plan.counted import count
+from dovetail.plan.compiled import count
 from dovetail.plan.exchange import exchanges
 from dovetail.plan.links import one_domain
-from dovetail.plan.memory import memory
-from dovetail.plan.plans import Plan
+from dovetail.plan.plans import MeshPlan
+from dovetail.plan.train_memory import memory
 from dovetail.train import prepare
 from dovetail.train.next_token import next_token
 from dovetail.train.settings import Pretrain
@@ -37,7 +37,7 @@ def _compile(name: str, overrides: tuple[str, ...]) -> SimpleNamespace:
     mesh, filled = ready.placement.mesh, ready.settings
     counted = count(ready.lower(None).compile(), dict(mesh.shape), list(mesh.devices.flat))
     predicted = memory(ready.cfg, filled, ready.derived.axes, filled.remat, filled.per_device, on_host=True)
-    plan = Plan(filled.mesh, bool(filled.scan), filled.remat, filled.per_device, filled.accumulate, predicted)
+    plan = MeshPlan(filled.mesh, bool(filled.scan), filled.remat, filled.per_device, filled.accumulate, predicted)
     sent = exchanges(ready.cfg, filled, plan, one_domain(CHIPS["H100"], ready.derived.axes))
     return SimpleNamespace(counted=counted, memory=predicted, sent=sent)
 

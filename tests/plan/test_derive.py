@@ -9,14 +9,16 @@ import pytest
 
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS, GIB
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.spec import abstract
 from dovetail.core.training import REMATS, Mesh
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
-from dovetail.plan.derive import derive, smallest
-from dovetail.plan.memory import memory
+from dovetail.plan.derive import derive
 from dovetail.plan.plans import layers_folded
+from dovetail.plan.refusal import smallest
+from dovetail.plan.train_memory import memory
 from dovetail.train import prepare
 from dovetail.train.next_token import next_token
 from dovetail.train.optim import make_optimizer
@@ -173,14 +175,14 @@ def test_an_unknown_device_is_planned_by_what_its_driver_allows():
         ("llama3-8b", ["mesh.expert=2"], "H200", 8, "mesh.expert=2 must divide the model's experts; it has no experts"),
         ("llama3-8b", ["mesh.fsdp=3"], "H200", 3, "must divide the model dim, 4096"),
         ("llama3-8b", ["mesh.context=3"], "H200", 3, "mesh.context=3 must divide length"),
-        ("llama3-8b", ["length=16384"], "H200", 8, "length is 16384 and the model has 8192 positions"),
+        ("llama3-8b", ["length=16384"], "H200", 8, "`length` must be at most the model's 8192 positions, got 16384"),
         ("llama3-8b", ["loss.router_aux=0.1"], "H200", 8, "balance experts, and the model has none"),
         ("mixtral-8x7b", ["mesh.expert=3"], "H200", 9, "mesh.expert=3 must divide the model's experts; it has 8"),
         ("tiny", ["mesh.slices=3"], None, 8, "in 3 slices"),
     ],
 )
 def test_refusals_say_what_would_do(name, overrides, chip, devices, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         derive(*load(name, *overrides), CHIPS[chip] if chip else None, devices)
 
 
@@ -194,8 +196,9 @@ def test_what_a_refusal_proposes_is_true():
 def test_slices_that_are_there_and_slices_that_are_said():
     assert derive(*load("tiny"), devices=8, slices=2).settings.mesh.slices == 2
     assert derive(*load("tiny", "mesh.slices=2"), devices=8).settings.mesh.slices == 2
-    with pytest.raises(ValueError, match="come from 4 slices"):
+    with pytest.raises(RecipeError) as refused:
         derive(*load("tiny", "mesh.slices=2"), devices=8, slices=4)
+    assert refused.value.param == "mesh.slices"
 
 
 def test_multi_token_prediction_is_counted():
@@ -272,7 +275,7 @@ def test_very_deep_models_are_a_loop_that_keeps_less():
     derived = derive(deep, settings, CHIPS["H200"], 1)
     assert sound(derived).scan is True
     assert derived.settings.remat == "dots", "what a loop keeps it copies twice"
-    assert "the loop over layers would copy all that none keeps" in derived.explain()[2]
+    assert "the loop over layers would copy all that none saves" in derived.explain()[2]
     assert derive(deep, replace(settings, scan=False), CHIPS["H200"], 1).settings.remat == "none"
 
 

@@ -15,10 +15,10 @@ from dovetail.models.decoder import trunk
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
 from dovetail.ops import dispatch
-from dovetail.plan import memory as plan
+from dovetail.plan import train_memory as plan
 from dovetail.plan.derive import derive
-from dovetail.plan.memory import LOOPED, memory
-from dovetail.plan.plans import recomputed
+from dovetail.plan.flops import recomputed
+from dovetail.plan.train_memory import LOOPED, memory
 from dovetail.train.settings import Pretrain
 
 QWEN, LLAMA = "qwen3-0.6b", "llama3-1b"

@@ -7,15 +7,15 @@ from dovetail.core.training import Mesh, Training
 from dovetail.models.registry import read_model
 from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
 from dovetail.plan.flops import train_flops_per_token
-from dovetail.plan.memory import memory
 from dovetail.plan.operations import serving_operations, training_operations
-from dovetail.plan.plans import Plan, axes_of
+from dovetail.plan.plans import MeshPlan, axes_of
+from dovetail.plan.train_memory import memory
 
 
 def step(model: str, mesh: Mesh, remat: str = "none", rows: int = 2, microsteps: int = 1, length: int = 4096):
     cfg = read_model(model)
     settings = Training(model=model, batch=64, length=length, steps=1, mesh=mesh)
-    plan = Plan(mesh, True, remat, rows, microsteps, memory(cfg, settings, axes_of(mesh), remat, rows))
+    plan = MeshPlan(mesh, True, remat, rows, microsteps, memory(cfg, settings, axes_of(mesh), remat, rows))
     return training_operations(cfg, settings, plan)
 
 

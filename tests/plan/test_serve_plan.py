@@ -10,17 +10,15 @@ import pytest
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.chips import CHIPS, GIB, cpu_chip
 from dovetail.core.mesh import SERVE, Placement, make_mesh
-from dovetail.core.spec import init
-from dovetail.engine import ahead, build, options
-from dovetail.engine.device import memory as engine_memory
-from dovetail.engine.device import programs
+from dovetail.core.spec import held_bytes, init
+from dovetail.engine import build, options
 from dovetail.models.decoder import init_cache
 from dovetail.models.publish import publish
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
-from dovetail.plan import pool
+from dovetail.plan import serve_memory
 from dovetail.plan.calibration import Fractions
-from dovetail.plan.pool import held
+from dovetail.plan.serve_memory import held
 from dovetail.plan.serve_plan import Workload, degrees, frontier, plan_serving
 from dovetail.plan.serve_time import Replica
 
@@ -92,17 +90,17 @@ def test_the_engines_own_pool_has_as_many_bytes():
     )
     programs = build.programs_for(cfg, given, build.compute_of("f32"), build.placement_of(given))
     planned = held(cfg, None, 4, dtype="f32")
-    assert engine_memory.held_bytes(programs.pages(3)) == 3 * planned.page * planned.per_token
+    assert held_bytes(programs.pages(3)) == 3 * planned.page * planned.per_token
 
 
 def test_what_the_engine_takes_of_a_device_is_what_is_planned_with():
     share = functools.partial(options.platform_default, "gpu_memory_utilization")
-    assert (share("tpu"), share("cpu")) == (pool.FRACTION, pool.CPU_FRACTION)
-    assert pool.SLACK == engine_memory.SLACK and pool.USABLE["tpu"] == ahead.USABLE
-    assert pool.SAMPLER_TABLES == programs.SAMPLER_TABLES
+    assert (share("tpu"), share("cpu")) == (serve_memory.MEMORY_UTILIZATION, serve_memory.CPU_MEMORY_UTILIZATION)
+    most = functools.partial(options.platform_default, "max_num_batched_tokens")
+    assert {name: most(name) for name in serve_memory.STEP_TOKENS} == serve_memory.STEP_TOKENS
     for platform in ("tpu", "cuda", "cpu"):
         size = build.page_size_for(options.EngineOptions(max_num_seqs=8), 4096, platform)
-        assert size == pool.PAGE[platform]
+        assert size == serve_memory.PAGE[platform]
 
 
 def test_pages_on_an_h200_are_near_those_that_the_engine_made():

@@ -6,7 +6,7 @@ import pytest
 from dovetail.core import recipe
 from dovetail.core.transfer import per_gb, transfer
 from dovetail.models.registry import read_model
-from dovetail.plan.storage import plan_storage, state_bytes, token_bytes
+from dovetail.plan.cost import plan_storage, state_bytes, token_bytes
 from dovetail.train.next_token import next_token
 from dovetail.train.prepare import prepare
 from dovetail.train.settings import Pretrain
@@ -16,7 +16,7 @@ from dovetail.train.settings import Pretrain
 def test_a_checkpoint_has_the_bytes_of_the_state(override):
     settings = recipe.load("tiny", [override], Pretrain)
     ready = prepare(settings, next_token(settings), jax.devices()[:1])
-    form = ready.form
+    form = ready.abstract_state
     held = [leaf for tree in (form.params, form.opt, form.ema) for leaf in jax.tree.leaves(tree)]
     real = sum(leaf.size * leaf.dtype.itemsize for leaf in held)
     assert state_bytes(ready.cfg, settings) == pytest.approx(real, rel=0.001)  # beside it, counters

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.plan.collectives import collectives, traffic
-from dovetail.plan.groups import groups_of
+from dovetail.plan.collectives import collectives, groups_of, traffic
 from dovetail.plan.hlo import kernels, read
 
 PROGRAM = """

@@ -21,11 +21,10 @@ from dovetail.plan.cost import critical_batch, seconds_at
 from dovetail.plan.derive import derive
 from dovetail.plan.exchange import collective
 from dovetail.plan.links import layout
-from dovetail.plan.memory import memory
-from dovetail.plan.plans import Plan
-from dovetail.plan.stages import staged
-from dovetail.plan.steptime import step_time
-from dovetail.plan.train_plan import Prices, losers, misfits, plan_training, rows_of
+from dovetail.plan.plans import MeshPlan
+from dovetail.plan.train_memory import memory
+from dovetail.plan.train_plan import Prices, losers, misfits, plan_training, rows_of, staged
+from dovetail.plan.train_time import step_time
 from dovetail.tune.settings import Sft
 
 DAY = 86_400
@@ -341,6 +340,6 @@ def test_what_a_refusal_proposes_is_true():
 
 def test_a_step_on_one_device_sends_nothing():
     settings = training("tiny", 8, 256)
-    plan = Plan(Mesh(data=1, fsdp=1), False, "none", 8, 1, memory(read_model("tiny"), settings, {}, "none", 8))
+    plan = MeshPlan(Mesh(data=1, fsdp=1), False, "none", 8, 1, memory(read_model("tiny"), settings, {}, "none", 8))
     found = step_time(read_model("tiny"), settings, plan, CHIPS["H200"], ())
     assert found.exchanges == () and found.links == 0 and found.lower <= found.upper

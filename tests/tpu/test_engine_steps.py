@@ -14,7 +14,7 @@ from dovetail.engine.ahead import Ahead, ahead
 from dovetail.engine.options import EngineOptions
 from dovetail.models.registry import FAMILIES as REGISTERED
 from dovetail.models.registry import parse_config
-from dovetail.plan.counted import count
+from dovetail.plan.compiled import count
 from dovetail.plan.topology import parse, tpu_devices
 
 EIGHT = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v5p": "v5p:2x2x2", "7x": "7x:2x2x1"}

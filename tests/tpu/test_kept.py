@@ -17,9 +17,9 @@ from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.models.registry import read_model
 from dovetail.models.repeats import repeats
 from dovetail.plan.derive import derive
-from dovetail.plan.memory import LOOPED, activations_of
+from dovetail.plan.train_memory import LOOPED, activations_of
 from dovetail.train.next_token import next_token
-from dovetail.train.prepare import batch_form, make_ready, make_step, step_context
+from dovetail.train.prepare import abstract_batch, make_ready, make_step, step_context
 from dovetail.train.settings import Pretrain
 
 CASES = [
@@ -47,7 +47,9 @@ def test_kept_is_what_was_estimated(name, remat, rows, context):
     ready = make_ready(cfg, derived, objective, Placement(make_mesh(derived.axes, jax.devices()[:4]), TRAIN), "tpu")
     ctx = step_context(ready.settings, ready.placement, "tpu", None)
     step = make_step(cfg, ready.settings, objective, ready.optimizer, ready.rate, ctx)
-    traced = jax.jit(step).trace(ready.form, batch_form(ready.settings, objective.columns, ready.placement))
+    traced = jax.jit(step).trace(
+        ready.abstract_state, abstract_batch(ready.settings, objective.columns, ready.placement)
+    )
     kept = max(_stacked(traced.jaxpr.jaxpr, repeats(cfg)[-1].times))
     tokens = rows * settings.length // context
     saved = activations_of(cfg, 0, 1, 1, remat, on_tpu=True)[0] * tokens * 2 * (LOOPED if remat == "none" else 1)

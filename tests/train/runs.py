@@ -11,11 +11,13 @@ import jax
 import numpy as np
 
 from dovetail.core.recipe import read
+from dovetail.core.reporter import Reporter
 from dovetail.core.types import Batch
 from dovetail.train import run as runs
 from dovetail.train.next_token import next_token
 from dovetail.train.prepare import prepare
-from dovetail.train.run import Ran
+from dovetail.train.rows import Opened
+from dovetail.train.run import RunResult
 from dovetail.train.settings import Pretrain
 
 CONFIG = {
@@ -78,10 +80,15 @@ def not_a_number(*indices: int):
     return spoil
 
 
-def run(settings: Pretrain, folder: Path, spoil=lambda index, batch: batch, devices: int = 1) -> tuple[int, Ran]:
-    """(exit code, the run), on the first devices."""
+def run(
+    settings: Pretrain, folder: Path, spoil=lambda index, batch: batch, devices: int = 1, lines: list | None = None
+) -> tuple[int, RunResult]:
+    """Run on the first devices; return (exit code, the run), and put the reported lines into `lines`."""
     ready = prepare(settings, next_token(settings), jax.devices()[:devices])
-    one = runs.run(ready, folder, Numbers(settings, spoil), Numbers(settings), show=False)
+    reporter = Reporter(show=False)
+    one = runs.run(ready, folder, Opened(Numbers(settings, spoil), Numbers(settings)), reporter=reporter)
+    if lines is not None:
+        lines += reporter.lines
     return one.code, one
 
 
@@ -91,5 +98,5 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: line[k] for k in ("step", "loss", "grad_norm", "lr") if k in line} for line in lines]
 
 
-def weights(one: Ran) -> list[np.ndarray]:
+def weights(one: RunResult) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(one.at.state.params)]

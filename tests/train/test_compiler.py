@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dovetail.train.compiler import BY_SPARSE_CORES, SUMMED_BEHIND_LOOPS, compiled, options_of
+from dovetail.train.prepare import BY_SPARSE_CORES, SUMMED_BEHIND_LOOPS, compiled, options_of
 
 
 def placement(kind: str, **axes: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.train.inputs import changed_inputs
+from dovetail.train.saves import changed_inputs
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from train.runs import Numbers, metrics, not_a_number, run, settings_for, weights
 
+from dovetail.core.errors import CheckpointError
+from dovetail.core.reporter import Reporter
 from dovetail.train import run as runs
 from dovetail.train import step as step_module
 from dovetail.train.guard.exits import PREEMPTED, QUARANTINE, TROUBLE
@@ -22,6 +24,7 @@ from dovetail.train.next_token import next_token
 from dovetail.train.prepare import prepare
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.summary import read, summary
+from dovetail.train.rows import Opened
 
 # Of a damaged checkpoint's other reads tensorstore tells an event loop that Orbax has closed by then.
 pytestmark = [
@@ -81,13 +84,14 @@ def test_going_on_is_bitwise_the_straight_run(tmp_path):
 def test_a_recipe_that_has_changed_is_told_and_followed(tmp_path):
     run(settings_for(tmp_path), tmp_path / "run")
     changed = settings_for(tmp_path, steps=14, optimizer={"lr": 3e-4}, log_every=2)
-    code, one = run(changed, tmp_path / "run")
+    first, second = [], []
+    code, one = run(changed, tmp_path / "run", lines=first)
     assert code == 0 and one.at.step == 14 and metrics(tmp_path / "run")[-1]["lr"] < 3.1e-4
-    (told,) = [text for text in one.remarks if "the recipe has changed" in text]
-    assert "steps 12 -> 14" in told and "optimizer.lr 0.01 -> 0.0003" in told and "log_every 1 -> 2" in told
-    _, same = run(changed, tmp_path / "run")
-    assert not [text for text in same.remarks if "the recipe has changed" in text]
-    with pytest.raises(ValueError, match=r"other data, batch or length \(batch 8 -> 4\)"):
+    (line,) = [text for text in first if "the recipe has changed" in text]
+    assert "steps 12 -> 14" in line and "optimizer.lr 0.01 -> 0.0003" in line and "log_every 1 -> 2" in line
+    run(changed, tmp_path / "run", lines=second)
+    assert not [text for text in second if "the recipe has changed" in text]
+    with pytest.raises(CheckpointError, match=r"other data, batch or length \(batch 8 -> 4\)"):
         run(settings_for(tmp_path, batch=4), tmp_path / "run")
 
 
@@ -100,7 +104,7 @@ def test_what_a_process_did_that_saved_nothing_is_lost(tmp_path):
         ledger.step(3)
     again = Goodput(path)
     ready = prepare(settings, next_token(settings), jax.devices()[:1])
-    runs.run(ready, tmp_path / "run", Numbers(settings), goodput=again, show=False)
+    runs.run(ready, tmp_path / "run", Opened(Numbers(settings)), goodput=again, reporter=Reporter(show=False))
     kinds = {kind: seconds for kind, seconds, _ in again.table()}
     assert kinds["lost"] >= 0.01 and again.starts == 2 and "other" not in kinds
 
@@ -174,5 +178,6 @@ def test_a_flipped_bit_names_the_device_and_leaves_no_poisoned_state(tmp_path, m
 
 def test_another_recipes_folder_is_refused(tmp_path):
     run(settings_for(tmp_path, steps=4), tmp_path / "run")
-    with pytest.raises(ValueError, match="other data, batch or length"):
+    with pytest.raises(CheckpointError) as refused:
         run(settings_for(tmp_path, steps=4, batch=4), tmp_path / "run")
+    assert refused.value.code == "changed_rows"

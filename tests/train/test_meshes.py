@@ -18,16 +18,16 @@ from dovetail.core.training import Mesh, Optimizer
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.train.next_token import next_token
 from dovetail.train.prepare import Ready, prepare
-from dovetail.train.settings import Loss, Pretrain
+from dovetail.train.settings import Pretrain, PretrainLoss
 
 pytestmark = pytest.mark.slow
 
 STEPS = 4
 MODELS = {
-    "dense": ("dense", Loss(z=1e-3)),
-    "moe": ("moe", Loss(router_aux=0.02)),
+    "dense": ("dense", PretrainLoss(z=1e-3)),
+    "moe": ("moe", PretrainLoss(router_aux=0.02)),
     # latent attention, a dense layer, one with experts, and one more of those that predicts the token after the next
-    "mtp": ("latent", Loss(mtp=0.3, router_bias_rate=1e-3)),
+    "mtp": ("latent", PretrainLoss(mtp=0.3, router_bias_rate=1e-3)),
 }
 # name -> (devices, axes)
 MESHES = {

@@ -15,6 +15,7 @@ from train.runs import RECIPE, Numbers, metrics, model_folder
 from train_cases import CONFIGS, alone, recipe, some_batch
 
 from dovetail.core.recipe import read
+from dovetail.core.reporter import Reporter
 from dovetail.core.spec import init
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Column
@@ -120,7 +121,7 @@ def training(tmp_path: Path, **changes) -> Training:
 
 def train(settings: Training, folder: Path, change=lambda index, batch: batch):
     rows = Opened(Rated(settings, change), held_out=Rated(settings))
-    return launch(settings, folder, lambda _: ADVANTAGE, lambda settings, ready: rows, show=False)
+    return launch(settings, folder, lambda _: ADVANTAGE, lambda settings, ready: rows, reporter=Reporter(show=False))
 
 
 def weights(folder: Path, settings: Training) -> list[np.ndarray]:

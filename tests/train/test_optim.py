@@ -19,9 +19,18 @@ from dovetail.core.spec import ParamSpec, Stored, abstract, leaves, tree_map
 from dovetail.core.training import Optimizer
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
-from dovetail.train.muon import RMS, is_hidden_matrix, matrix_shape, orthogonalize
-from dovetail.train.optim import clip, ema_update, global_norm, make_optimizer, state_shardings
-from dovetail.train.rounding import apply
+from dovetail.train.optim import (
+    RMS,
+    apply,
+    clip,
+    ema_update,
+    global_norm,
+    is_hidden_matrix,
+    make_optimizer,
+    matrix_shape,
+    orthogonalize,
+    state_shardings,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from dovetail.core.chips import CHIPS
 from dovetail.core.spec import matmul_flops, num_params
 from dovetail.models.registry import read_model, shipped_models
 from dovetail.models.spec import spec
-from dovetail.plan.derive import derive, smallest
+from dovetail.plan.derive import derive
+from dovetail.plan.refusal import smallest
 from dovetail.train.settings import Pretrain
 
 # published parameters, and for a mixture of experts those one token multiplies (its embedding is a look-up)

@@ -23,7 +23,8 @@ from dovetail.core.spec import num_params
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.repeats import repeats
-from dovetail.plan.derive import Derived, derive, smallest
+from dovetail.plan.derive import Derived, derive
+from dovetail.plan.refusal import smallest
 from dovetail.train.next_token import next_token
 from dovetail.train.prepare import Ready, make_ready
 from dovetail.train.settings import Pretrain
@@ -70,17 +71,19 @@ SHAPED = [one for i, one in enumerate(SHAPES) if i % 4 in (0, 3)]  # each recipe
 def test_shapes_and_shardings(name, platform):
     """A device's part of the state is what the plan counted for it."""
     ready = nowhere(name, platform)
-    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(ready.form.params)) == num_params(ready.specs)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(ready.abstract_state.params)) == num_params(
+        ready.specs
+    )
 
     def local(tree) -> int:
         leaves = jax.tree.leaves(tree)
         return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     counted = ready.derived.memory
-    assert local(ready.form.opt) == pytest.approx(counted.optimizer, rel=0.02)
+    assert local(ready.abstract_state.opt) == pytest.approx(counted.optimizer, rel=0.02)
     masters = 4 if ready.settings.precision.params == "f32" else 2
     copies = masters + (2 if ready.settings.precision.compute == "bf16" and masters == 4 else 0)
-    assert local(ready.form.params) / masters * copies == pytest.approx(counted.weights, rel=0.02)
+    assert local(ready.abstract_state.params) / masters * copies == pytest.approx(counted.weights, rel=0.02)
 
 
 LOWERED = {("qwen3-30b-a3b", "cuda")}

@@ -8,8 +8,7 @@ import pytest
 
 from dovetail import __version__
 from dovetail.core import recipe, yaml_text
-from dovetail.train.changes import changes
-from dovetail.train.recorded import as_begun, recipe_text, record
+from dovetail.train.saves import as_begun, changes, recipe_text, record
 from dovetail.train.settings import Pretrain
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.settings import Distill, Dpo, Reward, Sft

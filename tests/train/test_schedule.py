@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dovetail.core.training import Schedule
-from dovetail.train.schedule import learning_rate
+from dovetail.train.optim import learning_rate
 
 LR, STEPS = 2e-3, 100
 

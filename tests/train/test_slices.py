@@ -45,5 +45,5 @@ def test_fast_axes_stay_within_a_slice(slices, words):
     assert {one.kind for one in far} <= {"all-reduce", "reduce-scatter"}
     assert all("data" in one.axes for one in far)
     # each gradient, in f32, once around; with the loss's and the norm's numbers
-    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(ready.form.params))
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(ready.abstract_state.params))
     assert sum(one.bytes for one in far) <= 2 * whole + 4096

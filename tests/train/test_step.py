@@ -29,9 +29,8 @@ from dovetail.models.spec import spec
 from dovetail.train.guard import health
 from dovetail.train.next_token import next_token
 from dovetail.train.objective import step_context
-from dovetail.train.optim import global_norm, make_optimizer
-from dovetail.train.schedule import learning_rate
-from dovetail.train.settings import Loss
+from dovetail.train.optim import global_norm, learning_rate, make_optimizer
+from dovetail.train.settings import PretrainLoss
 from dovetail.train.state import TrainState, init_state
 from dovetail.train.step import gradients, make_eval, make_step
 
@@ -163,7 +162,7 @@ def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- one batch
 
-EXTRAS = Loss(z=1e-3, router_aux=0.05)
+EXTRAS = PretrainLoss(z=1e-3, router_aux=0.05)
 
 
 def test_logits_are_held_in_what_the_recipe_says():
@@ -181,7 +180,9 @@ def test_logits_are_held_in_what_the_recipe_says():
 def test_a_batch_in_parts_is_the_batch(name):
     """Loss, metrics and gradients, though the parts have different numbers of targets."""
     cfg = config(name)
-    loss = Loss(z=1e-3) if name == "dense" else dataclasses.replace(EXTRAS, mtp=0.3 if name == "latent" else 0.0)
+    loss = (
+        PretrainLoss(z=1e-3) if name == "dense" else dataclasses.replace(EXTRAS, mtp=0.3 if name == "latent" else 0.0)
+    )
     whole = recipe(loss=loss, accumulate=1)
     params, batch = fresh(cfg, whole), some_batch(0)
     assert len(set(batch.loss_mask.sum(axis=1))) > 2
@@ -214,7 +215,7 @@ def test_equal_layers_are_found():
 def test_remat_and_scan_change_nothing(name):
     cfg = config(name)
     assert repeats(cfg) == FOLDED[name]
-    plain = recipe(loss=EXTRAS if name == "latent" else Loss())
+    plain = recipe(loss=EXTRAS if name == "latent" else PretrainLoss())
     params, batch = fresh(cfg, plain), some_batch(1)
     grads, metrics, loads = grads_of(params, cfg, plain, batch)
     for remat, scan in (("none", True), ("dots", True), ("attention", False), ("full", True)):
@@ -295,7 +296,7 @@ def test_an_average_of_the_weights():
 @pytest.mark.thorough
 def test_z_loss_draws_the_normaliser_to_one():
     """The reported loss is the cross entropy alone."""
-    plain, held = curve("dense", steps=30)[1], curve("dense", steps=30, loss=Loss(z=0.1))[1]
+    plain, held = curve("dense", steps=30)[1], curve("dense", steps=30, loss=PretrainLoss(z=0.1))[1]
     assert plain[0]["z"] == 0 and held[0]["loss"] == plain[0]["loss"]
     assert 0 < held[-1]["z"] < 0.3 * held[0]["z"]
 
@@ -304,7 +305,7 @@ def test_z_loss_draws_the_normaliser_to_one():
 def test_the_bias_moves_towards_balance():
     """Up where an expert had less than the mean, down where more, by exactly the rate; nothing else moves it."""
     cfg, rate = config("latent"), 0.01
-    settings = recipe(loss=Loss(router_bias_rate=rate, mtp=0.1), optimizer=Optimizer(lr=1e-5))
+    settings = recipe(loss=PretrainLoss(router_bias_rate=rate, mtp=0.1), optimizer=Optimizer(lr=1e-5))
     state, step = trainer(cfg, settings, fresh(cfg, settings))
     batch = some_batch(4)
     _, _, loads = grads_of(state.params, cfg, settings, batch)
@@ -333,21 +334,21 @@ def test_without_a_rate_the_bias_stays():
 
 @pytest.mark.thorough
 def test_router_aux_balances():
-    free = curve("moe", steps=25, loss=Loss(router_aux=1e-9))[1]
-    held = curve("moe", steps=25, loss=Loss(router_aux=1.0))[1]
+    free = curve("moe", steps=25, loss=PretrainLoss(router_aux=1e-9))[1]
+    held = curve("moe", steps=25, loss=PretrainLoss(router_aux=1.0))[1]
     assert free[0]["router_imbalance"] == held[0]["router_imbalance"] >= 1
     assert held[-1]["router_imbalance"] - 1 < 0.7 * (free[-1]["router_imbalance"] - 1)
 
 
 def test_tokens_further_ahead_are_learnt():
-    _, metrics = curve("dense", steps=30, loss=Loss(mtp=0.3))
+    _, metrics = curve("dense", steps=30, loss=PretrainLoss(mtp=0.3))
     losses = [m["mtp_loss"] for m in metrics]
     assert losses[0] > 3 and 0 < losses[-1] < 0.5 * losses[0]
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
 
 
 def test_weights_that_were_given_get_the_layers_they_lack():
-    cfg, settings = config("dense"), recipe(loss=Loss(mtp=0.3))
+    cfg, settings = config("dense"), recipe(loss=PretrainLoss(mtp=0.3))
     given = fresh(cfg, recipe())
     state, step = trainer(cfg, settings, given)
     same({name: state.params[name] for name in given}, given)
@@ -384,7 +385,7 @@ def poisoned(state: TrainState, word: int) -> TrainState:
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_is_not_finite_never_reaches_the_state(accumulate):
     cfg = config("latent", tie_word_embeddings=False)
-    wanted = Loss(router_bias_rate=0.01, mtp=0.1)
+    wanted = PretrainLoss(router_bias_rate=0.01, mtp=0.1)
     settings = recipe(ema=0.9, loss=wanted, accumulate=accumulate, optimizer=Optimizer(lr=1e-2))
     state, step = trainer(cfg, settings)
     good = packed([[list(range(20, 40))]] * 8, 24)

@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 from dovetail import __version__
 from dovetail.cli.chat_partner import Local, Options
 from dovetail.cli.main import app
-from dovetail.core import yaml_text
+from dovetail.core import reporter, yaml_text
 from dovetail.engine import llm
 from dovetail.io import hub
 from dovetail.io.adapter_folder import base_of
 from dovetail.serve.http import server
-from dovetail.train.report import waiting
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +66,7 @@ def first(place):
     patch = pytest.MonkeyPatch()
     patch.chdir(place)
     patch.setattr(constants, "HF_HUB_CACHE", str(place / "hub"))
-    patch.setattr(waiting, "SAID_AT", (0, 1000))  # every wait is long enough for a line
+    patch.setattr(reporter, "WAIT_MARKS", (0, 1000))  # every wait is long enough for a line
     try:
         return dovetail("sft", "--model", "org/tiny", "--data", "org/chats", *GIVEN)
     finally:

@@ -19,6 +19,7 @@ from tune.small_models import LORA, RUN, chats, metrics, model_folder
 
 import dovetail as dt
 from dovetail.core.recipe import create
+from dovetail.core.reporter import Reporter
 from dovetail.io.load import convert, load
 from dovetail.ops.loss import cross_entropy
 from dovetail.train.prepare import prepare
@@ -65,7 +66,7 @@ def test_it_learns(how, tmp_path):
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory) -> Any:
     """Two passes over 12 chats with a template of their own, and what the run said and was asked."""
-    at, told, asked = tmp_path_factory.mktemp("adapted"), [], []
+    at, asked = tmp_path_factory.mktemp("adapted"), []
     (at / "mine.jinja").write_text(MINE)
     given: dict[str, Any] = {name: value for name, value in RUN.items() if name != "show"}
     folder = model_folder(at)
@@ -74,13 +75,16 @@ def adapted(tmp_path_factory) -> Any:
     with open(path, "a") as file:
         file.write("{torn\n")
     given |= {"data": {"path": path, "template": str(at / "mine.jinja"), "skip_bad_records": True}}
+    reporter = Reporter(show=False)
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(at)  # the model is named by a relative path
         patched.setattr("dovetail.tune.run.greedy", lambda model, cfg, ids, *rest: asked.append(ids) or [40, 1, 41])
-        ended = tune_settings(create(Sft, given), at / "run", sft_objective, show=False, told=told.append)
+        ended = tune_settings(create(Sft, given), at / "run", sft_objective, reporter=reporter)
     exported = ended.folder / "export/step_4"
     merged = dt.merge(folder, exported, at / "merged")
-    return SimpleNamespace(model=folder, folder=ended.folder, exported=exported, merged=merged, told=told, asked=asked)
+    return SimpleNamespace(
+        model=folder, folder=ended.folder, exported=exported, merged=merged, lines=reporter.lines, asked=asked
+    )
 
 
 def test_the_exported_adapter_is_what_was_trained_for_peft_too(adapted):
@@ -109,20 +113,21 @@ def test_the_trained_template_is_exported_merged_sampled_and_gone_on_with(adapte
 
 def test_a_step_takes_as_many_examples_as_batch_says(adapted):
     assert [line["examples"] for line in metrics(adapted.folder) if "examples" in line] == [8, 4, 8, 4]
-    assert "8 examples per step, in 8 rows of " in adapted.told[0] and "2 steps are one pass" in adapted.told[0]
+    assert "8 examples per step, in 8 rows of " in adapted.lines[1] and "2 steps are one pass" in adapted.lines[1]
 
 
 def test_bad_records_are_told_and_listed_in_the_run(adapted):
-    line, left_out = adapted.told
+    line, left_out = adapted.lines[1:3]
     assert "1 bad records left out" in line and "chats.jsonl line 13: " in left_out
     assert "line 13: expected one JSON object" in (adapted.folder / "bad_records.txt").read_text()
 
 
 def test_a_missing_file_is_reported_before_the_memory_plan(tmp_path):
-    settings, planned = create(Sft, {"model": model_folder(tmp_path), "data.path": "nowhere.jsonl", "steps": 1}), []
+    settings = create(Sft, {"model": model_folder(tmp_path), "data.path": "nowhere.jsonl", "steps": 1})
+    reporter = Reporter(show=False)
     with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
-        tune_settings(settings, tmp_path / "run", sft_objective, show=False, explain=planned.append)
-    assert not planned
+        tune_settings(settings, tmp_path / "run", sft_objective, reporter=reporter)
+    assert not reporter.lines
 
 
 def test_new_special_tokens_are_learnt_by_embeddings_and_head(tmp_path):

@@ -14,7 +14,8 @@ from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.data.sources import samples
 from dovetail.models.published import PUBLISHED
-from dovetail.plan.derive import derive, smallest
+from dovetail.plan.derive import derive
+from dovetail.plan.refusal import smallest
 
 SHIPPED = [(training, name) for training in recipe.TRAININGS[1:] for name in recipe.shipped(training)]
 # What makes a step of each small enough for a model of a few thousand weights.

@@ -34,10 +34,10 @@ from dovetail.io.compiled import compile_program, has_program, load_program, pro
 from dovetail.models.config import ModelConfig
 from dovetail.models.decoder import abstract_cache
 from dovetail.ops.dispatch import compile_options
+from dovetail.plan.serve_memory import sampler_bytes
 
 log = logging.getLogger(__name__)
 MOST_PADDING = 4  # a program with up to this many times a step's tokens is used while the step's own is compiled
-SAMPLER_TABLES = 4  # 32-bit arrays [rows, vocab] that the sampler needs beyond the compiler's figure
 
 
 class Compilations:
@@ -184,7 +184,7 @@ class Programs:
         """Return the bytes that the largest step needs beside weights and pages, with the sampler's tables."""
         found = self.compile(self.buckets.largest(), params, pages).memory_analysis()
         compiled = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        return int(compiled + SAMPLER_TABLES * self.buckets.max_rows * self.cfg.vocab * 4)
+        return int(compiled + sampler_bytes(self.buckets.max_rows, self.cfg.vocab))
 
     def device_kind(self) -> Any:
         """Return a context for one absent device, in which kernels can ask which TPU it is."""

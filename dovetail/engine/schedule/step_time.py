@@ -12,7 +12,7 @@ from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS
 from dovetail.engine.schedule.plan import StepPlan
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import fractions
-from dovetail.plan.here import chip_here
+from dovetail.plan.prediction import chip_here
 from dovetail.plan.serve_time import Bounds, Replica
 
 STEP_SECONDS = 0.3  # target of a step with prompts on a CPU: streams wait about this long for their next token

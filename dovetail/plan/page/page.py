@@ -5,14 +5,21 @@ Plans of training and of serving both fill a `Page`; nothing below it knows whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
 
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import Chip
 from dovetail.core.errors import UserError
+from dovetail.core.files import write_atomic
+from dovetail.plan.links import AXES, AxisSpan, layout, wraps
 from dovetail.plan.operations import Operation
-from dovetail.plan.steptime import StepTime
+from dovetail.plan.train_time import StepTime
 
 
 @dataclass(frozen=True)
@@ -66,3 +73,183 @@ class Page:
     def __post_init__(self) -> None:
         if not self.choices:
             raise UserError("a page shows at least one plan; got none")
+
+
+# The unit that multiplies matrices, and how much of it a product leaves idle.
+#
+# On a TPU it is a systolic array: it holds a square of the weights, activations stream through it from the left and
+# sums
+# fall out below, so k and n are padded to its side. On a GPU each multiprocessor makes one tile of the result at a
+# time,
+# so m and n are padded to the tile, and the last round of tiles may leave multiprocessors without one.
+
+
+# Side of the array: Google Cloud's pages of each TPU. Of a later one none is published: the last that was is drawn.
+SIDES = {"v2": 128, "v3": 128, "v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "TPU7x": 256}
+SIDE = 256
+# Multiprocessors of the SXM modules: NVIDIA's data sheets.
+MULTIPROCESSORS = {"A100-40GB": 108, "A100": 108, "H100": 132, "H200": 132, "B200": 148, "GB200": 148}
+TILE, SLAB = 128, 64  # of the result, and of the summed dim per round: what cuBLAS's large kernels take
+
+
+def unit(accelerator: Accelerator) -> dict[str, Any] | None:
+    """What the page draws; None of a CPU."""
+    chip = accelerator.chip
+    if chip is None:
+        return None
+    if accelerator.is_tpu:
+        return {"kind": "systolic", "side": SIDES.get(chip.name, SIDE), "published": chip.name in SIDES}
+    return {"kind": "tiles", "tile": TILE, "slab": SLAB, "processors": MULTIPROCESSORS.get(chip.name)}
+
+
+def wasted(one: Operation, accelerator: Accelerator) -> float:
+    """The share of the unit's multiplications that padding makes, and not the product."""
+    made = unit(accelerator)
+    if made is None:
+        return 0.0
+    if made["kind"] == "systolic":
+        return 1 - one.k / _up(one.k, made["side"]) * one.n / _up(one.n, made["side"])
+    padded = _up(one.m, TILE) * _up(one.n, TILE)
+    tiles, processors = one.copies * padded // TILE**2, made["processors"] or 1
+    return 1 - one.m * one.n / padded * tiles / _up(tiles, processors)
+
+
+def _up(size: int, side: int) -> int:
+    return math.ceil(size / side) * side
+
+
+# Where each chip of an accelerator is: its coordinates, its host, and how they give its indices in a mesh.
+#
+# A device's index along an axis is a sum of digits. Each digit is `coordinate // stride % count * times`, of one
+# coordinate: a side of the torus, the device within its chip, its number among the GPUs, or its slice.
+
+
+SLICE = "slice"  # the coordinate among slices; the others are numbered: sides, then the device within a chip
+NUMBER = "number"  # of a GPU, over all machines
+
+
+def machine(accelerator: Accelerator) -> dict[str, Any]:
+    """The accelerator as the page draws it."""
+    chip, tpu = accelerator.chip, accelerator.is_tpu
+    return {
+        "name": accelerator.name, "chip": chip.name if chip else "CPU", "tpu": tpu, "sides": accelerator.sides,
+        "wraps": wraps(accelerator), "slices": accelerator.slices, "chips": accelerator.chips,
+        "hosts": accelerator.hosts, "host": host_box(accelerator), "devices": chip.devices if chip else 1,
+        "near": {"name": "ICI" if tpu else "NVLink" if chip else "memory", "bytes": chip.network if chip else None},
+        "far": {"name": "DCN" if tpu else "NIC" if chip else "network", "bytes": chip.dcn if chip else None},
+        "says": accelerator.explain(),
+    }  # fmt: skip
+
+
+def host_box(accelerator: Accelerator) -> tuple[int, ...]:
+    """The chips of one host along each side: 2 x 2, or all of a slice that one machine holds."""
+    if not accelerator.is_tpu:
+        return (accelerator.chips_per_host,)
+    if accelerator.hosts == 1:
+        return accelerator.sides
+    return (2, 2) + (1,) * (len(accelerator.sides) - 2)
+
+
+def indices(accelerator: Accelerator, axes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Of each axis of more than one device: what it crosses, and its digits as [coordinate, stride, count, times]."""
+    spans = layout(accelerator, axes)
+    found = []
+    for span in spans:
+        digits = _of_torus(accelerator, span, spans) if accelerator.is_tpu else _of_numbers(axes, span.axis)
+        found.append({
+            "name": span.axis, "size": span.size, "over": span.over, "near": span.size // span.far, "far": span.far,
+            "bandwidth": span.bandwidth, "farBandwidth": span.far_bandwidth, "digits": digits,
+        })  # fmt: skip
+    return found
+
+
+def _of_torus(accelerator: Accelerator, span: AxisSpan, spans: Sequence[AxisSpan]) -> list[list[Any]]:
+    """Axes that share a side lie within each other, the last axis innermost; the first side counts most."""
+    digits, times = [], 1
+    for side, count in reversed(span.sides):
+        later = [other for other in spans if AXES.index(other.axis) > AXES.index(span.axis)]
+        inner = math.prod(dict(other.sides).get(side, 1) for other in later)
+        digits.append([side, inner, count, times])
+        times *= count
+    if span.far > 1:
+        digits.append([SLICE, 1, span.far, times])
+    return digits
+
+
+def _of_numbers(axes: Mapping[str, int], name: str) -> list[list[Any]]:
+    """GPUs, and CPU devices, are taken in their order."""
+    stride = math.prod(axes.get(later, 1) for later in AXES[AXES.index(name) + 1 :])
+    return [[NUMBER, stride, axes[name], 1]]
+
+
+# Writes a page: one HTML file with its style, its programs and its data inside, that fetches nothing.
+
+
+TEMPLATE = Path(__file__).parent / "template"
+STYLES = ("page.css",)
+# In the order in which they need each other; one a picture, after what they share.
+SCRIPTS = (
+    "base.js", "canvas.js", "roofline.js", "memory.js", "torus.js", "torus_links.js", "domains.js", "mesh.js",
+    "schedule.js", "timeline.js", "systolic.js", "tiles.js", "array.js", "curves.js", "start.js",
+)  # fmt: skip
+
+
+def write(path: str | Path, page: Page) -> Path:
+    """Write the page and return its path."""
+    return write_atomic(path, html(page))  # a browser that reloads meanwhile finds the old page
+
+
+def html(page: Page) -> str:
+    """All that comes from a model's or a plan's name is in the data, which the programs put in as text."""
+    found = json.dumps(data(page), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": escape(page.title),
+        "style": "\n".join(_read(name) for name in STYLES),
+        "data": found,
+        "script": "\n".join(_read(name) for name in SCRIPTS),
+    }
+    made = _read("page.html")
+    for name, text in parts.items():
+        made = made.replace("{{" + name + "}}", text)
+    return made
+
+
+def _read(name: str) -> str:
+    return (TEMPLATE / name).read_text(encoding="utf-8")
+
+
+def data(page: Page) -> dict[str, Any]:
+    """What the programs draw, as JSON has it."""
+    return {
+        "title": page.title, "about": page.about, "step": page.step, "machine": machine(page.accelerator),
+        "unit": unit(page.accelerator), "roofs": _roofs(page),
+        "plans": [_choice(page, choice) for choice in page.choices],
+        "curves": [vars(curve) for curve in page.curves],
+    }  # fmt: skip
+
+
+def _roofs(page: Page) -> dict[str, float] | None:
+    """Of one device."""
+    chip = page.accelerator.chip or page.chip
+    if chip is None:
+        return None
+    peak = page.peak or chip.device_bf16
+    return {"peak": peak, "bandwidth": chip.bandwidth / chip.devices, "memory": chip.device_hbm}
+
+
+def _choice(page: Page, choice: Choice) -> dict[str, Any]:
+    return {
+        "title": choice.title, "axes": indices(page.accelerator, choice.axes),
+        "memory": list(choice.memory.items()), "limit": choice.limit,
+        "operations": [_operation(page, one) for one in choice.operations],
+        "layers": choice.layers, "microsteps": choice.microsteps, "shares": [vars(share) for share in choice.shares],
+        "figures": choice.figures, "recipe": choice.recipe,
+        "time": {
+            "products": choice.time.products, "memory": choice.time.memory, "lower": choice.time.lower,
+            "upper": choice.time.upper, "exchanges": [vars(one) for one in choice.time.exchanges],
+        },
+    }  # fmt: skip
+
+
+def _operation(page: Page, one: Operation) -> dict[str, Any]:
+    return {**vars(one), "part": one.part, "wasted": wasted(one, page.accelerator)}

@@ -8,10 +8,10 @@ from dovetail.models.config import Attention
 from dovetail.plan.exchange import Exchange
 from dovetail.plan.operations import serving_operations
 from dovetail.plan.page.page import Choice, Curve, Page, Share
-from dovetail.plan.pool import FRACTION, HELD, SLACK, USABLE, platform_of
+from dovetail.plan.serve_memory import HELD, MEMORY_UTILIZATION, SLACK, USABLE, platform_of
 from dovetail.plan.serve_plan import ServePlan, frontier
 from dovetail.plan.serve_time import Bounds
-from dovetail.plan.steptime import StepTime
+from dovetail.plan.train_time import StepTime
 
 MOST = 6  # plans
 
@@ -38,7 +38,7 @@ def _choice(plan: ServePlan, start: str) -> Choice:
         replica.cfg, {"tensor": plan.tensor}, batch, plan.workload.prompt + plan.workload.output // 2,
         weight_bytes=HELD[replica.dtype], cache_bytes=HELD[replica.kv or replica.dtype],
     )  # fmt: skip
-    usable = replica.chip.device_hbm * USABLE[platform_of(replica.chip)] * FRACTION
+    usable = replica.chip.device_hbm * USABLE[platform_of(replica.chip)] * MEMORY_UTILIZATION
     return Choice(
         f"{plan.replicas} x tensor {plan.tensor}" if plan.replicas > 1 else f"tensor {plan.tensor}",
         {"data": plan.replicas, "tensor": plan.tensor}, _memory(plan), int(usable), operations, _time(plan),

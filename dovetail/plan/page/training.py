@@ -8,9 +8,9 @@ from dataclasses import fields
 from dovetail.plan.cost import unit_of
 from dovetail.plan.operations import training_operations
 from dovetail.plan.page.page import Choice, Page, Share
-from dovetail.plan.plans import Plan, axes_of, num_experts
-from dovetail.plan.steptime import peak
+from dovetail.plan.plans import MeshPlan, axes_of, num_experts
 from dovetail.plan.train_plan import TrainPlan
+from dovetail.plan.train_time import peak
 
 MOST = 6  # plans
 
@@ -40,7 +40,7 @@ def _choice(one: TrainPlan) -> Choice:
     )  # fmt: skip
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: MeshPlan) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in axes_of(plan.mesh).items() if size > 1)
     return f"{axes or 'one device'}, remat {plan.remat}"
 

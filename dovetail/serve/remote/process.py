@@ -269,7 +269,7 @@ def _options(start: StartEngine) -> EngineOptions:
 
 
 def _info(model: str, llm: LLM) -> EngineInfo:
-    from dovetail.engine.device.memory import held_bytes
+    from dovetail.core.spec import held_bytes
 
     engine, room = llm.engine, llm.runner.adapters.form
     config = engine.scheduler.config

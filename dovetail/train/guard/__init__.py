@@ -1,1 +1,1 @@
-"""What watches over a run: its health, hangs, signals, and the other processes."""
+"""Protect a run: step health, hangs, signals and lost processes."""

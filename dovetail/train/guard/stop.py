@@ -1,8 +1,9 @@
-"""A polite end: SIGTERM (a preemption) and ctrl-C let the step under way end, and the run save itself. Before the first
-step there is nothing to save, and the process ends at once.
+"""Stop a run in good order: on SIGTERM (a preemption) or ctrl-C the current step ends and the run is saved.
 
-Processes of one run must stop after the same step, though the signal may reach one of them only. They agree through
-jax's coordination service and not through the devices: a collective would wait for the steps under way.
+Before the first step there is nothing to save, and the process ends at once.
+
+All processes of a run must stop after the same step, although the signal may reach only one of them. They agree through
+jax's coordination service and not through the devices: a collective would wait for the steps in flight.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from dovetail.train.guard.exits import PREEMPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 5.0  # from a signal before the first step to the end of the process, whatever it is doing
-MARGIN = 4  # steps between saying that something will be done and doing it: by then all have heard
+MARGIN = 4  # steps between announcing an action and doing it, so that all processes have read the announcement
 
 
 class Together:
-    """Something that all processes do after the same step, when one of them wants it; again after `done`."""
+    """Let all processes do something after the same step once one of them asks for it; `done` starts over."""
 
     def __init__(self, name: str) -> None:
         self._name, self._turn, self._after = name, 0, -1
 
     def is_due(self, wanted: bool, step: int) -> bool:
-        """Asked by every process at every step."""
-        import jax  # here: signals are watched for before it is imported
+        """Return whether to act after `step`. Every process calls this at every step; `wanted`: this one asks."""
+        import jax  # here: signals are handled before jax is imported
 
         if jax.process_count() == 1:
             return wanted
@@ -40,19 +41,20 @@ class Together:
 
         client, key = global_state.client, f"dovetail/{self._name}/{self._turn}"
         if self._after < 0 and wanted:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
                 client.key_value_set(key, str(step + MARGIN))  # type: ignore[union-attr]
         if self._after < 0:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has said it yet
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process has asked yet
                 self._after = int(client.key_value_try_get(key))  # type: ignore[union-attr]
         return 0 <= self._after <= step
 
     def done(self) -> None:
+        """Start over: the next request is a new one."""
         self._turn, self._after = self._turn + 1, -1
 
 
 class Stopped(SystemExit):
-    """A signal came before the first step."""
+    """Report that a signal came before the first step."""
 
     code: int
 
@@ -60,18 +62,19 @@ class Stopped(SystemExit):
         super().__init__(130 if number == signal.SIGINT else PREEMPTED)
 
     def __str__(self) -> str:
-        return f"exit {self.code}: stopped before the first step, so there was nothing to save: start it again"
+        return f"exit {self.code}: stopped before the first step, nothing to save: start it again"
 
 
 class Stop:
-    """A context in which the first signal raises Stopped, and after `begin` only a flag; a second ctrl-C ends the
-    process as usual. It may be entered again within itself.
+    """Handle SIGTERM and SIGINT: raise Stopped before the first step, set a flag after `begin`.
 
-    With `ends_process` (a command's) Stopped ends the process when the context is left, and not by Python's way out,
-    which waits for what C++ has under way, or crashes with it. Nor does it wait for C++ that makes weights or compiles
-    for minutes, during which no handler of Python's runs: a signal's number is written to a pipe at once, and a thread
-    that reads it ends the process after GRACE_S. An import is not broken off by an exception either, for jaxlib's
-    crashes on it: the process ends there and then. `tell` is called with the exit code and a line.
+    A second ctrl-C raises KeyboardInterrupt. The context is reentrant.
+
+    With `ends_process` (used by commands) Stopped ends the process when the context is left, without Python's normal
+    exit, which waits for running C++ code or crashes with it. C++ code that initialises weights or compiles for minutes
+    is not waited for either: no Python handler runs meanwhile, but the signal's number is written to a pipe at once,
+    and a thread that reads it ends the process after GRACE_S. An exception must not interrupt an import, because
+    jaxlib's crashes: the process ends immediately. `tell` is called with the exit code and a line.
     """
 
     def __init__(self, ends_process: bool = False, tell: Callable[[int, str], object] = lambda code, line: None):
@@ -99,12 +102,12 @@ class Stop:
             self._watcher.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if early and not isinstance(error, Stopped):  # what the signal broke off failed in its own way
+        if early and not isinstance(error, Stopped):  # the interrupted operation raised its own error
             raise Stopped(self.signal) from error
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A signal that comes meanwhile raises Stopped at the end of this."""
+        """Delay a signal: it raises Stopped at the end of the block."""
         self._deferred = True
         try:
             yield
@@ -114,7 +117,7 @@ class Stop:
             raise Stopped(self.signal)
 
     def begin(self) -> None:
-        """The first step is launched: from here on there is something to save."""
+        """Record that the first step is launched: from here on there is something to save."""
         self._begun = True
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
@@ -143,10 +146,10 @@ class Stop:
         os._exit(stopped.code)
 
     def is_due(self, step: int) -> bool:
-        """Whether to stop after `step`."""
+        """Return whether to stop after `step`."""
         due = self._together.is_due(bool(self.signal), step)
         if due and not self.signal:
-            self.signal = signal.SIGTERM  # another process's
+            self.signal = signal.SIGTERM  # another process received it
         return due
 
 
@@ -157,7 +160,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 class Watcher:
-    """A thread that calls `then` with the number of each signal for which Python has a handler."""
+    """Call `then` on a thread with the number of each signal for which Python has a handler."""
 
     def __init__(self, then: Callable[[int], object]) -> None:
         self._then, (self._read, self._write) = then, os.pipe()
@@ -171,6 +174,7 @@ class Watcher:
             self._then(number)
 
     def close(self) -> None:
+        """Stop the thread."""
         signal.set_wakeup_fd(self._before)
         os.write(self._write, b"\0")
         self._thread.join()

@@ -1,49 +1,52 @@
-"""Metrics: what a run says of itself while it goes on. `metrics.jsonl`, the live line, and the loggers of `report_to`.
+"""Write and show a run's metrics: `metrics.jsonl`, the live line, and the loggers of `report_to`.
 
-It takes numbers that are on the host already, so it never waits for the device. A step's line must be recorded before
-the checkpoint of that step is committed: after a resume at step k the lines up to k are there, each once, and the later
-ones are gone.
+All numbers are on the host already, so nothing here waits for the device. A step's line must be recorded before the
+checkpoint of that step is committed: after a resume at step k the lines up to k exist exactly once, and later ones are
+removed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import platform
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import jax
 from rich.console import RenderableType
 
-from dovetail.core.errors import UserError
 from dovetail.core.files import write_atomic
-from dovetail.train.report.environment import environment
-from dovetail.train.report.goodput import Goodput
-from dovetail.train.report.live import Live, Standing
+from dovetail.core.reporter import Reporter
+from dovetail.plan.prediction import FILE as PREDICTION_FILE
+from dovetail.plan.prediction import Prediction
+from dovetail.train.report.goodput import REST, Goodput, split
+from dovetail.train.report.live import Live, StepStatus
 from dovetail.train.report.loggers import open_loggers
-from dovetail.train.report.predicted import Predicted
-from dovetail.train.report.split import REST, split
 
 FILE = "metrics.jsonl"
-EVAL = "eval"  # the kind of a line that holds what was measured on held-out data
-TRAINED, AVERAGED = "trained", "averaged"  # the weights that it was measured with: the average where a recipe sets ema
-WINDOW = 20  # reports over which the live line's rate is taken
+EVAL = "eval"  # the kind of a line with held-out metrics
+TRAINED, AVERAGED = "trained", "averaged"  # the weights that were evaluated: the average if the recipe sets ema
+WINDOW = 20  # the live line's rates are means over this many reports
 
 
 @dataclass(frozen=True)
 class Work:
-    """What MFU needs: a token's training FLOPs in both conventions, and the FLOP/s of all chips together (None where
-    the chip is not known)."""
+    """The FLOPs behind an MFU."""
 
-    full: float
-    causal: float
-    peak: float | None = None
+    full: float  # training FLOPs per token, with full attention
+    causal: float  # the same with causal attention
+    peak: float | None = None  # FLOP/s of all chips together; None: the chip is not known
 
     def mfu(self, tokens_per_second: float) -> dict[str, float]:
+        """Return the MFU in both conventions; empty if the peak is not known."""
         if not self.peak:
             return {}
         return {
@@ -54,16 +57,28 @@ class Work:
 
 @dataclass(frozen=True)
 class Passage:
-    """Something to read, such as what a model wrote."""
+    """A text to show, such as a model's completions."""
 
     name: str
     shown: RenderableType  # above the live line
-    markdown: str  # in TensorBoard and the like
+    markdown: str  # for TensorBoard and other loggers
 
 
 class RunMetrics:
-    """`step`: the last one done before this process, 0 for a new run. Only a `first` process writes and shows.
-    `report_to`, `config`: see report.loggers."""
+    """Record a run's metrics.
+
+    Args:
+        folder: The run's folder.
+        steps: Steps of the whole run.
+        step: The last step that an earlier process completed; 0 for a new run.
+        work: FLOPs per token, for the MFU.
+        goodput: The ledger of time, for the goodput.
+        predicted: The predicted step time, to compare with.
+        first: Whether this is the first process: only it writes and shows.
+        report_to: Names of loggers (report.loggers).
+        config: The recipe, for the loggers.
+        reporter: Shows the live line.
+    """
 
     def __init__(
         self,
@@ -77,25 +92,25 @@ class RunMetrics:
         first: bool = True,
         report_to: Sequence[str] = ("tensorboard",),
         config: Mapping[str, Any] | None = None,
-        show: bool = True,
+        reporter: Reporter | None = None,
     ):
         self._folder, self._work, self._goodput, self._first = Path(folder), work, goodput, first
         self._predicted = predicted
         self._step, self._recent, self._held_out = step, [], {}
-        self._live, self._loggers = None, []
+        self._live, self._loggers, self._reporter = None, [], reporter or Reporter()
         if not first:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         drop_after(self._folder / FILE, step)
         _describe_run(self._folder / "run.json", steps)
         self._file = open(self._folder / FILE, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self._live = Live(steps, step) if show else None
-        self._loggers = open_loggers(report_to, self._folder, step, config or {}, self.remark)
+        self._live = Live(self._reporter, steps, step) if self._reporter.show else None
+        self._loggers = open_loggers(report_to, self._folder, step, config or {}, self._reporter)
 
     def record(self, step: int, values: Mapping[str, float], seconds: float, tokens: int) -> None:
-        """The results of `step`. `seconds` and `tokens` are of all steps since the last report."""
+        """Record the metrics of `step`; `seconds` and `tokens` are sums over the steps since the last report."""
         if step <= self._step:
-            raise UserError(f"step {self._step} was reported already; got step {step} after it")
+            raise RuntimeError(f"step {self._step} was recorded already; got step {step} after it")
         many, self._step = step - self._step, step
         rate = tokens / seconds if seconds > 0 else 0.0
         speed: dict[str, float] = {"seconds": seconds, "tokens": tokens, "tokens_per_second": rate}
@@ -108,23 +123,23 @@ class RunMetrics:
         self._write({"step": step, **values, **speed})
         if self._live:
             self._recent = [*self._recent, (many, seconds, tokens, split({**values, **speed}))][-WINDOW:]
-            self._live.show(self._standing(step, values, speed))
-        if self._predicted:  # of a step that does more, its training
+            self._live.show(self._status(step, values, speed))
+        if self._predicted:  # if a step has several parts, compare its training
             took = split({**values, **speed}).get(REST, seconds) / many
-            self.remark(self._predicted.took(took) or "")
+            self._reporter.note(self._predicted.took(took))
 
     def evaluated(self, step: int, values: Mapping[str, float], seconds: float = 0.0, weights: str = TRAINED) -> None:
-        """What was measured on held-out data after `step`, with these `weights`: a line of its own."""
+        """Record held-out metrics of these `weights` after `step`, as a line of their own."""
         self._write({"step": step, "kind": EVAL, **values, "weights": weights, "seconds": seconds})
         self._held_out = {**self._held_out, **values}
-        if self._live:
-            told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        if self._first:
+            text = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
             of = f" (of the {weights} weights)" if weights != TRAINED else ""
-            measure = values.get("held_out_loss", values.get("held_out_reward"))
-            self._live.remark(f"step {step:,}: {told}{of}", value=measure)
+            is_main = "held_out_loss" in values or "held_out_reward" in values
+            self._reporter.note(f"step {step:,}: {text}{of}", style="bold" if is_main else "dim")
 
     def rewind(self, step: int) -> None:
-        """The run went back to `step`: what was said of later ones is not true any more."""
+        """Remove the records of steps after `step`: the run was rolled back to it."""
         self._step, self._recent = step, []
         if not self._first:
             return
@@ -134,24 +149,17 @@ class RunMetrics:
         if self._live:
             self._live.rewind(step)
 
-    def remark(self, text: str) -> None:
-        """A sentence above the live line."""
-        if self._live and text:
-            self._live.remark(text)
-
-    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Show how long something silent takes, such as a compilation."""
-        return self._live.waiting(what) if self._live else contextlib.nullcontext()
-
     def show(self, step: int, passage: Passage) -> None:
+        """Show a text above the live line, and send it to the loggers."""
         if self._live:
-            self._live.above(passage.shown)
+            self._reporter.console.print(passage.shown)
         for logger in self._loggers:
             logger.text(f"train/{passage.name}", passage.markdown, step)
 
     def close(self) -> None:
+        """Report the last comparison with the prediction, and close the files and the live line."""
         if self._predicted:
-            self.remark(self._predicted.last_word() or "")
+            self._reporter.note(self._predicted.summary())
         if self._live:
             self._live.close()
         for logger in self._loggers:
@@ -170,51 +178,32 @@ class RunMetrics:
             return
         plain = {key: _plain(value) for key, value in line.items()}
         self._file.write(json.dumps(plain | {"time": round(time.time(), 3)}) + "\n")
-        self._file.flush()  # the system has it now, whatever becomes of us
+        self._file.flush()  # survives a kill of this process
         numbers = {k: v for k, v in plain.items() if k not in ("step", "kind", "weights") and v is not None}
         for logger in self._loggers:
             logger.scalars(line.get("kind", "train"), numbers, line["step"])
 
-    def _standing(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> Standing:
-        """The last values, and rates over the last reports: a single step's dance."""
+    def _status(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> StepStatus:
+        """Return the last values, and rates over the last reports, because those of single steps vary."""
         *counts, parts = zip(*self._recent, strict=True)
         steps, seconds, tokens = map(sum, counts)
         rate = tokens / seconds if seconds else 0.0
         mfu = self._work.mfu(rate) if self._work else {}
-        return Standing(
+        return StepStatus(
             step, values, rate, seconds / steps, mfu.get("mfu_causal"), mfu.get("mfu_full"), speed.get("memory"),
             speed.get("goodput"), _shares(parts), self._held_out,
         )  # fmt: skip
 
 
 def _shares(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What each part has of all their seconds."""
+    """Return the share of each part in the seconds of all parts."""
     sums = {name: sum(each.get(name, 0.0) for each in parts) for name in parts[-1]}
     whole = sum(sums.values())
     return {name: seconds / whole for name, seconds in sums.items()} if whole else {}
 
 
-class Remarks:
-    """Sentences of a run; those made before there is a live line are shown above it once there is."""
-
-    def __init__(self) -> None:
-        self.early: list[str] = []
-        self._show: Callable[[str], object] | None = None
-
-    def __call__(self, text: str) -> None:
-        if self._show:
-            self._show(text)
-        else:
-            self.early.append(text)
-
-    def show_with(self, show: Callable[[str], object]) -> None:
-        self._show = show
-        for text in self.early:
-            show(text)
-
-
 def drop_after(path: str | Path, step: int) -> None:
-    """Leave the lines up to `step` and no torn one, or the file as it was if it holds no others."""
+    """Remove the lines after `step` and torn lines; a file without such lines is not rewritten."""
     path = Path(path)
     if not path.exists():
         return
@@ -225,7 +214,7 @@ def drop_after(path: str | Path, step: int) -> None:
 
 
 def _step_of(line: str) -> int | None:
-    """None for a line that a kill cut short."""
+    """Return the step of a line; None for a line that a kill cut short."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
@@ -233,7 +222,7 @@ def _step_of(line: str) -> int | None:
 
 
 def device_memory() -> int | None:
-    """The most bytes this process's first device has held; None where it does not say (a CPU)."""
+    """Return the peak bytes in use on this process's first device; None if it does not report them (a CPU)."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -241,7 +230,7 @@ def device_memory() -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: a loss that is not a number is null."""
+    """Return a value that JSON can hold: a loss that is not finite becomes null."""
     if isinstance(value, str | int):
         return value
     number = float(value)
@@ -249,5 +238,74 @@ def _plain(value: Any) -> Any:
 
 
 def _describe_run(path: Path, steps: int) -> None:
-    """Written anew by each process: the last one's machine is the one to know."""
+    """Write run.json; each start overwrites it, so it names the machine of the last one."""
     write_atomic(path, json.dumps({"steps": steps, "pid": os.getpid(), "environment": environment()}, indent=1) + "\n")
+
+
+PACKAGES = ("dovetail", "jax", "jaxlib", "optax", "orbax-checkpoint", "grain", "libtpu", "jax-cuda13-plugin")
+
+
+def environment() -> dict[str, str]:
+    """Return where a run ran, without paths and user names, because reports are passed on."""
+    kinds: dict[str, int] = {}
+    for device in jax.devices():
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    found = {
+        "devices": ", ".join(f"{count} × {kind}" for kind, count in kinds.items()),
+        "backend": jax.default_backend(),
+        "processes": str(jax.process_count()),
+        "host": platform.node(),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+    }
+    return found | {package: _version(package) for package in PACKAGES if _version(package)} | {"command": _command()}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _command() -> str:
+    program = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
+    return " ".join([program, *sys.argv[1:]]).strip()
+
+
+WARM = 2  # reports of this process that are skipped: they include compilation
+ENOUGH = 5  # reports after which the median is reported
+
+
+class Predicted:
+    """Compare the predicted step time with the measured steps of this process."""
+
+    def __init__(self, prediction: Prediction):
+        self.prediction = prediction
+        self._took: list[float] = []
+        self._reported = False
+
+    def took(self, seconds: float) -> str | None:
+        """Add a measured step; return the comparison once, after enough steps."""
+        self._took.append(seconds)
+        return self.summary() if len(self._took) == WARM + ENOUGH else None
+
+    def summary(self) -> str | None:
+        """Return the comparison, or None if there are no steps or it was returned already."""
+        warm = self._took[WARM:]
+        if self._reported or not warm:
+            return None
+        self._reported = True
+        return self.prediction.beside(median(warm))
+
+
+def save_prediction(folder: Path, prediction: Prediction) -> None:
+    """Write a prediction into a run's folder."""
+    write_atomic(folder / PREDICTION_FILE, json.dumps(prediction.plain(), indent=1) + "\n")
+
+
+def read_prediction(folder: Path) -> Prediction | None:
+    """Return a run's prediction; None if there is none, or if another version wrote it."""
+    try:
+        return Prediction(**json.loads((folder / PREDICTION_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

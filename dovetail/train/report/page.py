@@ -14,10 +14,9 @@ from dovetail.core.files import write_atomic
 from dovetail.train.report import completions_page as browser
 from dovetail.train.report import curves, reinforcement
 from dovetail.train.report.completions import turns, written
-from dovetail.train.report.curves import Mark, Series, chart, smooth
+from dovetail.train.report.curves import Mark, Series, chart, name_of, smooth
 from dovetail.train.report.goodput import KINDS, OTHER
 from dovetail.train.report.live import clock_text, short
-from dovetail.train.report.names import name_of
 from dovetail.train.report.summary import RunRecord, read, step_times, summary, when
 
 PAGE = "report.html"

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from statistics import fmean
 
-from dovetail.train.report.curves import Mark, Points, Series, bars, chart, smooth
-from dovetail.train.report.names import name_of
-from dovetail.train.report.split import PART, split
+from dovetail.train.report.curves import Mark, Points, Series, bars, chart, name_of, smooth
+from dovetail.train.report.goodput import PART, split
 from dovetail.train.report.summary import RunRecord, usual
 
 BIN = re.compile(r"ratio_([\d.]*)_([\d.]*)")  # a metric: the share of the tokens whose ratio is between these

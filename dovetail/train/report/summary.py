@@ -16,10 +16,10 @@ from typing import Any
 
 from dovetail.core.errors import MissingFileError
 from dovetail.plan.prediction import Prediction, seconds_text
-from dovetail.train.report import completions, goodput, predicted
+from dovetail.train.report import completions, goodput
+from dovetail.train.report.goodput import REST, parts, split
 from dovetail.train.report.live import clock_text, short
-from dovetail.train.report.metrics import AVERAGED, EVAL, FILE
-from dovetail.train.report.split import REST, parts, split
+from dovetail.train.report.metrics import AVERAGED, EVAL, FILE, WARM, read_prediction
 
 HELD_OUT = "held_out_loss"
 SAMPLES = "samples.jsonl"
@@ -94,7 +94,7 @@ def read(folder: str | Path) -> RunRecord:
         completions=folder / completions.FILE if (folder / completions.FILE).is_file() else None,
         recipe=_text(folder / "recipe.yaml"),
         environment=about.get("environment", {}),
-        prediction=predicted.read(folder),
+        prediction=read_prediction(folder),
     )
 
 
@@ -136,7 +136,7 @@ def step_times(run: RunRecord) -> list[tuple[int, float]]:
 def step_seconds(run: RunRecord) -> float | None:
     """Return what a step's training takes: the median over the reports, without the first ones, which compile."""
     took = [seconds for _, seconds in step_times(run)]
-    warm = took[predicted.WARM :] or took
+    warm = took[WARM:] or took
     return median(warm) if warm else None
 
 

@@ -33,7 +33,10 @@ def both_specs(policy: Policy) -> Callable[[ModelConfig], Any]:
 
 def both_initial(ready: Any, policy: Policy, settings: Tuning) -> Params:
     """Both begin as the model does, and the critic expects 0 of everything."""
-    dtype, places = compute_of(settings.precision.params).dtype, jax.tree.map(lambda x: x.sharding, ready.form.params)
+    dtype, places = (
+        compute_of(settings.precision.params).dtype,
+        jax.tree.map(lambda x: x.sharding, ready.abstract_state.params),
+    )
     score = jax.device_put(jnp.zeros((1, ready.cfg.dim), dtype), places[CRITIC][SCORE])
     if settings.lora:
         make = functools.partial(init, ready.specs[ACTOR], dtype=dtype, shardings=places[ACTOR])

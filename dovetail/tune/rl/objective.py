@@ -21,8 +21,7 @@ from dovetail.core.types import Batch, Column, Params
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.ops.token_loss import Allowed, TokenScores, token_scores
-from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states
-from dovetail.train.routers import loads_of
+from dovetail.train.objective import Loads, Measured, Metrics, Objective, StepContext, hidden_states, loads_of
 from dovetail.tune.distill import distill_objective
 from dovetail.tune.policy import Policy, head_of, policy_of, unembed_of
 from dovetail.tune.rl.algorithms import loss_of

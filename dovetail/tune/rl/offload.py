@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import jax
 
-from dovetail.train.position import Position
+from dovetail.train.state import Position
 
 
 @contextmanager

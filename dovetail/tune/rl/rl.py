@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import jax
 from dovetail.core.choice import require
 from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import fingerprint
+from dovetail.core.reporter import Reporter
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
@@ -41,7 +42,7 @@ from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.stage import Stage
 from dovetail.tune.rl.task import Task, Tasks, open_tasks
-from dovetail.tune.run import Bar, given_settings, tokenizer_of
+from dovetail.tune.run import given_settings, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def rl(
     """
     settings, records, folder = given_settings(Rl, recipe, data, run_dir, overrides)
     own = Own(rewards, environment, advantage, policy_loss)
-    return rl_settings(settings, folder, own, records=records, show=show)
+    return rl_settings(settings, folder, own, records=records, reporter=Reporter(show))
 
 
 def rl_settings(
@@ -99,17 +100,17 @@ def rl_settings(
     own: Own = Own(),
     *,
     records: list[Any] | None = None,
-    bar: Bar | None = None,
-    told: Callable[[str], object] = lambda line: None,
-    show: bool = True,
+    reporter: Reporter | None = None,
     **how: Any,
 ) -> Ended:
-    """For `how`, see train.launch; for the others, tune.run."""
+    """Run the settings in `folder`. `records`: a program's own; for `how` see train.launch."""
     own.check(settings)
-    data = _Data(records, bar, own)
+    reporter = reporter or Reporter()
+    data = _Data(records, reporter, own)
     with ExitStack() as stack:
-        open_rows = partial(_open_rows, folder=folder, own=own, data=data, told=told, show=show, stack=stack)
-        return launch(settings, folder, partial(_objective, own=own), open_rows, settle=data.settle, show=show, **how)
+        open_rows = partial(_open_rows, folder=folder, own=own, data=data, reporter=reporter, stack=stack)
+        objective = partial(_objective, own=own)
+        return launch(settings, folder, objective, open_rows, settle=data.settle, reporter=reporter, **how)
 
 
 def _objective(settings: Rl, own: Own) -> Objective:
@@ -119,8 +120,8 @@ def _objective(settings: Rl, own: Own) -> Objective:
 class _Data:
     """The prompts, read once."""
 
-    def __init__(self, records: list[Any] | None, bar: Bar | None, own: Own):
-        self._records, self._bar, self._own, self._read = records, bar, own, None
+    def __init__(self, records: list[Any] | None, reporter: Reporter, own: Own):
+        self._records, self._reporter, self._own, self._read = records, reporter, own, None
 
     def settle(self, settings: Rl) -> Rl:
         if jax.process_count() > 1:
@@ -135,7 +136,7 @@ class _Data:
         if self._read is None:
             tokenizer, made = tokenizer_of(settings), self._own.environment or settings.environment
             scene = Scene.of(made, settings, tokenizer) if made else None
-            with self._bar() if self._bar else nullcontext() as progress:
+            with self._reporter.progress() as progress:
                 self._read = open_tasks(settings.data, tokenizer, settings.max_prompt, self._records, progress, scene)
         return self._read
 
@@ -147,16 +148,15 @@ def _open_rows(
     folder: Path,
     own: Own,
     data: _Data,
-    told: Callable[[str], object],
-    show: bool,
+    reporter: Reporter,
     stack: ExitStack,
 ) -> Opened:
     tokenizer = tokenizer_of(settings)
     tasks, held, long = data.read(settings)
     left_out = f", {long:,} longer than max_prompt={settings.max_prompt} left out" if long else ""
-    told(f"{len(tasks.tasks):,} prompts, {len(held):,} held out{left_out}")
+    reporter.line(f"{len(tasks.tasks):,} prompts, {len(held):,} held out{left_out}")
     columns = {name for task in tasks.tasks for name in task.columns}
-    failures = Failures(told)
+    failures = Failures(reporter.line)
     reply = _reply(settings, own, tokenizer, (*tasks.tasks, *held), failures)
     rewards = _rewards(settings, own, columns, has_environment=reply is not None)
     referee = Referee(stack.enter_context(rewards) if rewards else None, failures)

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from dovetail.core.types import Batch, Params
-from dovetail.train.position import Position
 from dovetail.train.report.metrics import Passage
+from dovetail.train.state import Position
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.critic import ACTOR

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dovetail.core.errors import UserError
+from dovetail.core.reporter import Progress
 from dovetail.data.example_encoder import example_encoder
 from dovetail.data.examples import ChatExample, TextExample, example
 from dovetail.data.records import BadRecords, open_records
 from dovetail.data.settings import TuningData
-from dovetail.io.hub import Progress
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.scene import Scene
 

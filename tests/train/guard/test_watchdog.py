@@ -7,13 +7,16 @@ import textwrap
 import pytest
 
 from dovetail.train.guard.exits import HUNG
-from dovetail.train.guard.watchdog import Watchdog
+from dovetail.train.guard.watch import Watchdog
 
 pytestmark = pytest.mark.slow
 
 
 def run(tmp_path, body: str) -> subprocess.CompletedProcess:
-    program = "import sys, threading, time\nfrom dovetail.train.guard.watchdog import Watchdog\nrun_dir = sys.argv[1]\n"
+    program = (
+        "import sys, threading, time\nfrom types import SimpleNamespace\n"
+        "from dovetail.train.guard.watch import Watchdog\nrun_dir = sys.argv[1]\n"
+    )
     return subprocess.run(
         [sys.executable, "-c", program + textwrap.dedent(body), str(tmp_path)],
         capture_output=True, text=True, timeout=60,
@@ -29,7 +32,8 @@ def test_a_hang_is_reported_with_stacks_and_exits(tmp_path):
             time.sleep(60)
 
         threading.Thread(target=another_thread, daemon=True).start()
-        with Watchdog(0.4, run_dir, on_hang=lambda message: print("TOLD", message, flush=True)) as watchdog:
+        peers = SimpleNamespace(tell=lambda code, message: print("TOLD", message, flush=True))
+        with Watchdog(0.4, run_dir, peers) as watchdog:
             watchdog.beat(41)
             stuck_in_a_collective()
     """)  # fmt: skip
@@ -42,9 +46,9 @@ def test_a_hang_is_reported_with_stacks_and_exits(tmp_path):
 
 def test_a_callback_that_hangs_too_does_not_keep_the_process(tmp_path):
     found = run(tmp_path, """
-        from dovetail.train.guard import watchdog as module
+        from dovetail.train.guard import watch as module
         module.GOODBYE_SECONDS = 0.2
-        with Watchdog(0.3, run_dir, on_hang=lambda message: time.sleep(60)):
+        with Watchdog(0.3, run_dir, SimpleNamespace(tell=lambda code, message: time.sleep(60))):
             time.sleep(60)
     """)  # fmt: skip
     assert found.returncode == HUNG and "since the start" in found.stderr

@@ -9,16 +9,18 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from dovetail.core.errors import MissingPackageError
+from dovetail.core.reporter import Reporter
 from dovetail.core.training import Training
-from dovetail.train.report.goodput import Goodput
-from dovetail.train.report.live import Live, Standing, clock_text, short
+from dovetail.train.report.goodput import Goodput, added, split
+from dovetail.train.report.live import Live, StepStatus, clock_text, short
 from dovetail.train.report.loggers import check_loggers
 from dovetail.train.report.metrics import AVERAGED, Passage, RunMetrics, Work, drop_after
-from dovetail.train.report.split import added, split
 
 
 def metrics(folder, step: int = 0, **options) -> RunMetrics:
-    return RunMetrics(folder, steps=10, step=step, **{"show": False, "report_to": (), **options})
+    show = options.pop("show", False)
+    return RunMetrics(folder, steps=10, step=step, **{"reporter": Reporter(show), "report_to": (), **options})
 
 
 def lines(folder) -> list[dict]:
@@ -75,7 +77,7 @@ def test_a_rollback_takes_back_what_was_said(tmp_path):
         record(run, 1, 5)
         run.rewind(2)
         record(run, 3, 4)
-        with pytest.raises(ValueError, match="step 4 was reported already"):
+        with pytest.raises(RuntimeError, match="step 4 was recorded already"):
             record(run, 4, 4)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
 
@@ -101,7 +103,6 @@ def test_another_process_writes_nothing(tmp_path, capsys):
         record(run, 1, 2)
         run.evaluated(2, {"held_out_loss": 1.0})
         run.rewind(1)
-        run.remark("unheard")
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
 
@@ -164,10 +165,9 @@ def test_wandb_itself_offline(tmp_path, monkeypatch):
 
 def test_a_logger_that_is_missing_or_unknown_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr("dovetail.train.report.loggers.find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match="report_to names wandb, and the package is not installed: `pip install wandb`"
-    ):
+    with pytest.raises(MissingPackageError) as missing:
         check_loggers(("tensorboard", "wandb"))
+    assert missing.value.param == "report_to"
     with pytest.raises(ValueError, match="report_to must be one of 'tensorboard', 'wandb'; got 'mlflow'"):
         Training(model="x", batch=1, length=8, steps=1, report_to=("mlflow",))
 
@@ -192,11 +192,12 @@ def test_where_it_ran_is_kept_without_paths(tmp_path):
 
 def drawn(steps: int, upto: int, *, terminal: bool, clock=lambda: 0.0, width: int = 100) -> str:
     out = io.StringIO()
-    live = Live(steps, 0, Console(file=out, force_terminal=terminal, width=width, highlight=False), clock)
+    console = Console(file=out, force_terminal=terminal, width=width, highlight=False)
+    live = Live(reporter := Reporter(console=console), steps, 0, clock)
     for step in range(1, upto + 1):
         values = {"loss": 2.5, "lr": 3e-4, "grad_norm": 0.51}
-        live.show(Standing(step, values, 48434.0, 0.5, 0.403, 0.443, 61.2 * 2**30, 0.97))
-    live.remark("step 5: held out loss 2.4000", 2.4)
+        live.show(StepStatus(step, values, 48434.0, 0.5, 0.403, 0.443, 61.2 * 2**30, 0.97))
+    reporter.note("step 5: held out loss 2.4000")
     live.close()
     return out.getvalue()
 
@@ -228,11 +229,10 @@ SPENT = {"rollout_seconds": 0.6, "reward_seconds": 0.05, "sync_seconds": 0.03, "
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_run_with_rewards_says_them_and_where_its_time_goes(tmp_path, monkeypatch, terminal):
+def test_a_run_with_rewards_says_them_and_where_its_time_goes(tmp_path, terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100, highlight=False)
-    monkeypatch.setattr("dovetail.train.report.metrics.Live", lambda steps, step: Live(steps, step, console))
-    with metrics(tmp_path, show=True) as run:
+    with metrics(tmp_path, reporter=Reporter(console=console)) as run:
         run.record(1, REWARDED | SPENT, seconds=1.0, tokens=5000)
         run.evaluated(1, {"held_out_reward": 0.5, "held_out_pass@1": 0.384})
         run.record(2, REWARDED | dict.fromkeys(SPENT, 0.0), seconds=1.0, tokens=5000)  # a second update on them

@@ -4,17 +4,16 @@ import json
 import re
 
 from dovetail.plan.prediction import Prediction
-from dovetail.train.report import predicted, summary
-from dovetail.train.report.metrics import RunMetrics
+from dovetail.train.report import metrics, summary
+from dovetail.train.report.metrics import ENOUGH, WARM, Predicted, RunMetrics
 from dovetail.train.report.page import write
-from dovetail.train.report.predicted import ENOUGH, WARM, Predicted
 
 PREDICTION = Prediction("H200", 1, 0.4, 0.1, 0.0, best=0.4, worst=1.0)
 
 
 def run_of(folder, steps: int, more: dict | None = None, every: int = 1) -> list[dict]:
     folder.mkdir(exist_ok=True)
-    predicted.save(folder, PREDICTION)
+    metrics.save_prediction(folder, PREDICTION)
     with RunMetrics(folder, steps=100, predicted=Predicted(PREDICTION), report_to=()) as run:
         for i in range(1, steps + 1):
             seconds = (9.0 if i <= WARM else 0.5) * every
@@ -47,7 +46,7 @@ def test_lines_of_several_steps_and_steps_that_do_more_than_train(tmp_path):
 def test_the_reports_table_has_both(tmp_path):
     run_of(tmp_path, 8)
     assert ("step time", "500 ms, predicted 400 ms to 1 s") in summary.summary(summary.read(tmp_path))
-    (tmp_path / predicted.FILE).write_text("{}")  # of another version
+    (tmp_path / metrics.PREDICTION_FILE).write_text("{}")  # of another version
     assert dict(summary.summary(summary.read(tmp_path)))["step time"] == "500 ms"
 
 

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from dovetail.cli.info import report as command
+from dovetail.core.reporter import Reporter
 from dovetail.train.report.curves import Mark, Series, chart, smooth
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import RunMetrics, Work
@@ -56,7 +57,9 @@ def make(folder: Path, steps: int, loss=lambda step: 2 + 8 / step) -> Path:
     with goodput.span("compile"):
         now += 2
     goodput.begin()
-    with RunMetrics(folder, steps=200, work=Work(3e9, 2e9, 1e14), goodput=goodput, show=False, report_to=()) as run:
+    with RunMetrics(
+        folder, steps=200, work=Work(3e9, 2e9, 1e14), goodput=goodput, reporter=Reporter(show=False), report_to=()
+    ) as run:
         for step in range(1, steps + 1):
             now += 1
             goodput.step(step)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.core.reporter import Reporter
 from dovetail.train.report.completions import kept
 from dovetail.train.report.metrics import RunMetrics
 from dovetail.train.report.page import write
@@ -19,7 +20,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "count", "argu
 
 
 def make(folder: Path, steps: int = 12) -> Path:
-    with RunMetrics(folder, steps=steps, show=False, report_to=()) as run:
+    with RunMetrics(folder, steps=steps, reporter=Reporter(show=False), report_to=()) as run:
         for step in range(1, steps + 1):
             noted = {"reward": step / steps, "reward_std": 0.2, "reward/right": 0.1, "reward/brief": 0.2, "kl": 0.01}
             noted |= {"entropy": 1.0, "answer_tokens": 5.0, "clip_fraction": 0.0, "gap": 1e-3, "gap_max": 1e-2} | BINS

@@ -9,7 +9,7 @@ import threading
 from rich.console import Console
 
 from dovetail.core.note import NOTE
-from dovetail.train.report.waiting import waiting
+from dovetail.core.reporter import waiting
 
 
 def test_lines_with_elapsed_seconds_where_output_is_redirected():

@@ -1,14 +1,18 @@
-"""What one device holds in a training step, counted from the declared weights before anything is allocated.
+"""Count the memory of a training step on one device from the declared weights, before anything is allocated.
 
-Weights, moments and gradients follow the sharding rules leaf by leaf. Activations are what the backward pass needs:
-each layer's saved values by remat policy, and one layer's working set. A step has four moments that may be the worst:
-the end of the forward pass, where a loop over groups of layers has what the last group keeps twice; the loss, with all
-that was saved and a chunk of logits; the first layer of the backward pass, with its working set in place of the logits;
-and the update, with all gradients and nothing saved. As activations go, gradients come, so the two are never there
-whole together, unless a loop over layers holds them as stacked arrays from its first turn to its last.
+Weights, optimizer moments and gradients follow the sharding rules leaf by leaf. Activations are each layer's saved
+values by remat policy, plus one layer's working set. The peak is at one of four points of a step:
 
-On an H200 what is counted here is within 4% of what was measured for Llama-3.2-1B 8 x 4096 and 1 x 32768, Qwen3-0.6B
-16 x 4096 and four of Mixtral's layers, all unrolled and without remat (docs/performance.md).
+- the end of the forward pass, where a loop over groups of layers holds the last group's saved values twice;
+- the loss, with all saved values and a chunk of logits;
+- the first layer of the backward pass, with its working set in place of the logits;
+- the update, with all gradients and no saved values.
+
+The backward pass frees activations while it creates gradients, so both are never complete at the same time, except
+that a loop over layers holds its gradients as stacked arrays from its first iteration to its last.
+
+On an H200 the count is within 4% of the measured memory for Llama-3.2-1B 8 x 4096 and 1 x 32768, Qwen3-0.6B 16 x 4096
+and four Mixtral layers, all unrolled and without remat (docs/performance.md). plan.serve_memory counts an engine's.
 
 D model dim, V vocabulary, F width of the feed-forward, E devices along the expert axis.
 """
@@ -24,7 +28,7 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh
 
-from dovetail.core.chips import LOGITS_BYTES
+from dovetail.core.chips import GIB, LOGITS_BYTES
 from dovetail.core.compute import compute_of
 from dovetail.core.mesh import MESH_AXES, TRAIN, Placement
 from dovetail.core.spec import leaves
@@ -36,32 +40,37 @@ from dovetail.models.mtp import mtp_depth, mtp_layer, with_mtp
 from dovetail.models.repeats import repeats
 from dovetail.models.spec import spec
 
+PLANNED = 0.92  # the share of a device's memory that a plan may fill; fragmentation and the runtime take the rest
+# The same share of a host's memory: while a checkpoint is written, the host holds the state twice more. Measured with
+# 135M weights: 9.3 GiB where 4.9 GiB were estimated, 6.3 GiB before the first save.
+PLANNED_HOST = 0.5
 BYTES = {name: compute_of(name).dtype.itemsize for name in ("bf16", "f32", "tf32")}
-# Times as much is kept by a loop over layers without remat: all that autodiff asks for, much of it in f32. Outside of
-# loops XLA makes again what is cheap. Counted: 2.0 of Llama's layers, 2.2 of Qwen3's with their norms of heads.
+# A loop over layers without remat saves this many times as much: all residuals of autodiff, many of them in f32.
+# Outside of loops XLA recomputes the cheap ones. Counted: 2.0 for Llama's layers, 2.2 for Qwen3's with QK norms.
 LOOPED = 2.1
-LANES = 128  # of a TPU, which heads are padded to
-DOCUMENTS = 16  # of a row, for whose softmax sums cuDNN keeps room each (15 and the padding: train.prepare)
-_SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that cut weights
+LANES = 128  # a TPU pads heads to whole lanes
+DOCUMENTS = 16  # cuDNN keeps softmax sums for this many documents per row (15 and the padding: train.prepare)
+_SPLITS = ("fsdp", "expert", "context", "tensor")  # the axes that split weights
 Axes = Mapping[str, int]  # mesh axis -> devices along it
 Shape = tuple[tuple[int, ...], tuple[str | None, ...]]  # a weight's shape and logical axes
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one device at the worst moment of a step."""
+class TrainMemory:
+    """Bytes on one device at the peak of a training step."""
 
-    weights: int  # masters, the copy to compute with, an average where one is kept
-    frozen: int  # weights that are read and not trained
+    weights: int  # master weights, the copy in the compute dtype, the average (ema) if there is one
+    frozen: int  # weights that are read but not trained
     optimizer: int
     gradients: int
-    gathered: int  # the weights of two layers made whole for their products, and of the two embeddings' gradients
+    gathered: int  # the gathered weights of two layers, and the gradients of the two embeddings
     activations: int
-    logits: int  # a chunk of them and of their gradient
+    logits: int  # a chunk of logits and of their gradient
 
     @property
     def total(self) -> int:
-        # not by fields(): a search asks for this many thousand times
+        """The sum of all parts."""
+        # not by fields(): a search reads it many thousand times
         return (
             self.weights + self.frozen + self.optimizer + self.gradients
             + self.gathered + self.activations + self.logits
@@ -76,21 +85,30 @@ def memory(
     rows: int,
     on_host: bool = False,
     on_tpu: bool = False,
-) -> Memory:
-    """With `rows` of the batch on each device in one microstep. `on_host`: as XLA's compiler for CPUs has it, which
-    holds bf16 as f32 and, outside of loops, keeps all that autodiff asks for, remat or not. `on_tpu`: what attention's
-    kernel gives is kept with heads of whole lanes, and sums of its softmax once."""
+) -> TrainMemory:
+    """Return the memory of a step with `rows` rows per device and microstep.
+
+    Args:
+        cfg: The model.
+        settings: The recipe.
+        axes: Devices along each mesh axis.
+        remat: The remat policy.
+        rows: Rows of the batch on each device in one microstep.
+        on_host: Count as XLA's CPU compiler allocates: bf16 is held as f32, and outside of loops every residual of
+            autodiff is saved, whatever the remat policy.
+        on_tpu: Count as on a TPU: attention outputs are padded to whole lanes, and softmax sums are saved once.
+    """
     mtp, tensor = mtp_layers(cfg, settings), axes.get("tensor", 1)
     itemsize = 4 if on_host else BYTES[settings.precision.compute]
     splits = tuple((name, axes.get(name, 1)) for name in _SPLITS)
     elements, moments, gathered = _elements(cfg, mtp, settings.optimizer.name, splits, settings.adapter)
     frozen = sum(_frozen(model or cfg, held, settings.precision.compute, splits) for model, held in settings.frozen)
     state = functools.partial(
-        Memory, elements * bytes_per_weight(settings, on_host), frozen, 4 * moments, gathered=gathered * itemsize
+        TrainMemory, elements * bytes_per_weight(settings, on_host), frozen, 4 * moments, gathered=gathered * itemsize
     )
     shards = math.prod(axes.get(name, 1) for name in ("data", "fsdp", "expert"))
-    sums = 4 * elements if rows * shards < settings.batch else 0  # over microsteps
-    stacked = elements * itemsize if settings.scan else 0  # a loop's gradients
+    sums = 4 * elements if rows * shards < settings.batch else 0  # gradient accumulator over microsteps
+    stacked = elements * itemsize if settings.scan else 0  # gradients of a loop over layers
     tokens = rows * settings.length // axes.get("context", 1)
     kept_all = on_host and not settings.scan
     remat = "none" if kept_all else remat
@@ -107,20 +125,24 @@ def memory(
 
 @functools.lru_cache(maxsize=64)
 def _group(cfg: ModelConfig) -> float:
-    """The share of the layers that follow each other in a loop's body: what they keep is stacked when the last of them
-    is done."""
+    """Return the share of all layers that one loop body holds: their saved values are stacked when the body ends."""
     periods = [one.period for one in repeats(cfg) if one.times > 1]
     return max([period for period in periods if period > 1], default=0) / len(cfg.layers)
 
 
 def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> int:
-    """A chunk of logits, and their gradient in the compute dtype; none of a model that gives scores."""
+    """Return the bytes of a chunk of logits and of its gradient in the compute dtype; 0 for a reward model."""
     if cfg.scored:
         return 0
     vocab = cfg.vocab // (tensor if cfg.vocab % tensor == 0 else 1)
     itemsize = BYTES[settings.precision.logits or settings.precision.compute]
     chunk = min(LOGITS_BYTES // itemsize, tokens * vocab)
     return chunk * (itemsize + BYTES[settings.precision.compute])
+
+
+def gib(size: float) -> str:
+    """Return a size as text: `12.1 GiB`, or `300 MiB` below one GiB."""
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 # --- the state --------------------------------------------------------------------------------------------------------
@@ -130,7 +152,7 @@ def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> i
 def _elements(
     cfg: ModelConfig, mtp: int, optimizer: str, axes: tuple[tuple[str, int], ...], adapter: Lora | None
 ) -> tuple[int, int, int]:
-    """What one device holds, in numbers: weights that are trained, moments, weights made whole."""
+    """Return the elements on one device: (trained weights, optimizer moments, gathered weights)."""
     placement = placement_of(dict(axes))
     elements = moments = 0
     for shape, count in shapes_of(cfg, mtp, adapter).items():
@@ -145,8 +167,7 @@ def _frozen(cfg: ModelConfig, held: str, compute: str, axes: tuple[tuple[str, in
 
 
 def bytes_per_weight(settings: Training, on_host: bool = False) -> int:
-    """The master, the copy to compute with where that has another dtype, the average and the reference where they are
-    kept."""
+    """Return the bytes per trained weight: master, compute copy if its dtype differs, average and reference if kept."""
     master, compute = BYTES[settings.precision.params], BYTES[settings.precision.compute]
     copy = 4 if on_host else compute
     reference = 4 + (copy if compute != 4 else 0) if settings.kept_reference else 0
@@ -154,10 +175,10 @@ def bytes_per_weight(settings: Training, on_host: bool = False) -> int:
 
 
 def moments_of(optimizer: str, shape: Shape, local: int) -> int:
-    """f32 numbers that the optimizer keeps for a weight of which a device holds `local` elements."""
+    """Return the f32 numbers that the optimizer keeps for a weight with `local` elements on the device."""
     dims = sorted(shape[0])[-2:]
     is_matrix = len(shape[0]) >= 2
-    if optimizer == "muon":  # one momentum for a matrix of a layer, Adam's two for the rest
+    if optimizer == "muon":  # one momentum per layer matrix, Adam's two moments for the rest
         return local if is_matrix and "vocab" not in shape[1] else 2 * local
     if optimizer == "adafactor" and is_matrix and dims[0] >= 128:  # a mean over each of the two largest dims
         return math.ceil(local / dims[0]) + math.ceil(local / dims[1])
@@ -165,22 +186,26 @@ def moments_of(optimizer: str, shape: Shape, local: int) -> int:
 
 
 def _gathered(cfg: ModelConfig, axes: Axes) -> int:
-    """A layer's weights are whole (over fsdp and context) while they are used, the next layer's arrive meanwhile, and
-    a layer's gradient is whole before it is scattered. The head is whole, and its gradient is summed so in f32."""
+    """Return the elements of gathered weights, in the compute dtype (an f32 element counts as two).
+
+    A layer's weights are gathered over fsdp and context while they are used, the next layer's are gathered at the same
+    time, and a layer's gradient is complete before it is scattered. The head is gathered, with its gradient in f32.
+    """
     whole = placement_of({**axes, "fsdp": 1, "context": 1})
     embedding = local_size(((cfg.vocab, cfg.dim), ("vocab", "embed")), whole)
     split = axes.get("fsdp", 1) * axes.get("context", 1) > 1
     largest = max(sum(local_size(shape, whole) for shape in kind) for kind in _layer_kinds(cfg))
-    return 3 * largest * split + 3 * embedding  # numbers of the compute dtype, of which f32 takes two
+    return 3 * largest * split + 3 * embedding
 
 
 def placement_of(axes: Axes) -> Placement:
+    """Return a training placement on an abstract mesh."""
     mesh = AbstractMesh(tuple(axes.get(name, 1) for name in MESH_AXES), MESH_AXES)
     return Placement(cast(Any, mesh), TRAIN)
 
 
 def local_size(shape: Shape, placement: Placement) -> int:
-    """Elements of a weight on one device."""
+    """Return the elements of a weight on one device."""
     parts = placement.partition(shape[1], shape[0])
     names = [name for part in parts if part for name in ((part,) if isinstance(part, str) else part)]
     return math.prod(shape[0]) // math.prod(placement.mesh.shape[name] for name in names)
@@ -188,20 +213,21 @@ def local_size(shape: Shape, placement: Placement) -> int:
 
 @functools.lru_cache(maxsize=64)
 def shapes_of(cfg: ModelConfig, mtp: int, adapter: Lora | None) -> Counter[Shape]:
-    """How many trained weights of each shape."""
+    """Return how many trained weights have each shape."""
     specs = lora_spec(cfg, adapter) if adapter else with_mtp(spec(cfg), cfg) if mtp else spec(cfg)
     return Counter((leaf.shape, leaf.axes) for _, leaf in leaves(specs))
 
 
 @functools.lru_cache(maxsize=64)
 def _layer_kinds(cfg: ModelConfig) -> list[list[Shape]]:
-    """The weights of one layer of each kind."""
+    """Return the weights of one layer of each kind."""
     layers = spec(cfg)["layers"]
     one_each = {layer: i for i, layer in enumerate(cfg.layers)}.values()
     return [[(leaf.shape, leaf.axes) for _, leaf in leaves(layers[i])] for i in one_each]
 
 
 def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
+    """Return the number of trained multi-token prediction layers."""
     return mtp_depth(cfg) if settings.trains_mtp else 0
 
 
@@ -212,14 +238,14 @@ def mtp_layers(cfg: ModelConfig, settings: Training) -> int:
 def activations_of(
     cfg: ModelConfig, mtp: int, tensor: int, expert: int, remat: str, on_tpu: bool = False
 ) -> tuple[int, int]:
-    """Elements per token: saved from forward to backward over all layers, and one layer's working set."""
+    """Return the elements per token (saved from forward to backward over all layers, one layer's working set)."""
     layers = Counter(cfg.layers + (mtp_layer(cfg),) * mtp)
     saved = sum(_saved(cfg.dim, layer, tensor, expert, remat, on_tpu) * n for layer, n in layers.items())
     return 2 * cfg.dim + saved, max(_working(cfg.dim, layer, tensor, expert, remat, on_tpu) for layer in layers)
 
 
 def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool = False) -> int:
-    """Elements per token that one layer keeps under a policy."""
+    """Return the elements per token that one layer saves under a remat policy."""
     turned, products, out = layer.attn.activations(tensor)
     kept = _padded(out, layer.attn.heads // tensor or 1, LANES if on_tpu else 1)
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
@@ -228,21 +254,21 @@ def _saved(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: b
         return D
     if remat == "attention":
         return D + kept + sums
-    if remat == "dots":  # what the products give; where it is normed, the last one's too
+    if remat == "dots":  # the outputs of products; with a post-norm also that of the last one
         return (2 + layer.post_norm) * D + products + kept + sums + 2 * hidden + ends
-    # What products and kernels read. A rotation needs nothing for its gradient, a norm of q and k what it was given.
+    # The inputs of products and kernels. The gradient of a rotation needs nothing, that of a QK norm its input.
     norms = 2 * (layer.pre_norm + layer.post_norm)
     plain = isinstance(layer.attn, Attention) and not layer.attn.qk_norm
     return (2 + norms) * D + products + (0 if plain else turned) + out + sums + 3 * hidden + 2 * ends
 
 
 def _padded(out: int, heads: int, lanes: int) -> int:
-    """Attention's output with each head filled up to whole lanes."""
+    """Return the elements of attention's output with each head padded to whole lanes."""
     return heads * math.ceil(out / heads / lanes) * lanes
 
 
 def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu: bool) -> int:
-    """Elements per token while one layer's gradients are taken: those of its largest values, and what is made again."""
+    """Return the elements per token of one layer's backward pass: its largest gradients and its recomputed values."""
     hidden, ends = _feed_forward_elements(D, layer, tensor, expert)
     saved = functools.partial(_saved, D, layer, tensor, expert, on_tpu=on_tpu)
     again = max(0, saved(remat="none") - saved(remat=remat))
@@ -250,7 +276,10 @@ def _working(D: int, layer: Layer, tensor: int, expert: int, remat: str, on_tpu:
 
 
 def _feed_forward_elements(D: int, layer: Layer, tensor: int, expert: int) -> tuple[int, int]:
-    """(F of one product, what a token's copies for its experts add). Experts on E devices see the tokens of all E."""
+    """Return (F of one product, the elements of a token's copies for its experts).
+
+    Experts on E devices see the tokens of all E devices.
+    """
     hidden, ends = (layer.mlp.width if layer.mlp else 0), 0
     if layer.moe:
         copies = layer.moe.router.top_k * expert

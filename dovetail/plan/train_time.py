@@ -10,16 +10,19 @@ Plans are ranked by a point between the bounds (StepTime.likely).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dovetail.core.chips import Chip
+from dovetail.core.accelerator import Accelerator
+from dovetail.core.chips import GIB, Chip
 from dovetail.core.training import Training
 from dovetail.models.config import ModelConfig
 from dovetail.plan.exchange import Exchange, by_axis, exchanges, total, whole_weights
-from dovetail.plan.links import Span
-from dovetail.plan.memory import BYTES, activations_of, mtp_layers
-from dovetail.plan.plans import Plan, flops, forward_flops
+from dovetail.plan.flops import computed_flops, forward_flops
+from dovetail.plan.links import AxisSpan, layout, one_domain
+from dovetail.plan.plans import MeshPlan, axes_of
+from dovetail.plan.train_memory import BYTES, activations_of, mtp_layers
 
 # What a step reaches of the peaks at least, where nobody measured. Products, with all the small things around them: of
 # the published runs on GPUs the slowest, PyTorch's on an H200, is at 40%; MaxText's on TPUs are at 46 to 71%, links
@@ -77,9 +80,9 @@ class StepTime:
 def step_time(
     cfg: ModelConfig,
     settings: Training,
-    plan: Plan,
+    plan: MeshPlan,
     chip: Chip,
-    spans: tuple[Span, ...],
+    spans: tuple[AxisSpan, ...],
     reached: Reached | None = None,
 ) -> StepTime:
     """`spans`: plan.links.layout of the plan's mesh over the accelerator."""
@@ -111,12 +114,12 @@ def peak(chip: Chip, settings: Training) -> float:
     return chip.device_bf16 / slower[settings.precision.compute]
 
 
-def product_flops(cfg: ModelConfig, settings: Training, plan: Plan) -> float:
+def product_flops(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> float:
     """Of one device in a step, with what is recomputed. Of rows cut into n slices the last one sees the most keys, and
     the others wait for it: (2n - 1) / n times the mean (ops.context)."""
     mesh, length = plan.mesh, settings.length
     tokens = plan.rows * length // mesh.context * plan.microsteps
-    each = flops(cfg, length, plan.remat)
+    each = computed_flops(cfg, length, plan.remat)
     if mesh.context > 1:
         passes = 4 if plan.remat == "full" else 3
         attention = passes * (forward_flops(cfg, length // 2) - forward_flops(cfg))
@@ -126,7 +129,7 @@ def product_flops(cfg: ModelConfig, settings: Training, plan: Plan) -> float:
     return tokens * each / mesh.tensor
 
 
-def moved_bytes(cfg: ModelConfig, settings: Training, plan: Plan, chip: Chip) -> float:
+def moved_bytes(cfg: ModelConfig, settings: Training, plan: MeshPlan, chip: Chip) -> float:
     """Bytes that a device reads and writes in a step: the state once each, weights in every pass, what is kept for the
     backward pass, twice over where it is made again; on a GPU also what a loop over layers copies."""
     mesh, memory, itemsize = plan.mesh, plan.memory, BYTES[settings.precision.compute]
@@ -140,3 +143,41 @@ def moved_bytes(cfg: ModelConfig, settings: Training, plan: Plan, chip: Chip) ->
     copied = 4 * memory.activations if plan.scan and not chip.pod else 0
     state = 2 * (memory.weights + memory.optimizer) + memory.gradients
     return state + plan.microsteps * (3 * weights + gathered + values + logits + copied)
+
+
+# All plans that fit, the fastest first: the one search behind `dovetail plan train` and what a recipe leaves open.
+
+
+# A chip that is not in the table: FLOPs for each byte over its links and of its memory as on an H100 or a v5p.
+UNKNOWN = Chip("unknown", (), 1e15, None, 80 * GIB, 4e12, 4e11, source="none: the ratios of an H100, of no date (2023)")
+
+
+AN_AXIS = 1.02  # bounds are wide: of two meshes within 2% the simpler one is taken
+
+
+@dataclass(frozen=True)
+class Timed:
+    plan: MeshPlan
+    time: StepTime
+    spans: tuple[AxisSpan, ...]
+
+
+def ranked(
+    cfg: ModelConfig,
+    settings: Training,
+    plans: Iterable[MeshPlan],
+    chip: Chip | None,
+    accelerator: Accelerator | None,
+    reached: Reached | None = None,
+) -> list[Timed]:
+    """By StepTime.likely; what cuts along one axis more must be worth it. `accelerator`: None
+    where only the number of devices is known."""
+    known, found = chip or UNKNOWN, []
+    for plan in plans:
+        spans = spans_of(plan, known, accelerator)
+        found.append(Timed(plan, step_time(cfg, settings, plan, known, spans, reached), spans))
+    return sorted(found, key=lambda one: one.time.likely * AN_AXIS ** len(one.spans))
+
+
+def spans_of(plan: MeshPlan, chip: Chip, accelerator: Accelerator | None) -> tuple[AxisSpan, ...]:
+    return layout(accelerator, axes_of(plan.mesh)) if accelerator else one_domain(chip, axes_of(plan.mesh))
