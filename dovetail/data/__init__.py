@@ -1,0 +1,1 @@
+"""Data: sources, tokenising, packing and loading, for pretraining, fine-tuning and RL."""

@@ -1,16 +1,12 @@
-"""An example's tokens, and which of them the model is taught to write: the assistant's, each turn with its end, unless
-a recipe asks for all of them.
+"""Encode an example to tokens, with a mask of the trained ones.
 
-Which they are comes from the chat template. One with {% generation %} marks says so itself. Of any other, a turn is
-what the template adds to the prompt that a model would be given there (the messages before it, rendered with
-add_generation_prompt). Some templates write a turn otherwise once the conversation has gone on (Qwen3 takes the
-thinking out): such a turn becomes a document of its own that ends with it, as the model sees it. Nothing is found by
-searching text.
+By default the assistant's tokens are trained, each turn with its end. The mask comes from the chat template, never from
+a search in the text. A template with {% generation %} marks says itself which text is the assistant's. With any other,
+a turn is what the template adds to the prompt that a model would get there (the messages before it, rendered with
+add_generation_prompt). Some templates render a turn differently once the conversation has gone on (Qwen3 removes the
+thinking): such a turn becomes a document of its own that ends with it, as the model sees it.
 
-Examples that are longer than a row: they lose their oldest turns, are cut at their end, or are left out.
-
-An exchange is a user's message and all that follows it up to the next one. The system message stays, and so does the
-last exchange; both sides of a preference lose the same ones.
+`fit` shortens examples that are longer than a row.
 """
 
 from __future__ import annotations
@@ -24,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import MissingFileError, UserError
+from dovetail.core.fingerprint import fingerprint
 from dovetail.data.encoder import OffsetTokenizer
 from dovetail.data.examples import ChatExample, TextExample
 from dovetail.data.messages import check_roles
@@ -33,23 +30,49 @@ from dovetail.io.chat import ChatTemplate
 from dovetail.io.tokenizer import Tokenizer
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\b")
+WHOLE, SHORTENED, CUT, LEFT_OUT = "whole", "shortened", "cut", "left out"  # outcomes of `fit`
+Sides = Sequence[ChatExample | TextExample]
 
 
 class MaskedTokens(NamedTuple):
-    """One document."""
+    """The tokens of one document, and which of them are trained."""
 
     tokens: np.ndarray  # [n] int32
-    mask: np.ndarray  # [n] bool: what is trained
+    mask: np.ndarray  # [n] bool
 
     @property
-    def teaches(self) -> bool:
-        """A document's first token has nothing before it to be predicted from."""
+    def is_trained(self) -> bool:
+        """Return whether any token is trained; a document's first token cannot be predicted."""
         return bool(self.mask[1:].any())
 
 
 class _Turn(NamedTuple):
     before: str  # the prompt that the assistant answers
-    ended: str  # the same, with its answer
+    ended: str  # the same, with the answer
+
+
+def example_encoder(
+    settings: TuningData, tokenizer: Tokenizer, trained: TrainedTokens = TrainedTokens()
+) -> ExampleEncoder:
+    """Return the encoder with the template of the settings, or the tokenizer's own."""
+    template = template_source(settings)
+    if template is None:
+        return ExampleEncoder(tokenizer, trained=trained)
+    name = f"the chat template {Path(settings.template).expanduser()}"
+    return ExampleEncoder(tokenizer, template, name, trained)
+
+
+def template_source(settings: TuningData) -> str | None:
+    """Return the Jinja source of `data.template`; None: the tokenizer's own template is used."""
+    if not settings.template:
+        return None
+    path = Path(settings.template).expanduser()
+    if not path.is_file():
+        raise MissingFileError(
+            f"template must be a file with a chat template's Jinja source; there is no {str(path)!r}",
+            param="data.template",
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def begins_with_assistant(side: ChatExample | TextExample) -> bool:
@@ -57,14 +80,15 @@ def begins_with_assistant(side: ChatExample | TextExample) -> bool:
     return isinstance(side, ChatExample) and not side.first and side.messages[0]["role"] == "assistant"
 
 
-def _name_of(tool: Any) -> str:
-    """Return the name of a tool, or of the tool that is called; empty where it has none."""
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
-
-
 class ExampleEncoder:
-    """template: the Jinja source to use in place of the tokenizer's own; name: what to call it in a message."""
+    """Encode examples with a tokenizer and a chat template.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        template: Jinja source to use in place of the tokenizer's own templates.
+        name: The name of the template in messages.
+        trained: Which tokens are trained.
+    """
 
     def __init__(
         self,
@@ -78,8 +102,16 @@ class ExampleEncoder:
         self._ends = np.asarray(tokenizer.eos_ids, np.int32)
         self._templates: dict[bool, ChatTemplate] = {}
 
+    @property
+    def identity(self) -> str:
+        """Return a hash of everything that decides the tokens of an example."""
+        text, tokenizer = self._text, self.tokenizer
+        own = None if self._source is not None else tokenizer.chat_templates
+        kept = [text.before, bool(text.backend.encode_special_tokens), tokenizer.eos_id, list(tokenizer.eos_ids)]
+        return fingerprint(text.backend.to_str(), kept, self._source, own, list(self._trained))
+
     def encode(self, side: ChatExample | TextExample) -> list[MaskedTokens]:
-        """Its documents: one, or more where turns are documents of their own; none where nothing is trained."""
+        """Return the documents of one side: one, or more where turns are separate; none where nothing is trained."""
         if isinstance(side, TextExample):
             return [self._plain(side)]
         template = self.template(side)
@@ -93,32 +125,34 @@ class ExampleEncoder:
             found = self._by_marks(side, template)
         else:
             found = self._by_prefixes(side, template, text)
-        return [document for document in found if document.teaches]
+        return [document for document in found if document.is_trained]
 
     def prompt(self, side: ChatExample | TextExample) -> np.ndarray:
-        """[n] the tokens that a model is given to go on with."""
+        """Return [n] the tokens of the prompt that a model continues."""
         if isinstance(side, TextExample):
             return np.asarray([*self._text.before, *self._text.encode(side.prompt).ids], np.int32)
         messages = side.messages[: side.first] if side.first else side.messages
         return self._text.encode(self.template(side).render(messages, side.tools)).ids
 
     def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids, special tokens included."""
         return self._text.backend.decode(ids.tolist(), skip_special_tokens=False)
 
     def template(self, side: ChatExample) -> ChatTemplate:
-        """That of its messages: one with tools may have another."""
+        """Return the template of a conversation; one with tools may have another."""
         with_tools = side.tools is not None
         if self._source is None and not self.tokenizer.chat_templates:
             raise UserError(
-                "the model's tokenizer has no chat template, so messages cannot be written: set data.template=FILE to "
-                "a file with one (Jinja), or give prompt and completion as text"
+                "the model's tokenizer has no chat template, so messages cannot be rendered: set data.template=FILE to "
+                "a file with one (Jinja), or give prompt and completion as text",
+                param="data.template",
             )
         if with_tools not in self._templates:
             self._templates[with_tools] = self.tokenizer.chat(side.tools, self._source)
         return self._templates[with_tools]
 
     def _check_written(self, side: ChatExample, template: ChatTemplate, text: str) -> None:
-        """Refuse a conversation of which the template leaves out tools, calls or whole messages."""
+        """Refuse a conversation whose tools, calls or messages the template leaves out."""
         remedy = "set data.template to one that does, or leave the record out"
         if side.tools and not all(_name_of(tool) in text for tool in side.tools):
             raise UserError(f"tools: {self.name} does not write them; {remedy}")
@@ -129,7 +163,7 @@ class ExampleEncoder:
                 raise UserError(f"messages[{i}], of role {message['role']!r}: {self.name} does not write it; {remedy}")
 
     def _is_left_out(self, side: ChatExample, template: ChatTemplate, at: int, text: str) -> bool:
-        """Whether the text is the same whatever the message says; it need not be there letter by letter."""
+        """Return whether the text does not depend on the message, which need not be in it literally."""
         said = side.messages[at].get("content")
         if not isinstance(said, str) or not said.strip() or said.strip() in text:
             return False
@@ -140,17 +174,17 @@ class ExampleEncoder:
     # --- text without a template --------------------------------------------------------------------------------------
 
     def _plain(self, side: TextExample) -> MaskedTokens:
-        """BOS where the tokenizer adds one, the prompt, the completion, one EOS."""
+        """Return BOS where the tokenizer adds one, the prompt, the completion, and one EOS."""
         eos = self.tokenizer.eos_id
         if eos is None:
             raise UserError(
-                "expected a tokenizer with an end-of-text token, to end a completion with, and this one has none; name "
+                "the tokenizer must have an end-of-text token, to end a completion, and this one has none: name "
                 "eos_token in its tokenizer_config.json"
             )
         found = self._text.split(side.prompt, side.completion)
         if found is None:
             raise UserError(
-                f"expected tokens to end where the prompt does, and one reaches from {side.prompt[-12:]!r} into "
+                f"expected tokens to end where the prompt ends, and one spans {side.prompt[-12:]!r} and "
                 f"{side.completion[:12]!r}; move the space between them from the prompt's end to the completion's start"
             )
         before, after = found
@@ -163,7 +197,7 @@ class ExampleEncoder:
     # --- every token --------------------------------------------------------------------------------------------------
 
     def _whole(self, side: ChatExample, template: ChatTemplate, text: str) -> MaskedTokens:
-        """All that follows the prompt, where there is one."""
+        """Train every token after the prompt, if there is one."""
         tokens = self._text.encode(text)
         mask = np.ones(len(tokens.ids), bool)
         if side.first:
@@ -173,7 +207,7 @@ class ExampleEncoder:
     def _prompt(self, side: ChatExample, template: ChatTemplate, text: str) -> str:
         prompt = template.render(side.messages[: side.first], side.tools, add_generation_prompt=False)
         if not text.startswith(prompt):
-            raise self._refusal("writes a prompt otherwise once it is answered, so that its end cannot be told")
+            raise self._refusal("renders a prompt differently once it is answered, so that its end is unknown")
         return prompt
 
     # --- templates with marks -----------------------------------------------------------------------------------------
@@ -191,12 +225,12 @@ class ExampleEncoder:
             mask[tokens.within(start, end)] = True
         return [MaskedTokens(tokens.ids, mask)]
 
-    # --- templates without --------------------------------------------------------------------------------------------
+    # --- templates without marks --------------------------------------------------------------------------------------
 
     def _by_prefixes(self, side: ChatExample, template: ChatTemplate, text: str) -> list[MaskedTokens]:
         tokens = self._text.encode(text)
         mask, alone = np.zeros(len(tokens.ids), bool), []
-        for at in range(max(side.first, 1), len(side.messages)):  # a turn before any other answers nothing
+        for at in range(max(side.first, 1), len(side.messages)):  # a first turn answers nothing
             if side.messages[at]["role"] != "assistant":
                 continue
             turn = self._turn(side, template, at, text)
@@ -208,7 +242,7 @@ class ExampleEncoder:
 
     def _turn(self, side: ChatExample, template: ChatTemplate, at: int, whole: str) -> _Turn:
         before = template.render(side.messages[:at], side.tools, add_generation_prompt=True)
-        ended = whole  # the conversation's text, which the last turn ends
+        ended = whole  # the conversation's text ends with its last turn
         if at + 1 < len(side.messages):
             ended = template.render(side.messages[: at + 1], side.tools, add_generation_prompt=False)
         if not ended.startswith(before):
@@ -220,37 +254,50 @@ class ExampleEncoder:
     def _alone(self, turn: _Turn) -> MaskedTokens:
         found = self._text.split(turn.before, turn.ended[len(turn.before) :])
         if found is None:
-            raise self._refusal("has no generation marks, and a token reaches from the prompt into the answer")
+            raise self._refusal("has no generation marks, and a token spans the end of the prompt")
         ids = np.concatenate(found)
         mask = np.zeros(len(ids), bool)
         mask[self._written(ids, slice(len(found[0]), len(ids)))] = True
         return MaskedTokens(ids, mask)
 
     def _written(self, ids: np.ndarray, turn: slice) -> slice:
-        """Up to the token at which a model stops: what the template writes after it, such as a new line, is not its."""
+        """Return a turn up to the token at which a model stops, without what the template writes after it."""
         ends = np.flatnonzero(np.isin(ids[turn], self._ends))
         return slice(turn.start, turn.start + int(ends[-1]) + 1) if len(ends) else turn
 
-    def _refusal(self, why: str) -> ValueError:
-        return ValueError(
-            f"{self.name} {why}: put {{% generation %}} .. {{% endgeneration %}} around what the assistant writes in a "
-            "copy of it, and set data.template to that file"
+    def _refusal(self, why: str) -> UserError:
+        return UserError(
+            f"{self.name} {why}: put {{% generation %}} .. {{% endgeneration %}} around the assistant's text in a copy "
+            "of it, and set data.template to that file",
+            param="data.template",
         )
 
 
-WHOLE, SHORTENED, CUT, LEFT_OUT = "whole", "shortened", "cut", "left out"
-Sides = Sequence[ChatExample | TextExample]
+def _name_of(tool: Any) -> str:
+    """Return the name of a tool, or of the tool that is called; empty where it has none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
+
+
+# --- examples that are too long ---------------------------------------------------------------------------------------
 
 
 class Fitted(NamedTuple):
+    """The documents of an example that fit into a row."""
+
     documents: list[list[MaskedTokens]]  # of each side
     outcome: str
 
 
 def fit(encoder: ExampleEncoder, sides: Sides, length: int, overlong: str) -> Fitted:
-    """The documents of an example in at most `length` tokens each; those of a preference together."""
+    """Encode an example to at most `length` tokens per document; the two sides of a preference together.
+
+    An example that is too long loses its oldest exchanges, is cut at its end, or is left out (`data.overlong`). An
+    exchange is a user's message and everything up to the next one. The system message and the last exchange stay; both
+    sides of a preference lose the same exchanges.
+    """
     whole = [encoder.encode(side) for side in sides]
-    if fits(whole, length):
+    if _fits(whole, length):
         return Fitted(whole, WHOLE)
     if overlong == "skip":
         return Fitted([], LEFT_OUT)
@@ -259,9 +306,9 @@ def fit(encoder: ExampleEncoder, sides: Sides, length: int, overlong: str) -> Fi
 
         def fitting(dropped: int) -> bool:
             encoded[dropped] = [encoder.encode(side) for side in shorter[dropped - 1]]
-            return fits(encoded[dropped], length)
+            return _fits(encoded[dropped], length)
 
-        # Fewer turns are fewer tokens, so the least number to drop is found by halving.
+        # Fewer turns are fewer tokens, so bisection finds the least number to drop.
         dropped = bisect_left(range(1, len(shorter) + 1), True, key=fitting) + 1
         if dropped <= len(shorter):
             return Fitted(encoded[dropped], SHORTENED)
@@ -269,13 +316,13 @@ def fit(encoder: ExampleEncoder, sides: Sides, length: int, overlong: str) -> Fi
     return _cut(whole, length)
 
 
-def fits(documents: list[list[MaskedTokens]], length: int) -> bool:
+def _fits(documents: list[list[MaskedTokens]], length: int) -> bool:
     longest = [max((len(document.tokens) for document in side), default=0) for side in documents]
     return sum(longest) <= length
 
 
 def _fewer_turns(sides: Sides) -> list[Sides]:
-    """The example without its first exchange, without its first two, ..; empty where there is none to lose."""
+    """Return the example without its first exchange, without its first two, ..; empty where there is none to lose."""
     chats = [side for side in sides if isinstance(side, ChatExample)]
     if len(chats) < len(sides):
         return []
@@ -286,7 +333,7 @@ def _fewer_turns(sides: Sides) -> list[Sides]:
 def _without_oldest(chat: ChatExample) -> list[ChatExample]:
     roles = [message["role"] for message in chat.messages]
     head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
-    # What is trained must still be there, with the user's message that it answers.
+    # What is trained must remain, with the user's message that it answers.
     last = chat.first - 1 if chat.first else max((i for i, role in enumerate(roles) if role == "assistant"), default=0)
     starts = [i for i, role in enumerate(roles) if role == "user" and head < i <= last]
     return [
@@ -296,35 +343,14 @@ def _without_oldest(chat: ChatExample) -> list[ChatExample]:
 
 
 def _cut(documents: list[list[MaskedTokens]], length: int) -> Fitted:
-    """Each at its end. Of two sides the shorter keeps half of the row or what it needs, and the longer has the rest."""
+    """Cut each document at its end. Of two sides, the shorter keeps at most half of the row, the longer the rest."""
     room = [length]
     if len(documents) == 2:
         sizes = [max((len(document.tokens) for document in side), default=0) for side in documents]
         shorter = min(*sizes, length // 2)
         room = [min(size, length - shorter) for size in sizes] if min(sizes) == shorter else [length // 2] * 2
     cut = [
-        [document for document in (MaskedTokens(t[:most], m[:most]) for t, m in side) if document.teaches]
+        [document for document in (MaskedTokens(t[:most], m[:most]) for t, m in side) if document.is_trained]
         for side, most in zip(documents, room, strict=True)
     ]
     return Fitted(cut, CUT) if all(cut) else Fitted([], LEFT_OUT)
-
-
-def example_encoder(
-    settings: TuningData, tokenizer: Tokenizer, trained: TrainedTokens = TrainedTokens()
-) -> ExampleEncoder:
-    """With the template that the settings name, or the tokenizer's own."""
-    template = template_source(settings)
-    if template is None:
-        return ExampleEncoder(tokenizer, trained=trained)
-    name = f"the chat template {Path(settings.template).expanduser()}"
-    return ExampleEncoder(tokenizer, template, name, trained)
-
-
-def template_source(settings: TuningData) -> str | None:
-    """Return the Jinja source of `data.template`; None: the tokenizer's own template is used."""
-    if not settings.template:
-        return None
-    path = Path(settings.template).expanduser()
-    if not path.is_file():
-        raise UserError(f"template must be a file with a chat template's Jinja source; there is no {str(path)!r}")
-    return path.read_text(encoding="utf-8")

@@ -1,92 +1,77 @@
-"""Prompts with completions of other prompts, from which KTO estimates how far the policy is from its reference.
+"""Tokenised examples on disk: a token cache with a mask of the trained tokens, labels and margins.
 
-Tokenised examples in memory: their documents end to end, which tokens are trained, and what was left out.
+Records are read, encoded and written one after another, so that memory does not grow with the files. The cache of files
+is kept (`data.cache`), keyed by their content, the tokenizer, the template and the settings; that of a program's list
+of records is temporary.
+
+A unit is what a row holds whole: a document, the two documents of a preference, or an unpaired document and its
+mismatched one.
+
+<name>-<fingerprint>/  as in `data.cache`, and mask.bin [tokens] bool, labels.npy and margins.npy [documents] f32,
+                       records.npy [units] int64, stats.json
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from dovetail.core.errors import UserError
-from dovetail.core.fingerprint import fingerprint, of_sources
-from dovetail.data.example_encoder import LEFT_OUT, WHOLE, ExampleEncoder, MaskedTokens, begins_with_assistant, fit
+from dovetail.core.fingerprint import of_sources
+from dovetail.data.cache import CacheMeta, TokenStore, cached, part_path, token_dtype
+from dovetail.data.example_encoder import (
+    LEFT_OUT,
+    WHOLE,
+    ExampleEncoder,
+    MaskedTokens,
+    begins_with_assistant,
+    fit,
+)
 from dovetail.data.examples import Example, example
-from dovetail.data.records import BadRecords, Record
-from dovetail.data.settings import Keys, TuningData
+from dovetail.data.records import FROM_PROGRAM, BadRecords, Record, find_files, open_records
+from dovetail.data.settings import Keys, Source, TuningData
+from dovetail.io.hub import Progress
 
-OWN_SHARE = 3, 4  # of a row, that an example may fill: the rest is left to the mismatched document beside it
-
-
-def room_of(length: int) -> int:
-    """Return the tokens that an example may have in rows of `length`."""
-    over, under = OWN_SHARE
-    return length * over // under
-
-
-def mismatched(documents: Sequence[MaskedTokens], length: int) -> list[MaskedTokens]:
-    """Return for each document its prompt with the completion of the nearest document before it (the last ones come
-    before the first) that has another prompt. Where both together are longer than `length`, the mismatched one loses
-    the end of its completion, then the start of its prompt."""
-    starts = [int(np.argmax(document.mask)) for document in documents]
-    prompts = [document.tokens[:start] for document, start in zip(documents, starts, strict=True)]
-    found = []
-    for i, document in enumerate(documents):
-        other = _other(prompts, i)
-        room = length - len(document.tokens)
-        found.append(_joined(prompts[i], documents[other], starts[other], room))
-    return found
-
-
-def _other(prompts: Sequence[np.ndarray], i: int) -> int:
-    count = len(prompts)
-    for back in range(1, count):
-        if not np.array_equal(prompts[i - back], prompts[i]):
-            return (i - back) % count
-    return (i - 1) % count  # all prompts are the same
-
-
-def _joined(prompt: np.ndarray, other: MaskedTokens, start: int, room: int) -> MaskedTokens:
-    answer, mask = other.tokens[start:], other.mask[start:]
-    answered = min(len(answer), max(room - len(prompt), room // 2))
-    kept = prompt[max(0, len(prompt) - (room - answered)) :]
-    tokens = np.concatenate([kept, answer[:answered]])
-    return MaskedTokens(tokens, np.concatenate([np.zeros(len(kept), bool), mask[:answered]]))
-
-
+MASK, LABELS, MARGINS, UNIT_RECORDS, STATS = "mask.bin", "labels.npy", "margins.npy", "records.npy", "stats.json"
 COUNTED = ("records", "unanswered", "shortened", "cut", "left_out", "split", "opening")
+OWN_SHARE = 3, 4  # of a row, that an unpaired example may fill: the rest is for the mismatched document beside it
 
 
 @dataclass(frozen=True)
 class ExampleStats:
-    """What became of the records; `str` tells it in a line."""
+    """Counts of the records and of the documents made from them; `str` gives one line."""
 
     records: int = 0
     documents: int = 0
     tokens: int = 0
     trained: int = 0  # of the tokens
     unanswered: int = 0  # records without an assistant's turn, left out
-    shortened: int = 0  # that lost their oldest turns
+    shortened: int = 0  # lost their oldest turns
     cut: int = 0
-    left_out: int = 0  # as too long
+    left_out: int = 0  # too long
     split: int = 0  # conversations with turns that are documents of their own
     opening: int = 0  # conversations that the assistant begins, whose first turn is not trained
     bad: tuple[str, ...] = ()  # records that were left out, and why
 
     def __str__(self) -> str:
-        told = {
+        counts = {
             "without an assistant's turn, left out": self.unanswered, "shortened by turns": self.shortened,
             "cut at the end": self.cut, "left out as too long": self.left_out,
-            "split, for turns to stand as the model will see them": self.split,
+            "split, because the template renders earlier turns differently": self.split,
             "begin with the assistant: that turn is read and not trained": self.opening,
             "bad records left out": len(self.bad),
         }  # fmt: skip
-        rest = "".join(f"; {count:,} {what}" for what, count in told.items() if count)
+        rest = "".join(f"; {count:,} {what}" for what, count in counts.items() if count)
         share = self.trained / max(self.tokens, 1)
         kept = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.trained:,} of them trained ({share:.0%})"
         return f"{self.records:,} records: {kept}{rest}"
@@ -95,90 +80,201 @@ class ExampleStats:
         return ExampleStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-class Made(NamedTuple):
-    """The documents of one source. A unit is what a row holds whole: a document, the two of a preference, or an
-    unpaired one and its mismatched one (mismatched)."""
+class ExampleStore(TokenStore):
+    """The tokenised examples of one source."""
 
-    name: str
-    documents: list[MaskedTokens]
-    records: list[int]  # of each unit: the number of its record among those kept
-    labels: list[float]  # of each document: +1, -1 to avoid, 0 of a mismatched one
-    margins: list[float]  # of each document: its pair's, NaN where its record has none
-    stats: ExampleStats
+    def __init__(self, folder: Path, name: str):
+        super().__init__(folder)
+        self.name = name
+        self.mask = np.memmap(folder / MASK, bool, "r") if self.meta.tokens else np.zeros(0, bool)
+        self.labels, self.margins = (np.load(folder / file, mmap_mode="r") for file in (LABELS, MARGINS))  # [documents]
+        self.records = np.load(folder / UNIT_RECORDS, mmap_mode="r")  # [units] the record of each, among those kept
+        found = json.loads((folder / STATS).read_text())
+        self.stats = ExampleStats(**found | {"bad": tuple(found["bad"])})
 
     @property
-    def lengths(self) -> np.ndarray:
-        """[units] tokens of each."""
-        sizes = np.asarray([len(document.tokens) for document in self.documents])
-        return sizes.reshape(len(self.records), -1).sum(1)
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the tokens, masks, labels and margins.
+
+        It does not depend on how the file was written; another chat template or tokenizer gives another one.
+        """
+        return self._digest(*self._parts, self.mask, self.lengths, self.labels, self.margins)
+
+    def trained(self, document: int) -> np.ndarray:
+        """Return [n] whether each token of a document is trained."""
+        return self.mask[int(self.offsets[document]) : int(self.offsets[document + 1])]
+
+    def __getitem__(self, document: int) -> MaskedTokens:
+        size = int(self.offsets[document + 1]) - int(self.offsets[document])
+        return MaskedTokens(self.read(document, 0, size), self.trained(document))
 
 
 class Examples:
-    """The documents of all sources, by number; those of pair k are 2k (chosen) and 2k + 1 (rejected)."""
+    """The documents of all sources, numbered one after another; pair k is the documents 2k (chosen) and 2k + 1."""
 
-    def __init__(self, made: list[Made], per_unit: int):
-        documents = [document for one in made for document in one.documents]
-        self.per_unit = per_unit
-        self.tokens = np.concatenate([document.tokens for document in documents])
-        self.mask = np.concatenate([document.mask for document in documents])
-        self.offsets = np.concatenate([[0], np.cumsum([len(document.tokens) for document in documents])])
-        self.labels = np.asarray([label for one in made for label in one.labels], np.float32)
-        self.margins = np.asarray([margin for one in made for margin in one.margins], np.float32)
-        self._sources = [(one.name, len(one.documents)) for one in made]
+    def __init__(self, stores: Sequence[ExampleStore], per_unit: int):
+        self._stores, self.per_unit = tuple(stores), per_unit
+        self._first = np.cumsum([0, *(len(store) for store in stores)])  # the first document of each store
+        sizes = np.concatenate([store.lengths for store in stores])
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)])  # [documents + 1] where each starts among all tokens
+        self.labels = np.concatenate([store.labels for store in stores])  # +1, -1 to avoid, 0 of a mismatched one
+        self.margins = np.concatenate([store.margins for store in stores])  # of its pair; NaN where there is none
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return a fingerprint of each source, by its name. It is that of the tokens and not of the files: a file that
-        was only touched or written another way is the same, and another chat template or tokenizer is not."""
-        found, first = [], 0
-        for name, count in self._sources:
-            last = first + count
-            span = slice(int(self.offsets[first]), int(self.offsets[last]))
-            arrays = self.tokens[span], self.mask[span], np.diff(self.offsets[first : last + 1])
-            found.append((name, fingerprint(*arrays, self.labels[first:last], self.margins[first:last])))
-            first = last
-        return of_sources(found)
+        """Return the fingerprint of each source, by its name."""
+        return of_sources((store.name, store.fingerprint) for store in self._stores)
 
     @property
     def lengths(self) -> np.ndarray:
-        """[units] tokens of each."""
+        """Return [units] the tokens of each."""
         return np.diff(self.offsets).reshape(-1, self.per_unit).sum(1)
 
-    def span(self, document: int) -> slice:
-        """Where its tokens are among all."""
-        return slice(int(self.offsets[document]), int(self.offsets[document + 1]))
-
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start..stop-1 of a document, or those of them that it has."""
-        return self.tokens[self.span(document)][start:stop]
+        """Return the tokens start..stop-1 of a document, fewer where it ends before."""
+        store, own = self._locate(document)
+        return store.read(own, start, stop)
+
+    def trained(self, document: int) -> np.ndarray:
+        """Return [n] whether each token of a document is trained."""
+        store, own = self._locate(document)
+        return store.trained(own)
+
+    def _locate(self, document: int) -> tuple[ExampleStore, int]:
+        at = int(np.searchsorted(self._first, document, "right")) - 1
+        return self._stores[at], document - int(self._first[at])
 
 
-def make(
-    records: Iterable[Record],
-    encoder: ExampleEncoder,
+# --- from records to a store ------------------------------------------------------------------------------------------
+
+
+def open_stores(
     settings: TuningData,
-    keys: Keys,
+    encoder: ExampleEncoder,
     kind: str,
     length: int,
-    name: str,
-) -> Made:
-    """Return the examples of `kind` of these records; an error names the record. Beside an unpaired one is a mismatched
-    document, with label 0."""
-    made, counts, bad = (
-        Made(name, [], [], [], [], ExampleStats()),
-        Counter[str](),
-        BadRecords(settings.skip_bad_records, name),
-    )
-    room = room_of(length) if kind == "unpaired" else length
+    records: Iterable[Any] | None = None,
+    progress: Progress | None = None,
+) -> list[ExampleStore]:
+    """Return the examples of each source: from its cache, or tokenised now.
+
+    Args:
+        settings: The data section of a recipe.
+        encoder: The encoder of examples.
+        kind: sft, preference or unpaired.
+        length: The most tokens of a unit.
+        records: Dicts, in place of files.
+        progress: Called with (name, bytes read, bytes in all).
+    """
+    make = functools.partial(_write, encoder=encoder, settings=settings, kind=kind, length=length)
+    opened = open_records(settings, records, progress)
+    if records is not None:
+        return [
+            _temporary(functools.partial(make, records=found, name=name, keys=keys)) for name, keys, found in opened
+        ]
+    how = [settings.format, settings.overlong, settings.skip_bad_records, kind, length, encoder.identity]
+    stores = []
+    for path, keys, found in opened:
+        find_files(path)  # refuse files without records
+
+        def write(folder: Path, files: Any, mark: str, path=path, keys=keys, found=found) -> None:
+            make(folder, records=found, name=path, keys=keys, mark=mark)
+
+        place = cached(Source(path), ["examples", asdict(keys), *how], settings.cache, write, progress)
+        stores.append(ExampleStore(place, path))
+    return stores
+
+
+def _temporary(make: Callable[[Path], None]) -> ExampleStore:
+    """Return a store whose files are removed at once: the memory maps keep their content."""
+    with tempfile.TemporaryDirectory(prefix="dovetail-examples-") as folder:
+        make(Path(folder))
+        return ExampleStore(Path(folder), FROM_PROGRAM)
+
+
+class _Writer:
+    """Write documents one after another into the files of a store."""
+
+    def __init__(self, folder: Path, vocab_size: int):
+        self._folder, self._vocab_size, self._dtype = folder, vocab_size, token_dtype(vocab_size)
+        self._lengths, self._labels, self._margins, self._records = array("q"), array("f"), array("f"), array("q")
+        self._files = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._tokens, self._mask = (
+            self._files.enter_context(path.open("wb")) for path in (part_path(self._folder, 0), self._folder / MASK)
+        )
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._files.close()
+
+    def add(self, document: MaskedTokens, label: float, margin: float) -> None:
+        """Write one document."""
+        document.tokens.astype(self._dtype).tofile(self._tokens)
+        document.mask.astype(bool).tofile(self._mask)
+        self._lengths.append(len(document.tokens))
+        self._labels.append(label)
+        self._margins.append(margin)
+
+    def add_units(self, record: int, count: int) -> None:
+        """Note that the next units belong to a record."""
+        self._records.extend([record] * count)
+
+    def finish(self, name: str, mark: str, stats: ExampleStats) -> None:
+        """Write the counts; the folder is then a store."""
+        self._files.close()
+        offsets = np.concatenate([[0], np.cumsum(np.asarray(self._lengths, np.int64))]).astype(np.int64)
+        np.save(self._folder / LABELS, np.asarray(self._labels, np.float32))
+        np.save(self._folder / MARGINS, np.asarray(self._margins, np.float32))
+        np.save(self._folder / UNIT_RECORDS, np.asarray(self._records, np.int64))
+        (self._folder / STATS).write_text(json.dumps(asdict(stats)))
+        count, tokens = len(self._lengths), int(offsets[-1])
+        meta = CacheMeta(name, mark, self._dtype, -1, self._vocab_size, [count], documents=count, tokens=tokens)
+        meta.write(self._folder, offsets)
+
+
+def _write(
+    folder: Path, records: Iterable[Record], encoder: ExampleEncoder, settings: TuningData, keys: Keys, kind: str,
+    length: int, name: str, mark: str = "",
+) -> None:  # fmt: skip
+    """Write the store of a source's examples; an error names the record."""
+    vocab_size, counts = encoder.tokenizer.vocab_size, Counter[str]()
+    bad = BadRecords(settings.skip_bad_records, name)
+    room = length * OWN_SHARE[0] // OWN_SHARE[1] if kind == "unpaired" else length
+    with _Writer(folder, vocab_size) as out:
+        for found, documents in _read(records, encoder, settings, keys, kind, room, counts, bad):
+            out.add_units(counts["kept"], len(documents) // len(found.sides))
+            for document in documents:
+                out.add(document, -1.0 if found.label is False else 1.0, found.margin)
+                counts["documents"] += 1
+                counts["tokens"] += len(document.tokens)
+                counts["trained"] += int(document.mask[1:].sum())
+            counts["kept"] += len(documents) > 0
+        bad.check()
+        known = {what: counts[what] for what in (*COUNTED, "documents", "tokens", "trained")}
+        stats = ExampleStats(bad=tuple(bad.errors), **known)
+        _check_some(name, stats, length)
+        out.finish(name, mark, stats)
+    if kind == "unpaired":
+        _add_mismatched(folder, vocab_size, length, name, mark)
+
+
+def _read(
+    records: Iterable[Record], encoder: ExampleEncoder, settings: TuningData, keys: Keys, kind: str, length: int,
+    counts: Counter[str], bad: BadRecords,
+) -> Iterator[tuple[Example, list[MaskedTokens]]]:  # fmt: skip
+    """Yield each example with its documents, and count what becomes of the records."""
 
     def read(record: Record) -> tuple[Example | None, list[MaskedTokens]]:
         found = example(record, kind, settings.format, keys)
-        if found is None:
-            return None, []
-        return found, _located(record, lambda: _documents(found, encoder, settings.overlong, room, counts))
+        try:
+            return found, _documents(found, encoder, settings.overlong, length, counts) if found else []
+        except UserError as error:
+            raise UserError(f"{record.where()}: {error}", param=error.param) from error
 
     for record in records:
         counts["records"] += 1
@@ -192,33 +288,13 @@ def make(
         units = len(documents) // len(found.sides)
         counts["opening"] += units > 0 and any(begins_with_assistant(side) for side in found.sides)
         counts["split"] += units > 1
-        made.records.extend([counts["kept"]] * units)
-        made.documents.extend(documents)
-        made.labels.extend([-1.0 if found.label is False else 1.0] * len(documents))
-        made.margins.extend([found.margin] * len(documents))
-        counts["kept"] += units > 0
-    bad.check()
-    tokens, trained = (sum(int(size(d)) for d in made.documents) for size in (lambda d: len(d.tokens), _trained))
-    known = {what: counts[what] for what in COUNTED}
-    stats = ExampleStats(documents=len(made.documents), tokens=tokens, trained=trained, bad=tuple(bad.errors), **known)
-    made = made._replace(stats=stats)
-    return _beside_mismatched(made, length) if kind == "unpaired" else made
-
-
-def _beside_mismatched(made: Made, length: int) -> Made:
-    documents = [each for both in zip(made.documents, mismatched(made.documents, length), strict=True) for each in both]
-    labels = [number for label in made.labels for number in (label, 0.0)]
-    return made._replace(documents=documents, labels=labels, margins=np.repeat(made.margins, 2).tolist())
-
-
-def _trained(document: MaskedTokens) -> int:
-    return int(document.mask[1:].sum())
+        yield found, documents
 
 
 def _documents(
     found: Example, encoder: ExampleEncoder, overlong: str, length: int, counts: Counter[str]
 ) -> list[MaskedTokens]:
-    """Those of a preference: chosen, rejected."""
+    """Return the documents of an example; of a preference: chosen, rejected."""
     sides, outcome = fit(encoder, found.sides, length, overlong)
     if outcome != WHOLE:
         counts[outcome.replace(" ", "_")] += 1
@@ -229,14 +305,84 @@ def _documents(
         return []
     if len(sides) > 1 and any(len(side) > 1 for side in sides):
         raise UserError(
-            f"{encoder.name} writes the turns of one completion otherwise once it has gone on: give chosen and "
-            "rejected one assistant's turn each, or set data.template to one with {% generation %} marks"
+            f"{encoder.name} renders the earlier turns of a completion differently: give chosen and rejected one "
+            "assistant's turn each, or set data.template to one with {% generation %} marks",
+            param="data.template",
         )
     return [document for side in sides for document in side]
 
 
-def _located(record: Record, work: Callable[[], list[MaskedTokens]]) -> list[MaskedTokens]:
-    try:
-        return work()
-    except ValueError as error:
-        raise UserError(f"{record.where()}: {error}") from error
+def _check_some(name: str, stats: ExampleStats, length: int) -> None:
+    """Refuse a source without any example, and say why it has none."""
+    if stats.documents:
+        return
+    if not stats.records:
+        message = f"expected at least one record to train on, and {name} holds none; name another path"
+    elif len(stats.bad) == stats.records:
+        message = f"none of the {stats.records:,} records of {name} can be used; the first: {stats.bad[0]}"
+    elif stats.unanswered == stats.records:
+        message = (
+            f"expected records with an assistant's turn, and none of the {stats.records:,} of {name} has one: check "
+            "the roles, or set data.keys"
+        )
+    else:
+        message = (
+            f"expected examples that fit rows of {length:,} tokens, and all of {name} were left out ({stats}): raise "
+            "length, or set data.overlong=turns"
+        )
+    raise UserError(message, param="data.path", code="no_examples")
+
+
+# --- mismatched documents, for KTO ------------------------------------------------------------------------------------
+
+
+def _add_mismatched(folder: Path, vocab_size: int, length: int, name: str, mark: str) -> None:
+    """Write the store again, with a mismatched document (label 0) after each document."""
+    own = folder / "own"
+    own.mkdir(exist_ok=True)
+    for file in [path for path in folder.iterdir() if path.is_file()]:
+        file.replace(own / file.name)
+    store = ExampleStore(own, name)
+    with _Writer(folder, vocab_size) as out:
+        for i, other in enumerate(mismatched(store, length)):
+            out.add_units(int(store.records[i]), 1)
+            out.add(store[i], float(store.labels[i]), float(store.margins[i]))
+            out.add(other, 0.0, float(store.margins[i]))
+        out.finish(name, mark, store.stats)
+    for file in own.iterdir():
+        file.unlink()
+    own.rmdir()
+
+
+def mismatched(documents: ExampleStore, length: int) -> Iterator[MaskedTokens]:
+    """Yield for each document its prompt with the completion of another document, from which KTO estimates the KL.
+
+    The completion is that of the nearest document before it (the last ones come before the first) with another prompt.
+    Where both documents together are longer than `length`, the mismatched one loses the end of its completion, then the
+    start of its prompt.
+    """
+    for i in range(len(documents)):
+        document = documents[i]
+        other = documents[_other(documents, i)]
+        yield _joined(_prompt(document), other, length - len(document.tokens))
+
+
+def _prompt(document: MaskedTokens) -> np.ndarray:
+    return document.tokens[: int(np.argmax(document.mask))]
+
+
+def _other(documents: ExampleStore, i: int) -> int:
+    count, own = len(documents), _prompt(documents[i])
+    for back in range(1, count):
+        if not np.array_equal(_prompt(documents[(i - back) % count]), own):
+            return (i - back) % count
+    return (i - 1) % count  # all prompts are the same
+
+
+def _joined(prompt: np.ndarray, other: MaskedTokens, room: int) -> MaskedTokens:
+    start = int(np.argmax(other.mask))
+    answer, mask = other.tokens[start:], other.mask[start:]
+    answered = min(len(answer), max(room - len(prompt), room // 2))
+    kept = prompt[max(0, len(prompt) - (room - answered)) :]
+    tokens = np.concatenate([kept, answer[:answered]])
+    return MaskedTokens(tokens, np.concatenate([np.zeros(len(kept), bool), mask[:answered]]))

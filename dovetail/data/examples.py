@@ -1,4 +1,4 @@
-"""What a record teaches, whatever form it came in: a conversation or two texts; a pair of them; or one with a label.
+"""Convert a record of any known form to an `Example`: a conversation or two texts, a pair of them, or one with a label.
 
     {"messages": [...], "tools": [...]}                     a chat (also ShareGPT's `conversations` of from and value)
     {"prompt": ..., "completion": ...}                      each text, or messages
@@ -8,7 +8,7 @@
     {"prompt": ...}                                         a prompt alone
     {"text": ...}                                           plain text, all of it trained
 
-Two texts are taken as they are; messages are written by the model's chat template.
+Texts are used as they are; messages are rendered with the model's chat template.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = ("sft", "preference", "unpaired", "prompts")
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A conversation, of which the assistant's turns from message `first` on are trained."""
+    """A conversation; the assistant's turns from message `first` on are trained."""
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
@@ -46,13 +46,15 @@ class TextExample:
 
 @dataclass(frozen=True)
 class Example:
-    sides: tuple[ChatExample | TextExample, ...]  # one; of a preference two, the chosen one first
+    """One record's example."""
+
+    sides: tuple[ChatExample | TextExample, ...]  # one; of a preference two: chosen, rejected
     label: bool | None = None
-    margin: float = math.nan  # of a preference: by how much the chosen one should lead, where its record says
+    margin: float = math.nan  # of a preference: by how much the chosen side should lead, if its record says so
 
 
 def kind_of(record: Record, keys: Keys) -> str:
-    """The kind of training that a record is for, by its keys."""
+    """Return the kind of example that a record holds, by its keys."""
     fields = _Fields(record, keys)
     if fields.has("chosen", "rejected"):
         return "preference"
@@ -63,9 +65,16 @@ def kind_of(record: Record, keys: Keys) -> str:
 
 
 def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) -> Example | None:
-    """The record as an example of `kind`; None where the assistant says nothing in it, so that nothing is trained.
+    """Return the record as an example of `kind`; None where it has no turn of the assistant to train on.
 
-    form: as TuningData.format. A ValueError names the record, its keys and what would fit.
+    Args:
+        record: The record.
+        kind: One of `KINDS`.
+        form: As `TuningData.format`.
+        keys: The keys of the record's fields.
+
+    Raises:
+        UserError: The record does not fit; the message names the record, its keys and what would fit.
     """
     one_of("kind", kind, KINDS)
     if record.error:
@@ -80,13 +89,13 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
             return _checked(read, fields, kind)
     there = ", ".join(map(repr, record.fields)) or "none"
     raise UserError(
-        f"{record.where()}: expected a record with {_FITS[kind]}; its keys are {there}: say which one holds what, such "
-        f"as {_hint(record, [needed for needed, _ in forms.values()])}"
+        f"{record.where()}: expected a record with {_FITS[kind]}; its keys are {there}: name the key of each field, "
+        f"such as {_hint(record, [needed for needed, _ in forms.values()])}"
     )
 
 
 def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: str) -> Example | None:
-    """Return what a form's reader makes of a record; a ValueError names the record."""
+    """Return what a form's reader makes of a record; a UserError names the record."""
     try:
         found = read(fields)
         for side in found.sides if found else ():
@@ -95,25 +104,25 @@ def _checked(read: Callable[[_Fields], Example | None], fields: _Fields, kind: s
             elif kind != "prompts" and not side.completion.strip():
                 raise UserError("the completion is empty; fill it, or remove the record")
         return found
-    except ValueError as error:
+    except UserError as error:
         where = fields.where()
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
 def _hint(record: Record, forms: Sequence[tuple[str, ...]]) -> str:
-    """Return the settings that would make the record one of these forms, by what its keys are usually called."""
+    """Return settings that would make the record one of these forms, by the usual names of its keys."""
 
     def named(name: str) -> str | None:
         known = (name, *_USUAL.get(name, ()), *_CALLED.get(name, ()))
         return next((key for key in record.fields if key.lower() in known), None)
 
     found = next((form for form in forms if all(map(named, form))), None)
-    if found is None:  # nothing to go by
+    if found is None:
         return f"data.keys.{forms[0][0]}={next(iter(record.fields), 'dialogue')}"
     return " ".join(f"data.keys.{name}={key}" for name in found if (key := named(name)) not in (name, None))
 
 
-# What datasets call them besides: not taken by themselves, for they may mean something else.
+# Other names in datasets: only suggested, because they may mean something else.
 _CALLED = {
     "messages": ("dialogue", "dialog", "conversation", "chat", "turns", "message"),
     "prompt": ("question", "query", "q", "input", "problem", "request", "source"),
@@ -133,30 +142,33 @@ _FITS = {
 
 
 class _Fields:
-    """A record's values by the names of Keys, under the keys that were given or the usual ones."""
+    """A record's values by the names of `Keys`."""
 
     def __init__(self, record: Record, keys: Keys):
         self.where, self.keys, self._fields = record.where, keys, record.fields
 
     def has(self, *names: str) -> bool:
+        """Return whether the record has all of these fields."""
         return all(self.get(name) is not None for name in names)
 
     def get(self, name: str) -> Any:
+        """Return a field, under the key that was given or a usual one; None where it is absent."""
         given = getattr(self.keys, name)
         found = (self._fields.get(key) for key in ((given,) if given else _USUAL.get(name, (name,))))
         return next((value for value in found if value is not None), None)
 
     @property
     def is_alpaca(self) -> bool:
+        """Return whether the prompt is Alpaca's instruction."""
         return "instruction" in self._fields and not self.keys.prompt and "prompt" not in self._fields
 
     @property
     def alpaca_prompt(self) -> str:
-        """Instruction and input, as one message."""
+        """Return instruction and input as one message."""
         return "\n\n".join(text for name in ("prompt", "input") if (text := self.get(name)))
 
     def part(self, name: str) -> str | Messages:
-        """TextExample, or messages."""
+        """Return a field that is text or messages."""
         value = self.get(name)
         if isinstance(value, str):
             return value
@@ -168,9 +180,11 @@ class _Fields:
         )
 
     def tools(self) -> list[dict[str, Any]] | None:
+        """Return the tools of the conversation."""
         return tools_of(self.get("tools"), self.where)
 
     def with_system(self, messages: Messages) -> Messages:
+        """Return the messages with the record's system prompt first, unless they have one."""
         system = self.get("system")
         return [say("system", system), *messages] if system and messages[0]["role"] != "system" else messages
 
@@ -181,7 +195,7 @@ _USUAL = {
     "completion": ("completion", "output"),
 }
 
-# --- one function a form ----------------------------------------------------------------------------------------------
+# --- one function per form --------------------------------------------------------------------------------------------
 
 
 def _chat(fields: _Fields) -> Example | None:
@@ -216,7 +230,7 @@ def _pair(fields: _Fields) -> Example | None:
     chosen, rejected = fields.part("chosen"), fields.part("rejected")
     prompt = fields.part("prompt") if fields.has("prompt") else None
     whole = isinstance(chosen, list) and isinstance(rejected, list) and chosen[0]["role"] != "assistant"
-    if whole and not isinstance(prompt, list):  # a text then says again what both conversations begin with
+    if whole and not isinstance(prompt, list):  # a text repeats what both conversations begin with
         return _trained(*_sharing_a_beginning(fields, chosen, rejected))  # type: ignore[arg-type]
     if prompt is None:
         raise UserError(
@@ -235,7 +249,7 @@ def _unpaired(fields: _Fields) -> Example | None:
 
 
 def _prompt_alone(fields: _Fields) -> Example:
-    """Its completion is empty: there is nothing to train on, only to answer."""
+    """Return a prompt to answer: its completion is empty."""
     prompt = fields.part("messages" if fields.has("messages") else "prompt")
     if isinstance(prompt, str) and fields.is_alpaca:
         prompt = [say("user", fields.alpaca_prompt)]
@@ -244,13 +258,13 @@ def _prompt_alone(fields: _Fields) -> Example:
     while prompt and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt:
-        raise UserError(f"{fields.where()}: expected a prompt, got only what the assistant says; add the user's turn")
+        raise UserError(f"{fields.where()}: expected a prompt, got only the assistant's turns; add the user's turn")
     messages = fields.with_system(prompt)
     return Example((ChatExample(messages, fields.tools(), len(messages)),))
 
 
 def _after(fields: _Fields, prompt: str | Messages, completion: str | Messages) -> ChatExample | TextExample:
-    """Both text: as they are. If one of them is messages, so is the other."""
+    """Return two texts as they are; if one of them is messages, a conversation."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return TextExample(prompt, completion)
     before = [say("user", prompt)] if isinstance(prompt, str) else prompt
@@ -275,7 +289,7 @@ def _sharing_a_beginning(fields: _Fields, chosen: Messages, rejected: Messages) 
 def _trained(*sides: ChatExample | TextExample) -> Example | None:
     for side in sides:
         if isinstance(side, ChatExample) and not _answers(side):
-            check_roles(side.messages)  # a misspelt `assistant` is no conversation without one
+            check_roles(side.messages)  # a misspelt `assistant` must be an error
     return Example(sides) if all(_answers(side) for side in sides) else None
 
 

@@ -1,4 +1,4 @@
-"""Messages as datasets write them, made into those that chat templates read: role, content, tool calls as objects."""
+"""Convert the messages of datasets to those that chat templates read: role, content, tool calls as objects."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from dovetail.io.chat import checked_messages, checked_tools
 
 Messages = list[dict[str, Any]]
 
-# ShareGPT's names of who speaks.
-_ROLES = {
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+# ShareGPT's names of the roles.
+_SHAREGPT = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "observation": "tool", "function_call": "assistant",
 }  # fmt: skip
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 def say(role: str, content: str) -> dict[str, Any]:
+    """Return a message."""
     return {"role": role, "content": content}
 
 
 def is_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
     return isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Mapping)
 
 
 def conversation(value: Any, keys: Keys, where: str) -> Messages:
-    """A copy with the names that templates know. A ValueError says which message is wrong, and how."""
+    """Return a copy of messages with the names that templates know. A UserError names the wrong message."""
     if not is_messages(value):
         raise UserError(f"{where}: expected a list of at least one message, each a dict, got {value!r:.60}")
     found = [_message(message, keys, f"{where}[{i}]") for i, message in enumerate(value)]
     try:
-        checked_messages(found)  # its copy also names the reasoning twice, which rendering does by itself
-    except ValueError as error:
+        checked_messages(found)  # only its checks: rendering makes its own copy
+    except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return found
 
 
 def check_roles(messages: Messages, template: str = "") -> None:
-    """Raise a ValueError for a role that is neither a usual one nor named in the source of the chat template."""
+    """Refuse a role that is neither a usual one nor named in the source of the chat template."""
     for i, message in enumerate(messages):
         role = message["role"]
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise UserError(
                 f"messages[{i}]: unknown role {role!r}, expected one of {', '.join(ROLES)}."
-                f"{did_you_mean(role, (*ROLES, *_ROLES))} Rename it, or set data.template to one that names this role"
+                f"{did_you_mean(role, (*ROLES, *_SHAREGPT))} Rename it, or set data.template to one with this role"
             )
 
 
 def check_turns(messages: Messages) -> None:
-    """Raise a ValueError for a turn of the user or the assistant that says nothing."""
+    """Refuse an empty turn of the user or the assistant."""
     for i, message in enumerate(messages):
         said = message.get("content") or message.get("tool_calls") or any(message.get(name) for name in _THOUGHTS)
         said = said.strip() if isinstance(said, str) else said
@@ -65,19 +65,23 @@ def check_turns(messages: Messages) -> None:
 
 
 def tools_of(value: Any, where: Callable[[], str]) -> list[dict[str, Any]] | None:
-    """As a list, or the JSON text of one: a column cannot hold objects of different shapes."""
+    """Return tools given as a list, or as its JSON text: a column cannot hold objects of different shapes."""
     if value is None or value == "":
         return None
     try:
-        return checked_tools(json.loads(value) if isinstance(value, str) else value) or None
+        found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
+        raise UserError(f"{where()}: tools: {error}") from None
+    try:
+        return checked_tools(found) or None
+    except UserError as error:
         raise UserError(f"{where()}: tools: {error}") from None
 
 
 def _message(message: Any, keys: Keys, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"{where}: expected a dict such as {say('user', 'Hello')}, got {type(message).__name__}")
-    # `content` may be null beside tool calls; any other key that is null is one that the record does not have.
+    # `content` may be null beside tool calls; any other key that is null counts as absent.
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     role = _take(found, keys.role, "role", "from")
     content = _take(found, keys.content, "content", "value")
@@ -88,7 +92,7 @@ def _message(message: Any, keys: Keys, where: str) -> dict[str, Any]:
         found["tool_calls"], content = _calls(content, where), ""
     if isinstance(calls := found.get("tool_calls"), list | tuple):
         found["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return {"role": _ROLES.get(role, role), "content": content, **found}
+    return {"role": _SHAREGPT.get(role, role), "content": content, **found}
 
 
 def _flat(parts: Any, where: str) -> str:
@@ -98,7 +102,7 @@ def _flat(parts: Any, where: str) -> str:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise UserError(f"{where}[{i}]: expected a part of text, got {kind!r}; only text can be trained on")
+            raise UserError(f"{where}[{i}]: expected a text part, got {kind!r}; only text can be trained on")
         texts.append(text)
     return "\n".join(texts)
 
@@ -109,7 +113,7 @@ def _take(message: dict[str, Any], given: str, *usual: str) -> Any:
 
 
 def _calls(content: Any, where: str) -> list[dict[str, Any]]:
-    """ShareGPT's call of a function: the JSON text of one, or of several."""
+    """Return the tool calls of a ShareGPT message: the JSON text of one call, or of several."""
     try:
         found = json.loads(content)
     except (TypeError, ValueError):
@@ -119,7 +123,7 @@ def _calls(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, where: str) -> Any:
-    """Templates take arguments as an object and write them in the model's own notation, as in serving."""
+    """Return a call with its arguments as an object: templates write them in the model's own notation."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

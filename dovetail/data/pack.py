@@ -1,16 +1,10 @@
-"""Orders that depend on numbers alone: the same on every machine, with every version of numpy, from any start.
+"""Pack documents into rows of T tokens; any row can be computed by its number, in any order.
 
-Best-fit-decreasing bin packing, by lengths and not by items.
+A row is a list of pieces (document, start, stop). A piece is a segment of the row, with positions from 0. The target of
+a token is the next token of its document, also where that token lies in another row: in an epoch every token is read
+once, and every token except a document's first is a target once.
 
-Pieces of one length are alike, and so are rows with the same room left. Longest first, all pieces of a length are put
-into the rows with the least room that takes them, many rows at a time: the work grows with the number of different
-lengths, not of documents.
-
-Documents into rows of T tokens. Any row can be asked for by its number, at once, in any order.
-
-A row is a list of pieces (document, start, stop); a piece is a segment of the row, with positions from 0. The target
-of a token is the next token of its document, also where that one lies in another row: so over an epoch every token is
-read once, and every token but a document's first is a target once.
+Orders depend on (seed, epoch) alone: they are the same on every machine and with every version of numpy.
 """
 
 from __future__ import annotations
@@ -23,11 +17,16 @@ import numpy as np
 
 from dovetail.core.types import Batch
 
+WINDOW = 1 << 20  # documents that are packed together: bounds the memory of planning
+_ORDER, _ROWS = 1, 2  # which shuffle of a (seed, epoch): of documents, of rows
 _GOLDEN, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
 def mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64: uint64 -> uint64, one to one, so distinct numbers never tie."""
+    """Apply splitmix64, a bijection of uint64: distinct inputs give distinct outputs."""
     with np.errstate(over="ignore"):
         x = x + _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * _FIRST
@@ -36,7 +35,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def key(*parts: int) -> int:
-    """One number of 64 bits for several small ones, such as (seed, epoch)."""
+    """Return one 64-bit number for several small ones, such as (seed, epoch)."""
     out = np.zeros(1, np.uint64)
     for part in parts:
         out = mix(out ^ np.uint64(part))
@@ -44,24 +43,38 @@ def key(*parts: int) -> int:
 
 
 def ranks(count: int, *parts: int) -> np.ndarray:
-    """[count] distinct uint64s that look random; item i's is the same however many items follow it."""
+    """Return [count] distinct pseudo-random uint64s; the rank of item i does not depend on `count`."""
     return mix(mix(np.arange(count, dtype=np.uint64)) ^ np.uint64(key(*parts)))
 
 
 def permutation(count: int, *parts: int) -> np.ndarray:
-    """The numbers below `count` in an order of (parts)'s own: for orders that have to be laid out whole."""
+    """Return the numbers below `count` in the order of `parts`, as an array."""
     return np.argsort(ranks(count, *parts))
 
 
 def place(index: int, count: int, *parts: int) -> int:
-    """Where `index` goes in a permutation of `count`, without laying it out: Grain's cipher, a few microseconds."""
+    """Return the position of `index` in a permutation of `count`, without computing the whole of it."""
     from grain.experimental import index_shuffle
 
     return index_shuffle(index, max_index=count - 1, seed=key(*parts) & 0xFFFFFFFF, rounds=4)
 
 
+# --- best fit ---------------------------------------------------------------------------------------------------------
+
+
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """[n] the row of each piece, and the number of rows. Lengths are 1..capacity."""
+    """Pack pieces by best fit decreasing.
+
+    Pieces of one length are alike, and so are rows with the same room left: the work grows with the number of distinct
+    lengths, not with the number of pieces.
+
+    Args:
+        lengths: [n] the tokens of each piece, 1 to `capacity`.
+        capacity: The tokens of a row.
+
+    Returns:
+        [n] the row of each piece, and the number of rows.
+    """
     order = np.argsort(-lengths, kind="stable")
     cuts = np.flatnonzero(np.diff(lengths[order])) + 1
     rows = np.empty(len(lengths), np.int64)
@@ -79,7 +92,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 class _Room:
-    """Open rows by the room they have left; a bit mask finds the tightest fit."""
+    """Open rows by the room that they have left; a bit mask finds the tightest fit."""
 
     def __init__(self, capacity: int):
         self._capacity = capacity
@@ -88,7 +101,7 @@ class _Room:
         self.count = 0
 
     def take(self, length: int, pieces: int) -> tuple[int, np.ndarray]:
-        """Rows with the least room that takes `length`, as many as `pieces` need or all there are; else new ones."""
+        """Return the rows with the least room that fits `length`, at most as many as `pieces` need; else new rows."""
         fitting = self._mask >> length
         if not fitting:
             need = -(-pieces // (self._capacity // length))
@@ -102,7 +115,7 @@ class _Room:
         return left, held[:need]
 
     def give(self, rows: np.ndarray, left: int, length: int, pieces: int) -> None:
-        """Back come `rows`, each filled with as many as it takes, except that the last may have got fewer."""
+        """Put rows back after `pieces` were added: each row is filled, the last one perhaps only in part."""
         each = left // length
         full = pieces // each
         self._put(left - each * length, rows[:full])
@@ -114,20 +127,25 @@ class _Room:
             self._mask |= 1 << left
 
 
-WINDOW = 1 << 20  # documents that are packed together: bounds the memory that planning takes
-_ORDER, _ROWS = 1, 2  # which shuffle of a (seed, epoch): of documents, of rows
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 class Documents(Protocol):
-    """What packing needs of a TokenStore."""
+    """What packing reads: a `TokenStore` or `Examples`."""
 
     @property
-    def lengths(self) -> np.ndarray: ...
+    def lengths(self) -> np.ndarray:
+        """Return [documents] the tokens of each."""
+        ...
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray: ...
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Return the tokens start..stop-1 of a document, fewer where it ends before."""
+        ...
 
 
 class Piece(NamedTuple):
+    """A part of a document: its tokens start..stop-1."""
+
     document: int
     start: int
     stop: int
@@ -156,18 +174,20 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """The share of an epoch's places that hold no token."""
+        """Return the share of an epoch's positions that hold no token."""
         return 1 - self.tokens / (self.count * self.length)
 
     def pieces(self, i: int) -> Iterator[Piece]:
+        """Yield the pieces of row i."""
         raise NotImplementedError
 
     def row(self, i: int) -> Batch:
+        """Return row i: numpy arrays [T]."""
         row = empty_row(self.length)
         at = 0
         for segment, (document, start, stop) in enumerate(self.pieces(i), 1):
             end = at + stop - start
-            found = self._store.read(document, start, stop + 1)  # one more, where there is one: the last one's target
+            found = self._store.read(document, start, stop + 1)  # one more, if there is one: the last token's target
             row.tokens[at:end] = found[: stop - start]
             row.targets[at : at + len(found) - 1] = found[1:]
             row.loss_mask[at : at + len(found) - 1] = 1
@@ -181,14 +201,16 @@ class Packing:
         return empty_row(self.length)
 
     def _row_of_epoch(self, i: int) -> tuple[int, int]:
-        """(epoch, row of the plan): the rows of an epoch come in an order of their own, so that the rows of one long
-        document do not meet in one batch."""
+        """Return (epoch, row of the plan).
+
+        The rows of an epoch are shuffled too, so that the rows of one long document do not meet in one batch.
+        """
         epoch, index = divmod(i, self.count)
         return epoch, place(index, self.count, self._seed, epoch, _ROWS)
 
 
 class Concat(Packing):
-    """All documents end to end, in another order each epoch, cut every T tokens. Only an epoch's last row is padded."""
+    """Concatenate all documents, in another order each epoch, and cut every T tokens: only the last row is padded."""
 
     def __init__(self, store: Documents, documents: np.ndarray, length: int, seed: int):
         super().__init__(store, documents, length, seed)
@@ -197,6 +219,7 @@ class Concat(Packing):
         self._lock = threading.Lock()
 
     def pieces(self, i: int) -> Iterator[Piece]:
+        """Yield the pieces of row i."""
         epoch, cut = self._row_of_epoch(i)
         order, starts = self._plan(epoch)
         begin, end = cut * self.length, min((cut + 1) * self.length, self.tokens)
@@ -207,7 +230,10 @@ class Concat(Packing):
             begin, at = stop, at + 1
 
     def _plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of documents, and where each starts: 16 bytes per document. Two are kept, for where epochs meet."""
+        """Return the order of documents and where each starts: 16 bytes per document.
+
+        The plans of two epochs are kept, for batches in which epochs meet.
+        """
         with self._lock:  # the loader's threads all ask at once when an epoch begins
             if epoch not in self._plans:
                 order = permutation(len(self._documents), self._seed, epoch, _ORDER)
@@ -218,8 +244,10 @@ class Concat(Packing):
 
 
 class BestFit(Packing):
-    """Documents whole, as many to a row as fit; only what is longer than T is cut. Which documents share a row is
-    settled once, by the seed; each epoch takes the rows in another order."""
+    """Keep documents whole, as many per row as fit; only documents longer than T are cut.
+
+    The seed decides once which documents share a row; each epoch takes the rows in another order.
+    """
 
     def __init__(self, store: Documents, documents: np.ndarray, length: int, seed: int):
         super().__init__(store, documents, length, seed)
@@ -230,7 +258,7 @@ class BestFit(Packing):
         self.count = len(sizes)
 
     def _window(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The document, start and stop of each piece in order of rows, and the number of pieces of each row."""
+        """Return the document, start and stop of each piece in order of rows, and the number of pieces of each row."""
         lengths = self._lengths[chosen]
         cuts = -(-lengths // self.length)
         which = np.repeat(np.arange(len(chosen)), cuts)
@@ -247,6 +275,7 @@ class BestFit(Packing):
         return best_fit(sizes, self.length)
 
     def pieces(self, i: int) -> Iterator[Piece]:
+        """Yield the pieces of row i."""
         _, row = self._row_of_epoch(i)
         for at in range(self._first[row], self._first[row + 1]):
             yield Piece(int(self._document[at]), int(self._start[at]), int(self._stop[at]))

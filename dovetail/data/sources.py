@@ -1,12 +1,8 @@
-"""Datasets on the hub, as the local files that they become: `org/name`, or `hf://datasets/org/name/FILES`.
+"""Find the files of a source, and split them into spans.
 
-`org/name` means the files of the train split, or all where no file is named after a split. Which files a dataset has,
-and in which folders its configurations are, is for the user to say by FILES: a folder or a pattern.
-
-Where documents are: what a source's path means, which files it has, and spans of them small enough to share out.
-
-A text file is one document. A line of a JSONL file, a row of a Parquet file or of a Hugging Face dataset, and a record
-of an ArrayRecord file are one document each. Files are read in the order of their names.
+A source's path is a file, a folder, a pattern, a built-in corpus, a shipped sample, or a dataset of the hub: `org/name`
+or `hf://datasets/org/name/FILES`. A text file is one document. A line of a JSONL file, a row of a Parquet file or of a
+Hugging Face dataset, and a record of an ArrayRecord file are one document each. Files are read in order of their names.
 """
 
 from __future__ import annotations
@@ -16,71 +12,15 @@ import glob
 import itertools
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import FileError, MissingFileError, UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.data import corpus
 from dovetail.data.readers import FileSpan, array_records, parquet_groups
 from dovetail.data.settings import Source
 from dovetail.io.hub import HUB_ID, fetch_dataset
-
-PREFIX = "hf://datasets/"
-CARD = ".md"  # describes a dataset on the hub, and is no text to train on
-SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|dev|test)(?=[-_./]|$)")
-
-
-def is_hub_dataset(path: str, endings: Sequence[str]) -> bool:
-    """Whether a source's path names a dataset on the hub. `org/name` does if nothing here has that path, and if it does
-    not end as a file of data does."""
-    if path.startswith(PREFIX):
-        return True
-    return bool(HUB_ID.fullmatch(path)) and not path.lower().endswith(tuple(endings)) and not Path(path).exists()
-
-
-def folder_of(path: str, endings: Sequence[str]) -> tuple[Path, str, str]:
-    """Return the local folder of a dataset with its files of data, its hub id, and which FILES the path names."""
-    org, _, rest = path.removeprefix(PREFIX).partition("/")
-    name, _, wanted = rest.partition("/")
-    hub_id = f"{org}/{name}"
-    if not HUB_ID.fullmatch(hub_id):
-        raise UserError(f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}")
-    return fetch_dataset(hub_id, [f"*{ending}" for ending in endings if ending != CARD]), hub_id, wanted
-
-
-def fetch(path: str, endings: Sequence[str]) -> list[Path]:
-    """Return the files of a dataset, fetched or from the hub's cache, in the order of their names."""
-    folder, hub_id, wanted = folder_of(path, endings)
-    below = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    files = [file for file in below if file.lower().endswith(tuple(endings)) and not file.endswith(CARD)]
-    chosen = _named(files, wanted) if wanted else _train(files)
-    if not chosen:
-        raise UserError(
-            f"expected files ending in {' '.join(endings)} in the dataset {path!r}, found none; it holds "
-            f"{', '.join(files[:8]) or 'no such file'}"
-        )
-    folders = sorted({str(Path(file).parent) for file in chosen})
-    if len(folders) > 1 and not wanted:
-        raise UserError(
-            f"the dataset {hub_id} has data in several folders ({', '.join(folders)}): name one, such as "
-            f"{PREFIX}{hub_id}/{folders[0]}"
-        )
-    return [folder / file for file in chosen]
-
-
-def _named(files: list[str], wanted: str) -> list[str]:
-    """Those that a pattern matches, or those of the train split below a folder."""
-    wanted = wanted.rstrip("/")
-    inside = [file for file in files if file.startswith(f"{wanted}/")]
-    return _train(inside) if inside else [file for file in files if fnmatch.fnmatch(file, wanted)]
-
-
-def _train(files: list[str]) -> list[str]:
-    splits = {file: found[-1] if (found := SPLIT.findall(file.lower())) else "" for file in files}
-    return [file for file in files if splits[file] == "train"] or [file for file in files if not splits[file]]
-
 
 ENDINGS = {
     "text": (".txt", ".text", ".md"),
@@ -92,53 +32,54 @@ ENDINGS = {
 ALL_ENDINGS = [end for ends in ENDINGS.values() for end in ends]
 SPLITS = "dataset_dict.json"  # at the top of a Hugging Face dataset that was saved with several splits
 STATE = "state.json"  # in a Hugging Face dataset that was saved
+PREFIX = "hf://datasets/"
+CARD = ".md"  # of a dataset on the hub: its description, not text to train on
+SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|dev|test)(?=[-_./]|$)")
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a source was found to be."""
+    """The files of a source."""
 
-    kind: str
-    name: str  # for people, and for the cache's folder
+    kind: str  # of ENDINGS, or corpus
+    name: str  # for messages, and for the cache's folder
     paths: tuple[Path, ...]
 
 
 def find(source: Source) -> Files:
-    """The files of a source, in order. A ValueError says what there is when there is nothing to read."""
+    """Return the files of a source, in order. Raise a UserError where there is nothing to read."""
     if source.format == "corpus" or (source.format == "auto" and _is_corpus(source.path)):
         corpus.size(source.path)
         return Files("corpus", source.path.replace(":", "-"), ())
-    if is_hub_dataset(source.path, ALL_ENDINGS):
-        kind, paths = _by_ending(source, fetch(source.path, ALL_ENDINGS))
+    if _is_hub_dataset(source.path):
+        kind, paths = _by_ending(source, _fetch(source.path))
         return Files(kind, _name(Path(source.path)), tuple(paths))
     if "://" in source.path:
         raise UserError(
-            f"expected a path on this machine, got {source.path!r}; mount the bucket or copy the files here"
+            f"path must be on this machine, got {source.path!r}: mount the bucket or copy the files here", param="path"
         )
     path = _sample(source.path) or Path(source.path).expanduser()
     found = _hf_files(path) if source.format in ("auto", "hf") else None
-    if found is None:
-        found = _by_ending(source, _candidates(path))
-    kind, paths = found
+    kind, paths = found or _by_ending(source, _candidates(path))
     return Files(kind, _name(path), tuple(paths))
 
 
 def split(files: Files, source: Source, largest: int) -> list[FileSpan]:
-    """The spans of all files in order, each of about `largest` bytes where its kind can be cut."""
+    """Return the spans of all files in order, each of about `largest` bytes where the format can be split."""
     if files.kind == "corpus":
         count = corpus.size(source.path)
         return _even("corpus", source.path, count, count * corpus.BYTES, largest)
     return [span for path in files.paths for span in _split_file(files.kind, path, largest)]
 
 
-def _is_corpus(path: str) -> bool:
-    """A built-in name, unless there is a file or folder of that name."""
-    return path.partition(":")[0] in corpus.CORPORA and not Path(path).exists()
-
-
 def samples() -> tuple[str, ...]:
     """Return the names of the record files that come with the package, for the shipped recipes of fine-tuning."""
     return tuple(sorted(path.stem for path in (SHIPPED / "samples").glob("*.jsonl")))
+
+
+def _is_corpus(path: str) -> bool:
+    """Return whether a path is a built-in name, and there is no file or folder of that name."""
+    return path.partition(":")[0] in corpus.CORPORA and not Path(path).exists()
 
 
 def _sample(name: str) -> Path | None:
@@ -151,8 +92,11 @@ def _name(path: Path) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in stem).strip("._") or "data"
 
 
+# --- files on this machine --------------------------------------------------------------------------------------------
+
+
 def _candidates(path: Path) -> list[Path]:
-    """Every visible file that the path means: itself, those below a folder, or those a pattern matches."""
+    """Return every visible file of a path: itself, those below a folder, or those that a pattern matches."""
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -160,15 +104,18 @@ def _candidates(path: Path) -> list[Path]:
         return [p for p in below if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     if glob.has_magic(str(path)):
         return sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-    raise UserError(
-        f"expected a file, a folder, a pattern such as data/*.jsonl, or built-in data "
-        f"({', '.join((*corpus.CORPORA, *samples()))}); there is no {str(path)!r}"
+    raise MissingFileError(
+        f"path must be a file, a folder, a pattern such as data/*.jsonl, or built-in data "
+        f"({', '.join((*corpus.CORPORA, *samples()))}); there is no {str(path)!r}",
+        param="path",
     )
 
 
 def _by_ending(source: Source, paths: list[Path]) -> tuple[str, list[Path]]:
-    """The kind and the files that have it. A format that was given also takes files of other names, if there are no
-    files with its endings."""
+    """Return the kind of the files, and the files of that kind.
+
+    Where `format` is given and no file has its endings, all files are taken.
+    """
     kinds: dict[str, list[Path]] = {}
     for path in paths:
         if kind := _kind(path):
@@ -176,18 +123,19 @@ def _by_ending(source: Source, paths: list[Path]) -> tuple[str, list[Path]]:
     if source.format != "auto":
         chosen = kinds.get(source.format, paths)
         if not chosen:
-            raise UserError(f"expected {source.format} files in {source.path!r}, and it holds no files")
+            raise MissingFileError(f"expected {source.format} files in {source.path!r}, and it holds no files")
         return source.format, chosen
     if len(kinds) == 1:
         return next(iter(kinds.items()))
-    endings = " ".join(ALL_ENDINGS)
     if not kinds:
-        raise UserError(
-            f"expected files ending in {endings} at {source.path!r}, found none; set format to say what it is"
+        raise MissingFileError(
+            f"expected files ending in {' '.join(ALL_ENDINGS)} at {source.path!r}, found none; set format",
+            param="format",
         )
     raise UserError(
-        f"{source.path!r} holds files of several kinds ({', '.join(sorted(kinds))}); set format to one of them, or "
-        "name the files by a pattern such as data/*.jsonl"
+        f"{source.path!r} holds files of several formats ({', '.join(sorted(kinds))}); set format to one of them, or "
+        "use a pattern such as data/*.jsonl",
+        param="format",
     )
 
 
@@ -201,20 +149,21 @@ def _kind(path: Path) -> str | None:
 
 
 def _hf_files(path: Path) -> tuple[str, list[Path]] | None:
-    """The Arrow files of a folder that `Dataset.save_to_disk` wrote, in the order its state.json gives."""
+    """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote, in the order of its state.json."""
     if (path / SPLITS).is_file():
         splits = _json(path / SPLITS).get("splits", [])
         raise UserError(
-            f"{str(path)!r} holds a dataset of several splits ({', '.join(splits)}); name one, as {path}/train"
+            f"{str(path)!r} holds a dataset of several splits ({', '.join(splits)}); name one, as {path}/train",
+            param="path",
         )
     if not (path / STATE).is_file():
         return None
     listed = [path / str(entry["filename"]) for entry in _json(path / STATE).get("_data_files", [])]
     for file in listed:
         if not file.is_file():
-            raise UserError(f"{path / STATE} lists {file.name}, which is not there; copy the whole dataset folder")
+            raise MissingFileError(f"{path / STATE} lists {file.name}, which is missing; copy the whole dataset folder")
     if not listed:
-        raise UserError(f"{path / STATE} lists no data files; save the dataset again with save_to_disk")
+        raise FileError(f"{path / STATE} lists no data files; save the dataset again with save_to_disk")
     return "hf", listed
 
 
@@ -222,8 +171,62 @@ def _json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); save the dataset again with save_to_disk") from None
+        raise FileError(f"{path} is not JSON ({error}); save the dataset again with save_to_disk") from None
     return found if isinstance(found, dict) else {}
+
+
+# --- datasets of the hub ----------------------------------------------------------------------------------------------
+
+
+def dataset_folder(path: str) -> tuple[Path, str, str]:
+    """Return the local folder of a hub dataset with its data files, its hub id, and the FILES part of the path."""
+    org, _, rest = path.removeprefix(PREFIX).partition("/")
+    name, _, wanted = rest.partition("/")
+    hub_id = f"{org}/{name}"
+    if not HUB_ID.fullmatch(hub_id):
+        raise UserError(f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}")
+    return fetch_dataset(hub_id, [f"*{ending}" for ending in ALL_ENDINGS if ending != CARD]), hub_id, wanted
+
+
+def _is_hub_dataset(path: str) -> bool:
+    """Return whether a path is a dataset on the hub: `org/name`, unless it is a local path or ends as a data file."""
+    if path.startswith(PREFIX):
+        return True
+    return bool(HUB_ID.fullmatch(path)) and not path.lower().endswith(tuple(ALL_ENDINGS)) and not Path(path).exists()
+
+
+def _fetch(path: str) -> list[Path]:
+    """Return the files of a dataset, fetched or from the hub's cache: those of FILES, or of the train split."""
+    folder, hub_id, wanted = dataset_folder(path)
+    below = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    files = [file for file in below if file.lower().endswith(tuple(ALL_ENDINGS)) and not file.endswith(CARD)]
+    chosen = _matching(files, wanted) if wanted else _train_split(files)
+    if not chosen:
+        raise MissingFileError(
+            f"expected files ending in {' '.join(ALL_ENDINGS)} in the dataset {path!r}, found none; it holds "
+            f"{', '.join(files[:8]) or 'no data file'}"
+        )
+    folders = sorted({str(Path(file).parent) for file in chosen})
+    if len(folders) > 1 and not wanted:
+        raise UserError(
+            f"the dataset {hub_id} has data in several folders ({', '.join(folders)}): name one, such as "
+            f"{PREFIX}{hub_id}/{folders[0]}",
+            param="path",
+        )
+    return [folder / file for file in chosen]
+
+
+def _matching(files: list[str], wanted: str) -> list[str]:
+    """Return the files of the train split below a folder, or those that a pattern matches."""
+    wanted = wanted.rstrip("/")
+    inside = [file for file in files if file.startswith(f"{wanted}/")]
+    return _train_split(inside) if inside else [file for file in files if fnmatch.fnmatch(file, wanted)]
+
+
+def _train_split(files: list[str]) -> list[str]:
+    """Return the files named after the train split, or those that are named after no split."""
+    splits = {file: found[-1] if (found := SPLIT.findall(file.lower())) else "" for file in files}
+    return [file for file in files if splits[file] == "train"] or [file for file in files if not splits[file]]
 
 
 # --- spans ------------------------------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ def _split_file(kind: str, path: Path, largest: int) -> list[FileSpan]:
 
 
 def _even(kind: str, path: str, units: int, size: int, largest: int) -> list[FileSpan]:
-    """`units` in equal spans, as many as keep each of them near `largest` bytes."""
+    """Divide `units` into equal spans of about `largest` bytes each."""
     count = max(1, min(units, round(size / largest)))
     marks = [units * i // count for i in range(count + 1)]
     return [FileSpan(kind, path, a, b, size // count) for a, b in itertools.pairwise(marks)]

@@ -1,12 +1,9 @@
-"""Tokenise one part of a source: in this process, or as `python -m dovetail.data.tokenise FOLDER`, many at a time.
+"""Tokenise the documents of pretraining once, into a cache that is found again as long as nothing changed.
 
-As a process it takes part numbers on stdin and answers in lines of JSON on stdout. It ends with its stdin, so that it
-does not outlive whoever started it. Processes and not a pool of them: a pool would import the user's script again.
-
-Tokenise a source once, into a cache that is found again as long as nothing changed.
-
-Parts are written in a hidden folder beside the cache's place, which takes its name when all is there. What a killed
-run had finished is kept for the next one.
+A source is divided into parts, which are tokenised in this process or in several (`python -m dovetail.data.tokenise
+FOLDER`). Parts that a killed run had finished are kept for the next run. A process takes part numbers on stdin, reports
+as lines of JSON on stdout, and ends with its stdin, so that it does not outlive its parent. These are processes and not
+a multiprocessing pool because a pool would import the user's script again.
 """
 
 from __future__ import annotations
@@ -23,36 +20,109 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dovetail.core.errors import FileError, UserError, as_user_error
-from dovetail.core.files import locked
 from dovetail.core.reporter import Progress
-from dovetail.data import cache, sources
-from dovetail.data.cache import Meta, TokenStore, part_path
-from dovetail.data.encoder import Encoder, from_spec, make
-from dovetail.data.readers import FileSpan, read
+from dovetail.data import sources
+from dovetail.data.cache import CacheMeta, TokenStore, cached, part_path, token_dtype
+from dovetail.data.encoder import Encoder, from_spec, identity, make
+from dovetail.data.readers import FileSpan, documents
 from dovetail.data.settings import Data, Source
 from dovetail.data.sources import Files
-from dovetail.io.hub import home
+from dovetail.io.hub import Progress
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
 
-
-JOB = "job.json"
+SMALLEST_PART, MOST_PARTS = 4 << 20, 256  # bytes of the source; every reader opens one file per part
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 1 << 20, 1024  # given to the tokenizer at a time
 REPORT_SECONDS = 0.2
+JOB = "job.json"
 
-Report = Callable[[int, int], None]  # bytes of the source behind us, tokens written: of this part, so far
+Report = Callable[[int, int], None]  # of one part: (bytes of the source done, tokens written)
+
+
+def prepare(
+    data: Data,
+    tokenizer: Tokenizer | None = None,
+    directory: str | Path = "",
+    progress: Progress | None = None,
+    processes: int = 0,
+) -> tuple[TokenStore, ...]:
+    """Return the token caches of all sources, in their order; those that are missing or out of date are made.
+
+    Args:
+        data: The settings.
+        tokenizer: The model's own, for an empty `data.tokenizer`.
+        directory: The folder of the caches; default: `data.cache`.
+        progress: Called with (what, done, total).
+        processes: How many to use; 0: one per core.
+    """
+    encoder = make(data.tokenizer, tokenizer)
+    return tuple(_open(source, encoder, directory or data.cache, progress, processes) for source in data.sources)
+
+
+def _open(
+    source: Source, encoder: Encoder, directory: str | Path, progress: Progress | None, processes: int
+) -> TokenStore:
+    def write(folder: Path, files: Files, mark: str) -> None:
+        for torn in folder.glob("*.new"):
+            torn.unlink()
+        job = TokeniseJob(source.text_key, token_dtype(encoder.vocab_size), _parts(source, files))
+        job.save(folder, encoder)
+        _Run(job, encoder, folder, files.name, progress).run(processes or _cores())
+        _finish(job, encoder, folder, files.name, mark)
+
+    return TokenStore(cached(source, [source.text_key, identity(encoder)], directory, write, progress))
+
+
+def _parts(source: Source, files: Files) -> list[list[FileSpan]]:
+    """Gather spans into parts of about one size.
+
+    They depend on the files alone: a run that continues after a killed one finds the same parts on any machine.
+    """
+    total = sum(path.stat().st_size for path in files.paths)
+    largest = max(SMALLEST_PART, -(-total // MOST_PARTS))
+    parts: list[list[FileSpan]] = [[]]
+    size = 0
+    for span in sources.split(files, source, largest):
+        if size and size + span.size > largest * 1.5:
+            parts.append([])
+            size = 0
+        parts[-1].append(span)
+        size += span.size
+    return parts
+
+
+def _finish(job: TokeniseJob, encoder: Encoder, folder: Path, name: str, mark: str) -> None:
+    counts = [dict(np.load(counts_path(folder, index))) for index in range(len(job.parts))]
+    offsets = np.concatenate([[0], *(part["lengths"] for part in counts)]).cumsum()
+    if len(offsets) == 1:
+        raise UserError(
+            f"{name} holds no text: every document in it is empty; check text_key, which is {job.text_key!r}",
+            param="text_key",
+        )
+    CacheMeta(
+        name, mark, job.dtype, encoder.eos_id, encoder.vocab_size, [len(part["lengths"]) for part in counts],
+        documents=len(offsets) - 1, tokens=int(offsets[-1]), text_bytes=sum(int(part["text_bytes"]) for part in counts),
+        empty=sum(int(part["empty"]) for part in counts),
+    ).write(folder, offsets)  # fmt: skip
+    for index in range(len(job.parts)):
+        counts_path(folder, index).unlink()
+    (folder / JOB).unlink()
+
+
+# --- one part ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class TokeniseJob:
-    """What all parts of a source share, and the spans of each."""
+    """What all parts of a source share, and the spans of each part."""
 
     text_key: str
     dtype: str
@@ -60,17 +130,22 @@ class TokeniseJob:
 
     @classmethod
     def load(cls, folder: Path) -> tuple[TokeniseJob, Encoder]:
+        """Read what `save` wrote."""
         found = json.loads((folder / JOB).read_text())
         encoder = from_spec(found.pop("encoder"))
         found["parts"] = [[FileSpan(**span) for span in part] for part in found["parts"]]
         return cls(**found), encoder
 
     def save(self, folder: Path, encoder: Encoder) -> None:
+        """Write the job for the worker processes."""
         (folder / JOB).write_text(json.dumps(asdict(self) | {"encoder": encoder.spec()}))
 
 
 def tokenise(job: TokeniseJob, encoder: Encoder, folder: Path, index: int, report: Report) -> int:
-    """Writes NNNNN.bin and, last of all, NNNNN.npz: a part with the latter is whole. Returns the number of tokens."""
+    """Write the tokens of a part (NNNNN.bin), then its counts (NNNNN.npz), and return the number of tokens.
+
+    A part with counts is complete.
+    """
     beside = folder / f"{index:05d}.{os.getpid()}.new"
     lengths, text_bytes, empty, tokens = [], 0, 0, 0
     with beside.open("wb") as file:
@@ -92,14 +167,15 @@ def tokenise(job: TokeniseJob, encoder: Encoder, folder: Path, index: int, repor
 
 
 def counts_path(folder: Path, index: int) -> Path:
+    """Return the file of the counts of a part, which exists when the part is complete."""
     return folder / f"{index:05d}.npz"
 
 
 def _batches(job: TokeniseJob, index: int) -> Iterator[tuple[list[str], int]]:
-    """Documents of a part, some at a time, with the bytes of the source behind them."""
+    """Yield some documents of a part at a time, with the bytes of the source up to their end."""
     texts, characters, before, done = [], 0, 0, 0
     for span in job.parts[index]:
-        for text, position in read(span, job.text_key):
+        for text, position in documents(span, job.text_key):
             texts.append(text)
             characters += len(text)
             done = before + position
@@ -111,145 +187,11 @@ def _batches(job: TokeniseJob, index: int) -> Iterator[tuple[list[str], int]]:
         yield texts, before
 
 
-# --- as a process -----------------------------------------------------------------------------------------------------
-
-
-def main(folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-C is for whoever started this to answer
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(waiting,), daemon=True).start()
-    job, encoder = TokeniseJob.load(folder)
-    while True:
-        index = waiting.get()
-        try:
-            tokens = tokenise(job, encoder, folder, index, _reporter())
-        except BrokenPipeError:
-            return
-        except (UserError, OSError) as error:
-            _say({"error": str(as_user_error(error) or error)})
-            return
-        _say({"finished": index, "tokens": tokens})
-
-
-def _listen(waiting: queue.SimpleQueue[int]) -> None:
-    for line in sys.stdin:
-        waiting.put(int(line))
-    os._exit(0)  # what started this has ended, and must not find it at work when it starts again
-
-
-def _reporter() -> Report:
-    last = time.monotonic()
-
-    def report(done: int, tokens: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > REPORT_SECONDS:
-            last = time.monotonic()
-            _say({"done": done, "tokens": tokens})
-
-    return report
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-
-
-SMALLEST_PART, MOST_PARTS = 4 << 20, 256  # bytes of the source; a part is an open file of every reader
-
-
-def prepare(
-    data: Data,
-    tokenizer: Tokenizer | None = None,
-    directory: str | Path = "",
-    progress: Progress | None = None,
-    processes: int = 0,
-) -> tuple[TokenStore, ...]:
-    """The caches of all sources, in their order, made where they are missing or out of date.
-
-    tokenizer: the model's own, for data.tokenizer "". directory "": data.cache, else the package's own cache.
-    processes 0: as many as this process may use cores.
-    """
-    encoder = make(data.tokenizer, tokenizer)
-    place = Path(directory or data.cache or home() / "data").expanduser()
-    return tuple(prepare_source(source, encoder, place, progress, processes) for source in data.sources)
-
-
-def prepare_source(
-    source: Source, encoder: Encoder, directory: Path, progress: Progress | None = None, processes: int = 0
-) -> TokenStore:
-    files = sources.find(source)
-    mark = cache.fingerprint(files, source, encoder)
-    place = cache.entry(directory, files.name, mark)
-    if not place.is_dir():
-        directory.mkdir(parents=True, exist_ok=True)
-
-        def waiting(holder: str) -> None:
-            if progress:
-                progress(f"another process ({holder}) is tokenising {files.name}; waiting for it", 0, 0)
-
-        lock = place.with_name(f".{place.name}.lock")
-        with locked(lock, waiting):
-            if not place.is_dir():  # another process may have made it while this one waited
-                _make(source, files, mark, encoder, place, progress, processes)
-            lock.unlink(missing_ok=True)  # a process that waits for it then finds the cache made
-    return TokenStore(place)
-
-
-def _make(
-    source: Source, files: Files, mark: str, encoder: Encoder, place: Path, progress: Progress | None, processes: int
-) -> None:
-    partial = place.with_name(f".{place.name}.partial")
-    partial.mkdir(exist_ok=True)
-    for torn in partial.glob("*.new"):
-        torn.unlink()
-    dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
-    job = TokeniseJob(source.text_key, dtype, _parts(source, files))
-    job.save(partial, encoder)
-    _Run(job, encoder, partial, files.name, progress).run(processes or _cores())
-    if cache.fingerprint(sources.find(source), source, encoder) != mark:
-        raise UserError(f"{source.path!r} changed while it was being read; start again when nothing writes to it")
-    _finish(job, encoder, partial, files.name, mark)
-    partial.rename(place)
-
-
-def _finish(job: TokeniseJob, encoder: Encoder, folder: Path, name: str, mark: str) -> None:
-    counts = [dict(np.load(counts_path(folder, index))) for index in range(len(job.parts))]
-    offsets = np.concatenate([[0], *(part["lengths"] for part in counts)]).cumsum()
-    if len(offsets) == 1:
-        raise UserError(f"{name} holds no text: every document in it is empty; is text_key {job.text_key!r} right?")
-    np.save(folder / cache.OFFSETS, offsets)
-    meta = Meta(
-        name, mark, job.dtype, encoder.eos_id, encoder.vocab_size, [len(part["lengths"]) for part in counts],
-        documents=len(offsets) - 1, tokens=int(offsets[-1]), text_bytes=sum(int(part["text_bytes"]) for part in counts),
-        empty=sum(int(part["empty"]) for part in counts),
-    )  # fmt: skip
-    cache.write_meta(folder, meta)
-    for index in range(len(job.parts)):
-        counts_path(folder, index).unlink()
-    (folder / JOB).unlink()
-
-
-def _parts(source: Source, files: Files) -> list[list[FileSpan]]:
-    """Spans gathered into parts of about one size. It depends on the files alone: a run that goes on where a killed one
-    stopped finds the same parts, on any machine."""
-    total = sum(path.stat().st_size for path in files.paths)
-    largest = max(SMALLEST_PART, -(-total // MOST_PARTS))
-    parts: list[list[FileSpan]] = [[]]
-    size = 0
-    for span in sources.split(files, source, largest):
-        if size and size + span.size > largest * 1.5:
-            parts.append([])
-            size = 0
-        parts[-1].append(span)
-        size += span.size
-    return parts
+# --- all parts --------------------------------------------------------------------------------------------------------
 
 
 class _Run:
-    """Tokenises the parts that are missing, here or in processes, and keeps count of what each has done."""
+    """Tokenise the missing parts, here or in processes, and report the progress of all of them."""
 
     def __init__(self, job: TokeniseJob, encoder: Encoder, folder: Path, name: str, progress: Progress | None):
         self._job, self._encoder, self._folder, self._name, self._progress = job, encoder, folder, name, progress
@@ -263,13 +205,13 @@ class _Run:
         self._fault: Exception | None = None
 
     def run(self, processes: int) -> None:
+        """Tokenise the missing parts."""
         processes = min(processes, len(self._missing))
         if processes > 1:
             self._in_processes(processes)
             return
         for index in self._missing:
-            report = lambda done, tokens, index=index: self._report(index, done, tokens)  # noqa: E731
-            tokens = tokenise(self._job, self._encoder, self._folder, index, report)
+            tokens = tokenise(self._job, self._encoder, self._folder, index, partial(self._report, index))
             self._report(index, self._sizes[index], tokens)
 
     def _in_processes(self, count: int) -> None:
@@ -295,7 +237,7 @@ class _Run:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def _feed(self, child: subprocess.Popen, waiting: queue.SimpleQueue[int], children: list[subprocess.Popen]) -> None:
-        """Gives one process part after part until none is left; the first to fail stops them all."""
+        """Give one process part after part until none is left; the first failure stops all processes."""
         assert child.stdin and child.stdout
         try:
             while True:
@@ -307,7 +249,7 @@ class _Run:
             pass
         except Exception as error:
             with self._lock:
-                self._fault = self._fault or error  # those that are stopped then fail too, and that is not the reason
+                self._fault = self._fault or error  # the processes that are stopped fail too: keep the first error
             with contextlib.suppress(queue.Empty):
                 while True:
                     waiting.get_nowait()
@@ -325,7 +267,7 @@ class _Run:
                 return
             self._report(index, message["done"], message["tokens"])
         raise FileError(
-            f"a process that tokenised {self._name} ended with code {child.wait()}; was it short of memory?"
+            f"a process that tokenised {self._name} ended with code {child.wait()}; check whether memory ran out"
         )
 
     def _report(self, index: int, done: int, tokens: int) -> None:
@@ -355,3 +297,50 @@ def _short(number: float) -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- as a process -----------------------------------------------------------------------------------------------------
+
+
+def main(folder: Path) -> None:
+    """Tokenise the parts whose numbers come on stdin, until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles ctrl-C
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(waiting,), daemon=True).start()
+    job, encoder = TokeniseJob.load(folder)
+    while True:
+        index = waiting.get()
+        try:
+            tokens = tokenise(job, encoder, folder, index, _reporter())
+        except BrokenPipeError:
+            return
+        except (UserError, OSError) as error:
+            _say({"error": str(as_user_error(error) or error)})
+            return
+        _say({"finished": index, "tokens": tokens})
+
+
+def _listen(waiting: queue.SimpleQueue[int]) -> None:
+    for line in sys.stdin:
+        waiting.put(int(line))
+    os._exit(0)  # the parent has ended; a new one must not find this process still writing
+
+
+def _reporter() -> Report:
+    last = time.monotonic()
+
+    def report(done: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > REPORT_SECONDS:
+            last = time.monotonic()
+            _say({"done": done, "tokens": tokens})
+
+    return report
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

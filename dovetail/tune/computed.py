@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,7 @@ def with_columns(
         values = _compute(wanted, adapters, rows.every_document(), settings, ready)
         _keep(folder / wanted.name, key, values)
     for name, flat in values.items():
-        by_document = [flat[start:stop] for start, stop in pairwise(rows.examples.offsets)]
-        rows, held_out = rows.with_column(name, by_document), held_out and held_out.with_column(name, by_document)
+        rows, held_out = rows.with_column(name, flat), held_out and held_out.with_column(name, flat)
     return rows, held_out
 
 

@@ -196,8 +196,8 @@ def test_two_that_want_the_same_cache_make_it_once(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "given", "message"),
     [
-        ({"tokenizer": ""}, None, "the model brings no tokenizer: set data.tokenizer"),
-        ({"tokenizer": ""}, tokenizer(eos=None), "expected a tokenizer with an end-of-text token"),
+        ({"tokenizer": ""}, None, "the model has no tokenizer: set data.tokenizer"),
+        ({"tokenizer": ""}, tokenizer(eos=None), "the tokenizer must have an end-of-text token"),
         ({"tokenizer": "no-such-model"}, None, "no-such-model"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from dovetail.data import corpus, sources
-from dovetail.data.readers import read
+from dovetail.data.readers import documents as texts_of
 from dovetail.data.settings import Source
 from dovetail.data.sources import find, split
 
@@ -20,7 +20,7 @@ TEXTS = ["One.", "Zwei: schöne Grüße\nauf zwei Zeilen", "三 🦊", '{"not": 
 def documents(path, largest=1 << 20, **settings):
     source = Source(str(path), **settings)
     spans = split(find(source), source, largest)
-    return [text for span in spans for text, _ in read(span, source.text_key)]
+    return [text for span in spans for text, _ in texts_of(span, source.text_key)]
 
 
 def write_jsonl(path, texts, key="text"):
@@ -146,12 +146,12 @@ BROKEN = {
     "half a pair": (lines(b'{"text": "a\\ud800b"}'), {}, "line 1: expected valid Unicode"),
     "not UTF-8 lines": (lines(b'{"text": "a"}', b'{"text": "\xff"}'), {}, "line 2: expected UTF-8, got byte 0xff"),
     "not UTF-8 text": (("a.txt", b"one\ntwo \xe9"), {}, r"a\.txt line 2: expected UTF-8, got byte 0xe9"),
-    "torn gzip": (("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9]), {}, "not a whole gzip file"),
-    "torn parquet": (("a.parquet", b"PAR1 torn"), {}, "not a whole Parquet file"),
-    "torn arrow": (("a.arrow", b"ARROW torn"), {}, "not a whole Arrow file"),
-    "torn array record": (("a.array_record", b"torn" * 99), {}, "not a whole ArrayRecord file"),
+    "torn gzip": (("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9]), {}, "not a complete gzip file"),
+    "torn parquet": (("a.parquet", b"PAR1 torn"), {}, "not a complete Parquet file"),
+    "torn arrow": (("a.arrow", b"ARROW torn"), {}, "not a complete Arrow file"),
+    "torn array record": (("a.array_record", b"torn" * 99), {}, "not a complete ArrayRecord file"),
     "unknown ending": (("a.bin", b"x"), {}, "expected files ending in .txt"),
-    "wrong format": (("a.txt", b"Hello"), {"format": "jsonl"}, "set format to what the file is"),
+    "wrong format": (("a.txt", b"Hello"), {"format": "jsonl"}, "set format to the format of the file"),
 }
 
 
@@ -186,14 +186,14 @@ def test_hugging_face_folders_that_are_not_whole(tmp_path):
     with pytest.raises(ValueError, match=r"several splits \(train, test\); name one"):
         documents(tmp_path)
     (tmp_path / "train" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(ValueError, match=r"lists data-00001-of-00002\.arrow, which is not there"):
+    with pytest.raises(ValueError, match=r"lists data-00001-of-00002\.arrow, which is missing"):
         documents(tmp_path / "train")
 
 
 def test_several_kinds_in_a_folder(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "README.md").write_text("about")
-    with pytest.raises(ValueError, match=r"several kinds \(jsonl, text\); set format to one of them"):
+    with pytest.raises(ValueError, match=r"several formats \(jsonl, text\); set format to one of them"):
         documents(tmp_path)
 
 

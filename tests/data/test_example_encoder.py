@@ -272,7 +272,7 @@ def test_no_template_and_no_end(make_tokenizer):
     with pytest.raises(ValueError, match=r"has no chat template.*set data.template=FILE"):
         ExampleEncoder(bare).encode(ChatExample(CHATS["one turn"][0]))
     bare.eos_id = None
-    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-text token"):
+    with pytest.raises(ValueError, match="the tokenizer must have an end-of-text token"):
         ExampleEncoder(bare).encode(TextExample("a", "b"))
 
 

@@ -152,7 +152,7 @@ WRONG = {
     "an image": (
         {"messages": [USER | {"content": [{"type": "image", "url": "x"}]}, BOT]},
         {},
-        r"messages\[0\].content\[0\]: expected a part of text, got 'image'",
+        r"messages\[0\].content\[0\]: expected a text part, got 'image'",
     ),
     "a misspelt role": (
         {"messages": [USER, BOT | {"role": "asistant"}]},

@@ -97,7 +97,7 @@ def test_margins_of_records(tmp_path):
     led = dt.reward(model=at, data=rows, reward={"margin": True}, steps=1, run_dir=tmp_path / "led", **STILL)
     assert led.metrics["reward_margin"] == plain.metrics["reward_margin"]
     assert led.metrics["loss"] > plain.metrics["loss"] + 0.5
-    with pytest.raises(ValueError, match="expected a number as margin in each record, and 1 have none"):
+    with pytest.raises(ValueError, match="margin must be a number in each record, and 1 have none"):
         dt.reward(
             model=at, data=[*rows, *pairs(1)], reward={"margin": True}, steps=1, run_dir=tmp_path / "none", **STILL
         )
