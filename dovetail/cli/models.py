@@ -32,9 +32,9 @@ def pull(
 
 
 def _dataset(name: str) -> str:
-    from dovetail.data.sources import ALL_ENDINGS, folder_of
+    from dovetail.data.sources import dataset_folder
 
-    return str(folder_of(name, ALL_ENDINGS)[0])
+    return str(dataset_folder(name)[0])
 
 
 def convert(
