@@ -34,7 +34,6 @@ from dovetail.data.encoder import Encoder, from_spec, identity, make
 from dovetail.data.readers import FileSpan, documents
 from dovetail.data.settings import Data, Source
 from dovetail.data.sources import Files
-from dovetail.io.hub import Progress
 
 if TYPE_CHECKING:
     from dovetail.io.tokenizer import Tokenizer
