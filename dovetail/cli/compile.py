@@ -51,7 +51,7 @@ def compile_recipe(
     for line in ready.derived.explain():
         console.print(line, markup=False)
     with console.status(f"compiling {recipe} for {ready.derived.devices} devices"):
-        found = compiled(lambda told: ready.compile(ready.bucket(1), told=told))
+        found = compiled(lambda options: ready.compile(ready.bucket(1), options=options))
     title = f"{recipe} on {f'{slices} x ' if slices > 1 else ''}{topology}"
     head = dict(recipe=recipe, topology=topology, slices=slices, devices=ready.derived.devices, mesh=ready.derived.axes)
     show(head, [recipe_report(title, ready, *found)], as_json)

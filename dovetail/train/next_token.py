@@ -1,4 +1,4 @@
-"""The objective of pretraining: the next token's cross entropy, with a z term, multi-token prediction and routers."""
+"""The pretraining objective: next-token cross entropy, z loss, multi-token prediction and router balance."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from dovetail.train.settings import Pretrain, PretrainLoss
 
 
 class TokenCounts(NamedTuple):
-    """Of a whole batch."""
+    """The weight of a whole batch."""
 
     targets: jax.Array
-    tokens: jax.Array  # that routers dealt out
+    tokens: jax.Array  # non-padding tokens, which routers see
 
 
 def next_token(settings: Pretrain) -> Objective:
+    """Return the objective of a pretraining recipe."""
     loss = settings.loss
     return Objective(
         functools.partial(_measure, wanted=loss),
@@ -52,7 +53,7 @@ def _tokens(batch: Batch) -> jax.Array:
 def _measure(
     params: Params, cfg: ModelConfig, batch: Batch, weight: TokenCounts, ctx: StepContext, *, wanted: PretrainLoss
 ) -> Measured:
-    """The reported loss is the cross entropy alone."""
+    """Return the loss of a part; the reported loss is the cross entropy alone."""
     hidden, stats = hidden_states(params, cfg, batch, ctx)
     loss, parts = cross_entropy(params, cfg, hidden, batch, ctx, wanted.z)
     loss, metrics = loss / weight.targets, {name: value / weight.targets for name, value in parts.items()}
@@ -70,7 +71,7 @@ def _measure(
 def _further(
     params: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, weight: TokenCounts, ctx: StepContext
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
-    """(the mean cross entropy of tokens further ahead, statistics of their routers, numbered after the last layer)."""
+    """Return (mean cross entropy of tokens further ahead, router statistics numbered after the last layer)."""
     depths = mtp_hidden(params, cfg, hidden, batch, ctx.packed(batch), remember(block, ctx.remat))
     total = sum(cross_entropy(params, cfg, h, later, ctx)[0] for h, later, _ in depths)
     dealt = {len(cfg.layers) + k: found for k, (_, _, found) in enumerate(depths) if found is not None}

@@ -1,8 +1,8 @@
-"""What a training step lessens: the contract between an objective and the step that is made from it.
+"""Define the interface between an objective and the training step.
 
-An objective is a few plain functions. `measure` is given the weights in the compute dtype and a batch, which may be one
-of several parts of the step's batch, and answers with that part's share of the loss: sums divided by what the whole
-batch weighs. Shares add up, so a batch taken in parts (`accumulate`) has the very gradient of the whole one.
+An objective is a few plain functions. `measure` receives the weights in the compute dtype and a batch, which may be one
+of several parts of the step's batch, and returns that part's share of the loss: sums divided by the weight of the whole
+batch. Shares add up, so a batch taken in parts (`accumulate`) has exactly the gradient of the whole batch.
 
     def weighted(params, cfg, batch, weight, ctx):
         hidden, _ = hidden_states(params, cfg, batch, ctx)
@@ -38,11 +38,14 @@ from dovetail.ops import loss as losses
 from dovetail.ops.moe import RouterStats
 
 Metrics = dict[str, jax.Array]
-Loads = dict[int, jax.Array]  # [E] tokens that each expert got, by layer
+Loads = dict[int, jax.Array]  # layer -> [E] tokens per expert
 
 
 def export(folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any) -> None:
-    """All processes call it; the first writes. A folder of an earlier attempt is replaced."""
+    """Write the weights as a Hugging Face folder. All processes call it and the first writes.
+
+    A folder of an earlier attempt is replaced.
+    """
     host = jax.tree.map(lambda x: np.asarray(whole(x.astype(dtype))), params)
     if jax.process_index() == 0:
         if folder.exists():
@@ -51,6 +54,7 @@ def export(folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer 
 
 
 def whole(x: jax.Array) -> Any:
+    """Return the whole array in every process."""
     if jax.process_count() == 1:
         return x
     from jax.experimental import multihost_utils
@@ -60,27 +64,28 @@ def whole(x: jax.Array) -> Any:
 
 @dataclass(frozen=True)
 class StepContext:
-    """How a step runs the model: where, in which numbers, and what it keeps for the backward pass."""
+    """How a step runs the model: placement, dtypes and remat policy."""
 
     placement: Placement
     compute: Compute
-    logits: Any  # the dtype that the loss's logits are held in
-    platform: str | None = None  # None: where jax runs by default
-    documents: int | None = None  # the most that a row of its batches holds, where that is known
+    logits: Any  # the dtype of the loss's logits
+    platform: str | None = None  # None: jax's default
+    documents: int | None = None  # the most documents of a row, if known
     remat: str = "none"
     scan: bool = False
-    frozen: Any = None  # weights that the step reads and does not train: see Frozen
-    reference: Params | None = None  # the state's, in the compute dtype: see Training.kept_reference
-    key: jax.Array | None = None  # of what is random in this part of this step (dropout); None: nothing is
+    frozen: Any = None  # weights that are read but not trained: see Frozen
+    reference: Params | None = None  # the state's reference, in the compute dtype: see Training.kept_reference
+    key: jax.Array | None = None  # for dropout in this part of this step; None: no randomness
 
     def packed(self, batch: Batch) -> Packed:
+        """Return the attention context of a batch."""
         return Packed(batch.segment_ids, self.platform, self.placement, self.documents)
 
 
 def step_context(
     settings: Training, placement: Placement, platform: str | None = None, documents: int | None = None
 ) -> StepContext:
-    """Of a recipe whose open settings are derived (plan.derive)."""
+    """Return the context of a recipe whose open keys are derived (plan.derive)."""
     precision = settings.precision
     logits = compute_of(precision.logits or precision.compute).dtype
     return StepContext(
@@ -91,8 +96,11 @@ def step_context(
 
 @dataclass(frozen=True)
 class Measured:
-    """A part's share of the whole batch's loss and metrics; a metric named `loss` is reported in place of the loss. Of
-    one whose name ends in `_max` (0 or more) the greatest part counts, not the sum."""
+    """A part's share of the whole batch's loss and metrics.
+
+    A metric named `loss` is reported in place of the loss. Parts are summed, except that a metric whose name ends in
+    `_max` (0 or more) is the maximum over the parts.
+    """
 
     loss: jax.Array  # []
     metrics: Metrics = field(default_factory=dict)
@@ -100,7 +108,7 @@ class Measured:
 
 
 def targets(batch: Batch) -> jax.Array:
-    """What the batch's targets weigh together; 1 where it has none, so that its loss is 0."""
+    """Return the summed weight of the batch's targets; 1 if it has none, so that its loss is 0."""
     total = batch.loss_mask.sum()
     return jnp.where(total == 0, 1.0, total)
 
@@ -108,7 +116,7 @@ def targets(batch: Batch) -> jax.Array:
 def hidden_states(
     params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
-    """([B, T, D], the statistics of each layer that has a router)."""
+    """Return (hidden states [B, T, D], statistics of each layer with a router)."""
     return trunk(params, cfg, batch.tokens, batch.positions, ctx.packed(batch), remat=ctx.remat, scan=ctx.scan)
 
 
@@ -121,7 +129,7 @@ def cross_entropy(
     z: float = 0.0,
     trains_head: bool = True,
 ) -> tuple[jax.Array, Metrics]:
-    """(the loss with its z term, {nll, z}): sums over targets, each times its loss_mask."""
+    """Return (loss with its z term, {nll, z}), summed over targets weighted by loss_mask."""
     head = params["embed"] if cfg.tied else params["head"]
     return losses.cross_entropy(
         hidden, head, batch.targets, batch.loss_mask, scale=cfg.logit_scale, softcap=cfg.logit_softcap, z=z,
@@ -130,7 +138,7 @@ def cross_entropy(
 
 
 def held_out_loss(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
-    """The cross entropy alone, whatever is trained on besides."""
+    """Return ({loss: summed cross entropy}, summed weight), without the objective's other terms."""
     hidden, _ = hidden_states(params, cfg, batch, ctx)
     _, parts = cross_entropy(params, cfg, hidden, batch, ctx)
     return {"loss": parts["nll"]}, batch.loss_mask.sum()
@@ -138,46 +146,50 @@ def held_out_loss(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepConte
 
 @dataclass(frozen=True)
 class Frozen:
-    """Weights that a step reads and does not train: an adapter's base, a reference, a teacher. They are in no
-    checkpoint, and a step gets them as an argument (`StepContext.frozen`)."""
+    """Weights that a step reads but does not train: an adapter's base, a reference, a teacher.
 
-    form: Callable[[ModelConfig, Placement], Any]  # their shapes and places
-    load: Callable[[ModelConfig, Placement], Any]  # the arrays
+    They are not part of checkpoints; a step receives them as an argument (`StepContext.frozen`).
+    """
+
+    abstract: Callable[[ModelConfig, Placement], Any]  # shapes with shardings
+    load: Callable[[ModelConfig, Placement], Any]  # arrays
 
 
-def _as_they_are(params: Params, loads: Loads) -> Params:
+def _unchanged(params: Params, loads: Loads) -> Params:
     return params
 
 
 @dataclass(frozen=True)
 class Objective:
-    # (weights in the compute dtype, model, a part of the batch, what the whole batch weighs, context)
+    """What a training step minimises, as functions."""
+
+    # (weights in the compute dtype, model, a part of the batch, the weight of the whole batch, context)
     measure: Callable[[Params, ModelConfig, Batch, Any, StepContext], Measured]
-    # of a whole batch: what sums are divided by, one number or several
+    # the weight of a whole batch: the divisor of sums, one number or several
     weight: Callable[[Batch], Any] = targets
-    # what its batches hold besides the five usual columns
+    # columns of its batches besides the five usual ones
     columns: Mapping[str, Column] = field(default_factory=dict)
-    # the weights that are trained, as models.spec declares them
+    # specs of the trained weights, as models.spec declares them
     specs: Callable[[ModelConfig], Any] = spec
-    # on held-out rows: (sums, what they are divided by), each added up over batches
+    # on held-out rows: (sums, their divisor), each added up over batches
     held_out: Callable[[Params, ModelConfig, Batch, StepContext], tuple[Metrics, jax.Array]] = held_out_loss
-    # the weights after an update, given the routers' loads of the whole batch
-    after_update: Callable[[Params, Loads], Params] = _as_they_are
-    # what it reads besides and does not train
+    # changes the weights after an update, given the router loads of the whole batch
+    after_update: Callable[[Params, Loads], Params] = _unchanged
+    # weights that it reads but does not train
     frozen: Frozen | None = None
-    # (train.prepare.Ready) -> the weights to begin with; None: those of the recipe's folder, or random ones
+    # (train.prepare.Ready) -> initial weights; None: those of the recipe's folder, or random ones
     initial: Callable[[Any], Params] | None = None
-    # (folder, model, weights, tokenizer, dtype): how a run's weights are handed out
+    # (folder, model, weights, tokenizer, dtype): exports a run's weights
     export: Callable[[Path, ModelConfig, Params, Tokenizer | None, Any], None] = export
 
 
 def loads_of(stats: Mapping[int, RouterStats]) -> dict[int, jax.Array]:
-    """Layer -> [E] tokens of all rows."""
+    """Return layer -> [E] tokens per expert, summed over rows."""
     return {i: jax.lax.stop_gradient(dealt.load.sum(axis=0)) for i, dealt in stats.items()}
 
 
 def router_metrics(loads: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
-    """The busiest expert's load as a multiple of the mean, and the share of experts that no token reached."""
+    """Return the busiest expert's load as a multiple of the mean, and the share of experts without tokens."""
     if not loads:
         return {}
     busiest = [load.max() / jnp.maximum(load.mean(), 1e-9) for load in loads.values()]
@@ -186,8 +198,10 @@ def router_metrics(loads: Mapping[int, jax.Array]) -> dict[str, jax.Array]:
 
 
 def balanced(params: Params, loads: Mapping[int, jax.Array], rate: float) -> Params:
-    """Balance without a loss (DeepSeek-V3): the bias on an expert's choice rises where its load is below the mean.
-    Layers of multi-token prediction are numbered after the last."""
+    """Balance experts without a loss (DeepSeek-V3): raise an expert's choice bias if its load is below the mean.
+
+    Layers of multi-token prediction are numbered after the last layer.
+    """
     if not rate:
         return params
     blocks = [*params["layers"], *(depth["block"] for depth in params.get("mtp", ()))]

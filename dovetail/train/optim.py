@@ -1,17 +1,17 @@
-"""Optimizers that know from the specs what each weight is, and where their state lies on a mesh.
+"""Optimizers, stochastic rounding and learning rate schedules.
 
-An optimizer is optax-shaped, `init(params)` and `update(grads, state, params) -> (updates, state)`, and works in f32
-whatever the dtype of the weights: moments of a bf16 model are f32, and `rounding.apply` brings the updates home.
+An optimizer is an optax GradientTransformation that works in f32 whatever the dtype of the weights: the moments of a
+bf16 model are f32, and `apply` adds the updates with stochastic rounding. The specs say what each weight is.
 
 adamw      betas and eps as usual
-muon       the hidden matrices by train.muon, all else (embedding, head, norms, biases) by adamw, at one learning rate
-adafactor  second moments as a row and a column a matrix, no first moment; the step is an Adam-like one, of rms 1 at
-           most times lr, not relative to the weight's size: one learning rate serves all three. beta1, beta2, eps and
-           momentum say nothing to it.
+muon       hidden matrices by muon, all else (embedding, head, norms, biases) by adamw, at one learning rate
+adafactor  factored second moments (a row and a column per matrix), no first moment. Steps have an rms of at most lr, as
+           Adam's, and are not relative to the weight's size, so the same learning rate works for all three. It does not
+           read beta1, beta2, eps and momentum.
 
-Weight decay is decoupled (lr * weight_decay * weight) and falls on what multiplies: matrices, the head, an embedding
-that is the head too. Norms, biases and tables that are only looked up (most rows of which see no gradient in a step)
-keep their size.
+Weight decay is decoupled (lr * weight_decay * weight) and applies to weights that multiply: matrices, the head, an
+embedding that is also the head. Norms, biases and tables that are only looked up (most of their rows have no gradient
+in a step) are not decayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError
 from dovetail.core.spec import ParamSpec, leaves, tree_map
 from dovetail.core.training import Optimizer, Schedule
 
@@ -35,9 +35,13 @@ Rate = Callable[[jax.typing.ArrayLike], jax.Array]
 def make_optimizer(
     settings: Optimizer, rate: Rate, specs: Any, platform: str | None = None
 ) -> optax.GradientTransformation:
-    """The optimizer of a recipe for weights declared by `specs`; `rate` gives the learning rate of a step (from 0).
+    """Return the optimizer of a recipe. It does not clip: the step judges the gradient's norm first.
 
-    It does not clip: the step judges the gradient's norm first. `platform` is where it will run (None: jax's default).
+    Args:
+        settings: The recipe's optimizer.
+        rate: Returns the learning rate of a step (from 0).
+        specs: Specs of the trained weights.
+        platform: Where it will run; None: jax's default.
     """
     if settings.name == "muon":
         return _in_f32(_muon(settings, rate, specs, platform))
@@ -76,7 +80,7 @@ def _decayed(scale: optax.GradientTransformation, settings: Optimizer, rate: Rat
 
 
 def _in_f32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same with weights and gradients seen as f32, so that its state is f32."""
+    """Return the optimizer with weights and gradients cast to f32, so that its state is f32."""
 
     def f32(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -87,14 +91,19 @@ def _in_f32(inner: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.GradientTransformation(lambda params: inner.init(f32(params)), update)
 
 
-# --- where the state lies ---------------------------------------------------------------------------------------------
+# --- shardings of the state -------------------------------------------------------------------------------------------
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, shardings: Any) -> Any:
-    """Shardings for the tree of `optimizer.init(params)`, from those of params (arrays or their shapes alone).
+    """Return shardings for the tree of `optimizer.init(params)`.
 
-    What belongs to a weight, by the end of its path, lies as that weight does; a factor of it, which lacks one dim,
-    as the dims it has; counters and all else on every device.
+    A leaf that belongs to a weight, by the end of its path, is sharded as that weight; a factor of it, which lacks one
+    dim, by the remaining dims; counters and everything else are replicated.
+
+    Args:
+        optimizer: The optimizer.
+        params: The weights, concrete or abstract.
+        shardings: The weights' shardings.
     """
     placed = {
         path: (leaf.shape, sharding)
@@ -125,12 +134,12 @@ def _partition(shape: tuple[int, ...], of_shape: tuple[int, ...], sharding: Name
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The norm of all leaves taken as one vector, f32."""
+    """Return the f32 norm of all leaves taken as one vector."""
     return jnp.sqrt(sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.float32(0)))
 
 
 def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
-    """Gradients of global norm `norm`, made no longer than `limit`; a limit of 0 leaves them alone."""
+    """Return gradients of global norm `norm` scaled to at most `limit`; 0: no limit."""
     if limit == 0:
         return grads
     scale = jnp.minimum(1.0, limit / (norm + 1e-6))
@@ -138,22 +147,21 @@ def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
 
 
 def ema_update(ema: Any, params: Any, decay: float) -> Any:
-    """The running average, in its own dtype (f32 where slow decays must not be lost), one step on."""
+    """Return the exponential moving average after one step, in its own dtype."""
     return jax.tree.map(
         lambda e, p: (e + (1.0 - decay) * (p.astype(jnp.float32) - e.astype(jnp.float32))).astype(e.dtype), ema, params
     )
 
 
-# Muon: momentum whose singular values are all made about 1, for the matrices between embedding and head.
+# --- muon -------------------------------------------------------------------------------------------------------------
 #
-# A step along the polar factor U V^T of the momentum U S V^T turns every direction the gradient has by the same amount.
-# The factor comes from five steps of a Newton-Schulz iteration, products alone, so it runs where products are fast.
-# Scaled by 0.2 sqrt(max(rows, columns)), its elements have the rms of an Adam step, 0.2 or so, and Adam's learning rate
-# and weight decay carry over (Moonlight, arXiv 2502.16982).
+# Muon steps along the polar factor U V^T of the momentum U S V^T, so every direction of the gradient changes by the
+# same amount. Five steps of a Newton-Schulz iteration, products alone, compute the factor. Scaled by 0.2 sqrt(max(rows,
+# columns)), its elements have the rms of an Adam step, about 0.2, so Adam's learning rate and weight decay carry over
+# (Moonlight, arXiv 2502.16982).
 #
-# Weights of one shape and layout are orthogonalised together: a model of 32 layers has some 200 matrices of five
-# shapes,
-# and 200 small programs would take minutes to compile.
+# Weights of one shape and layout are orthogonalised together: a model of 32 layers has about 200 matrices of five
+# shapes, and 200 small programs would take minutes to compile.
 
 
 # An odd polynomial a x + b x^3 + c x^5 with the steepest slope at 0 that still brings [0, 1] near 1 (Keller Jordan's).
@@ -163,16 +171,18 @@ RMS = 0.2
 
 
 class MuonState(NamedTuple):
+    """The state of muon."""
+
     momentum: Any
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Multiplies activations, and neither embeds tokens nor predicts them."""
+    """Return whether the weight multiplies activations and is neither embedding nor head."""
     return len(spec.shape) >= 2 and spec.active > 0 and "vocab" not in spec.axes
 
 
 def matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """The shape [..., out, in] of a weight as the linear map it is: heads are part of out or in, experts a batch."""
+    """Return the shape [..., out, in] of a weight as a linear map: heads belong to out or in, experts are a batch."""
     if spec.axes[0] == "experts":
         return spec.shape
     if spec.shape[-1] == spec.stored.shape[-1]:  # [N, H, D], and a checkpoint keeps D last
@@ -183,8 +193,15 @@ def matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
 def scale_by_muon(
     specs: Sequence[ParamSpec], momentum: float, platform: str | None = None
 ) -> optax.GradientTransformation:
-    """For a tree whose leaves, in order, are declared by `specs`: orthogonalised Nesterov momentum of an Adam step's
-    size, ascending (the learning rate brings the sign). Products are bf16 but on a CPU, where those are slow."""
+    """Return orthogonalised Nesterov momentum with the size of an Adam step (the learning rate adds the sign).
+
+    Products are bf16, except on a CPU, where those are slow.
+
+    Args:
+        specs: The specs of the tree's leaves, in order.
+        momentum: The decay of the momentum.
+        platform: Where it will run; None: jax's default.
+    """
 
     def init(params: Any) -> MuonState:
         return MuonState(jax.tree.map(jnp.zeros_like, params))
@@ -199,7 +216,7 @@ def scale_by_muon(
 
 
 def _orthogonal_steps(tensors: Sequence[jax.Array], specs: Sequence[ParamSpec], dtype: Any) -> list[jax.Array]:
-    # Equal axes too: stacking what is split differently would move it between devices.
+    # Group by axes too: stacking differently sharded weights would move them between devices.
     groups: dict[tuple, list[int]] = {}
     for i, spec in enumerate(specs):
         groups.setdefault((matrix_shape(spec), spec.shape, spec.axes), []).append(i)
@@ -213,8 +230,8 @@ def _orthogonal_steps(tensors: Sequence[jax.Array], specs: Sequence[ParamSpec], 
 
 
 def orthogonalize(x: jax.Array) -> jax.Array:
-    """About U V^T for each matrix U S V^T of x [..., rows, columns]; 0 stays 0."""
-    wide = x.shape[-2] <= x.shape[-1]  # the products are of the smaller side
+    """Return approximately U V^T for each matrix U S V^T of x [..., rows, columns]; 0 stays 0."""
+    wide = x.shape[-2] <= x.shape[-1]  # products over the smaller side are cheaper
     x = x if wide else x.mT
     x32 = x.astype(jnp.float32)
     x = (x32 / (jnp.sqrt(jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)) + 1e-20)).astype(x.dtype)
@@ -225,14 +242,16 @@ def orthogonalize(x: jax.Array) -> jax.Array:
     return x if wide else x.mT
 
 
-# Adding an update to a weight. A bf16 weight has 8 bits of mantissa: an update below 1/512 of it would vanish in
-# rounding, at each step, for good. Rounded up with the probability of what is cut off, it is kept in the mean.
+# --- stochastic rounding ----------------------------------------------------------------------------------------------
+#
+# A bf16 weight has 8 bits of mantissa: an update below 1/512 of it would be rounded away in every step. Rounding up
+# with a probability equal to the remainder preserves it in the mean.
 
 
 def apply(params: Any, updates: Any, key: jax.Array) -> Any:
-    """params + updates, each in its weight's dtype: bf16 by stochastic rounding, f32 as it is.
+    """Return params + updates in each weight's dtype: bf16 with stochastic rounding, f32 exactly.
 
-    The draw is a function of the key and the element's place in the tree; how a mesh splits it changes nothing.
+    The random bits depend only on the key and the element's place in the tree, not on the sharding.
     """
     flat, tree = jax.tree.flatten(params)
     seeds = jax.random.bits(key, (len(flat), 2), jnp.uint32)
@@ -245,16 +264,16 @@ def _add(param: jax.Array, update: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def _round(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """f32 -> bf16, unbiased: bf16 is the upper half of f32's bits, so a random lower half is added and cut off."""
+    """Round f32 to bf16 without bias: bf16 is the upper half of f32's bits, so add a random lower half and truncate."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (_noise(x.shape, seed) >> 16)
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))  # a carry must not make a number of NaN
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))  # a carry must not turn a NaN into a number
 
 
 def _noise(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Random u32s by hashing each element's index with two words of seed.
+    """Return random u32s: a hash of each element's index with two words of seed.
 
-    Not jax.random.bits: this fuses with the addition (no array of noise), and 300 weights compile at once where as
+    Unlike jax.random.bits this fuses with the addition (no array of noise), and 300 weights compile at once where as
     many threefry generators take minutes.
     """
     index = jnp.zeros(shape, jnp.uint32)
@@ -264,32 +283,34 @@ def _noise(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Every bit of the result hangs on every bit of x (the constants are lowbias32's, found by search)."""
+    """Mix the bits of x: every bit of the result depends on every bit of x (lowbias32)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
-# The learning rate of each step: a linear warmup, then the named curve.
+# --- learning rate ----------------------------------------------------------------------------------------------------
 #
-# The k-th update (k from 1, so step k - 1) of a run of n, with w of warmup, gets lr * k / w until it is whole, and then
-# lr * share, where x goes from 0 at the curve's start (without a warmup, the first update) to 1 at the last update:
+# Update k (from 1, so step k - 1) of a run of n updates with w of warmup has the rate lr * k / w during the warmup,
+# then lr * share, where x goes from 0 at the curve's start (without a warmup, the first update) to 1 at the last
+# update:
 #
 #     cosine    final + (1 - final) * (1 + cos(pi x)) / 2
 #     linear    final + (1 - final) * (1 - x)
 #     wsd       1, then final + (1 - final) * (1 - sqrt(x)) over the last `decay` of the run
 #     constant  1 (`final` is 1 by definition)
 #
-# The fall of wsd is 1 - sqrt: it ends lower than a linear one (Haegele et al. 2024, arXiv 2405.18392).
+# wsd decays as 1 - sqrt: it ends with a lower loss than a linear decay (Haegele et al. 2024, arXiv 2405.18392).
 
 
 def learning_rate(schedule: Schedule, lr: float, total_steps: int) -> Callable[[jax.typing.ArrayLike], jax.Array]:
-    """step (from 0) -> the rate of that step's update, f32; past the end it stays where the run left it."""
+    """Return the function step (from 0) -> f32 rate of that update; after the end the last rate."""
     warmup = schedule.warmup
     if warmup > total_steps:
-        raise UserError(
-            f"warmup must end within the run: it is {warmup:,} steps and the run has {total_steps:,}; "
-            "lower schedule.warmup or train longer"
+        raise RecipeError(
+            f"`schedule.warmup` must be at most the run's {total_steps:,} steps, got {warmup:,}: lower it or train "
+            "longer",
+            param="schedule.warmup",
         )
     start = _curve_start(schedule, total_steps)
 
@@ -303,8 +324,7 @@ def learning_rate(schedule: Schedule, lr: float, total_steps: int) -> Callable[[
 
 
 def _curve_start(schedule: Schedule, total_steps: int) -> int:
-    """Return the last update at the full rate: the end of the warmup (without one, the first update), or of wsd's
-    stable stretch."""
+    """Return the last update at the full rate: the end of the warmup, or of wsd's stable phase."""
     first = max(schedule.warmup, 1)
     return first if schedule.name != "wsd" else max(first, total_steps - round(schedule.decay * total_steps))
 

@@ -1,4 +1,4 @@
-"""Everything of a run that can be known and compiled before any data is read."""
+"""Prepare a run before any data is read: derive the plan, make the mesh, and compile the steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from dovetail.core.chips import chip_of, usable_bytes
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError
 from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
 from dovetail.core.training import Training
@@ -32,12 +32,12 @@ from dovetail.train.rows import check_columns
 from dovetail.train.state import TrainState, abstract_batch, abstract_state, init_state
 from dovetail.train.step import Evaluate, Step, make_eval, make_step
 
-DOCUMENTS = (1, 15, 63, 255)  # with the padding at a row's end a power of two
+DOCUMENTS = (1, 15, 63, 255)  # documents per row; one more for the padding makes a power of two
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A recipe and what it is to lessen, on a mesh. `settings` has nothing left open."""
+    """A recipe and its objective on a mesh. `settings` has no open keys."""
 
     cfg: ModelConfig
     objective: Objective
@@ -49,45 +49,55 @@ class Ready:
 
     @property
     def settings(self) -> Training:
+        """The recipe with every key derived."""
         return self.derived.settings
 
     @cached_property
-    def form(self) -> TrainState:
+    def abstract_state(self) -> TrainState:
+        """The training state as shapes with shardings."""
         return abstract_state(self.specs, self.settings, self.optimizer, self.placement)
 
     @cached_property
     def abstract_batch(self) -> Batch:
+        """A batch as shapes with shardings."""
         return abstract_batch(self.settings, self.objective.columns, self.placement)
 
     @cached_property
     def specs(self) -> Any:
-        """Of the weights that are trained."""
+        """The specs of the trained weights."""
         return self.objective.specs(self.cfg)
 
     def lower(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> jax.stages.Lowered:
-        """The step for batches whose rows hold no more than so many documents, and of which so many are here: all of a
-        step's, unless given. `entries`: of their tables, where they have some."""
+        """Lower the training step.
+
+        Args:
+            documents: The most documents of a row; None: any number.
+            rows: Rows of the batch in this process; default: all of a step's.
+            entries: Entries of the batch's table columns, if it has any.
+        """
         settings = self._settings_for(rows)
         ctx = step_context(settings, self.placement, self.platform, documents)
         step = make_step(self.cfg, settings, self.objective, self.optimizer, self.rate, ctx)
-        places = jax.tree.map(lambda leaf: leaf.sharding, self.form)
+        places = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
         batch = abstract_batch(settings, self.objective.columns, self.placement, entries)
-        return jitted.trace(self.form, batch, *self._frozen_form).lower(lowering_platforms=(self.platform,))
+        return jitted.trace(self.abstract_state, batch, *self._abstract_frozen).lower(
+            lowering_platforms=(self.platform,)
+        )
 
     def compile(
         self,
         documents: int | None = None,
         rows: int | None = None,
         entries: int = 1,
-        told: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> Step:
-        """`told`: options for the compiler besides those of every step."""
-        options = options_of(self.placement, self.platform, self.settings.tokens_per_step) | dict(told or {})
+        """Compile the training step; `options` are added to the compiler options. For the others see `lower`."""
+        options = options_of(self.placement, self.platform, self.settings.tokens_per_step) | dict(options or {})
         return self._given_frozen(compiled(self.lower(documents, rows, entries), options))
 
     def _settings_for(self, rows: int | None) -> Training:
-        """With as many rows, and no other number of them in a microstep."""
+        """Return the settings with this many rows in the process, and as many rows per microstep as before."""
         batch = self.settings.batch if rows is None else rows * self.rows_here()[1]
         if batch == self.settings.batch:
             return self.settings
@@ -95,63 +105,69 @@ class Ready:
         return replace(self.settings, batch=batch, accumulate=max(1, parts))
 
     def rows_of(self, batch: Batch) -> int:
-        """That are here, of a batch that `put` has made."""
+        """Return how many rows of a batch that `put` returned are in this process."""
         return batch.tokens.shape[0] // self.rows_here()[1]
 
     def entries_of(self, batch: Batch) -> int:
-        """That the tables among its columns have."""
+        """Return the number of entries of the batch's table columns."""
         tables = (name for name, one in self.objective.columns.items() if one.table)
         return next((batch.columns[name].shape[1] for name in tables if name in batch.columns), 1)
 
     def bucket(self, documents: int) -> int | None:
-        """The bound to compile for when rows hold `documents`: a few sizes where it matters (cuDNN), else none."""
+        """Return the bound to compile for when rows hold `documents`: one of a few sizes for cuDNN, else None."""
         if self.platform != "cuda":
             return None
         return next((n for n in DOCUMENTS if n >= documents), self.settings.length)
 
     def evaluate(self) -> Evaluate:
-        """Return (params, batch, the state's reference) -> (sums, what they are divided by), compiled."""
+        """Return the compiled function (params, batch, the state's reference) -> (sums, their divisor)."""
         fn = make_eval(self.cfg, self.objective, step_context(self.settings, self.placement, self.platform))
-        frozen = self._frozen_form[0] if self._frozen_form else None
-        program = jax.jit(fn).lower(self.form.params, self.abstract_batch, frozen, self.form.reference).compile()
+        frozen = self._abstract_frozen[0] if self._abstract_frozen else None
+        program = (
+            jax.jit(fn)
+            .lower(self.abstract_state.params, self.abstract_batch, frozen, self.abstract_state.reference)
+            .compile()
+        )
         return lambda params, batch, reference: program(params, batch, self.frozen, reference)
 
     @cached_property
     def frozen(self) -> Any:
-        """What the objective reads and does not train, loaded when it is first asked for."""
+        """The objective's frozen weights, loaded when first used."""
         return self.objective.frozen.load(self.cfg, self.placement) if self.objective.frozen else None
 
     @property
-    def _frozen_form(self) -> tuple:
-        return (self.objective.frozen.form(self.cfg, self.placement),) if self.objective.frozen else ()
+    def _abstract_frozen(self) -> tuple:
+        return (self.objective.frozen.abstract(self.cfg, self.placement),) if self.objective.frozen else ()
 
     def _given_frozen(self, program: Any) -> Any:
         return functools.partial(_with_frozen, program, self.frozen) if self.objective.frozen else program
 
     def init(self, params: Params | None = None) -> TrainState:
+        """Return a new state with these weights, or with random ones."""
         return init_state(self.cfg, self.specs, self.settings, self.optimizer, self.placement, params)
 
     def rows_here(self) -> tuple[int, int]:
-        """(which share of a batch's rows this process loads, of how many)."""
-        form: Any = self.abstract_batch.tokens
-        places = form.sharding.addressable_devices_indices_map(form.shape).values()
-        spans = [index[0].indices(form.shape[0])[:2] for index in places]
+        """Return (which share of a batch's rows this process loads, number of shares)."""
+        tokens: Any = self.abstract_batch.tokens
+        places = tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
+        spans = [index[0].indices(tokens.shape[0])[:2] for index in places]
         first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
-        return first // (last - first), form.shape[0] // (last - first)
+        return first // (last - first), tokens.shape[0] // (last - first)
 
     def put(self, rows: Batch) -> Batch:
-        """This process's rows (see rows_here) as its part of the batch of all."""
-        form = abstract_batch(self.settings, self.objective.columns, self.placement, self.entries_of(rows))
-        check_columns(rows, form)
+        """Return this process's rows (see rows_here) as its part of the global batch."""
+        wanted = abstract_batch(self.settings, self.objective.columns, self.placement, self.entries_of(rows))
+        check_columns(rows, wanted)
         if jax.process_count() == 1:
-            return jax.tree.map(lambda x, f: jax.device_put(np.asarray(x, f.dtype), f.sharding), rows, form)
+            return jax.tree.map(lambda x, f: jax.device_put(np.asarray(x, f.dtype), f.sharding), rows, wanted)
         return jax.tree.map(
-            lambda x, f: jax.make_array_from_process_local_data(f.sharding, np.asarray(x, f.dtype), f.shape), rows, form
+            lambda x, f: jax.make_array_from_process_local_data(f.sharding, np.asarray(x, f.dtype), f.shape),
+            rows,
+            wanted,
         )
 
     def place(self, rows: Batch, placement: Placement | None = None) -> Batch:
-        """Rows on their devices, or on those of another `placement`, with what columns they have; of a single
-        process."""
+        """Return rows, with any columns, on the devices of `placement` (default: this one's); single process only."""
         placement = placement or self.placement
 
         def one(x: Any) -> jax.Array:
@@ -168,12 +184,14 @@ def _with_frozen(program: Any, frozen: Any, state: Any, batch: Batch) -> Any:
 def prepare(
     settings: Training, objective: Objective, devices: Sequence[Any] | None = None, platform: str | None = None
 ) -> Ready:
-    """Lay a recipe over the devices that are there, or over those given (of a topology that is not, say)."""
+    """Derive and place a recipe on the present devices, or on those given, such as a topology's."""
     cfg = scored(config_of(settings.model)) if settings.scores else config_of(settings.model)
     devices = list(devices if devices is not None else _all_but(settings.spare_devices))
     first = devices[0]
     own = set(jax.local_devices())
-    here = [device for device in devices if device in own]  # others, and those of a topology, do not say what they have
+    here = [
+        device for device in devices if device in own
+    ]  # other processes' devices and a topology's do not report memory
     on_host = bool(here) and first.platform == "cpu"
     usable = host_share(len(here)) if on_host else usable_bytes(here[0]) if here else None
     derived = derive(cfg, settings, chip_of(first), len(devices), num_slices(devices), usable, on_host)
@@ -184,15 +202,16 @@ def prepare(
 def _all_but(spare: int) -> list[Any]:
     devices = jax.devices()
     if spare >= len(devices):
-        raise UserError(
-            f"{spare} devices apart (engine.devices, reference.devices) leaves none of the {len(devices)} devices to "
-            "the trainer: set fewer apart, or 0 to share them"
+        raise RecipeError(
+            f"engine.devices and reference.devices take {spare} of the {len(devices)} devices and leave none for the "
+            "trainer: lower them, or set 0 to share devices",
+            param="engine.devices",
         )
     return devices[: len(devices) - spare]
 
 
 def make_ready(cfg: ModelConfig, derived: Derived, objective: Objective, placement: Placement, platform: str) -> Ready:
-    """A derived recipe on a mesh, which may be an abstract one: then it can be lowered, and nothing else."""
+    """Return a derived recipe on a mesh. On an abstract mesh it can only be lowered."""
     settings = derived.settings
     cfg = cfg.within(settings.length)
     rate = learning_rate(settings.schedule, settings.optimizer.lr, settings.total_steps)
@@ -201,18 +220,21 @@ def make_ready(cfg: ModelConfig, derived: Derived, objective: Objective, placeme
 
 
 def host_share(devices: int) -> int | None:
-    """Bytes for each CPU device, of which this process has `devices`: those of all processes on a host share its
-    memory. The least of all hosts, for every process must come to the same plan."""
+    """Return the bytes of memory for each CPU device; this process has `devices` of them.
+
+    The devices of all processes on a host share its memory. The result is the least of all hosts, because every process
+    must derive the same plan.
+    """
     rows = [(zlib.crc32(machine.node().encode()) >> 1, (host_memory() or 0) >> 20, devices)]
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        rows = multihost_utils.process_allgather(np.asarray(rows[0], np.int32)).tolist()  # MiB, for they have 31 bits
+        rows = multihost_utils.process_allgather(np.asarray(rows[0], np.int32)).tolist()  # MiB fit into 31 bits
     return least_share(rows)
 
 
 def least_share(rows: Sequence[Sequence[int]]) -> int | None:
-    """Of (host, its MiB or 0 where it does not say, devices of a process there), the least bytes for a device."""
+    """Return the least bytes per device of rows (host, its MiB or 0 if not known, devices of a process there)."""
     shares = []
     for host in {host for host, _, _ in rows}:
         memory = min(size for at, size, _ in rows if at == host)
@@ -220,11 +242,11 @@ def least_share(rows: Sequence[Sequence[int]]) -> int | None:
     return min(shares) or None
 
 
-# What XLA is told when it compiles a training step.
+# --- compiler options -------------------------------------------------------------------------------------------------
 
 
-# The sparse cores of these send while the others compute. Without them libtpu (0.0.42, 0.0.48) makes of each gather of
-# weights over a torus of three sides an all-reduce, twice the bytes, for which everything waits.
+# The sparse cores of these chips communicate while the others compute. Without these options libtpu (0.0.42, 0.0.48)
+# turns each gather of weights over a 3D torus into an all-reduce, with twice the bytes and without overlap.
 SPARSE_CORES = ("v5p", "TPU7x")
 _BY_THEM = "xla_tpu_enable_sparse_core_collective_offload"
 BY_SPARSE_CORES: Mapping[str, Any] = {
@@ -238,13 +260,13 @@ BY_SPARSE_CORES: Mapping[str, Any] = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
 }
-# Gradients that a loop over layers stacks are summed over devices where the loop ends, and not in every turn.
+# Sum the stacked gradients of a loop over layers after the loop, not in every iteration.
 SUMMED_BEHIND_LOOPS: Mapping[str, Any] = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes": 1 << 40}
 _UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
 
 
 def options_of(placement: Placement, platform: str, tokens: int) -> dict[str, Any]:
-    """For a step of so many tokens."""
+    """Return the compiler options for a step of `tokens` tokens."""
     given = dict(compile_options(platform, tokens) or {})
     mesh = placement.mesh
     if platform != "tpu" or mesh.size == 1:
@@ -252,13 +274,13 @@ def options_of(placement: Placement, platform: str, tokens: int) -> dict[str, An
     chip = chip_of(mesh.devices.flat[0])
     if chip and chip.name in SPARSE_CORES:
         given |= BY_SPARSE_CORES
-    if mesh.size == mesh.shape["data"]:  # cut weights would have to be whole behind the loop
+    if mesh.size == mesh.shape["data"]:  # split weights would have to be gathered after the loop
         given |= SUMMED_BEHIND_LOOPS
     return given
 
 
 def compiled(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    """With those of the options that this compiler knows."""
+    """Compile with those of the options that this compiler knows."""
     try:
         return lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a pretraining recipe says besides what every training's does (core.training): its data and its loss."""
+"""Settings of a pretraining recipe besides those of every training (core.training): data and loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dovetail.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class PretrainLoss:
-    """The weights of what is added to the cross entropy."""
+    """Weights of the terms that are added to the cross entropy."""
 
-    z: float = 0.0  # keeps the logits' normaliser near 1
-    router_aux: float = 0.0  # MoE load balance by a loss
-    router_bias_rate: float = 0.0  # MoE load balance without one: how far a step moves the bias on an expert's choice
-    mtp: float = 0.0  # multi-token prediction; above 0, its layers are trained
+    z: float = 0.0  # z loss: keeps the logits' normaliser near 1
+    router_aux: float = 0.0  # MoE load balancing loss
+    router_bias_rate: float = 0.0  # MoE load balance without a loss: the step size of the choice bias
+    mtp: float = 0.0  # multi-token prediction loss; above 0 its layers are trained
 
     def __post_init__(self) -> None:
         not_negative(self, "z", "router_aux", "router_bias_rate", "mtp")
@@ -27,6 +27,8 @@ class PretrainLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Training):
+    """Settings of a pretraining recipe."""
+
     data: Data
     loss: PretrainLoss = PretrainLoss()
     mesh: Mesh = DERIVED
@@ -35,21 +37,24 @@ class Pretrain(Training):
         super().__post_init__()
         require(
             self.eval.every == 0 or self.data.held_out > 0,
-            "eval.every measures the held-out loss, and nothing is held out: set data.held_out, such as 0.01",
+            "eval.every measures the held-out loss and requires data.held_out, got 0: set it, such as 0.01",
         )
 
     @property
     def trains_mtp(self) -> bool:
+        """Whether layers of multi-token prediction are trained."""
         return self.loss.mtp > 0
 
     @property
     def rows_key(self) -> dict[str, Any]:
+        """The keys that decide which rows a batch holds."""
         return {"data": dump(self.data), **super().rows_key}
 
     def check_model(self, cfg: ModelConfig) -> None:
+        """Refuse a model that the recipe cannot train."""
         super().check_model(cfg)
         balances = self.loss.router_aux or self.loss.router_bias_rate
         require(
             not balances or any(layer.moe for layer in cfg.layers),
-            "loss.router_aux and loss.router_bias_rate balance experts, and the model has none",
+            "loss.router_aux and loss.router_bias_rate balance experts, and the model has none: remove them",
         )

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and where it lies on a mesh."""
+"""Define the training state, its shardings and its initial values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from dovetail.train.optim import state_shardings
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    params: Params  # the masters, in the tree of models.spec
+    """Everything that a run carries from step to step."""
+
+    params: Params  # master weights, in the tree of models.spec
     opt: Any
-    step: jax.Array  # [] int32: updates applied
+    step: jax.Array  # [] int32: number of applied updates
     health: health.HealthState
     ema: Params | None = None  # f32
     reference: Params | None = None  # f32: see core.training.Training.kept_reference
@@ -35,8 +37,14 @@ class TrainState:
 def abstract_state(
     specs: Any, settings: Training, optimizer: optax.GradientTransformation, placement: Placement
 ) -> TrainState:
-    """The state as shapes with shardings: what a checkpoint is restored into, and a step compiled for. `specs` are of
-    the weights that are trained."""
+    """Return the state as shapes with shardings, for restoring a checkpoint and compiling a step.
+
+    Args:
+        specs: Specs of the trained weights.
+        settings: The recipe.
+        optimizer: The optimizer.
+        placement: The mesh and its rules.
+    """
     params = abstract(specs, compute_of(settings.precision.params).dtype)
     shardings = placement.shardings(specs)
     everywhere = NamedSharding(placement.mesh, PartitionSpec())
@@ -65,16 +73,18 @@ def init_state(
     placement: Placement,
     params: Params | None = None,
 ) -> TrainState:
-    """A new run's state; the weights are random by `settings.seed`, or those given (in the form's dtype and place), to
-    which an objective may add some of its own (layers of multi-token prediction)."""
-    form = abstract_state(specs, settings, optimizer, placement)
-    places = jax.tree.map(lambda leaf: leaf.sharding, form)
+    """Return the state of a new run.
+
+    Weights come from `params`, in their final dtype and sharding; missing ones (layers of multi-token prediction) are
+    random by `settings.seed`.
+    """
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(specs, settings, optimizer, placement))
     given = params or {}
     missing = {name: part for name, part in specs.items() if name not in given}
     std = float(cfg.to_hf().get("initializer_range") or 0.02)
     key, dtype = jax.random.key(settings.seed), compute_of(settings.precision.params).dtype
     params = {**given, **init(missing, key, dtype, std, {name: places.params[name] for name in missing})}
-    # compiled, so that every process makes its own part, and no two fields share a buffer (they are donated)
+    # jitted, so that every process creates its own part, and no two fields share a buffer (they are donated)
     opt = jax.jit(optimizer.init, out_shardings=places.opt)(params)
     rest = jax.jit(lambda: (jnp.zeros((), jnp.int32), health.init()), out_shardings=(places.step, places.health))
     step, checks = rest()
@@ -84,22 +94,28 @@ def init_state(
 
 
 def _as_f32(params: Params) -> Params:
-    # an addition: a copy of an f32 leaf, where a cast would hand back the same buffer
+    # the addition copies an f32 leaf, where a cast would return the same buffer
     return jax.tree.map(lambda x: x.astype(jnp.float32) + 0.0, params)
 
 
 def abstract_batch(settings: Training, columns: Mapping[str, Column], placement: Placement, entries: int = 1) -> Batch:
-    """A step's batch as shapes with shardings; `columns` are those that its objective declares, and `entries` those
-    that the tables among them have."""
+    """Return a step's batch as shapes with shardings.
+
+    Args:
+        settings: The recipe.
+        columns: The columns that the objective declares.
+        placement: The mesh and its rules.
+        entries: Entries of the table columns.
+    """
     shape = (settings.batch, settings.length)
     at = placement.sharding(("batch", "length"), shape)
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=at)
     mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
-    further = {name: _column_form(one, shape, placement, entries) for name, one in columns.items()}
+    further = {name: _abstract_column(one, shape, placement, entries) for name, one in columns.items()}
     return Batch(ids, ids, ids, ids, mask, further)
 
 
-def _column_form(column: Column, shape: tuple[int, int], placement: Placement, entries: int) -> Any:
+def _abstract_column(column: Column, shape: tuple[int, int], placement: Placement, entries: int) -> Any:
     axes = ("batch", "length") if column.per_token else ("batch",)
     own = shape[: len(axes)]
     if column.width:
@@ -109,12 +125,11 @@ def _column_form(column: Column, shape: tuple[int, int], placement: Placement, e
     return jax.ShapeDtypeStruct(own, jnp.dtype(column.dtype), sharding=placement.sharding(axes, own))
 
 
-# Where a run stands: its state after some update, and the batch that comes next.
-
-
 @dataclass
 class Position:
+    """Where a run stands: its state after an update, and the next batch."""
+
     state: TrainState
     step: int = 0  # the last update
     cursor: int = 0  # the number of the next batch
-    saved: int | None = None  # the cursor of the last good checkpoint
+    saved: int | None = None  # the cursor of the last intact checkpoint

@@ -1,10 +1,10 @@
-"""One training step, made from an objective and compiled whole: loss, gradients, judgement, update.
+"""Build the training step from an objective: loss, gradients, health check and update in one program.
 
-A batch may be taken in parts (`accumulate`): the objective divides by what the whole batch weighs, so the gradients of
-the parts add up to that of the large batch. The gradient is judged (train.guard.health) before the update, which is
-applied by a select: what is bad never reaches the weights, and a step dispatched behind a bad one changes nothing.
+A batch may be taken in parts (`accumulate`): the objective divides by the weight of the whole batch, so the gradients
+of the parts add up to that of the whole. The gradient is judged (train.guard.health) before the update, which is
+applied by a select: a bad gradient never reaches the weights, and a step launched behind a bad one changes nothing.
 
-The weights are masters (f32, or bf16 with stochastic rounding); the step starts by copying them to the compute dtype.
+The weights are master weights (f32, or bf16 with stochastic rounding); the step copies them to the compute dtype.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from dovetail.train.objective import Loads, Metrics, Objective, StepContext, rou
 from dovetail.train.optim import Rate, apply, clip, ema_update, global_norm
 from dovetail.train.state import TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # and, where an objective has some, frozen weights
-Evaluate = Callable[[Params, Batch, Params | None], tuple[Metrics, jax.Array]]  # the last: the state's reference
-DROPOUT = 1  # tells its randomness from that of rounding
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]  # plus frozen weights, if the objective has any
+Evaluate = Callable[
+    [Params, Batch, Params | None], tuple[Metrics, jax.Array]
+]  # the last argument is the state's reference
+DROPOUT = 1  # folded into the key, so that dropout and rounding differ
 
 
 def make_step(
@@ -40,7 +42,7 @@ def make_step(
     rate: Rate,
     ctx: StepContext,
 ) -> Step:
-    """The step of a recipe whose open settings are derived (plan.derive); jit it with the state donated."""
+    """Return the step of a recipe whose open keys are derived (plan.derive); jit it with the state donated."""
     mesh, specs = ctx.placement.mesh, objective.specs(cfg)
     layout = jax.tree.map(lambda at: at.spec, ctx.placement.shardings(specs))
 
@@ -57,7 +59,7 @@ def make_step(
         reference = synced(state.reference, params, state.step + 1, settings.kept_reference)
         new = TrainState(params, opt, state.step + 1, checks, ema, reference)
         metrics |= {"grad_norm": norm, "lr": rate(state.step), "ok": ok}
-        if mesh.size > 1:  # a device alone is at fault itself
+        if mesh.size > 1:  # a single device has nothing to compare with
             metrics["checksums"] = health.checksums(grads, mesh, layout)
         chosen = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
         return dataclasses.replace(chosen, health=checks), metrics
@@ -66,8 +68,10 @@ def make_step(
 
 
 def synced(reference: Params | None, params: Params, step: jax.Array, settings: Any) -> Params | None:
-    """Return the reference after update number `step`: every `sync_every` of them it becomes alpha params + (1 - alpha)
-    reference (settings: a tune.sections.ReferenceSettings)."""
+    """Return the reference after update `step`.
+
+    Every `sync_every` updates it becomes alpha params + (1 - alpha) reference (tune.sections.ReferenceSettings).
+    """
     if reference is None or not settings.sync_every:
         return reference
     share = jnp.where(step % settings.sync_every == 0, settings.mixup_alpha, 0.0)
@@ -75,12 +79,12 @@ def synced(reference: Params | None, params: Params, step: jax.Array, settings: 
 
 
 def reference_copy(reference: Params | None, specs: Any, compute: Compute) -> Params | None:
+    """Return the reference in the compute dtype, if there is one."""
     return None if reference is None else compute_copy(reference, specs, compute)
 
 
 def make_eval(cfg: ModelConfig, objective: Objective, ctx: StepContext) -> Callable[..., tuple[Metrics, jax.Array]]:
-    """Return (params, batch, frozen, reference) -> (sums, what they are divided by), which the caller adds up over
-    batches."""
+    """Return (params, batch, frozen, reference) -> (sums, their divisor); the caller adds both up over batches."""
     plain = dataclasses.replace(ctx, remat="none", documents=None, logits=jnp.float32)
 
     specs = objective.specs(cfg)
@@ -98,7 +102,7 @@ def make_eval(cfg: ModelConfig, objective: Objective, ctx: StepContext) -> Calla
 def gradients(
     params: Params, cfg: ModelConfig, objective: Objective, batch: Batch, ctx: StepContext, parts: int = 1
 ) -> tuple[Params, Metrics, Loads]:
-    """(gradient of the batch's loss, its metrics, the loads of routers)."""
+    """Return (gradient of the batch's loss, its metrics, the router loads)."""
     weight, specs = objective.weight(batch), objective.specs(cfg)
 
     def share(params: Params, part: Batch, number: Any = 0) -> tuple[jax.Array, tuple[Metrics, Loads]]:
@@ -115,7 +119,7 @@ def gradients(
 
 
 def _accumulated(one: Callable, params: Params, batch: Batch, parts: int) -> tuple[Params, Any]:
-    """Sums over the batch in parts: every parts-th row, so that no row leaves its device. Gradients add up in f32."""
+    """Sum over parts of the batch, each with every parts-th row, so that no row leaves its device; in f32."""
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
@@ -131,12 +135,15 @@ def _accumulated(one: Callable, params: Params, batch: Batch, parts: int) -> tup
 
 
 def _together(path: tuple, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum over parts; of a metric that is called so, the greatest."""
+    """Combine two parts: the maximum for a metric named `*_max`, else the sum."""
     is_greatest = str(getattr(path[-1], "key", "")).endswith("_max")
     return jnp.maximum(a, b.astype(a.dtype)) if is_greatest else a + b.astype(a.dtype)
 
 
 def compute_copy(params: Params, specs: Any, compute: Compute) -> Params:
-    """What says its own dtype (a router's bias) keeps it. Projections are not joined as in serving: the backward pass
-    would write their joined gradients once more, which costs more than the larger products save (measured)."""
+    """Return the weights in the compute dtype; a spec with its own dtype (a router's bias) keeps it.
+
+    Projections are not joined as in serving: the backward pass would write their joined gradients once more, which
+    costs more than the larger products save (measured).
+    """
     return tree_map(lambda one, x: x if one.dtype else x.astype(compute.dtype), specs, params)

@@ -96,7 +96,7 @@ def test_a_recipes_step_is_shown(capsys):
     """On the CPU's devices, in place of a TPU's."""
     settings = load("tiny", ["batch=8", "length=128", "mesh.fsdp=4"], Pretrain)
     ready = prepare(settings, next_token(settings))
-    program, assigned, _ = compiled(lambda told: ready.compile(told=told))
+    program, assigned, _ = compiled(lambda options: ready.compile(options=options))
     found = recipe_report("tiny on eight", ready, program, assigned, 1.5)
     assert found.counted.total - found.counted.memory["generated code"] == assigned
     show({}, [found], as_json=False)

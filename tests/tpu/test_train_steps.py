@@ -80,7 +80,7 @@ def test_compiled(libtpu, recipe, topology, slices, words, within):
     settings = load(Case(recipe, topology, slices, words))
     devices = tpu_devices(parse(topology), slices)
     ready = prepare(settings, next_token(settings), devices, "tpu")
-    found = recipe_report(recipe, ready, *compiled(lambda told: ready.compile(ready.bucket(1), told=told)))
+    found = recipe_report(recipe, ready, *compiled(lambda options: ready.compile(ready.bucket(1), options=options)))
     estimate = found.estimated["memory in all"]
     assert found.limit and found.counted.total <= found.limit
     assert found.counted.total == pytest.approx(estimate, rel=within)

@@ -102,7 +102,7 @@ BASE = ["steps=40", "schedule.warmup=0"]
         (["remat=some"], "remat must be one of"),
         (["accumulate=3"], "accumulate must divide batch"),
         (["ema=1"], "ema must be a decay below 1"),
-        (["data.held_out=0"], "eval.every measures the held-out loss, and nothing is held out"),
+        (["data.held_out=0"], "eval.every measures the held-out loss and requires data.held_out"),
         (["data.held_out=1.5"], "data.held_out must be a share of the documents"),
         (["data.sources=[]"], "data.sources must list at least one source"),
         (["data.sources.0.weight=0"], "data.sources.0.weight must be above 0"),

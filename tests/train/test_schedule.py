@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from dovetail.core.errors import RecipeError
 from dovetail.core.training import Schedule
 from dovetail.train.optim import learning_rate
 
@@ -44,5 +45,6 @@ def test_a_warmup_as_long_as_the_run_is_a_ramp():
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(ValueError, match=r"lower .* or train longer"):
+    with pytest.raises(RecipeError) as refused:
         learning_rate(Schedule(warmup=11), LR, 10)
+    assert refused.value.param == "schedule.warmup"
