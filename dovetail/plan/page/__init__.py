@@ -1,4 +1,4 @@
-"""The pictures of a plan, as one page that works without a network."""
+"""Show plans on a page of interactive pictures that works without a network."""
 
 from dovetail.plan.page.page import Choice, Curve, Page, Share, html, write
 

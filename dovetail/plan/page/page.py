@@ -1,15 +1,13 @@
-"""What a page of plans shows: the machine, and of each plan its mesh, its memory, its products and its exchanges.
+"""Build the page of plans: the machine, and the mesh, memory, products and collectives of each plan.
 
-Plans of training and of serving both fill a `Page`; nothing below it knows which it was.
+Plans of training and of serving both fill a `Page`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import Chip
 from dovetail.core.errors import UserError
 from dovetail.core.files import write_atomic
+from dovetail.core.page import html as page_html
 from dovetail.plan.links import AXES, AxisSpan, layout, wraps
 from dovetail.plan.operations import Operation
 from dovetail.plan.train_time import StepTime
@@ -24,7 +23,7 @@ from dovetail.plan.train_time import StepTime
 
 @dataclass(frozen=True)
 class Share:
-    """Of which each device has a part: `total` of it, cut along the mesh's `axes`, the first one outermost."""
+    """A quantity that devices share: `total` is split along the mesh's `axes`, the first one outermost."""
 
     what: str
     total: int
@@ -33,27 +32,27 @@ class Share:
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan."""
+    """One plan of the page."""
 
     title: str
     axes: Mapping[str, int]  # mesh axis -> devices along it; their product is the number of devices
     memory: Mapping[str, int]  # bytes of one device, by kind
-    limit: int | None  # bytes that a plan may fill on a device; None: not known
+    limit: int | None  # bytes of a device that a plan may fill; None: not known
     operations: tuple[Operation, ...]  # of one step on one device
     time: StepTime
     layers: int
     microsteps: int = 1
     shares: tuple[Share, ...] = ()
-    figures: tuple[tuple[str, str, str], ...] = ()  # (name, value, what kind of number that is), with units
+    figures: tuple[tuple[str, str, str], ...] = ()  # (name, value with unit, kind of number)
     recipe: str = ""  # lines to paste
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a trade-off, such as latency against throughput: each names what it was reached with."""
+    """Points of a trade-off, such as latency against throughput, each with the plan that reaches it."""
 
     title: str
-    across: str  # what x is, with its unit
+    across: str  # the x axis, with its unit
     up: str
     points: tuple[tuple[float, float, str], ...]
     reading: str  # one sentence on how to read it
@@ -61,13 +60,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Page:
+    """The contents of a page of plans."""
+
     title: str
     about: str
     accelerator: Accelerator
     choices: tuple[Choice, ...]  # the best first
-    step: str = "training step"  # what the timeline shows one of
+    step: str = "training step"  # what the timeline shows
     curves: tuple[Curve, ...] = ()
-    chip: Chip | None = None  # whose rates the roofline has, where the accelerator is none: a CPU
+    chip: Chip | None = None  # the chip of the roofline if the accelerator has none: a CPU
     peak: float | None = None  # FLOP/s of a device in the products' dtype; bf16 otherwise
 
     def __post_init__(self) -> None:
@@ -75,25 +76,23 @@ class Page:
             raise UserError("a page shows at least one plan; got none")
 
 
-# The unit that multiplies matrices, and how much of it a product leaves idle.
+# --- the matrix unit --------------------------------------------------------------------------------------------------
 #
-# On a TPU it is a systolic array: it holds a square of the weights, activations stream through it from the left and
-# sums
-# fall out below, so k and n are padded to its side. On a GPU each multiprocessor makes one tile of the result at a
-# time,
-# so m and n are padded to the tile, and the last round of tiles may leave multiprocessors without one.
+# A TPU has a systolic array: it holds a square of the weights, activations stream through it from the left and sums
+# leave it below, so k and n are padded to its side. On a GPU each multiprocessor computes one tile of the result at a
+# time, so m and n are padded to the tile, and the last round of tiles may leave multiprocessors idle.
 
 
-# Side of the array: Google Cloud's pages of each TPU. Of a later one none is published: the last that was is drawn.
+# Side of the array, from Google Cloud's page of each TPU. For a TPU without a published side the last known is drawn.
 SIDES = {"v2": 128, "v3": 128, "v4": 128, "v5e": 128, "v5p": 128, "v6e": 256, "TPU7x": 256}
 SIDE = 256
-# Multiprocessors of the SXM modules: NVIDIA's data sheets.
+# Multiprocessors of the SXM modules, from NVIDIA's data sheets.
 MULTIPROCESSORS = {"A100-40GB": 108, "A100": 108, "H100": 132, "H200": 132, "B200": 148, "GB200": 148}
-TILE, SLAB = 128, 64  # of the result, and of the summed dim per round: what cuBLAS's large kernels take
+TILE, SLAB = 128, 64  # sides of the result's tile and of the summed dim per round, as in cuBLAS's large kernels
 
 
 def unit(accelerator: Accelerator) -> dict[str, Any] | None:
-    """What the page draws; None of a CPU."""
+    """Return the matrix unit that the page draws; None for a CPU."""
     chip = accelerator.chip
     if chip is None:
         return None
@@ -103,7 +102,7 @@ def unit(accelerator: Accelerator) -> dict[str, Any] | None:
 
 
 def wasted(one: Operation, accelerator: Accelerator) -> float:
-    """The share of the unit's multiplications that padding makes, and not the product."""
+    """Return the share of the unit's multiplications that is padding."""
     made = unit(accelerator)
     if made is None:
         return 0.0
@@ -118,18 +117,18 @@ def _up(size: int, side: int) -> int:
     return math.ceil(size / side) * side
 
 
-# Where each chip of an accelerator is: its coordinates, its host, and how they give its indices in a mesh.
+# --- where each device is ---------------------------------------------------------------------------------------------
 #
-# A device's index along an axis is a sum of digits. Each digit is `coordinate // stride % count * times`, of one
+# A device's index along an axis is a sum of digits. Each digit is `coordinate // stride % count * times` of one
 # coordinate: a side of the torus, the device within its chip, its number among the GPUs, or its slice.
 
 
-SLICE = "slice"  # the coordinate among slices; the others are numbered: sides, then the device within a chip
-NUMBER = "number"  # of a GPU, over all machines
+SLICE = "slice"  # the coordinate among slices; the others are numbers: sides, then the device within a chip
+NUMBER = "number"  # a GPU's number over all machines
 
 
 def machine(accelerator: Accelerator) -> dict[str, Any]:
-    """The accelerator as the page draws it."""
+    """Return the accelerator as the page draws it."""
     chip, tpu = accelerator.chip, accelerator.is_tpu
     return {
         "name": accelerator.name, "chip": chip.name if chip else "CPU", "tpu": tpu, "sides": accelerator.sides,
@@ -142,7 +141,7 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def host_box(accelerator: Accelerator) -> tuple[int, ...]:
-    """The chips of one host along each side: 2 x 2, or all of a slice that one machine holds."""
+    """Return the chips of one host along each side: 2 x 2, or a whole slice that one machine holds."""
     if not accelerator.is_tpu:
         return (accelerator.chips_per_host,)
     if accelerator.hosts == 1:
@@ -151,7 +150,7 @@ def host_box(accelerator: Accelerator) -> tuple[int, ...]:
 
 
 def indices(accelerator: Accelerator, axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Of each axis of more than one device: what it crosses, and its digits as [coordinate, stride, count, times]."""
+    """Return the links of each axis with more than one device, and its digits as [coordinate, stride, count, times]."""
     spans = layout(accelerator, axes)
     found = []
     for span in spans:
@@ -164,7 +163,7 @@ def indices(accelerator: Accelerator, axes: Mapping[str, int]) -> list[dict[str,
 
 
 def _of_torus(accelerator: Accelerator, span: AxisSpan, spans: Sequence[AxisSpan]) -> list[list[Any]]:
-    """Axes that share a side lie within each other, the last axis innermost; the first side counts most."""
+    """Return an axis's digits on a torus. Axes that share a side are nested, the last axis innermost."""
     digits, times = [], 1
     for side, count in reversed(span.sides):
         later = [other for other in spans if AXES.index(other.axis) > AXES.index(span.axis)]
@@ -177,17 +176,16 @@ def _of_torus(accelerator: Accelerator, span: AxisSpan, spans: Sequence[AxisSpan
 
 
 def _of_numbers(axes: Mapping[str, int], name: str) -> list[list[Any]]:
-    """GPUs, and CPU devices, are taken in their order."""
+    """Return an axis's digits over GPUs or CPU devices, which are taken in their order."""
     stride = math.prod(axes.get(later, 1) for later in AXES[AXES.index(name) + 1 :])
     return [[NUMBER, stride, axes[name], 1]]
 
 
-# Writes a page: one HTML file with its style, its programs and its data inside, that fetches nothing.
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 TEMPLATE = Path(__file__).parent / "template"
-STYLES = ("page.css",)
-# In the order in which they need each other; one a picture, after what they share.
+# One script per picture, after the shared ones, in the order in which they need each other.
 SCRIPTS = (
     "base.js", "canvas.js", "roofline.js", "memory.js", "torus.js", "torus_links.js", "domains.js", "mesh.js",
     "schedule.js", "timeline.js", "systolic.js", "tiles.js", "array.js", "curves.js", "start.js",
@@ -200,18 +198,9 @@ def write(path: str | Path, page: Page) -> Path:
 
 
 def html(page: Page) -> str:
-    """All that comes from a model's or a plan's name is in the data, which the programs put in as text."""
-    found = json.dumps(data(page), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    parts = {
-        "title": escape(page.title),
-        "style": "\n".join(_read(name) for name in STYLES),
-        "data": found,
-        "script": "\n".join(_read(name) for name in SCRIPTS),
-    }
-    made = _read("page.html")
-    for name, text in parts.items():
-        made = made.replace("{{" + name + "}}", text)
-    return made
+    """Return the page. Names of models and plans are in its data only, which the scripts insert as text."""
+    script = "\n".join(_read(name) for name in SCRIPTS)
+    return page_html(page.title, _read("page.html"), style=_read("page.css"), script=script, data=data(page))
 
 
 def _read(name: str) -> str:
@@ -219,7 +208,7 @@ def _read(name: str) -> str:
 
 
 def data(page: Page) -> dict[str, Any]:
-    """What the programs draw, as JSON has it."""
+    """Return the data that the scripts draw."""
     return {
         "title": page.title, "about": page.about, "step": page.step, "machine": machine(page.accelerator),
         "unit": unit(page.accelerator), "roofs": _roofs(page),
@@ -229,7 +218,7 @@ def data(page: Page) -> dict[str, Any]:
 
 
 def _roofs(page: Page) -> dict[str, float] | None:
-    """Of one device."""
+    """Return the rates of one device for the roofline."""
     chip = page.accelerator.chip or page.chip
     if chip is None:
         return None

@@ -1,4 +1,4 @@
-"""Curves for a report, as SVG by hand: no plotting package, and colours that follow the page's light or dark theme."""
+"""Draw the charts of a report as SVG, without a plotting package; colours follow the page's light or dark theme."""
 
 from __future__ import annotations
 
@@ -8,81 +8,59 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 22, 30, 26  # around the plot
-LINE_POINTS, RAW_POINTS = 300, 900  # more than a screen shows say nothing more
-LEAST = 1e-5  # a share that has no bar
+LEFT, RIGHT, TOP, BOTTOM = 52, 22, 30, 26  # margins around the plot
+LINE_POINTS, RAW_POINTS = 300, 900  # a screen cannot show more points
+LEAST = 1e-5  # smaller shares have no bar
 Points = Sequence[tuple[float, float]]
+TEMPLATE = Path(__file__).parent / "template"
+STYLE = (TEMPLATE / "curves.css").read_text(encoding="utf-8")
+SCRIPT = (TEMPLATE / "curves.js").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Series:
+    """One curve of a chart."""
+
     name: str
     points: Points
     style: str = "line"  # line | raw (faint, behind, with its extremes) | dots (joined) | area (down to its base)
-    colour: int = 0  # of the page's palette
-    base: Points = ()  # of an area: its lower edge, at the same steps
+    colour: int = 0  # an index of the page's palette
+    base: Points = ()  # the lower edge of an area, at the same steps
 
     @property
     def is_named(self) -> bool:
-        """Whether the legend has it, and the pointer is told of it."""
+        """Whether the legend and the values at the pointer include it."""
         return self.style != "raw" and bool(self.name)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment worth a dashed line."""
+    """An event, drawn as a dashed line."""
 
     x: float
     text: str
 
 
-STYLE = """
-svg.chart{display:block;width:100%;height:auto}
-svg.chart text{font:11px system-ui,sans-serif;fill:var(--dim)}
-svg.chart .title{font-size:13px;font-weight:600;fill:var(--ink)}
-svg.chart .grid{stroke:var(--rule)}
-svg.chart .axis{stroke:var(--dim);opacity:.6}
-svg.chart .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
-svg.chart .raw{fill:none;stroke-width:1;opacity:.28}
-svg.chart .area{stroke:none;opacity:.75}svg.chart .behind{stroke:none;opacity:.16}
-svg.chart .share{font-weight:600;fill:var(--ink)}
-svg.chart .mark{stroke:var(--bad);stroke-dasharray:4 3}
-svg.chart .cursor{stroke:var(--dim);stroke-dasharray:2 2;visibility:hidden}
-svg.chart .told{fill:var(--ink);visibility:hidden}
-p.explained{margin:0 0 2px;padding:0 22px 0 52px;color:var(--dim);font-size:12px}
-"""
-
-# Where the pointer is, the chart says what was there. A chart's points travel in its data-points.
-SCRIPT = """
-for (const svg of document.querySelectorAll('svg.chart[data-points]')) {
-  const {left, right, low, high, width, series} = JSON.parse(svg.dataset.points);
-  const cursor = svg.querySelector('.cursor'), told = svg.querySelector('.told'), names = svg.querySelector('.names');
-  const see = on => { for (const e of [cursor, told]) e.style.visibility = on ? 'visible' : 'hidden';
-                      names.style.visibility = on ? 'hidden' : 'visible'; };
-  svg.addEventListener('pointerleave', () => see(false));
-  svg.addEventListener('pointermove', event => {
-    const at = (event.clientX - svg.getBoundingClientRect().left) * width / svg.getBoundingClientRect().width;
-    if (at < left || at > right) return see(false);
-    const x = low + (at - left) / (right - left) * (high - low);
-    const near = p => p.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
-    const found = series.map(([name, p]) => [name, near(p)]);
-    const px = left + (found[0][1][0] - low) / (high - low) * (right - left);
-    cursor.setAttribute('x1', px); cursor.setAttribute('x2', px);
-    told.textContent = 'step ' + found[0][1][0] + ': ' + found.map(([name, p]) => name + ' ' + p[1]).join(', ');
-    see(true);
-  });
-}
-"""
-
-
 def chart(title: str, series: Sequence[Series], *, form: Callable[[float], str], marks: Sequence[Mark] = (),
           width: int = 520, height: int = 230, log: bool = False, zero: bool = False,
           about: str = "") -> str:  # fmt: skip
-    """Curves over the steps. `form` writes a value; `zero`: the axis begins there; `about`: a sentence below. Empty
-    where there is nothing."""
+    """Return a chart of curves over the steps; empty if there are no points.
+
+    Args:
+        title: The title of the chart.
+        series: The curves.
+        form: Formats a value.
+        marks: Events to mark.
+        width: Width of the view box.
+        height: Height of the view box.
+        log: Whether the axis is logarithmic.
+        zero: Whether the axis starts at 0.
+        about: A sentence below the chart.
+    """
     series = [replace(s, points=_finite(s.points, log)) if s.style != "area" else s for s in series]
     series = [s for s in series if s.points]
     if not series:
@@ -93,7 +71,7 @@ def chart(title: str, series: Sequence[Series], *, form: Callable[[float], str],
     for each in sorted(series, key=lambda s: ("area", "raw").index(s.style) if s.style in ("area", "raw") else 2):
         parts.append(_draw(frame, each))
     parts += [_names(series, width - RIGHT), f'<line class="cursor" y1="{TOP}" y2="{height - BOTTOM}"/>']
-    parts.append(_text(width - RIGHT, 16, "", "told", "end"))
+    parts.append(_text(width - RIGHT, 16, "", "values", "end"))
     data = escape(json.dumps(_hover_data(frame, series, form), separators=(",", ":")), quote=True)
     return _svg(title, width, height, parts, f' data-points="{data}"') + _explained(about)
 
@@ -105,7 +83,7 @@ def _explained(about: str) -> str:
 def bars(
     title: str, shares: Sequence[tuple[str, float]], *, width: int = 520, height: int = 230, about: str = ""
 ) -> str:
-    """Named shares of a whole, by their logarithm: a ten-thousandth is what such a chart is looked at for."""
+    """Return a bar chart of named shares on a logarithmic axis, so that a ten-thousandth is visible."""
     if not shares:
         return ""
     base, each = height - BOTTOM, (width - LEFT - RIGHT) / len(shares)
@@ -128,8 +106,10 @@ def bars(
 
 
 def smooth(points: Points, log: bool = False) -> list[tuple[float, float]]:
-    """The mean (`log`: the geometric one, which a spike does not carry off) around each point, over a 40th of the run.
-    Centred, so that it does not lag behind a falling loss; less wide near the ends."""
+    """Return the moving mean around each point over a 40th of the run; with `log` the geometric mean.
+
+    The window is centred, so that the mean does not lag behind a falling loss, and narrower near the ends.
+    """
     points = _finite(points, log)
     if log:
         return [(x, 10.0**y) for x, y in smooth([(x, math.log10(y)) for x, y in points])]
@@ -143,7 +123,7 @@ def smooth(points: Points, log: bool = False) -> list[tuple[float, float]]:
 
 
 def _percent(share: float) -> str:
-    """Three figures, and 100% of nothing less than all that can be seen."""
+    """Return a share as text with three digits; only a share of 1 is `100%`."""
     return (
         "0" if not share else f"{share:.0%}" if share >= 0.9999995 else f"{100 * share:.{3 if share < 0.99 else 6}g}%"
     )
@@ -154,14 +134,14 @@ def _svg(title: str, width: int, height: int, parts: Sequence[str], more: str = 
     return f'<svg class="chart" {box}{more}>{"".join(parts)}</svg>'
 
 
-# --- the frame: from values to the place on paper ---------------------------------------------------------------------
+# --- the frame: from values to coordinates ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Frame:
     low: float
     high: float
-    bottom: float  # of the values (of their logarithm, if log)
+    bottom: float  # the least value (its logarithm, if log)
     top: float
     width: int
     height: int
@@ -172,7 +152,7 @@ class _Frame:
         xs = [x for s in series for x, _ in s.points]
         ys = [math.log10(y) if log else y for s in series for _, y in (*s.points, *s.base)]
         bottom, top = (min([0.0, *ys]) if zero else min(ys)), max(ys)
-        flat = top - bottom < 1e-9 * abs(top)  # but for how numbers are rounded
+        flat = top - bottom < 1e-9 * abs(top)  # except for rounding
         room = ((top - bottom) * 0.06 if not flat else abs(top) * 0.1) or 1.0
         low, high = min(xs), max(xs)
         return cls(low, high if high > low else low + 1, bottom - (0 if zero else room), top + room, width, height, log)
@@ -196,7 +176,7 @@ class _Frame:
 
 
 def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
-    """At most `most` round numbers in [low, high]."""
+    """Return at most `most` round numbers in [low, high]."""
     rough = (high - low) / most
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough)
@@ -206,7 +186,7 @@ def _ticks(low: float, high: float, most: int, whole: bool = False) -> list[floa
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers between 10**low and 10**high: as fine a choice as fits."""
+    """Return round numbers between 10**low and 10**high, as many as `most` allows."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     for digits in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [d * 10.0**p for p in powers for d in digits if low <= math.log10(d) + p <= high]
@@ -215,7 +195,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
     return found[:: -(-len(found) // most)]
 
 
-# --- what is drawn in it ----------------------------------------------------------------------------------------------
+# --- the curves -------------------------------------------------------------------------------------------------------
 
 
 def _finite(points: Points, log: bool) -> list[tuple[float, float]]:
@@ -223,7 +203,7 @@ def _finite(points: Points, log: bool) -> list[tuple[float, float]]:
 
 
 def _area(frame: _Frame, series: Series) -> str:
-    """One without a name is there for the line in it."""
+    """Return an area; one without a name is the background of a line."""
     edges = _means(series.points, LINE_POINTS) + _means(series.base, LINE_POINTS)[::-1]
     at = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in edges)
     kind = "area" if series.name else "behind"
@@ -260,7 +240,7 @@ def _means(points: Points, most: int) -> list[tuple[float, float]]:
 
 
 def _extremes(points: Points, most: int) -> list[tuple[float, float]]:
-    """No spike is averaged away."""
+    """Return the minimum and maximum of each bucket, so that no spike is averaged away."""
     if len(points) <= most:
         return list(points)
     out = []
@@ -277,7 +257,7 @@ def _mark(frame: _Frame, mark: Mark) -> str:
 
 
 def _names(series: Sequence[Series], right: float) -> str:
-    """Which colour is what, at the right of the title; not needed for one curve alone."""
+    """Return the legend at the right of the title; empty for a single curve."""
     parts, x = [], right
     named = [s for s in series if s.is_named]
     for each in reversed(named if len(named) > 1 else []):
@@ -289,7 +269,7 @@ def _names(series: Sequence[Series], right: float) -> str:
 
 
 def _hover_data(frame: _Frame, series: Sequence[Series], form: Callable[[float], str]) -> dict:
-    """What the page's script needs to show the values under the pointer."""
+    """Return the data for the script that shows the values at the pointer."""
     each = []
     for s in series:
         if s.is_named:
@@ -304,56 +284,60 @@ def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> s
     return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-# What the metrics of a run are called in its report, and one sentence about each.
+# --- titles of metrics ------------------------------------------------------------------------------------------------
 
 
 class Name(NamedTuple):
+    """The title of a metric and one sentence about it."""
+
     title: str
     about: str = ""
 
 
 _NAMES = {
-    "loss": Name("loss", "What training minimises. Each step is on other data, so single steps vary."),
-    "lr": Name("learning rate", "The optimizer's step size, as the schedule has it for each step."),
-    "grad_norm": Name("gradient norm", "Length of the gradient before clipping. Spikes often precede a bad loss."),
+    "loss": Name("loss", "The training loss. Each step uses other data, so single steps vary."),
+    "lr": Name("learning rate", "The optimizer's learning rate, by the schedule."),
+    "grad_norm": Name("gradient norm", "Norm of the gradient before clipping. Spikes often precede a rising loss."),
     "tokens_per_second": Name("tokens per second", "Tokens trained per second of wall time."),
     "mfu": Name(
         "model FLOPs utilisation",
-        "Share of the chips' peak that the model's arithmetic used; causal counts only the attention that is visible.",
+        "Share of the chips' peak that the model's arithmetic used; causal counts only the visible half of attention.",
     ),
     "seconds": Name(
         "step time, seconds",
         "Wall time of a step. The band, if any, is the planner's prediction from the chip's peaks.",
     ),
-    "parts": Name("step time, seconds", "Wall time of a step by what it was spent on; train is the rest."),
-    "token_accuracy": Name("token accuracy", "Share of the trained tokens that the model found likeliest."),
-    "chosen_reward": Name("reward of chosen", "How much likelier the chosen answers became, in units of 1 / beta."),
+    "parts": Name("step time, seconds", "Wall time of a step by activity; train is the rest."),
+    "token_accuracy": Name(
+        "token accuracy", "Share of the trained tokens to which the model gave the highest probability."
+    ),
+    "chosen_reward": Name("reward of chosen", "Change of the chosen answers' log-probability, times beta."),
     "rejected_reward": Name("reward of rejected", "The same for the rejected answers."),
     "reward_margin": Name("reward margin", "Reward of the chosen answer minus that of the rejected one."),
     "reward_accuracy": Name("reward accuracy", "Share of the pairs in which the chosen answer has the higher reward."),
-    "chosen_logp": Name("log-probability of chosen", "Of a whole answer, summed over its tokens."),
-    "rejected_logp": Name("log-probability of rejected", "Of a whole answer, summed over its tokens."),
-    "logp": Name("log-probability", "Of a whole answer, summed over its tokens."),
+    "chosen_logp": Name("log-probability of chosen", "Summed over the tokens of an answer."),
+    "rejected_logp": Name("log-probability of rejected", "Summed over the tokens of an answer."),
+    "logp": Name("log-probability", "Summed over the tokens of an answer."),
     "divergence": Name("divergence from the teacher", "Per trained token, in nats. 0: student and teacher agree."),
-    "nll": Name("cross entropy", "Of the trained tokens themselves, in nats per token."),
+    "nll": Name("cross entropy", "Cross entropy of the trained tokens, in nats per token."),
     "kl": Name("KL divergence", "How far the model is from its reference, in nats."),
     "reward": Name("reward", "Mean over the step's answers."),
-    "entropy": Name("entropy", "Of the next token, in nats. Near 0 the answers to a prompt are all alike."),
+    "entropy": Name("entropy", "Entropy of the next token, in nats. Near 0 all answers to a prompt are the same."),
     "answer_tokens": Name("tokens per answer", "Mean over the step's answers."),
     "answers": Name("share of the answers", "Cut off: they reached max_tokens. Without a reward: every reward failed."),
     "clip_fraction": Name("share of the tokens clipped", "Tokens whose ratio left the clipping range: no gradient."),
     "gap": Name(
         "|log-probability of trainer - of sampler|",
-        "Of the sampled tokens. It should stay small: the trainer learns from what the sampler wrote.",
+        "Over the sampled tokens. It should stay small: the trainer learns from the sampler's tokens.",
     ),
     "ratio": Name("trainer's / sampler's probability", "Share of the sampled tokens by this ratio; 1 is on-policy."),
     "exam": Name("held-out prompts answered right", "pass@k: one of k answers is right; maj@k: the commonest is."),
-    "filled": Name("filled rows", "Share of the training rows' places that hold tokens; the rest is padding."),
-    "draws": Name("draws per step", "Rollouts until enough groups had rewards that differ (loss.dynamic)."),
-    "goodput": Name("goodput", "Share of the wall time in steps that count. The rest is listed below."),
+    "filled": Name("filled rows", "Share of the training rows that holds tokens; the rest is padding."),
+    "draws": Name("draws per step", "Rollouts until enough groups had different rewards (loss.dynamic)."),
+    "goodput": Name("goodput", "Share of the wall time spent in useful steps. The rest is listed below."),
 }
 
 
 def name_of(metric: str) -> Name:
-    """Return its title and explanation; for a metric that is not listed, its own name."""
+    """Return a metric's title and sentence; for an unlisted metric, its own name."""
     return _NAMES.get(metric, Name(metric.replace("_", " ")))
