@@ -1,0 +1,1 @@
+"""Train a model: steps, loop, optimizers, checkpoints, guards and reports."""

@@ -1,8 +1,8 @@
-"""Several processes as one run: who they are is read from the environment, so the same command works everywhere.
+"""Join the processes of a run: their number and addresses come from the environment, so one command works everywhere.
 
 In this order: our own variables, Slurm, TPUs on GKE, a Kubernetes JobSet, torchrun, Open MPI. On a Cloud TPU VM jax
-asks the machine's metadata itself. A set of variables that is partial or contradicts itself is refused: a process that
-guessed would wait for the others for ever.
+reads the machine's metadata itself. An incomplete or contradictory set of variables is refused: a process that guessed
+would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 from dovetail.core.errors import UserError
 from dovetail.train.guard.exits import LOST, on_abort
 
-PORT = 8476  # of the coordinator, where the environment names only its host
+PORT = 8476  # the coordinator's port if the environment names only its host
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process's place among all. Without a coordinator, jax finds the others itself."""
+    """One process's place among all. Without a coordinator jax finds the others itself."""
 
     kind: str
     coordinator: str | None = None  # host:port of process 0
     processes: int | None = None
     index: int | None = None
-    local: int | None = None  # its place on its host, where each process there drives one device
+    local: int | None = None  # its index on its host, if each process there uses one device
 
 
 def detect(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster that the variables describe; None for a single process."""
+    """Return the cluster that the variables describe; None for a single process."""
     for read in (_explicit, _slurm, _gke_tpu, _jobset, _torchrun, _open_mpi):
         cluster = read(environ)
         if cluster is not None:
@@ -42,8 +42,10 @@ def detect(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def start(environ: Mapping[str, str] | None = None) -> Cluster | None:
-    """Join the others, once; None where this process is alone: then jax is not imported. Before anything asks jax for
-    its devices."""
+    """Join the other processes, once; return None for a single process, without importing jax.
+
+    Call it before anything uses jax's devices.
+    """
     cluster = detect(os.environ if environ is None else environ)
     if cluster is None and environ is None and _on_tpu_vm():
         cluster = Cluster("cloud tpu")
@@ -54,7 +56,7 @@ def start(environ: Mapping[str, str] | None = None) -> Cluster | None:
     if jax.distributed.is_initialized():
         return cluster
     on_abort(lambda: _not_all_came(cluster))
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from train.guard.stop
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM in place of train.guard.stop
     if cluster.coordinator is None:
         jax.distributed.initialize()
         return Cluster(cluster.kind, None, jax.process_count(), jax.process_index())
@@ -68,11 +70,11 @@ def start(environ: Mapping[str, str] | None = None) -> Cluster | None:
 
 
 def _not_all_came(cluster: Cluster) -> None:
-    """jax aborts the process when it has waited for the others for five minutes."""
+    """Report that processes are missing: jax aborts after waiting five minutes for them."""
     where = f" at {cluster.coordinator}" if cluster.coordinator else ""
     print(
-        f"error: the {cluster.processes or ''} processes of the run did not all meet{where}: see that each was "
-        "started, with its own index, and that this host reaches process 0's",
+        f"error: the {cluster.processes or ''} processes of the run did not all connect{where}: check that each "
+        "was started with its own index, and that this host reaches process 0's",
         file=sys.stderr, flush=True,
     )  # fmt: skip
     os._exit(LOST)
@@ -87,27 +89,27 @@ def _checked(cluster: Cluster) -> Cluster:
     processes, index = cluster.processes, cluster.index
     if processes is not None and (processes < 1 or index is None or not 0 <= index < processes):
         raise UserError(
-            f"{cluster.kind}: a process's index must be from 0 to {max(processes - 1, 0)}, for there are {processes} "
-            f"processes; got {index}. See that each process is given its own"
+            f"{cluster.kind}: a process's index must be from 0 to {max(processes - 1, 0)}, because there are "
+            f"{processes} processes, got {index}: give each process its own index"
         )
     return cluster
 
 
-# --- one function a launcher ------------------------------------------------------------------------------------------
+# --- one function per launcher ----------------------------------------------------------------------------------------
 
 
 def _explicit(env: Mapping[str, str]) -> Cluster | None:
     names = ("DOVETAIL_COORDINATOR", "DOVETAIL_NUM_PROCESSES", "DOVETAIL_PROCESS_ID")
     if not any(env.get(name) for name in names):
         return None
-    if _number(env, names[1], 0) == 1:  # says that this process is alone, whatever the launcher's variables say
+    if _number(env, names[1], 0) == 1:  # a single process, whatever the launcher's variables say
         return Cluster("environment", None, 1, 0)
     _all_of(env, names, "DOVETAIL_COORDINATOR is the host:port of process 0")
     return Cluster("environment", _address(env[names[0]]), _number(env, names[1]), _number(env, names[2]))
 
 
 def _slurm(env: Mapping[str, str]) -> Cluster | None:
-    if "SLURM_PROCID" not in env:  # an allocation without a task: a shell of salloc
+    if "SLURM_PROCID" not in env:  # an allocation without a task: an salloc shell
         return None
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
     if tasks == 1:
@@ -115,18 +117,18 @@ def _slurm(env: Mapping[str, str]) -> Cluster | None:
     if not any(name.startswith("SLURM_STEP") for name in env):
         raise UserError(
             f"slurm: this is the batch script itself, and the job has {tasks} tasks: start it as `srun dovetail ...`, "
-            "so that each task is a process (or set DOVETAIL_NUM_PROCESSES=1 to run alone)"
+            "so that each task is a process (or set DOVETAIL_NUM_PROCESSES=1 for a single process)"
         )
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not nodes:
-        raise UserError(f"slurm: SLURM_STEP_NODELIST is missing, and {tasks} tasks must find each other by it")
-    # two jobs may share a node; above the ports that systems hand out by themselves
+        raise UserError(f"slurm: SLURM_STEP_NODELIST must be set for {tasks} tasks, got none")
+    # by job, because two jobs may share a node; above the ephemeral ports
     port = 61_000 + _number(env, "SLURM_JOB_ID", 0) % 4_000
     return Cluster("slurm", f"{first_host(nodes)}:{port}", tasks, _number(env, "SLURM_PROCID"), _one_device_each(env))
 
 
 def _one_device_each(env: Mapping[str, str]) -> int | None:
-    """Slurm may show a task all GPUs of its node; then tasks that share the node take one each, in order."""
+    """Return the task's GPU if Slurm shows every task all GPUs of its node: tasks take one each, in order."""
     shown = [x for x in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     on_node = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1")
     if len(shown) > 1 and on_node and int(on_node[0]) == len(shown):
@@ -135,10 +137,10 @@ def _one_device_each(env: Mapping[str, str]) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """`gpu[003-005,9],login` -> `gpu003`."""
+    """Return the first host of a node list: `gpu003` of `gpu[003-005,9],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes.strip())
     if not first:
-        raise UserError(f"slurm: the list of nodes is not understood: {nodes!r}")
+        raise UserError(f"slurm: cannot parse the node list {nodes!r}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
@@ -155,7 +157,7 @@ def _gke_tpu(env: Mapping[str, str]) -> Cluster | None:
 
 
 def _jobset(env: Mapping[str, str]) -> Cluster | None:
-    """An indexed Job of Kubernetes says which pod this is, not how many there are nor where: the manifest must."""
+    """Read a Kubernetes JobSet: an indexed Job sets the pod's index; the manifest must set number and address."""
     if "JOB_COMPLETION_INDEX" not in env or ("JAX_COORDINATOR_ADDRESS" not in env and "JOBSET_NAME" not in env):
         return None
     where = "set JAX_COORDINATOR_ADDRESS (the first pod's address) and JAX_NUM_PROCESSES in the pod's manifest"
@@ -170,7 +172,7 @@ def _torchrun(env: Mapping[str, str]) -> Cluster | None:
     if "WORLD_SIZE" not in env or ("RANK" not in env and "MASTER_ADDR" not in env):
         return None
     _all_of(env, names, "torchrun sets them all")
-    # the port itself is torchrun's own; its neighbour is as free as any
+    # torchrun uses the port itself; the next one is likely free
     port = _number(env, "MASTER_PORT", PORT - 1) + 1
     local = _number(env, "LOCAL_RANK") if _number(env, "LOCAL_WORLD_SIZE", 1) > 1 else None
     return Cluster("torchrun", f"{env['MASTER_ADDR']}:{port}", _number(env, "WORLD_SIZE"), _number(env, "RANK"), local)
@@ -187,14 +189,14 @@ def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
     host = env.get("MASTER_ADDR") or _mpirun_host(env.get("OMPI_MCA_orte_hnp_uri", ""))
     if not host:
         raise UserError(
-            f"open mpi: {processes} processes, and nothing says where the first one runs: "
-            "give mpirun `-x MASTER_ADDR=host`, the host of rank 0"
+            f"open mpi: {processes} processes, and the host of rank 0 is not known: "
+            "pass `-x MASTER_ADDR=host` to mpirun"
         )
     return Cluster("open mpi", f"{host}:{PORT}", processes, _number(env, names[1]))
 
 
 def _mpirun_host(uri: str) -> str | None:
-    """`1531576320.0;tcp://10.96.0.1,10.148.0.1:34911` -> `10.96.0.1`."""
+    """Return the host of mpirun: `10.96.0.1` of `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
     found = re.search(r"tcp://([^,:;]+)", uri)
     return found[1] if found else None
 
@@ -207,14 +209,14 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if not text and default is not None:
         return default
     if not text.strip().isdecimal():
-        raise UserError(f"{name} must be a whole number; got {text!r}")
+        raise UserError(f"`{name}` must be a whole number, got {text!r}", param=name)
     return int(text)
 
 
 def _all_of(env: Mapping[str, str], names, why: str) -> None:
     missing = [name for name in names if not env.get(name)]
     if missing:
-        raise UserError(f"{', '.join(missing)} missing beside {_present(env, names)}: {why}")
+        raise UserError(f"{', '.join(missing)} missing beside {_present(env, names)}: {why}", param=missing[0])
 
 
 def _present(env: Mapping[str, str], names) -> str:
@@ -222,10 +224,10 @@ def _present(env: Mapping[str, str], names) -> str:
 
 
 def _address(text: str) -> str:
-    """host:port, with our port where only a host is given."""
+    """Return host:port, with our port if only a host is given."""
     host, colon, port = text.rpartition(":")
     if not colon:
         return f"{text}:{PORT}"
     if not host or not port.isdecimal():
-        raise UserError(f"a coordinator is host:port, such as node0:{PORT}; got {text!r}")
+        raise UserError(f"the coordinator must be host:port, such as node0:{PORT}, got {text!r}")
     return text

@@ -83,7 +83,9 @@ class SampleFn(Protocol):
         """Steps between two calls."""
         ...
 
-    def __call__(self, params: Params, step: int) -> Sampled: ...
+    def __call__(self, params: Params, step: int) -> Sampled:
+        """Return the answers of these weights."""
+        ...
 
 
 @dataclass(frozen=True)

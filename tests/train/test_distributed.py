@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dovetail.core.errors import UserError
 from dovetail.train.distributed import PORT, Cluster, detect, first_host
 
 SLURM = {
@@ -69,11 +70,11 @@ def test_a_single_process(environ):
     ("environ", "message"),
     [
         ({"DOVETAIL_COORDINATOR": "a:1"}, "DOVETAIL_NUM_PROCESSES, DOVETAIL_PROCESS_ID missing beside"),
-        ({**OURS, "DOVETAIL_PROCESS_ID": "2"}, "index must be from 0 to 1, for there are 2 processes; got 2"),
-        ({**OURS, "DOVETAIL_NUM_PROCESSES": "two"}, "DOVETAIL_NUM_PROCESSES must be a whole number; got 'two'"),
+        ({**OURS, "DOVETAIL_PROCESS_ID": "2"}, "index must be from 0 to 1, because there are 2 processes, got 2"),
+        ({**OURS, "DOVETAIL_NUM_PROCESSES": "two"}, "DOVETAIL_NUM_PROCESSES` must be a whole number, got 'two'"),
         ({**OURS, "DOVETAIL_COORDINATOR": "node0:http"}, "host:port"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, "srun dovetail"),
-        ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "SLURM_STEP_NODELIST is missing"),
+        ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "SLURM_STEP_NODELIST must be set"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID missing"),
         ({**GKE, "MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS missing"),
         ({"JOB_COMPLETION_INDEX": "0", "JOBSET_NAME": "t"}, "JAX_COORDINATOR_ADDRESS"),
@@ -83,7 +84,7 @@ def test_a_single_process(environ):
     ],
 )
 def test_partial_or_wrong_variables_are_refused(environ, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         detect(environ)
 
 

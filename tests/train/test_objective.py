@@ -14,6 +14,7 @@ import pytest
 from train.runs import RECIPE, Numbers, metrics, model_folder
 from train_cases import CONFIGS, alone, recipe, some_batch
 
+from dovetail.core.errors import UserError
 from dovetail.core.recipe import read
 from dovetail.core.reporter import Reporter
 from dovetail.core.spec import init
@@ -170,12 +171,12 @@ def test_columns_that_do_not_fit_are_refused_by_name(message, tmp_path):
         columns = {name: x for name, x in {**batch.columns, **WRONG[message]}.items() if x is not None}
         return dataclasses.replace(batch, columns=columns)
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         train(training(tmp_path), tmp_path / "run", change)
 
 
 def test_rows_with_columns_are_refused_where_none_are_declared(tmp_path):
     settings = training(tmp_path)
     ready = prepare(settings, Objective(weighted), jax.devices()[:1])
-    with pytest.raises(ValueError, match="does not declare it: it declares no further columns"):
+    with pytest.raises(UserError, match="does not declare it: it declares no further columns"):
         ready.put(Rated(settings).batch(0))

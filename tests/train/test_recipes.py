@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from dovetail.cli.recipes import purpose
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
+from dovetail.core.errors import UserError
 from dovetail.core.spec import matmul_flops, num_params
 from dovetail.models.registry import read_model, shipped_models
 from dovetail.models.spec import spec
@@ -64,14 +65,14 @@ def test_deepseek_trains_its_extra_layer_and_its_bias():
 
 
 def test_a_quick_trial_of_a_large_recipe_is_one_override_away():
-    with pytest.raises(ValueError, match=r"schedule\.warmup=1,"):
+    with pytest.raises(UserError, match=r"schedule\.warmup=1,"):
         recipe.load("llama3-8b", ["steps=10"], Pretrain)
     settings = recipe.load("llama3-8b", ["steps=10", "schedule.warmup=1", "batch=8"], Pretrain)
     assert (settings.total_steps, settings.tokens) == (10, 0)
 
 
 def test_a_model_that_is_not_there_gets_a_suggestion(tmp_path):
-    with pytest.raises(ValueError, match=r"Did you mean 'llama3-8b'\?"):
+    with pytest.raises(UserError, match=r"Did you mean 'llama3-8b'\?"):
         read_model("llama3-8")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         read_model(str(tmp_path))
@@ -119,7 +120,7 @@ BASE = ["steps=40", "schedule.warmup=0"]
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(overrides, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         recipe.load("tiny", [*BASE, *overrides], Pretrain)
 
 

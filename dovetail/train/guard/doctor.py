@@ -1,11 +1,12 @@
-"""What to do about a bad step: plain Python, no jax.
+"""Decide what to do about a bad step. Plain Python, without jax.
 
-The loop runs the bad step again on the same batch and the same state, and shows the doctor both results. Equal: the
-batch is at fault, and is left out. Different: the hardware is, and the host is named. Too many bad batches: the state
-is in doubt, and the run goes back to its last good checkpoint and past the batches up to here, `max_rollbacks` times.
+The loop replays the bad step on the same batch and state, and passes both results. If they are equal, the batch is at
+fault and is skipped. If they differ, the hardware is at fault and the host is named. After too many bad batches the
+state itself is in doubt: the run goes back to its last good checkpoint and skips the batches up to here, at most
+`max_rollbacks` times.
 
-RUN_DIR/health.jsonl has a line for each finding. It is read at the start, so that a run that was killed leaves out the
-same batches and has the same budget left.
+RUN_DIR/health.jsonl has one line per finding. It is read at the start, so that a killed run skips the same batches and
+has the same budget left.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ log = logging.getLogger(__name__)
 
 FILE = "health.jsonl"
 WINDOW = 1000  # batches among which max_skips are counted
-IN_A_ROW = 3  # bad batches one after the other: it is the state and not the data
-NEAR = 1e-2  # relative: how far two runs of a step may differ where the arithmetic's order is not fixed
+IN_A_ROW = 3  # consecutive bad batches: the state is at fault, not the data
+NEAR = 1e-2  # relative tolerance between two runs of a step on platforms that are not deterministic
 
 
 class Decision(enum.Enum):
-    SKIP = "skip"  # leave the batch out and go on
-    QUARANTINE = "quarantine"  # exit: hardware
-    ROLLBACK = "rollback"  # restore the last good checkpoint; `Doctor.skips` then passes over the batches at fault
-    STOP = "stop"  # exit: the budget is spent
+    """What to do about a bad step."""
+
+    SKIP = "skip"  # skip the batch and continue
+    QUARANTINE = "quarantine"  # exit: faulty hardware
+    ROLLBACK = "rollback"  # restore the last good checkpoint; `Doctor.skips` then skips the batches at fault
+    STOP = "stop"  # exit: the budget is used up
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One run of a step."""
+    """The result of one run of a step."""
 
     loss: float
     grad_norm: float
@@ -51,19 +54,22 @@ class StepResult:
 
     @property
     def bits(self) -> tuple[bytes, bytes]:
+        """The bits of loss and gradient norm."""
         return struct.pack("<f", self.loss), struct.pack("<f", self.grad_norm)
 
     @property
     def kind(self) -> str:
-        """The word for the record."""
+        """What is bad, for the record."""
         finite = math.isfinite(self.loss), math.isfinite(self.grad_norm)
         return "spike" if all(finite) else "non-finite loss" if not finite[0] else "non-finite gradient"
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """A decision with its reason."""
+
     decision: Decision
-    reason: str  # one sentence for the user
+    reason: str  # a sentence for the user
     exit_code: int | None = None  # for QUARANTINE and STOP
     hosts: tuple[str, ...] = ()
     processes: tuple[int, ...] = ()
@@ -71,7 +77,16 @@ class Verdict:
 
 
 class Doctor:
-    """Every process has one and reaches the same verdict, for it sees the same numbers; process 0 writes it down."""
+    """Judge bad steps. Every process has one and reaches the same verdict from the same numbers; process 0 records it.
+
+    Args:
+        settings: The recipe's health settings.
+        run_dir: The run's folder.
+        process: Index of this process.
+        owners: Device id -> (process index, host name) of all devices.
+        replicas: Groups of ids whose checksums must be equal (health.replicas).
+        exact: Whether the platform is deterministic; if not, results are compared with a tolerance.
+    """
 
     def __init__(
         self,
@@ -83,29 +98,29 @@ class Doctor:
         replicas: Sequence[Sequence[int]] = (),
         exact: bool = True,
     ) -> None:
-        """`owners`: device id -> (process index, host name), of all devices. `replicas`: groups of ids whose checksums
-        must be equal (health.replicas). `exact`: whether the platform gives the same bits for the same step; where it
-        does not, results are equal when they are near each other."""
         self.settings, self.process, self.exact = settings, process, exact
         self.host = platform.node()
         self._owners = dict(owners or {})
         self._replicas = [list(group) for group in replicas]
         self._path = Path(run_dir) / FILE
-        self._skipped: list[tuple[int, int]] = []  # first and last batch of each range left out
+        self._skipped: list[tuple[int, int]] = []  # first and last batch of each skipped range
         self._recent: list[int] = []  # single batches skipped since the last rollback
         self._rollbacks = 0
         for record in read(run_dir):
             self._remember(record)
 
     def skips(self, batch: int) -> bool:
-        """Whether a batch was found at fault before, and is to be left out."""
+        """Return whether a batch was found at fault and must be skipped."""
         return any(first <= batch <= last for first, last in self._skipped)
 
     def examine(self, step: int, batch: int, results: Sequence[StepResult], back_to: int | None = None) -> Verdict:
-        """The verdict on a bad step, recorded.
+        """Return and record the verdict on a bad step.
 
-        `results` has the step's own first, then its replays. `back_to` is the batch at which the last good checkpoint
-        would go on; None when there is no checkpoint.
+        Args:
+            step: The step's number.
+            batch: The batch's number.
+            results: The step's own result, then those of its replays.
+            back_to: The batch at which the last good checkpoint continues; None without a checkpoint.
         """
         step, batch = int(step), int(batch)
         first, *replays = results
@@ -129,24 +144,24 @@ class Doctor:
         return all(_near(x, y) for x, y in ((a.loss, b.loss), (a.grad_norm, b.grad_norm)))
 
     def outliers(self, result: StepResult) -> list[int]:
-        """Devices that hold something else than their replicas do."""
+        """Return the devices whose values differ from their replicas'."""
         groups = [{d: result.checksums[d] for d in group if d in result.checksums} for group in self._replicas]
         return [device for group in groups for device in disagreement(group)]
 
     def _hardware(self, first: StepResult, changed: list[StepResult], split: set[int]) -> Verdict:
         moved = {d for again in changed for d, value in again.checksums.items() if first.checksums.get(d) != value}
-        # Of two replicas that disagree, the one at fault is the one that changed from run to run.
+        # Of two replicas that disagree, the faulty one changed between runs.
         devices = sorted((split & moved) or split or moved)
         owners = sorted({self._owners.get(device, (self.process, self.host)) for device in devices})
         processes, hosts = [p for p, _ in owners], [h for _, h in owners]
         mine = not devices or self.process in processes
         hosts = list(dict.fromkeys(hosts)) or [self.host]
-        named = f"devices {devices} of {', '.join(hosts)}" if devices else f"which device is not known ({self.host})"
+        named = f"devices {devices} of {', '.join(hosts)}" if devices else f"the device is not known ({self.host})"
         what = "the same step on the same batch gave two results" if changed else "replicas hold different values"
         return Verdict(
             Decision.QUARANTINE,
-            f"{what}: the hardware is at fault, {named}",
-            QUARANTINE if mine else PREEMPTED,  # the others are to be started again
+            f"{what}: faulty hardware, {named}",
+            QUARANTINE if mine else PREEMPTED,  # the other processes start again
             tuple(hosts),
             tuple(processes) or (self.process,),
             tuple(devices),
@@ -157,16 +172,18 @@ class Doctor:
     def _data(self, first: StepResult, batch: int, back_to: int | None) -> Verdict:
         trouble = self._trouble(batch)
         if not trouble:
-            return Verdict(Decision.SKIP, f"{first.kind} on batch {batch}, also when replayed: the batch is left out")
+            return Verdict(Decision.SKIP, f"{first.kind} on batch {batch}, also when replayed: the batch is skipped")
         if self._rollbacks < self.settings.max_rollbacks and back_to is not None:
-            return Verdict(Decision.ROLLBACK, f"{trouble}: back to the last good checkpoint, and past batch {batch}")
+            return Verdict(
+                Decision.ROLLBACK, f"{trouble}: going back to the last good checkpoint and skipping up to batch {batch}"
+            )
         spent = "there is no checkpoint to go back to"
         if back_to is not None:
             spent = f"the run went back {self._rollbacks} times already (health.max_rollbacks)"
         return Verdict(Decision.STOP, f"{trouble}, and {spent}", TROUBLE)
 
     def _trouble(self, batch: int) -> str:
-        """Why leaving out one more batch would not do; "" when it does."""
+        """Return why skipping one more batch is not enough; empty if it is."""
         recent = {b for b in self._recent if batch - WINDOW < b < batch} | {batch}
         if all(batch - i in recent for i in range(IN_A_ROW)):
             return f"{IN_A_ROW} bad batches in a row, the last being {batch}"
@@ -209,7 +226,7 @@ class Doctor:
 
 
 def disagreement(found: Mapping[int, int]) -> list[int]:
-    """The ids of the devices whose checksum is not that of most; all of them when there is no majority."""
+    """Return the devices whose checksum is not that of the majority; all of them without a majority."""
     values = list(found.values())
     most = max(set(values), key=values.count, default=None)
     if most is None or len(set(values)) == 1:
@@ -220,14 +237,14 @@ def disagreement(found: Mapping[int, int]) -> list[int]:
 
 
 def _near(x: float, y: float) -> bool:
-    """Two values that are not finite are near each other: which of inf and nan comes out hangs on the order."""
+    """Return whether two values are close; two non-finite values are (inf or nan depends on the order)."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return math.isfinite(x) == math.isfinite(y)
     return math.isclose(x, y, rel_tol=NEAR)
 
 
 def _values(result: StepResult) -> dict[str, Any]:
-    """Floats with their bits: JSON has no nan, and the bits are what was compared."""
+    """Return the values with their bits: JSON has no nan, and the bits were compared."""
     plain = {
         name: value if math.isfinite(value) else repr(value)
         for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))
@@ -237,7 +254,7 @@ def _values(result: StepResult) -> dict[str, Any]:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """One write of one line: readers never see half of it. A full disk is no reason to stop a run."""
+    """Append one line with one write, so that readers never see half of it. A full disk does not stop a run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -252,7 +269,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(run_dir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a run so far. A line that a full disk cut short is passed over."""
+    """Return the records of a run; incomplete lines are skipped."""
     path = Path(run_dir) / FILE
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:

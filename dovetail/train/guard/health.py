@@ -1,14 +1,14 @@
-"""Whether a step may be applied, judged on the device before the update: what is bad never reaches the weights.
+"""Judge a step on the device before its update, so that a bad gradient never reaches the weights.
 
     ok, health = judge(state.health, loss, grad_norm, settings)
     params = jax.tree.map(lambda new, old: jnp.where(ok, new, old), updated, state.params)
 
-A bad step sets `halted`; the steps that were already dispatched behind it then change nothing, until the host has
-looked (train/guard/doctor.py) and cleared it.
+A bad step sets `halted`; the steps already launched behind it then change nothing, until the host has decided
+(train.guard.doctor) and cleared it.
 
-What judge cannot see: a flipped bit that leaves loss and gradient norm finite and ordinary. `checksums` is for that:
-devices that hold the same values (data-parallel replicas after the all-reduce) must have the same sum of bits, and so
-must one device in two runs of the same step.
+`judge` cannot see a flipped bit that leaves loss and gradient norm ordinary. `checksums` can: devices that hold the
+same values (data-parallel replicas after the all-reduce) must have the same sum of bits, and so must one device in two
+runs of the same step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jax.sharding import Mesh, PartitionSpec
 from dovetail.core.training import Health
 from dovetail.io.digest import words
 
-HORIZON = 50  # good steps over which the running means forget
-LOSS_FLOOR = 0.02  # of the mean loss: the least that counts as its usual deviation, when the curve is very smooth
+HORIZON = 50  # good steps over which the running means decay
+LOSS_FLOOR = 0.02  # the least usual deviation, as a share of the mean loss, for very smooth curves
 
 
 @jax.tree_util.register_dataclass
@@ -35,33 +35,33 @@ LOSS_FLOOR = 0.02  # of the mean loss: the least that counts as its usual deviat
 class HealthState:
     """Scalars on the device, saved with the weights."""
 
-    halted: jax.Array  # bool: a bad step was met, nothing is applied until `cleared`
+    halted: jax.Array  # bool: a bad step occurred; nothing is applied until `cleared`
     count: jax.Array  # int32: good steps so far
-    log_norm: jax.Array  # f32: running mean of the gradient norm's logarithm, so of its geometric mean
+    log_norm: jax.Array  # f32: running mean of the gradient norm's logarithm
     loss: jax.Array  # f32: running mean of the loss
     deviation: jax.Array  # f32: running mean of |loss - its mean|
 
 
 def init() -> HealthState:
-    """One buffer a field: a state whose fields share one cannot be donated."""
+    """Return the initial state with one buffer per field: fields that share a buffer cannot be donated."""
     zeros = [jnp.zeros((), dtype) for dtype in (jnp.bool_, jnp.int32, jnp.float32, jnp.float32, jnp.float32)]
     return HealthState(*zeros)
 
 
 def judge(state: HealthState, loss: jax.Array, grad_norm: jax.Array, settings: Health) -> tuple[jax.Array, HealthState]:
-    """(whether to apply the step, the new state).
+    """Return (whether to apply the step, the new state).
 
-    Bad: loss or gradient norm not finite; or, after `settings.warmup` good steps,
+    A step is bad if loss or gradient norm are not finite or, after `settings.warmup` good steps,
       grad_norm > spike * its running geometric mean, or
       loss - its running mean > spike * max(its running mean deviation, LOSS_FLOOR * |mean|).
-    A bad step leaves the running means alone: one spike does not make room for the next.
+    A bad step does not change the running means, so one spike does not hide the next.
     """
     loss, norm = jnp.asarray(loss, jnp.float32), jnp.asarray(grad_norm, jnp.float32)
     usual = jnp.maximum(state.deviation, LOSS_FLOOR * jnp.abs(state.loss))
     spike = (norm > settings.spike * jnp.exp(state.log_norm)) | (loss - state.loss > settings.spike * usual)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     ok = ~state.halted & finite & ~(spike & (state.count >= settings.warmup))
-    # A gradient of exactly zero (a batch without targets) is no fault, but says nothing about the usual norm.
+    # A gradient of exactly zero (a batch without targets) is not bad, but is not part of the usual norm.
     counts = ok & (norm > 0)
     after = _after(state, loss, norm)
     chosen = jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, state)
@@ -69,7 +69,7 @@ def judge(state: HealthState, loss: jax.Array, grad_norm: jax.Array, settings: H
 
 
 def _after(state: HealthState, loss: jax.Array, norm: jax.Array) -> HealthState:
-    """The means with one more good step: plain ones at first, exponential ones once there are HORIZON of them."""
+    """Return the means after one more good step: plain at first, exponential after HORIZON steps."""
     rate = jnp.maximum(1.0 / (state.count + 1).astype(jnp.float32), 1.0 / HORIZON)
     first = state.count == 0
     away = jnp.where(first, 0.0, jnp.abs(loss - state.loss))
@@ -83,37 +83,40 @@ def _after(state: HealthState, loss: jax.Array, norm: jax.Array) -> HealthState:
 
 
 def cleared(state: HealthState) -> HealthState:
-    """The same, going again: after the host has decided what to do about the bad step."""
+    """Return the state with `halted` cleared, after the host has handled the bad step."""
     return replace(state, halted=jnp.zeros_like(state.halted))
 
 
-# --- the bits of what a device holds ----------------------------------------------------------------------------------
+# --- checksums of a device's values -----------------------------------------------------------------------------------
 
 
 def checksum(tree: Any) -> jax.Array:
-    """[] uint32 over the bits of a device's own part of a tree; for use inside shard_map. Any one flipped bit shows."""
+    """Return a [] uint32 over the bits of a device's part of a tree, for use in shard_map.
+
+    Any single flipped bit changes it.
+    """
     sums = [jnp.sum(words(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)]
-    # Times an odd number between two leaves, so that equal changes in two of them do not cancel.
+    # Multiply by an odd number between leaves, so that equal changes in two of them do not cancel.
     return reduce(lambda total, one: total * jnp.uint32(0x9E3779B1) + one, sums, jnp.uint32(0))
 
 
 def checksums(tree: Any, mesh: Mesh, specs: Any) -> jax.Array:
-    """[devices] uint32, in the order of mesh.devices.flat: each device's checksum of its shards."""
+    """Return [devices] uint32, each device's checksum of its shards, in the order of mesh.devices.flat."""
     each = jax.shard_map(
         lambda local: checksum(local)[None],
         mesh=mesh,
         in_specs=(specs,),
         out_specs=PartitionSpec(mesh.axis_names),
-        check_vma=False,  # the point is to see whether replicas are replicas
+        check_vma=False,  # replicas are to be compared, not assumed equal
     )
     return each(tree)
 
 
 def replicas(mesh: Mesh, specs: Any) -> list[list[int]]:
-    """Groups of device ids that hold the same shards of a tree laid out by `specs`: their checksums must be equal
-    (`doctor.disagreement` says whose is not).
+    """Return groups of device ids that hold the same shards of a tree with these `specs`.
 
-    Leaves are taken together, so that a group of one says nothing: with fsdp alone only replays can be compared.
+    Their checksums must be equal (see `doctor.disagreement`). All leaves are taken together, so groups of one cannot be
+    compared: with fsdp alone only replays can.
     """
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     parts = [part for spec in leaves for part in spec if part is not None]

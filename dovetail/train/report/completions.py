@@ -1,6 +1,6 @@
-"""What a policy wrote as it learnt (`completions.jsonl`), as much of it as a page can hold.
+"""Read a policy's completions (`completions.jsonl`), as many as a page can hold.
 
-The file of a long run has gigabytes: it is gone through line by line, and only what is kept is read.
+The file of a long run has gigabytes: it is read line by line, and only chosen steps are parsed.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import Any
 
 FILE = "completions.jsonl"
-MOST_BYTES, STEP_BYTES = 4_000_000, 200_000  # of the file's, on a page: in all, and of a step
-MOST_TEXT = 8_000  # characters of a text; the middle of a longer one is left out
+MOST_BYTES, STEP_BYTES = 4_000_000, 200_000  # bytes of the file that a page holds: in total and per step
+MOST_TEXT = 8_000  # characters of a text; the middle of a longer one is removed
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 
 @dataclass(frozen=True)
 class Kept:
+    """The completions that a page holds."""
+
     lines: list[dict[str, Any]] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # that are kept
+    steps: list[int] = field(default_factory=list)  # the chosen steps
     all_steps: int = 0
     all_lines: int = 0
 
 
 def kept(path: Path, most: int = MOST_BYTES, of_step: int = STEP_BYTES) -> Kept:
-    """The first step, the last one, and as many between them as there is room for, evenly."""
+    """Return the completions of the first step, the last step, and evenly spaced steps between them."""
     sizes: dict[int, int] = {}
     count = 0
     for step, line in _lines(path):
@@ -39,12 +41,12 @@ def kept(path: Path, most: int = MOST_BYTES, of_step: int = STEP_BYTES) -> Kept:
 
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """(role, what was said) of each message; a call of a tool is told as name(arguments)."""
+    """Return (role, text) of each message; a tool call is written as name(arguments)."""
     return [(str(message.get("role", "")), _said(message)) for message in messages if isinstance(message, Mapping)]
 
 
 def written(line: Mapping[str, Any]) -> Any:
-    """A line's completion; where that is a conversation, what came after the prompt."""
+    """Return a line's completion; of a conversation, the messages after the prompt."""
     asked, said = line.get("prompt"), line.get("completion")
     if not (isinstance(asked, list) and isinstance(said, list)):
         return said
@@ -52,6 +54,7 @@ def written(line: Mapping[str, Any]) -> Any:
 
 
 def shortened(text: str) -> str:
+    """Return a text without its middle if it is too long."""
     half = MOST_TEXT // 2
     if len(text) <= MOST_TEXT:
         return text
@@ -59,7 +62,7 @@ def shortened(text: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines, with their steps."""
+    """Yield (step, line) of each complete line."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -75,7 +78,7 @@ def _evenly(steps: list[int], most: int) -> list[int]:
 
 
 def _read(path: Path, chosen: set[int], of_step: int) -> list[dict[str, Any]]:
-    """Of a step that is too large the first groups, each of them whole."""
+    """Parse the chosen steps; of a step that is too large only the first groups, each complete."""
     found, used, last = [], dict.fromkeys(chosen, 0), {}
     for step, line in _lines(path):
         if step not in chosen:
@@ -90,13 +93,13 @@ def _read(path: Path, chosen: set[int], of_step: int) -> list[dict[str, Any]]:
 
 def _said(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    if isinstance(content, list):  # of parts, as the APIs have them
+    if isinstance(content, list):  # a list of parts, as in the APIs
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     said = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
     said += [str(content)] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments", "")
-        told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        said.append(f"{function.get('name', '')}({told})")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        said.append(f"{function.get('name', '')}({text})")
     return "\n".join(said)

@@ -1,9 +1,9 @@
-"""Goodput: the share of the wall time that went into steps that stayed, and where the rest of it went.
+"""Account for a run's wall time: goodput is the share spent in steps that were kept.
 
-Every second of a process belongs to one kind: to the innermost open span, outside of spans to the start, the steps or
-the end. The ledger is kept in the run's folder and goes on after a restart. A thread writes it, with what is still
-open, so that a kill takes little from it. Work that a crash or a rollback undid was productive when it was done and is
-not any more: `restored` moves it from `step` to `lost`.
+Every second of a process belongs to one kind: that of the innermost open span, or outside of spans to the start, the
+steps or the end. The ledger is kept in the run's folder and continues after a restart. A thread writes it now and then,
+including open spans, so that a kill loses little. `restored` moves the time of steps that a crash or a rollback undid
+from `step` to `lost`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import FileError, UserError
 from dovetail.core.files import write_atomic
 
-# kind -> what a reader is told
+# kind -> its description in the report
 KINDS = {
-    "step": "steps that stayed",
+    "step": "steps that were kept",
     "start": "start: Python, imports, devices, other processes",
     "prepare": "opening the data, tokenising it the first time",
-    "init": "making the first weights",
+    "init": "initialising the weights",
     "compile": "compiling",
     "data": "waiting for data",
     "checkpoint": "saving checkpoints",
@@ -34,17 +34,23 @@ KINDS = {
     "eval": "evaluation",
     "replay": "replaying suspect steps",
     "lost": "steps undone by a crash or a rollback",
-    "end": "ending: what is still being written, the report",
+    "end": "the end: last writes, the report",
 }
-OTHER = "other"  # a step under way; and what a ledger of an older version gave no kind
-# Seconds between two writes, and so what a kill can take: a share of the process's time, within these bounds.
+OTHER = "other"  # an unfinished step; and time that an older version's ledger did not classify
+# Seconds between two writes, which is what a kill can lose: a share of the process's time, within these bounds.
 SAVE_SHARE, SAVE_LEAST, SAVE_MOST = 0.02, 1.0, 10.0
-MARKS = 1024  # of how many steps the ledger knows when they were done; between two it draws a line
+MARKS = 1024  # steps whose end the ledger stores; between two it interpolates
 
 
 class Goodput:
-    """A ledger of wall time. `path`: the file that keeps it, read if it is there; None keeps nothing (every process
-    but the first). `age`: seconds that the process has run already. As a context it writes itself now and then."""
+    """A ledger of wall time. As a context it is written now and then.
+
+    Args:
+        path: The ledger's file, read if it exists; None: nothing is stored (every process but the first).
+        clock: Returns seconds.
+        age: Seconds that the process has run already.
+        calendar: Returns the time of day.
+    """
 
     def __init__(
         self,
@@ -55,27 +61,27 @@ class Goodput:
     ):
         self._path, self._clock, self._calendar = Path(path) if path else None, clock, calendar
         self._seconds = dict.fromkeys(KINDS, 0.0)
-        self._marks: list[tuple[int, float]] = [(0, 0.0)]  # (step, productive seconds when it was done)
+        self._marks: list[tuple[int, float]] = [(0, 0.0)]  # (step, productive seconds at its end)
         self._earlier = 0.0  # wall time of the processes before this one
         self._open: list[str] = []  # kinds of the open spans
-        self._outside = "start"  # the kind of what is in no span
-        self._pending = 0.0  # seconds since the last step, in no span: a step's, once it is done
+        self._outside = "start"  # the kind of time outside of spans
+        self._pending = 0.0  # seconds outside of spans since the last step; a step's once it ends
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.starts, self.between = 1, 0.0  # seconds from the end of a process to the start of the next: not counted
+        self.starts, self.between = 1, 0.0  # seconds between the end of a process and the next start, not counted
         if self._path and self._path.exists():
             self._read(self._path)
-            self._seconds["lost"] += self._pending  # the step that a kill broke off
+            self._seconds["lost"] += self._pending  # the step that a kill interrupted
             self._pending = 0.0
             self.between += max(0.0, calendar() - age - self._ended)
         self._seconds["start"] += age
-        self._start = self._at = clock()  # all time before `_at` has its kind
+        self._start = self._at = clock()  # all time before `_at` is classified
         self._start -= age
 
     @classmethod
     def stored(cls, path: str | Path) -> Goodput:
-        """What a ledger's file says, to look at: its clock stands and nothing is written."""
+        """Return a stored ledger for reading: its clock stands still and nothing is written."""
         ledger = cls(clock=lambda: 0.0)
         ledger._read(Path(path))
         ledger.starts -= 1
@@ -96,20 +102,19 @@ class Goodput:
         self._over.set()
         self._thread.join()
         self._thread = None
-        if not isinstance(error, ValueError) or self._outside != "start":
+        if not isinstance(error, UserError) or self._outside != "start":
             self.save()
-        elif self._found is None:  # the recipe was refused: that was no start
+        elif self._found is None:  # the recipe was refused: not a start
             self._path.unlink()
         else:
             write_atomic(self._path, self._found)
 
-    # --- what is counted ----------------------------------------------------------------------------------------------
+    # --- counting -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """The time of its body. A span within another one takes its time from it, so no second counts twice."""
-        if kind not in KINDS:
-            raise UserError(f"goodput counts {', '.join(KINDS)}; got {kind!r}")
+        """Count the time of the block as `kind`. A nested span is not counted in the outer one."""
+        assert kind in KINDS, kind
         self._enter(kind)
         try:
             yield
@@ -117,29 +122,29 @@ class Goodput:
             self._leave()
 
     def begin(self) -> None:
-        """The first step is launched: from here on, what is in no span is a step's."""
+        """Record that the first step is launched: time outside of spans now belongs to steps."""
         with self._lock:
             self._advance()
             self._outside = "step"
 
     def step(self, step: int) -> None:
-        """This step is done: what was in no span since the one before was productive."""
+        """Record the end of a step: the time outside of spans since the previous one was productive."""
         with self._lock:
             self._advance()
             self._settle("step")
             self._marks.append((step, self._seconds["step"]))
             if len(self._marks) > MARKS:
                 half = MARKS // 2
-                self._marks = self._marks[:half:2] + self._marks[half:]  # the older, the coarser
+                self._marks = self._marks[:half:2] + self._marks[half:]  # older marks are coarser
 
     def undone(self) -> None:
-        """A step was done and did not count."""
+        """Record that a step ended and was discarded."""
         with self._lock:
             self._advance()
             self._settle("lost")
 
     def restored(self, step: int) -> float:
-        """The run goes on after `step`: what was done beyond it is lost. The seconds that were."""
+        """Record that the run continues after `step`, so later steps are lost; return their seconds."""
         with self._lock:
             self.undone()
             kept = self._productive_until(step)
@@ -150,26 +155,26 @@ class Goodput:
             return lost
 
     def end(self) -> None:
-        """No further step comes."""
+        """Record that no further step follows."""
         with self._lock:
             self._advance()
             self._settle("end")
             self._outside = "end"
 
-    # --- what came of it ----------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     @property
     def wall(self) -> float:
-        """Seconds of all processes that ran so far."""
+        """Seconds of all processes so far."""
         return self._earlier + self._clock() - self._start
 
     @property
     def share(self) -> float:
-        """Of the wall time, what went into steps that stayed; 0 before there is any."""
+        """The share of the wall time in steps that were kept; 0 at the start."""
         return self._seconds["step"] / wall if (wall := self.wall) else 0.0
 
     def table(self) -> list[tuple[str, float, float]]:
-        """(kind, seconds, share of the wall time), steps first, then the losses, largest first; none that is 0."""
+        """Return (kind, seconds, share of the wall time): steps first, then losses, largest first, without zeros."""
         with self._lock:
             self._advance()
             wall = self._earlier + self._at - self._start
@@ -178,6 +183,7 @@ class Goodput:
         return [(kind, kinds[kind], kinds[kind] / wall) for kind in ("step", *losses) if kinds[kind] > 1e-6]
 
     def save(self) -> None:
+        """Write the ledger."""
         if not self._path:
             return
         with self._lock:
@@ -190,7 +196,7 @@ class Goodput:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path, text)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _enter(self, kind: str) -> None:
         with self._lock:
@@ -203,7 +209,7 @@ class Goodput:
             self._open.pop()
 
     def _advance(self) -> None:
-        """Give the time until now its kind."""
+        """Classify the time until now."""
         now = self._clock()
         passed, self._at = now - self._at, now
         kind = self._open[-1] if self._open else self._outside
@@ -217,7 +223,7 @@ class Goodput:
         self._pending = 0.0
 
     def _keep(self) -> None:
-        """The thread's loop. A full disk does not stop a run; the next write may find room."""
+        """Write the ledger in a loop, on a thread. A full disk does not stop a run."""
         pause = SAVE_LEAST
         while not self._over.wait(pause):
             try:
@@ -239,7 +245,7 @@ class Goodput:
         self._earlier, self.starts = kept["wall"], kept["starts"] + 1
         self._seconds |= {kind: seconds for kind, seconds in kept["seconds"].items() if kind in KINDS}
         self._marks = [(step, seconds) for step, seconds in kept["marks"]]
-        # an older version did not keep these
+        # missing in ledgers of older versions
         self._pending, self.between = kept.get("pending", 0.0), kept.get("between", 0.0)
         self._ended = kept.get("time", path.stat().st_mtime)
 
@@ -248,33 +254,36 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         kept = json.loads(path.read_text())
         if not {"wall", "starts", "seconds", "marks"} <= kept.keys():
-            raise UserError("a key is missing")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a goodput ledger ({error}): move it away, and counting starts again") from None
+            raise KeyError("a key is missing")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise FileError(f"{path} is not a goodput ledger ({error}): move it away to start a new one") from None
     return kept
 
 
-# Where a step's seconds went, where it does more than train: `rollout_seconds` beside `seconds` is such a part.
-
+# --- parts of a step --------------------------------------------------------------------------------------------------
+#
+# A step that does more than train has metrics such as `rollout_seconds` besides `seconds`.
 
 PART = "_seconds"
 REST = "train"
 
 
 def parts(line: Mapping[str, Any]) -> dict[str, float]:
-    """What a line says that they went to, by name."""
+    """Return the parts that a line of metrics names, in seconds."""
     return {name.removesuffix(PART): value for name, value in line.items() if name.endswith(PART) and value is not None}
 
 
 def split(line: Mapping[str, Any]) -> dict[str, float]:
-    """All of a line's `seconds`; empty where it names no part of them. Parts that ran beside the training can be more
-    than all of them together."""
+    """Return the parts of a line's `seconds` and the rest; empty if it names no parts.
+
+    Parts that ran beside the training may exceed the total.
+    """
     named = parts(line)
     return named | {REST: max(0.0, line["seconds"] - sum(named.values()))} if named and "seconds" in line else {}
 
 
 def added(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The parts of several steps together, as a line names them."""
+    """Return the summed parts of several steps, named as in a line of metrics."""
     total: dict[str, float] = {}
     for line in lines:
         for name, seconds in parts(line).items():

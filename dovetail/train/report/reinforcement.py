@@ -1,4 +1,4 @@
-"""The curves of a run that learns from rewards: what it earns, how far it went for it, and where the time went."""
+"""Draw the charts of an RL run: rewards, distance from the reference, and the time of its parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dovetail.train.report.curves import Mark, Points, Series, bars, chart, name
 from dovetail.train.report.goodput import PART, split
 from dovetail.train.report.summary import RunRecord, usual
 
-BIN = re.compile(r"ratio_([\d.]*)_([\d.]*)")  # a metric: the share of the tokens whose ratio is between these
-LAST = 20  # steps over which they are averaged
+BIN = re.compile(r"ratio_([\d.]*)_([\d.]*)")  # a metric: the share of tokens whose ratio is between these
+LAST = 20  # they are averaged over this many steps
 NAMED = "reward/"
 _DRAWN = (
     "reward", "reward_std", "kl", "entropy", "answer_tokens", "clip_fraction", "gap", "gap_max", "ratio",
@@ -20,12 +20,12 @@ _DRAWN = (
 
 
 def is_drawn(name: str) -> bool:
-    """Whether a metric is in one of these charts."""
+    """Return whether a metric is drawn in one of these charts."""
     return name in _DRAWN or name.startswith(NAMED) or name.endswith(PART) or bool(BIN.fullmatch(name))
 
 
 def chart_of_rewards(run: RunRecord, marks: Sequence[Mark]) -> str:
-    """The mean of each step, and how far most of its completions were from it."""
+    """Return the chart of each step's mean reward and standard deviation."""
     lines = [line for line in run.steps if line.get("reward") is not None]
     spread = {line["step"]: line.get("reward_std") or 0.0 for line in lines}
     middle = smooth(run.curve("reward"))
@@ -38,13 +38,13 @@ def chart_of_rewards(run: RunRecord, marks: Sequence[Mark]) -> str:
         Series("reward", middle),
         Series("held out", run.curve("held_out_reward", run.evals), "dots", 1),
     ]
-    title = "reward (band: the standard deviation of a step's)" if any(spread.values()) else "reward"
+    title = "reward (band: standard deviation within a step)" if any(spread.values()) else "reward"
     about = name_of("reward").about
     return chart(title, series, form=_figure, marks=marks, width=1060, height=340, about=about)
 
 
 def charts(run: RunRecord) -> list[str]:
-    """A small one each; empty where there is nothing to draw."""
+    """Return the small charts; empty strings for missing metrics."""
     return [
         *_named_rewards(run), _exam(run), _one(run, "kl", 3), _one(run, "entropy", 2), _one(run, "answer_tokens", 6),
         _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run), _times(run),
@@ -52,7 +52,7 @@ def charts(run: RunRecord) -> list[str]:
 
 
 def _named_rewards(run: RunRecord) -> list[str]:
-    """So many in a chart that its legend has room for them."""
+    """Return charts of the named rewards, three per chart."""
     names = list(dict.fromkeys(name for line in run.steps for name in line if name.startswith(NAMED)))
     lines = [
         Series(_cut(name.removeprefix(NAMED), 18), smooth(run.curve(name)), "line", i % 8)
@@ -67,7 +67,7 @@ def _cut(name: str, most: int) -> str:
 
 
 def _exam(run: RunRecord) -> str:
-    """pass@k and maj@k."""
+    """Return the chart of pass@k and maj@k."""
     names = dict.fromkeys(name for line in run.evals for name in line if "@" in name)
     lines = [
         Series(name.removeprefix("held_out_"), run.curve(name, run.evals), "dots", i) for i, name in enumerate(names)
@@ -84,14 +84,14 @@ def _one(run: RunRecord, name: str, colour: int) -> str:
 
 def _lost(run: RunRecord) -> str:
     names = {"truncated": "cut off", "unjudged": "without a reward"}
-    lines = [Series(told, smooth(run.curve(name)), "line", i) for i, (name, told) in enumerate(names.items())]
+    lines = [Series(label, smooth(run.curve(name)), "line", i) for i, (name, label) in enumerate(names.items())]
     title, about = name_of("answers")
     return chart(title, lines, form=_figure, zero=True, about=about)
 
 
 def _gap(run: RunRecord) -> str:
     mean, most = run.curve("gap"), run.curve("gap_max")
-    lines = [Series("mean", smooth(mean, log=True), "line", 0), Series("greatest", smooth(most, log=True), "line", 1)]
+    lines = [Series("mean", smooth(mean, log=True), "line", 0), Series("maximum", smooth(most, log=True), "line", 1)]
     title, about = name_of("gap")
     return chart(title, lines, form=lambda v: f"{v:.2g}", log=True, about=about)
 
@@ -117,7 +117,7 @@ def _short(number: str) -> str:
 
 
 def _times(run: RunRecord) -> str:
-    """Stacked, the first named at the bottom."""
+    """Return the stacked chart of a step's parts."""
     lines = usual(run)
     below: Points = [(line["step"], 0.0) for line in lines]
     stack = []
@@ -128,7 +128,7 @@ def _times(run: RunRecord) -> str:
         below = above
     drawn = {line["step"] for line in lines}
     marks = [
-        Mark(line["step"], f"not drawn: {line['seconds']:.3g} s, most of them to compile")
+        Mark(line["step"], f"not drawn: {line['seconds']:.3g} s, mostly compilation")
         for line in run.steps
         if split(line) and line["step"] not in drawn
     ]

@@ -1,6 +1,6 @@
-"""A run's report: what its folder holds, read once, for the page (train.report.page) and for the terminal's table.
+"""Read a run's folder for its report: the page (train.report.page) and the terminal's table.
 
-A report can be made at any moment, of a run that goes on, has ended or has died: whatever file is missing is left out.
+A report can be made at any time, of a running, ended or failed run: missing files are skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES = "samples.jsonl"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint or an export."""
+    """A checkpoint or an export on disk."""
 
     step: int
     kind: str
@@ -37,48 +37,54 @@ class Saved:
 
 @dataclass(frozen=True)
 class RunRecord:
+    """The contents of a run's folder."""
+
     name: str
-    steps: list[dict[str, Any]]  # a line of metrics.jsonl each
+    steps: list[dict[str, Any]]  # lines of metrics.jsonl
     evals: list[dict[str, Any]]
-    total: int | None  # steps that were planned
+    total: int | None  # planned steps
     ledger: goodput.Goodput | None = None
     health: list[dict[str, Any]] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)  # step, prompt, answer
-    completions: Path | None = None  # the file of what a policy wrote (train.report.completions)
+    completions: Path | None = None  # the file of completions (train.report.completions)
     recipe: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    prediction: Prediction | None = None  # of a step's seconds
+    prediction: Prediction | None = None  # of the step time
 
     def curve(self, name: str, of: Sequence[dict[str, Any]] | None = None) -> list[tuple[int, float]]:
-        """(step, value) where there is one."""
+        """Return (step, value) of the lines that have the metric."""
         return [(line["step"], line[name]) for line in (self.steps if of is None else of) if line.get(name) is not None]
 
     def last(self, name: str) -> float | None:
+        """Return the last value of a metric."""
         return points[-1][1] if (points := self.curve(name)) else None
 
     def typical(self, name: str) -> float | None:
-        """The median, without the first step: it compiles."""
+        """Return the median of a metric without the first step, which compiles."""
         values = [value for _, value in self.curve(name)]
         return median(values[1:] or values) if values else None
 
     @property
     def held_out(self) -> list[tuple[int, float]]:
-        """From lines of their own, or beside what a step says."""
+        """(step, held-out loss), from eval lines and from step lines."""
         return sorted(self.curve(HELD_OUT) + self.curve(HELD_OUT, self.evals))
 
     @property
     def held_out_of(self) -> str:
-        """The weights it was measured with last, where they are not those that are trained: "averaged weights"."""
+        """The weights of the last evaluation if they are not the trained ones: "averaged weights"."""
         return f"{AVERAGED} weights" if self.evals and self.evals[-1].get("weights") == AVERAGED else ""
 
 
 def read(folder: str | Path) -> RunRecord:
+    """Return the record of a run's folder.
+
+    Raises:
+        MissingFileError: The folder has no metrics.jsonl.
+    """
     folder = Path(folder)
     if not (folder / FILE).is_file():
-        raise MissingFileError(
-            f"{folder} is not a run's folder: it has no {FILE}; give the one that `dovetail pretrain` writes"
-        )
+        raise MissingFileError(f"{folder} is not a run's folder: it has no {FILE}; pass the --run-dir of a training")
     lines = [line for line in read_lines(folder / FILE) if isinstance(line.get("step"), int)]
     about = _json(folder / "run.json")
     ledger = folder / "goodput.json"
@@ -99,7 +105,7 @@ def read(folder: str | Path) -> RunRecord:
 
 
 def summary(run: RunRecord) -> list[tuple[str, str]]:
-    """The rows of the terminal's table, and the page's first figures."""
+    """Return the rows of the terminal's table, which are also the page's first figures."""
     step = run.steps[-1]["step"] if run.steps else 0
     rows = [("steps", f"{step:,}" + (f" of {run.total:,}" if run.total else ""))]
     tokens = sum(value for _, value in run.curve("tokens"))
@@ -124,7 +130,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def step_times(run: RunRecord) -> list[tuple[int, float]]:
-    """Return (step, seconds that its training took) of each report; a report of several steps has their mean."""
+    """Return (step, seconds of its training) of each report; a report of several steps has their mean."""
     took, before = [], 0
     for line in run.steps:
         many, before = line["step"] - before, line["step"]
@@ -134,14 +140,14 @@ def step_times(run: RunRecord) -> list[tuple[int, float]]:
 
 
 def step_seconds(run: RunRecord) -> float | None:
-    """Return what a step's training takes: the median over the reports, without the first ones, which compile."""
+    """Return the median seconds of a step's training, without the first reports, which compile."""
     took = [seconds for _, seconds in step_times(run)]
     warm = took[WARM:] or took
     return median(warm) if warm else None
 
 
 def _step_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the one row about a step's time: of a step that does more than train, all of it and its parts."""
+    """Return the row with the step time; of a step with several parts, the total and the parts."""
     measured = step_seconds(run)
     if measured is None:
         return []
@@ -160,7 +166,7 @@ def _step_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Of a run that learns from rewards."""
+    """Return the rows of an RL run."""
     rewards = run.curve("reward")
     if not rewards:
         return []
@@ -176,14 +182,13 @@ def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def typical_split(run: RunRecord) -> dict[str, float]:
-    """The mean of what a step's seconds went to."""
+    """Return the mean seconds of each part of a step."""
     found = [split(line) for line in usual(run)]
     return {name: fmean(each.get(name, 0.0) for each in found) for name in (found[-1] if found else {})}
 
 
 def usual(run: RunRecord) -> list[dict[str, Any]]:
-    """The steps whose seconds are told apart, without those that took ten times as long as most that do more than
-    train: they compiled."""
+    """Return the steps with parts, without those that took ten times the median, because they compiled."""
     lines = [line for line in run.steps if split(line)]
     full = [line["seconds"] for line in lines if any(parts(line).values())]
     return [line for line in lines if not full or line["seconds"] <= 10 * median(full)]
@@ -207,11 +212,12 @@ def _time_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def when(seconds: float) -> str:
+    """Return a time as date and minutes."""
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; a line that is being written, or was cut short, is left out."""
+    """Return the objects of a .jsonl file without incomplete lines."""
     found = []
     for line in _text(path).splitlines():
         try:
@@ -224,7 +230,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _saved(folder: Path, kind: str) -> list[Saved]:
-    """Whatever in `folder` is named by a step, such as 500 or step_500."""
+    """Return the subfolders that are named by a step, such as 500 or step_500."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if (named := re.fullmatch(r"(?:\D*_)?(\d+)", path.name)) and path.is_dir():

@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from dovetail.core.errors import RecipeError
 from dovetail.train.guard.exits import HUNG
 from dovetail.train.guard.watch import Watchdog
 
@@ -80,5 +81,5 @@ def test_zero_is_no_watchdog_and_less_is_refused(tmp_path):
     with Watchdog(0, tmp_path) as watchdog:
         assert watchdog._thread is None
         watchdog.beat(1)
-    with pytest.raises(ValueError, match="hang_seconds"):
+    with pytest.raises(RecipeError, match="hang_seconds"):
         Watchdog(-1, tmp_path)

@@ -56,4 +56,6 @@ def test_the_page_has_one_step_time_and_no_curve_of_a_constant(tmp_path):
     titles = re.findall(r'aria-label="([^"]*)"', page)
     assert "predicted least" not in titles and titles.count("step time, seconds") == 1
     assert page.count('<div class="name">step time</div>') == 1 and ">predicted<" in page
-    assert "Share of the trained tokens to which the model gave the highest probability." in page  # what a name means is said
+    assert (
+        "Share of the trained tokens to which the model gave the highest probability." in page
+    )  # what a name means is said
