@@ -1,5 +1,6 @@
-"""Embeddings: a prompt's final hidden states, pooled and of length 1; and the scores of a model that gives them. A
-forward of its own, between the engine's steps: it touches no pages.
+"""Embedder: embeddings (a prompt's final hidden states, pooled, of length 1) and the scores of a reward model.
+
+Each prompt is a forward pass of its own between the engine's steps; it uses no pages.
 
 T tokens of a prompt, padded to one of a few sizes; D model dim.
 """
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.compute import Compute
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError, UserError
 from dovetail.core.types import Packed, Params
 from dovetail.engine.device.runner import abstract_of
 from dovetail.engine.engine import Engine
@@ -27,8 +28,8 @@ from dovetail.ops.adapter import choose
 
 Pooling = Literal["mean", "last"]
 Wanted = Literal["mean", "last", "score"]  # a pooled vector, or the last token's score
-Cancelled = Callable[[], bool]  # True once the client has gone or the request timed out
-LEAST = 16
+Cancelled = Callable[[], bool]  # returns True once the client has left or the request timed out
+LEAST = 16  # tokens of the smallest size
 
 
 def _never() -> bool:
@@ -36,8 +37,13 @@ def _never() -> bool:
 
 
 class Embedder:
-    """Compiles on the caller's thread and runs a prompt at a time through `do`, which calls a function with the engine
-    where the engine may be used: an EngineLoop's thread, say, so that streams go on beside it."""
+    """Compute embeddings and scores beside an engine's steps.
+
+    Args:
+        engine: The engine.
+        do: Calls a function with the engine where the engine may be used, such as on an EngineLoop's thread. Programs
+            are compiled on the caller's thread, so that streams continue meanwhile.
+    """
 
     def __init__(self, engine: Engine, do: Callable[[Callable[[Engine], Any]], Any]):
         self._engine, self._do = engine, do
@@ -50,17 +56,21 @@ class Embedder:
         adapter: str | None = None,
         cancelled: Cancelled = _never,
     ) -> list[list[float]]:
-        """Return one vector [D] per prompt. Raise ValueError for a bad prompt before any is computed, or on cancel."""
+        """Return one vector [D] per prompt.
+
+        Raises:
+            RequestError: If a prompt is refused, before any is computed, or if `cancelled` returns True.
+        """
         if pooling not in get_args(Pooling):
-            raise UserError(f"pooling is mean or last; got {pooling!r}")
+            raise RequestError(f"`pooling` must be 'mean' or 'last', got {pooling!r}", param="pooling")
         return self._each(prompts, pooling, adapter, cancelled)
 
     def score(self, prompts: Many[Many[int]], adapter: str | None = None, cancelled: Cancelled = _never) -> list[float]:
-        """One number a prompt, of a model that gives scores; ValueError as of `embed`."""
+        """Return one score of a reward model per prompt; raises as `embed`."""
         if not self._engine.cfg.scored:
-            raise UserError(
-                "the model has no score: it was not trained as a reward model (Hugging Face's "
-                "ForSequenceClassification with one label, as `dovetail reward` makes them)"
+            raise RequestError(
+                "the model is not a reward model: use one trained with `dovetail reward`, or a "
+                "ForSequenceClassification model of Hugging Face with one label"
             )
         return self._each(prompts, "score", adapter, cancelled)
 
@@ -72,7 +82,7 @@ class Embedder:
         found = []
         for prompt in prompts:
             if cancelled():
-                raise UserError(f"cancelled after {len(found)} of {len(prompts)} prompts")
+                raise RequestError(f"cancelled after {len(found)} of {len(prompts)} prompts", code="cancelled")
             found.append(self._one(engine, prompt, wanted, adapter))
         return found
 
@@ -81,9 +91,9 @@ class Embedder:
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         run = self._ready(engine, size, wanted)
-        # The adapter's slot is looked up where it is used: another may be there by then.
+        # The adapter's slot is looked up where it is used: another adapter may be there by then.
         found = self._do(lambda engine: run(_weights(engine), tokens, np.int32(len(prompt)), _number(engine, adapter)))
-        return np.asarray(found).tolist()  # fetched here: the engine's thread has not waited for it
+        return np.asarray(found).tolist()  # fetched here: the engine's thread does not wait for it
 
     def _ready(self, engine: Engine, size: int, wanted: Wanted) -> Any:
         with self._lock:
@@ -92,8 +102,8 @@ class Embedder:
                 static = dict(cfg=engine.cfg, wanted=wanted, context=context, compute=engine.runner.compute)
                 run = jax.jit(functools.partial(_embed, **static))
                 tokens, count = jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-                form = abstract_of(engine.runner.params)
-                self._compiled[size, wanted] = run.lower(form, tokens, count, count).compile()
+                params = abstract_of(engine.runner.params)
+                self._compiled[size, wanted] = run.lower(params, tokens, count, count).compile()
             return self._compiled[size, wanted]
 
 
@@ -104,14 +114,17 @@ def _weights(engine: Engine) -> Params:
 
 
 def _number(engine: Engine, adapter: str | None) -> np.int32:
-    """The slot of an adapter; 0 for none, ValueError for one that is not loaded."""
+    """Return the number of an adapter's slot; 0 for the base model."""
     return np.int32(engine.runner.adapters.find(adapter).number if adapter else 0)
 
 
 def _embed(
     params: Params, tokens, count, adapter, *, cfg: ModelConfig, wanted: Wanted, context: Any, compute: Compute
 ) -> jax.Array:
-    """tokens [1, T], of which `count` are the prompt's -> [D] f32, or [] a score. `adapter`: its number, or 0."""
+    """Return a vector [D] f32, or a score [], for tokens [1, T] of which the first `count` are the prompt's.
+
+    `adapter` is the number of its slot, or 0.
+    """
     positions = jnp.arange(tokens.shape[1])[None]
     real = positions < count
     ctx = context(real.astype(jnp.int32))

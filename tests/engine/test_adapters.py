@@ -138,10 +138,10 @@ def test_loaded_replaced_and_unloaded_at_run_time(llm, folders):
     assert cached(llm, "c") == 0 and ask("c") == second
     (output,) = llm.generate(PROMPTS[0], GREEDY, adapter="c")
     assert output.adapter.version == before + 1
-    with pytest.raises(ValueError, match="all 3 places for adapters are taken: unload one"):
+    with pytest.raises(ValueError, match="all 3 adapter slots are in use: unload one"):
         llm.load_adapter("d", folders["a"])
     llm.unload_adapter("c")
-    with pytest.raises(ValueError, match="adapter 'c' is not loaded: there are a, b"):
+    with pytest.raises(ValueError, match="adapter 'c' is not loaded; loaded: a, b"):
         ask("c")
     with pytest.raises(ValueError, match="'c' is not loaded"):
         llm.unload_adapter("c")
@@ -157,7 +157,7 @@ def test_requests_keep_the_adapter_they_began_with(llm, folders):
     llm.load_adapter("a", folders["b"])  # in another slot
     engine.add("new", PROMPTS[0], GREEDY, adapter="a")
     assert engine.offer_adapter("a", engine.runner.adapters.read("a", folders["a"])) == 0, "no slot is free"
-    with pytest.raises(ValueError, match="all 3 places for adapters are taken, and requests under way need them"):
+    with pytest.raises(ValueError, match="all 3 adapter slots are in use, some by requests in progress"):
         llm.load_adapter("a", folders["b"])
     while engine.has_work:
         engine.step()
@@ -227,8 +227,8 @@ def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
 
 def test_an_engine_without_room_says_so(folders):
     llm = make_llm("llama3.1")
-    with pytest.raises(ValueError, match="without room for adapters: give it max_loras"):
+    with pytest.raises(ValueError, match="no slots for adapters: start it with max_loras"):
         llm.load_adapter("a", folders["a"])
-    with pytest.raises(ValueError, match="'a' is not loaded: none is"):
+    with pytest.raises(ValueError, match="'a' is not loaded; loaded: none"):
         llm.generate(PROMPTS, GREEDY, adapter="a")
     assert json.dumps(llm.options.lora_modules) == "{}"

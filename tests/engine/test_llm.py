@@ -200,7 +200,7 @@ def test_embeddings_equal_a_direct_forward(shared, pooling):
 
 def test_bad_embeddings_are_refused(shared):
     assert shared.embed([]).shape == (0, shared.config.dim)
-    with pytest.raises(ValueError, match="pooling is mean or last; got 'max'"):
+    with pytest.raises(ValueError, match="`pooling` must be 'mean' or 'last', got 'max'"):
         shared.embed([[3]], "max")
     with pytest.raises(ValueError, match="got 1000"):
         shared.embed([[3], [1000]])

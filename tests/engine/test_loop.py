@@ -13,10 +13,11 @@ import pytest
 from engine.engines import GREEDY, NEW, make_llm, mixed_prompts, tokens_of, variant
 from reference_models import reference
 
+from dovetail.core.errors import UserError
 from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
-from dovetail.engine.loop import EngineLoop
+from dovetail.engine.loop import MOST_FAULTS, EngineLoop
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Times
@@ -79,6 +80,13 @@ class Asking:
         if self.died:
             raise self.died
         return [token for update in updates for token in update.token_ids], self.outputs.pop(id)
+
+    def wait_for_end(self, id: str) -> OutputDelta:
+        """The last update of a request with n=1."""
+        updates = self.updates[id]
+        with self._news:
+            assert self._news.wait_for(lambda: self.died or (updates and updates[-1].finished), SECONDS)
+        return updates[-1]
 
     def control(self, name: str, *args):
         return self.loop.control(name, *args).result(SECONDS)
@@ -282,6 +290,63 @@ def test_a_death_while_steps_are_taken_in_reaches_who_asked_for_it(llm):
         for id in "ab":
             with pytest.raises(EngineDied, match="gone"):
                 asked.read(id)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a bug"), ValueError("operands could not be broadcast")])
+@pytest.mark.parametrize("where", ["schedule", "commit", "demand"])
+def test_a_fault_in_the_scheduler_fails_its_requests_and_the_next_one_is_answered(llm, answers, caplog, where, fault):
+    with paused_with(llm, "ab") as asked:
+        broken = asked.engine.scheduler
+
+        def breaks(*_, **__):
+            raise fault
+
+        setattr(broken, where, breaks)
+        asked.control("resume")
+        for id in "ab":
+            assert asked.wait_for_end(id).finish_reason == "error"
+        assert asked.updates["a"][-1].error == f"internal error in the engine: {type(fault).__name__}"
+        assert str(fault) in caplog.text and "Traceback" in caplog.text
+        assert asked.loop.is_alive and asked.engine.scheduler is not broken and asked.holds_nothing()
+        for id, prompt in (("a", PROMPTS[2]), ("d", PROMPTS[3])):
+            asked.updates[id].clear()
+            asked.add(id, prompt)
+        assert [asked.read("a")[0], asked.read("d")[0]] == answers[2:4]
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a bug"), ValueError("operands could not be broadcast")])
+@pytest.mark.parametrize("where", ["encode", "enqueue"])
+def test_a_fault_in_intake_fails_that_request_alone(llm, answers, monkeypatch, where, fault):
+    with paused_with(llm, "ab") as asked:
+
+        def breaks(*_, **__):
+            raise fault
+
+        with monkeypatch.context() as patched:
+            target = (asked.engine.intake, "encode") if where == "encode" else (asked.engine.scheduler, "add")
+            patched.setattr(*target, breaks)
+            with pytest.raises(type(fault), match=str(fault)) as caught:
+                asked.add("bad", PROMPTS[2])
+            assert not isinstance(caught.value, UserError), "the server answers it with 500"
+        asked.control("resume")
+        asked.add("next", PROMPTS[2])
+        assert [asked.read(id)[0] for id in ("a", "b", "next")] == answers[:3]
+        assert asked.holds_nothing() and asked.loop.is_alive
+
+
+def test_faults_in_a_row_end_the_engine(llm):
+    with asking(llm) as asked:
+
+        def breaks(*_, **__):
+            raise RuntimeError("a bug")
+
+        asked.engine.step = breaks
+        for i in range(MOST_FAULTS - 1):
+            asked.add(str(i), PROMPTS[0])
+            assert asked.wait_for_end(str(i)).finish_reason == "error"
+        asked.add("last", PROMPTS[0])
+        with pytest.raises(EngineDied, match="a bug"):
+            asked.read("last")
 
 
 def test_what_a_control_raises_is_its_askers_alone(llm, answers, weights, tmp_path):

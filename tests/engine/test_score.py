@@ -100,7 +100,7 @@ def test_it_writes_no_text(llm):
 
 
 def test_a_model_that_writes_has_no_score():
-    with pytest.raises(ValueError, match="the model has no score"):
+    with pytest.raises(ValueError, match="not a reward model"):
         LLM(reference("llama3.1")[1], **OPTIONS).score(PROMPTS)
 
 

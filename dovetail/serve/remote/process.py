@@ -271,7 +271,7 @@ def _options(start: StartEngine) -> EngineOptions:
 def _info(model: str, llm: LLM) -> EngineInfo:
     from dovetail.core.spec import held_bytes
 
-    engine, room = llm.engine, llm.runner.adapters.form
+    engine, room = llm.engine, llm.runner.adapters.layout
     config = engine.scheduler.config
     return EngineInfo(
         model, config.context, llm.config.vocab, config.num_pages, config.page_size, config.max_num_seqs,

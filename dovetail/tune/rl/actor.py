@@ -40,7 +40,7 @@ class Actor:
                 engine.wake_up()
             adapters = engine.runner.adapters
             host = jax.tree.map(np.asarray, jax.device_get(params))
-            values = slot_values(adapters.form, host, self._settings.lora, engine.runner.compute.dtype)
+            values = slot_values(adapters.layout, host, self._settings.lora, engine.runner.compute.dtype)
             engine.put_adapter(ADAPTER, values, version + 1)  # 0 would be none
             engine.reset_prefix_cache()
         else:
