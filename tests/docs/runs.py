@@ -57,7 +57,7 @@ PREAMBLES = {
         "from dovetail.core.spec import init\nfrom dovetail.models.registry import read_model\n"
         "from dovetail.models.spec import spec\ncfg = read_model(MODEL)\n"
         "state = SimpleNamespace(params=init(spec(cfg), jax.random.key(0), jnp.float32))\n"
-        "import dovetail as dt\nllm, on_updates = dt.LLM(MODEL, max_num_seqs=4), print\n",
+        "import dovetail as dt\nllm, on_deltas = dt.LLM(MODEL, max_num_seqs=4), print\n",
     },
     "docs/finetuning.md": {
         "imports": "import dovetail as dt\n",

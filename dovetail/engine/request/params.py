@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -119,14 +120,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
-    def __new__(cls, **given: Any):
-        known = [each.name for each in fields(cls)]
-        for name in given:
-            if name not in known:
-                hint = f": use {_RENAMED[name]!r}" if name in _RENAMED else f".{did_you_mean(name, known)}"
-                raise RequestError(f"SamplingParams has no parameter {name!r}{hint}", param=name)
-        return super().__new__(cls)
-
     def __post_init__(self):
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
@@ -193,6 +186,24 @@ _RANGES = (
 )  # fmt: skip
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 _INTEGERS = {"n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"}
+
+
+def _check_keywords(init: Callable[..., None]) -> Callable[..., None]:
+    """Return SamplingParams.__init__ that refuses an unknown keyword with the right one."""
+    known = [each.name for each in fields(SamplingParams)]
+
+    @functools.wraps(init)
+    def checked(self: SamplingParams, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                hint = f": use {_RENAMED[name]!r}" if name in _RENAMED else f".{did_you_mean(name, known)}"
+                raise RequestError(f"SamplingParams has no parameter {name!r}{hint}", param=name)
+        init(self, **given)
+
+    return checked
+
+
+SamplingParams.__init__ = _check_keywords(SamplingParams.__init__)
 
 
 def renamed_attribute(owner: object, name: str, names: Mapping[str, str]) -> AttributeError:
