@@ -99,7 +99,7 @@ def compile_serve(
     from rich.console import Console
 
     from dovetail.cli.compile_report import compiled, gib, serve_report, show
-    from dovetail.engine.ahead import ahead
+    from dovetail.engine.abstract_engine import abstract_engine
     from dovetail.engine.options import EngineOptions
     from dovetail.io.outline import outline
 
@@ -108,7 +108,7 @@ def compile_serve(
     given = EngineOptions(**engine | dict(dtype=engine["dtype"] or dtype, tensor_parallel_size=degree))
     console, reports = Console(highlight=False, stderr=as_json), []
     with console.status(f"compiling the largest step of {model} for {wanted}") as status:
-        made, *_ = compiled(lambda _: ahead(cfg, given, devices))
+        made, *_ = compiled(lambda _: abstract_engine(cfg, given, devices))
         for shape in made.corners():
             status.update(f"compiling a step of {shape.tokens} tokens in {shape.rows} rows")
             found = compiled(lambda told, shape=shape: made.compile(shape, told))

@@ -1,0 +1,1 @@
+"""The inference engine: requests, scheduling and device steps; LLM is its front door."""

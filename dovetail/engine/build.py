@@ -1,5 +1,7 @@
-"""From a model's config and weights to an Engine: its shapes, its KV pool, its scheduler's limits. Whether the weights
-came from a checkpoint or from a trainer in this process makes no difference here."""
+"""Build an Engine from a model's config and weights: its shapes, its KV pool and its scheduler's limits.
+
+It makes no difference whether the weights came from a checkpoint or from a trainer in this process.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +30,35 @@ from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
 from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
 from dovetail.plan.prediction import chip_here
-from dovetail.plan.serve_memory import (
-    bytes_beside,
-    coarse_pages,
-    num_pages,
-    pool_bytes,
-    round_pages,
-)
+from dovetail.plan.serve_memory import bytes_beside, coarse_pages, num_pages, pool_bytes, round_pages
 
 
 def placement_of(options: EngineOptions, devices: Sequence[Any] = (), always: bool = False) -> Placement | None:
-    """Where the weights and pages lie, on the first of the devices (jax's, unless given); None: on one, unless that is
-    to be named `always`."""
+    """Return the placement of weights and pages; None for one device, unless `always`.
+
+    Args:
+        options: The engine's options.
+        devices: The devices, of which the first ones are used; by default jax's.
+        always: Whether to return a placement for one device too.
+    """
     count, chosen = options.tensor_parallel_size, (devices or jax.devices())[: options.tensor_parallel_size]
     if len(chosen) < count:
-        raise UserError(f"tensor_parallel_size={count} needs {count} devices, and there are {len(chosen)}")
+        raise UserError(
+            f"`tensor_parallel_size` must be at most the number of devices, {len(chosen)}, got {count}",
+            param="tensor_parallel_size",
+        )
     return Placement(make_mesh({"tensor": count}, chosen), SERVE) if count > 1 or always else None
 
 
 def compute_for(options: EngineOptions, params: Params) -> Compute:
-    """As it was asked for, or the weights' own; on a CPU, where bf16 is slow or emulated, f32."""
+    """Return the types to compute in: the option's, or the weights' own, or f32 on a CPU, where bf16 is slow."""
     if options.dtype is not None:
         return compute_of(options.dtype)
     return compute_of("f32" if jax.default_backend() == "cpu" else params["embed"].dtype)
 
 
 def check_model(cfg: ModelConfig, options: EngineOptions) -> None:
-    """Raise ValueError for options that do not fit this model. Called before its weights are read."""
+    """Raise UserError for options that do not fit this model; called before its weights are read."""
     page_size_for(options, _max_len(cfg, options.max_model_len))
     check_adapters(cfg, options)
 
@@ -66,7 +70,15 @@ def build_engine(
     tokenizer: Tokenizer | None = None,
     placement: Placement | None = None,
 ) -> Engine:
-    """`params`: published (see models.publish), in the type of `compute_for` and on `placement`."""
+    """Build an engine.
+
+    Args:
+        cfg: The model's config.
+        params: Published weights (see models.publish), in the type of `compute_for` and on `placement`.
+        options: The engine's options.
+        tokenizer: The model's, if it has one.
+        placement: The result of `placement_of`.
+    """
     compute = compute_for(options, params)
     programs = programs_for(cfg, options, compute, placement)
     adapters = adapters_for(cfg, options, compute.dtype, placement)
@@ -84,8 +96,10 @@ def build_engine(
 
 
 def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs) -> float | None:
-    """Guess what a token of a prompt takes on a CPU, where a step of thousands would stop all streams for seconds. None
-    elsewhere, and where the most tokens of a step are given."""
+    """Estimate the seconds per prompt token on a CPU, where a step of thousands would stop all streams for seconds.
+
+    Return None elsewhere, and if `max_num_batched_tokens` is given.
+    """
     if not _is_cpu(programs) or options.max_num_batched_tokens:
         return None
     chip = chip_here(programs.devices[0])
@@ -95,13 +109,12 @@ def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs)
 def programs_for(
     cfg: ModelConfig, options: EngineOptions, compute: Compute, placement: Placement | None = None, absent: Any = None
 ) -> Programs:
-    """The steps of an engine with these options. `absent`: the device, or the mesh's first, where they are not here."""
+    """Return the programs of an engine with these options; `absent`: see Programs."""
     device = absent or jax.devices()[0]
     max_len = _max_len(cfg, options.max_model_len)
     cfg = cfg.within(max_len)
     page_size = page_size_for(options, max_len, device.platform)
-    most = platform_default("max_num_batched_tokens", device.platform)
-    max_tokens = options.max_num_batched_tokens or most
+    max_tokens = options.max_num_batched_tokens or platform_default("max_num_batched_tokens", device.platform)
     sizes = _sizes(cfg, options, compute, device)
     buckets = Buckets(options.max_num_seqs, max_tokens, -(-max_len // page_size), **sizes)
     platform = device.platform if absent else None
@@ -109,10 +122,10 @@ def programs_for(
 
 
 def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: Any) -> dict[str, Any]:
-    """Of Buckets, what depends on the device."""
+    """Return the fields of Buckets that depend on the device."""
     chip = chip_of(device)
     sizes: dict[str, Any] = dict(max_decode_steps=options.max_decode_steps)
-    if chip:  # the weights that a token uses (of experts, its own) are read, and take two operations each for every row
+    if chip:  # a decode step reads the weights that a token uses, and computes two operations each for every row
         flops = flops_per_token(cfg) / options.tensor_parallel_size
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth
         sizes |= dict(step_seconds=(reading, flops / chip.device_bf16))
@@ -123,8 +136,10 @@ def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: A
 
 
 def page_size_for(options: EngineOptions, max_len: int, platform: str | None = None) -> int:
-    """As given; else 16 tokens, and on a TPU, whose kernel reads long pages faster, 128 or as many more as it takes for
-    the table of all rows' pages to fit the memory that the kernel wants it in."""
+    """Return the tokens of a page: the option's or the platform's default.
+
+    On a TPU the default is doubled until the page table of all rows fits the kernel's SMEM.
+    """
     platform = platform or jax.default_backend()
     size = options.block_size or platform_default("block_size", platform)
     if platform != "tpu":
@@ -132,20 +147,21 @@ def page_size_for(options: EngineOptions, max_len: int, platform: str | None = N
     while (table := table_bytes(options.max_num_seqs, -(-max_len // size))) > TABLE_BYTES:
         if options.block_size:
             raise UserError(
-                f"block_size={size} makes a table of {table / 2**20:.1f} MiB for {options.max_num_seqs} sequences of "
-                f"{max_len} tokens, and a TPU's kernel has room for {TABLE_BYTES / 2**20:.1f} in SMEM: leave "
-                "block_size out, or lower max_model_len or max_num_seqs"
+                f"`block_size` must be larger for {options.max_num_seqs} sequences of {max_len} tokens: with {size} "
+                f"the page table takes {table / 2**20:.1f} MiB, and a TPU's kernel has {TABLE_BYTES / 2**20:.1f} MiB "
+                "of SMEM. Leave it out, or lower max_model_len or max_num_seqs",
+                param="block_size",
             )
         size *= 2
     return size
 
 
 def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devices: Sequence[Any] = ()) -> int:
-    """How many pages the pool gets beside these weights, arrays or forms, and the largest step."""
+    """Return how many pages the pool gets beside the weights, which may be abstract, and the largest step."""
     most, page_bytes = options.max_num_seqs * programs.buckets.max_pages, held_bytes(programs.pages(1))
     if options.kv_cache_memory_bytes is not None:
         return num_pages(options.kv_cache_memory_bytes, page_bytes, programs.page_size, most)
-    if programs.cfg.scored:  # no sequence is written: those of one, which a pool has at least
+    if programs.cfg.scored:  # a reward model uses no pages: the fewest that a pool may have
         return programs.buckets.max_pages
     room, on_cpu = pool_bytes(options.gpu_memory_utilization, held_bytes(params), 0, devices), _is_cpu(programs)
     if not on_cpu:
@@ -160,10 +176,12 @@ def pages_that_fit(programs: Programs, params: Any, options: EngineOptions, devi
 
 
 def _kept_pages(programs: Programs, params: Any, pages: int, most: int) -> int:
-    """Return `pages` rounded coarsely, or a count next to it that an earlier start compiled its steps for: the page
-    count is part of a program's shape, and the available memory is never the same twice."""
+    """Return `pages` rounded coarsely, or a count next to it that an earlier start compiled its steps for.
+
+    The page count is part of a program's shape, and the available memory differs from start to start.
+    """
     choices = [min(most, count) for count in coarse_pages(pages)]
-    shapes = [shape for shape in programs.buckets.first() if shape.tokens]  # a sampler knows nothing of pages
+    shapes = [shape for shape in programs.buckets.first() if shape.tokens]  # a sampler does not depend on pages
 
     def is_kept(count: int) -> bool:
         pool = programs.pages(count)
@@ -178,5 +196,7 @@ def _is_cpu(programs: Programs) -> bool:
 
 def _max_len(cfg: ModelConfig, asked: int | None) -> int:
     if asked is not None and not 2 <= asked <= cfg.max_len:
-        raise UserError(f"max_model_len must be between 2 and the model's own {cfg.max_len}; got {asked}")
+        raise UserError(
+            f"`max_model_len` must be between 2 and the model's own {cfg.max_len}, got {asked}", param="max_model_len"
+        )
     return cfg.max_len if asked is None else asked

@@ -284,7 +284,7 @@ class LLM:
             RequestError: If a prompt is refused, or the model is not a reward model.
         """
         if holds_messages(prompts):
-            many = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
+            many: Any = [prompts] if is_conversation(prompts) else prompts  # type: ignore[arg-type]
             whole = {"add_generation_prompt": False, **template}
             tokens = [self._chat_tokens(each, None, tools, whole) for each in many]
         elif tools or template:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from tpu.families import FAMILIES
 
-from dovetail.engine.ahead import Ahead, ahead
+from dovetail.engine.abstract_engine import AbstractEngine, abstract_engine
 from dovetail.engine.options import EngineOptions
 from dovetail.models.registry import FAMILIES as REGISTERED
 from dovetail.models.registry import parse_config
@@ -29,8 +29,8 @@ def marks(name: str, chip: str) -> list[pytest.MarkDecorator]:
     return [] if name in KINDS and chip in ("v5e", "v6e") else [pytest.mark.thorough]
 
 
-def made(name: str, chip: str, tensor: int) -> Ahead:
-    return ahead(
+def made(name: str, chip: str, tensor: int) -> AbstractEngine:
+    return abstract_engine(
         parse_config(dict(FAMILIES[name])), EngineOptions(tensor_parallel_size=tensor), tpu_devices(parse(EIGHT[chip]))
     )
 

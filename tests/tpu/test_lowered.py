@@ -14,7 +14,7 @@ from tpu.families import FAMILIES
 from dovetail.core.compute import compute_of
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.spec import abstract
-from dovetail.engine.ahead import Ahead
+from dovetail.engine.abstract_engine import AbstractEngine
 from dovetail.engine.build import pages_that_fit, programs_for
 from dovetail.engine.options import EngineOptions
 from dovetail.models.publish import serving_spec
@@ -43,7 +43,7 @@ def test_lowered(name, tensor):
             assert called == any(each.startswith(kernel) for each in chosen), shape
 
 
-def steps(name: str, tensor: int) -> tuple[Ahead, AbstractMesh]:
+def steps(name: str, tensor: int) -> tuple[AbstractEngine, AbstractMesh]:
     cfg, options = (
         parse_config(dict(FAMILIES[name])),
         EngineOptions(tensor_parallel_size=tensor, kv_cache_memory_bytes=2**30),
@@ -53,7 +53,7 @@ def steps(name: str, tensor: int) -> tuple[Ahead, AbstractMesh]:
     with jax.sharding.use_abstract_mesh(mesh):
         programs = replace(programs_for(cfg, options, compute_of("bf16"), placement, KIND), absent=None)
         params = abstract(serving_spec(programs.cfg, placement), jnp.bfloat16)
-        return Ahead(programs, params, pages_that_fit(programs, params, options)), mesh
+        return AbstractEngine(programs, params, pages_that_fit(programs, params, options)), mesh
 
 
 def mesh_of(tensor: int) -> AbstractMesh:

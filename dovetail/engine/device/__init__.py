@@ -1,0 +1,1 @@
+"""Steps on the device: shapes, programs, sampling, weights and adapters."""

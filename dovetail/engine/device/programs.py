@@ -156,7 +156,7 @@ class Programs:
         array, slots = self._array, self.buckets.max_rows + 1
         params, cache = self._abstract(params), self._abstract(cache)
         last, tables = array((slots,)), array((slots, self.buckets.max_pages))
-        history = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
+        history: Any = jax.ShapeDtypeStruct((slots - 1, self.cfg.vocab), jnp.int32, sharding=self.history_sharding)
         flat = array((shape.size,))
         where: dict[str, Any] = dict(platform=self.platform, placement=self.placement)
         options = compile_options(self.platform, shape.tokens)

@@ -1,0 +1,1 @@
+"""Requests: parameters, checks, sequences, text, stops and outputs."""

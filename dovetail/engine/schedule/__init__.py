@@ -1,0 +1,1 @@
+"""Scheduling: pages, plans of steps, and step times."""

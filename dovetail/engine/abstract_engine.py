@@ -1,4 +1,4 @@
-"""An engine's steps compiled for devices that are not here, with nothing allocated: `dovetail compile serve`."""
+"""AbstractEngine: an engine's steps compiled for devices that are not here, for `dovetail compile serve`."""
 
 from __future__ import annotations
 
@@ -30,60 +30,68 @@ from dovetail.plan.serve_memory import USABLE
 
 
 @dataclass(frozen=True)
-class Ahead:
+class AbstractEngine:
+    """An engine without arrays."""
+
     programs: Programs
-    params: Any  # the weights' forms
-    pages: int  # that the pool would have
+    params: Any  # abstract weights
+    pages: int  # of the pool that the engine would have
 
     @property
     def cfg(self) -> ModelConfig:
+        """Return the model's config."""
         return self.programs.cfg
 
     @property
     def weight_bytes(self) -> int:
-        """On one device, as all of these."""
+        """Return the bytes of the weights on one device."""
         return held_bytes(self.params)
 
     @property
     def pool_bytes(self) -> int:
+        """Return the bytes of the KV pool on one device."""
         return held_bytes(self.programs.pages(self.pages))
 
     @property
     def layer_shapes(self) -> list[tuple[int, ...]]:
-        """Of the layers' pages on one device, each kind once."""
+        """Return the shapes of the layers' pages on one device, each kind once."""
         layers = jax.tree.leaves(self.programs.pages(self.pages))
         return list(dict.fromkeys(layer.sharding.shard_shape(layer.shape) for layer in layers))
 
     def corners(self) -> list[Shape]:
-        """Of the shapes that an engine compiles, decode steps of the fewest and the most rows, the largest prompts."""
+        """Return the smallest and the largest decode step and the largest step with prompts."""
         buckets = self.programs.buckets
         decode = [shape for shape in buckets.usual() if shape.tokens and shape.is_decode and shape.steps == 1]
         rows = sorted(decode, key=lambda shape: shape.rows)
         return list(dict.fromkeys([rows[0], rows[-1], buckets.largest()]))
 
     def compile(self, shape: Shape, more: Mapping[str, Any] | None = None) -> Any:
+        """Compile a step; `more` are further options of XLA."""
         return self.programs.compile(shape, self.params, self.pages, more)
 
     def argument_bytes(self, shape: Shape) -> int:
-        """Weights, pages, and what rows ask for and have sampled: for the last, numbers of the whole vocabulary."""
+        """Return the bytes of a step's arguments on one device: weights, pages and the sampler's arrays."""
         return held_bytes(self.programs.of(shape, self.params, self.programs.pages(self.pages)).abstract)
 
     def flops(self, shape: Shape) -> float:
-        """Of one device, without attention over what is in the pages. Only a row's last token is unembedded."""
+        """Return one device's FLOPs without attention over pages; only a row's last token is unembedded."""
         head = 2.0 * self.cfg.vocab * self.cfg.dim
         tokens = shape.tokens * (flops_per_token(self.cfg) - head) + shape.rows * head
         return tokens / len(self.programs.devices)
 
     def moved(self, shape: Shape) -> tuple[float, float]:
-        """Bytes of one device's memory that a step reads: the weights that its tokens use (each of its own experts at
-        most), and at most all pages too."""
+        """Return the least and the most bytes of one device's memory that a step reads.
+
+        The least are the weights that its tokens use (with experts, each token's own at most), the most all weights and
+        all pages.
+        """
         size = self.programs.compute.dtype.itemsize
         used = flops_per_token(self.cfg) / 2 * size / len(self.programs.devices)
         some = any(layer.moe for layer in self.cfg.layers)
         return min(self.weight_bytes, used * (shape.tokens if some else 1)), self.weight_bytes + self.pool_bytes
 
     def kernels(self, shape: Shape) -> list[str]:
-        """What attends over the pages, for each kind of layer; where that is not upstream's kernel, why."""
+        """Return the attention kernel of each kind of layer, and if it is not upstream's, why."""
         pages = self.programs.pages(self.pages)
         with self.programs.device_kind():
             found = [self._kernel(shape, layer.attn, own) for layer, own in zip(self.cfg.layers, pages, strict=True)]
@@ -92,7 +100,7 @@ class Ahead:
     def _kernel(self, shape: Shape, attn: Any, pages: Any) -> str:
         programs = self.programs
         tables = jax.ShapeDtypeStruct((shape.rows, shape.pages), jnp.int32)
-        if pages is None:  # it reads another layer's
+        if pages is None:  # it reads another layer's pages
             return ""
         if isinstance(attn, Latent):
             q = self._queries(shape, attn.heads, attn.kv_rank + attn.rope_dim)
@@ -110,7 +118,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class _Empty:
-    """A device of which nothing is in use."""
+    """A device with all its memory free."""
 
     limit: int
 
@@ -118,19 +126,22 @@ class _Empty:
         return {"bytes_limit": self.limit}
 
 
-def ahead(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> Ahead:
-    """With the pool that an engine would make on the first of these devices. Weights are bf16 unless options say."""
+def abstract_engine(cfg: ModelConfig, options: EngineOptions, devices: Sequence[Any]) -> AbstractEngine:
+    """Return the engine that these options would make on the first of the devices; weights are bf16 by default."""
     count, chip = options.tensor_parallel_size, chip_of(devices[0])
     if count > len(devices):
-        raise UserError(f"tensor_parallel_size={count} needs as many devices, and the topology has {len(devices)}")
+        raise UserError(
+            f"`tensor_parallel_size` must be at most the {len(devices)} devices of the topology, got {count}",
+            param="tensor_parallel_size",
+        )
     placement, compute = placement_of(options, devices), compute_of(options.dtype or "bf16")
     programs = programs_for(cfg, options, compute, placement, devices[0])
-    params = with_adapters(_forms(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)
+    params = with_adapters(_abstract_params(cfg, compute.dtype, placement), cfg, options, compute.dtype, placement)
     limit = int(chip.device_hbm * USABLE["tpu"]) if chip else 0
-    return Ahead(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
+    return AbstractEngine(programs, params, pages_that_fit(programs, params, options, [_Empty(limit)]))
 
 
-def _forms(cfg: ModelConfig, dtype: Any, placement: Placement | None) -> Any:
+def _abstract_params(cfg: ModelConfig, dtype: Any, placement: Placement | None) -> Any:
     def one(spec: Any) -> Any:
         return jax.ShapeDtypeStruct(spec.shape, leaf_dtype(spec, dtype), sharding=param_sharding(placement, spec))
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from engine.engines import OPTIONS, make_llm
 
-from dovetail.engine.ahead import ahead
+from dovetail.engine.abstract_engine import abstract_engine
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read
@@ -21,7 +21,7 @@ GIB = 2**30
 def test_the_programs_are_those_that_an_engine_runs(tensor, room):
     options = OPTIONS | room | dict(tensor_parallel_size=tensor, kv_cache_memory_bytes=2**20, dtype="f32")
     llm = make_llm("llama3.1", load_format="dummy", **options)
-    made = ahead(llm.config, EngineOptions.of(options), jax.devices())
+    made = abstract_engine(llm.config, EngineOptions.of(options), jax.devices())
     assert made.pages == llm.runner.num_pages
     assert (made.weight_bytes, made.pool_bytes) == (_local(llm.runner.params), _local(llm.runner.cache))
     for shape in made.corners():
@@ -32,9 +32,15 @@ def test_the_programs_are_those_that_an_engine_runs(tensor, room):
 
 
 @pytest.mark.slow
+def config(**options):
+    return make_llm("llama3.1", load_format="dummy", **options).config
+
+
 def test_a_step_for_devices_that_are_not_here_is_counted():
     options = EngineOptions.of(OPTIONS | dict(tensor_parallel_size=2, kv_cache_memory_bytes=2**20, dtype="f32"))
-    made = ahead(make_llm("llama3.1", load_format="dummy", kv_cache_memory_bytes=2**20).config, options, jax.devices())
+    made = abstract_engine(
+        make_llm("llama3.1", load_format="dummy", kv_cache_memory_bytes=2**20).config, options, jax.devices()
+    )
     least, most, prompts = made.corners()
     assert (least.rows, most.rows, prompts.tokens) == (1, OPTIONS["max_num_seqs"], OPTIONS["max_num_batched_tokens"])
     counted = count(made.compile(prompts), {"tensor": 2}, made.programs.devices, made.layer_shapes)
@@ -47,7 +53,9 @@ def test_a_step_for_devices_that_are_not_here_is_counted():
 @pytest.mark.slow
 def test_over_devices_prompts_gather_logits_and_no_weights():
     options = EngineOptions.of(OPTIONS | dict(tensor_parallel_size=2, kv_cache_memory_bytes=2**20, dtype="bf16"))
-    made = ahead(make_llm("llama3.1", load_format="dummy", kv_cache_memory_bytes=2**20).config, options, jax.devices())
+    made = abstract_engine(
+        make_llm("llama3.1", load_format="dummy", kv_cache_memory_bytes=2**20).config, options, jax.devices()
+    )
     prompts = made.corners()[-1]
     counted = count(made.compile(prompts), {"tensor": 2}, made.programs.devices)
     sent = sum(one.bytes for one in counted.traffic if one.kind == "all-gather")
@@ -55,8 +63,10 @@ def test_over_devices_prompts_gather_logits_and_no_weights():
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="tensor_parallel_size=16 needs as many devices, and the topology has 8"):
-        ahead(make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel_size=16), jax.devices())
+    with pytest.raises(ValueError, match="at most the 8 devices of the topology, got 16"):
+        abstract_engine(
+            make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel_size=16), jax.devices()
+        )
 
 
 def _local(tree) -> int:
