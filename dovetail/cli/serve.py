@@ -46,9 +46,9 @@ def serve(
     from dovetail.core.reporter import bar
     from dovetail.io.adapter_folder import base_of
     from dovetail.io.hub import resolve
-    from dovetail.serve.http.server import listening_socket, run
+    from dovetail.serve.http.server import run
     from dovetail.serve.http.server import serve as serving
-    from dovetail.serve.http.start import check_start, read_defaults
+    from dovetail.serve.http.start import check_start, listening_socket, read_defaults
 
     in_file = _set_up_logging()
     keys = _keys(api_key, api_key_file, "--api-key-file")

@@ -253,13 +253,12 @@ class Engine:
         """Return weights in the layout that the steps are compiled for (see models.publish); for any thread."""
         return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
 
-    def read_weights(self, path: str, *more: Any) -> tuple[Any, ...]:
-        """Read weights and return the arguments of `swap_weights`; any thread may call this.
-
-        Both versions are in memory until the new one is in place, unless the engine sleeps.
+    def read_weights(self, path: str, keep_cache: bool = False, version: int | None = None) -> tuple[Any, ...]:
+        """The arguments of swap_weights, with weights from a path; any thread may ask for it. Both versions are in
+        memory until the new one is in place, unless the engine sleeps.
         """
         params = load(path, self.runner.compute.dtype, self.runner.placement).params
-        return self.published(params, take=True), *more
+        return self.published(params, take=True), keep_cache, version
 
     def swap_weights(self, published: Params, keep_cache: bool = False, version: int | None = None) -> int:
         """Replace the weights by published ones and empty the prefix cache.

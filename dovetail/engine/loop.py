@@ -89,12 +89,12 @@ class EngineLoop:
         """End a request, or one of its n sequences; an unknown id is ignored."""
         return self.submit(lambda engine: self._hand_on(engine.abort(id, index)))
 
-    def control(self, name: str, *args: Any) -> Future[Any]:
-        """Call one of engine.controls; its preparation, such as reading files, runs on the caller's thread."""
+    def control(self, name: str, /, *args: Any, **named: Any) -> Future[Any]:
+        """One of engine.controls. What it has to prepare (read files, say) it does first, on the caller's thread."""
         control = CONTROLS[name]
         if control.prepare is not None:
-            args = getattr(self.engine, control.prepare)(*args)
-        return self.submit(lambda engine: getattr(engine, control.method)(*args), control.idle)
+            args, named = getattr(self.engine, control.prepare)(*args, **named), {}
+        return self.submit(lambda engine: getattr(engine, control.method)(*args, **named), control.idle)
 
     def stop(self) -> None:
         """End the thread after its current step, and wait for that."""

@@ -19,7 +19,7 @@ def own_logging():
 
 @pytest.fixture(scope="session")
 def tokenizer(smollm2_gguf):
-    from dovetail.serve.http.server import read_tokenizer
+    from dovetail.serve.http.start import read_tokenizer
 
     return read_tokenizer(smollm2_gguf)
 

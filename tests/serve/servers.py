@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.controls import EngineDied
 from dovetail.engine.stats import EngineStats
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app
-from dovetail.serve.http.server import Server, listening_socket
+from dovetail.serve.http.server import Server
+from dovetail.serve.http.start import listening_socket
 from dovetail.serve.remote import child
 from dovetail.serve.remote.wire import Delta, DeltaTimes, Logprob
 
@@ -120,7 +122,7 @@ class Script:
         self.prompts.append(list(prompt))
         self.adapters.append(adapter)
         if params.max_tokens == 13:
-            raise ValueError("max_tokens must not be 13: that is unlucky")
+            raise RequestError("`max_tokens` must not be 13", param="max_tokens")
         text = self.texts.pop(0) if self.texts else "Fine."
         tokens = self.tokenizer.encode(text, add_special=False) if isinstance(text, str) else list(text)
         tokens = (tokens + [self.tokenizer.eos_id])[: params.max_tokens]
@@ -180,6 +182,6 @@ class Script:
     async def stop_profile(self):
         self.called.append(("stop_profile",))
 
-    async def control(self, name, *args):
-        self.called.append((name, *args))
+    async def control(self, name, /, **args):
+        self.called.append((name, args) if args else (name,))
         return 7

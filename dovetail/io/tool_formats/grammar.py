@@ -238,15 +238,14 @@ def grammar_for(
 
 def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if not parameters:
-        raise UserError(f"tool_choice {choice!r} needs tools to choose from, and there are none; send 'tools'")
+        raise UserError(f"`tool_choice` {choice!r} requires `tools`, got none", param="tool_choice")
     if choice in ("required", "auto"):
         return parameters
     function = choice.get("function", choice) if isinstance(choice, Mapping) else {"name": choice}
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in parameters:
-        raise UserError(
-            f"expected tool_choice to be 'required' or to name one of the tools {sorted(parameters)}, got {choice!r}"
-        )
+        message = f"`tool_choice` must be 'required' or name one of {sorted(parameters)}, got {choice!r}"
+        raise UserError(message, param="tool_choice")
     return {name: parameters[name]}
 
 
@@ -256,7 +255,8 @@ def _text_or_calls(lark: _Lark, tool_format: ToolFormat, allowed: dict[str, Mapp
     opening = next((m for m in tool_format.opens if (written.first or written.before).startswith(m)), None)
     if opening is None:
         raise UserError(
-            f"strict is not supported with tool_choice auto: a call in {tool_format.name} has no opening marker"
+            f"strict is not supported with tool_choice auto: a call in {tool_format.name} has no opening marker",
+            param="tools",
         )
     calls = _calls(lark, tool_format.name, allowed, several, opening)
     return lark.rule(f"{lark.without((*tool_format.opens, *tool_format.bare))} | {lark.until(opening)} {calls}")

@@ -1,2 +1,1 @@
-"""The routes: OpenAI's, Anthropic's, and the server's own. A route's request is in `NAME_request.py` and its answer in
-`NAME.py`, or both in one file where they are short."""
+"""The routes: OpenAI's, Anthropic's and the server's own, with each route's request and answer in one file."""

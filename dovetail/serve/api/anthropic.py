@@ -1,6 +1,4 @@
-"""/v1/messages: the request, in Anthropic's form.
-
-/v1/messages: how it is answered, in Anthropic's form: blocks of thinking, text and tool use."""
+"""/v1/messages and its count_tokens: Anthropic's request, and its answer in blocks of thinking, text and tool use."""
 
 from __future__ import annotations
 
@@ -15,19 +13,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from dovetail.core.errors import UserError
-from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
+from dovetail.core.errors import RequestError
+from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat import Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event, json_answer
-from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, StopList
-from dovetail.serve.errors import ApiError, bad, refused
-from dovetail.serve.talk.answer import AnswerDelta, Ask
+from dovetail.serve.api.requests import LABELS, TEXT_ONLY, Body, Flag, Int, Num, RefusedField, StopList
+from dovetail.serve.errors import ApiError
+from dovetail.serve.talk.answer import AnswerDelta, PromptRequest, has_call
 from dovetail.serve.talk.prompts import Conversation
 from dovetail.serve.talk.service import Service
 
-_TEXT_ONLY = RefusedField("the model reads text only")
+PATH = "/v1/messages"
+
+# --- the request ------------------------------------------------------------------------------------------------------
 
 
 class CacheControl(Body):
@@ -38,6 +38,8 @@ class CacheControl(Body):
 
 
 class Block(Body):
+    """A block of a message's content."""
+
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
@@ -51,18 +53,20 @@ class Block(Body):
     is_error: Flag | None = None
     cache_control: CacheControl | None = None
     refused: ClassVar = {
-        "source": _TEXT_ONLY,
+        "source": TEXT_ONLY,
         "citations": RefusedField("answers have none", ({"enabled": False},)),
-        "caller": RefusedField("calls are the model's own", ({"type": "direct"},)),
+        "caller": RefusedField("only the model makes calls", ({"type": "direct"},)),
     }
 
 
 class MessagesTurn(Body):
+    """A message of the conversation."""
+
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
     def plain(self, where: str) -> list[dict[str, Any]]:
-        """A turn in OpenAI's chat shape: tool results are separate messages there, and come first."""
+        """Return the message in OpenAI's format, in which tool results are separate messages and come first."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results, texts, message = [], [], {"role": self.role}
@@ -77,13 +81,16 @@ class MessagesTurn(Body):
             elif block.type == "thinking" and self.role == "assistant":
                 message["reasoning_content"] = block.need("thinking", here)
             elif block.type != "redacted_thinking":
-                raise bad(f"{here}.type: {block.type} does not belong in a {self.role}'s message", f"{here}.type")
+                text = f"{here}.type must not be {block.type} in a message of the {self.role}"
+                raise RequestError(text, param=f"{here}.type")
         if texts or "tool_calls" in message or not results:
             results.append({**message, "content": "\n".join(texts)})
         return results
 
 
 class MessageTool(Body):
+    """A tool that the model may call."""
+
     name: Name
     type: Literal["custom"] = "custom"
     description: str | None = None
@@ -93,23 +100,28 @@ class MessageTool(Body):
     refused: ClassVar = {
         "defer_loading": RefusedField("tools are read at once", (False,)),
         "input_examples": RefusedField("put them in the description", ([],)),
-        "allowed_callers": RefusedField("the model calls", (["direct"],)),
+        "allowed_callers": RefusedField("only the model makes calls", (["direct"],)),
         "eager_input_streaming": RefusedField("arguments are always streamed", (True,)),
     }
 
     def chat(self) -> dict[str, Any]:
+        """Return the tool in the format of /v1/chat/completions."""
         function = {"name": self.name, "parameters": self.input_schema}
         more = {"description": self.description, "strict": self.strict}
         return {"type": "function", "function": function | {k: v for k, v in more.items() if v is not None}}
 
 
 class MessageToolChoice(Body):
+    """Which tools the model may or must call."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: Flag = False
 
 
 class Thinking(Body):
+    """Whether the model reasons before it answers."""
+
     type: Literal["disabled", "enabled", "adaptive"]
     refused: ClassVar = {
         "budget_tokens": RefusedField("thinking is not counted separately; use max_tokens and type adaptive"),
@@ -118,17 +130,23 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
+    """A JSON schema of the answer."""
+
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
+    """Options of the answer."""
+
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     refused: ClassVar = {"task_budget": RefusedField("use max_tokens")}
 
 
 class CountRequest(Body):
+    """The body of /v1/messages/count_tokens."""
+
     model: str | None = None
     messages: Annotated[list[MessagesTurn], Field(min_length=1)]
     system: str | list[Block] | None = None
@@ -144,16 +162,18 @@ class CountRequest(Body):
         "workspace_id": RefusedField("there are no workspaces"),
         "output_format": RefusedField("send output_config.format"),
     }
-    ignored: ClassVar = {"anthropic_version": "there is one version"}  # in a body that was made for a cloud's gateway
+    ignored: ClassVar = {"anthropic_version": "there is one version"}  # in a body made for a cloud's gateway
 
     def conversation(self) -> Conversation:
+        """Return the conversation, checked."""
         messages = [plain for i, turn in enumerate(self.messages) for plain in turn.plain(f"messages.{i}")]
         if self.system is not None:
             messages = [{"role": "system", "content": _system(self.system)}, *messages]
         choice = self.tool_choice
-        if choice is not None and choice.type == "tool" and choice.name is None:
-            raise bad("tool_choice.name is missing", "tool_choice.name")
-        goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+        if choice is not None and choice.type == "tool":
+            choice.need("name", "tool_choice")
+        # A last message of the assistant is the beginning of the answer.
+        is_continued = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         return Conversation(
             messages=messages,
             tools=[tool.chat() for tool in self.tools or ()],
@@ -162,12 +182,14 @@ class CountRequest(Body):
             parallel=not (choice and choice.disable_parallel_tool_use),
             thinking=None if self.thinking is None else self.thinking.type != "disabled",
             effort=self.output_config.effort if self.output_config else None,
-            add_generation_prompt=not goes_on,  # a last message by the assistant is the beginning of the answer
-            continue_final_message=goes_on,
+            add_generation_prompt=not is_continued,
+            continue_final_message=is_continued,
         )
 
 
 class MessagesRequest(CountRequest):
+    """The body of /v1/messages."""
+
     max_tokens: Int
     stop_sequences: StopList | None = None
     temperature: Num | None = None
@@ -188,15 +210,13 @@ class MessagesRequest(CountRequest):
     }
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the engine's parameters; `defaults` are the model's own."""
         values = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
         values["max_tokens"] = self.max_tokens
         form = self.output_config.format if self.output_config else None
-        structured = StructuredOutputsParams(json=form.schema_ or "object") if form else None
-        try:
-            return SamplingParams(stop=tuple(self.stop_sequences or ()), structured_outputs=structured, **values)
-        except UserError as error:
-            raise refused(error) from None
+        structured = Structured(json=form.schema_ or "object") if form else None
+        return SamplingParams(stop=tuple(self.stop_sequences or ()), structured=structured, **values)
 
 
 def _system(system: str | list[Block]) -> str:
@@ -207,7 +227,7 @@ def _system(system: str | list[Block]) -> str:
 
 def _tool_call(block: Block, where: str) -> dict[str, Any]:
     function = {"name": block.need("name", where), "arguments": block.input or {}}
-    return {"id": from_anthropic(block.need("id", where)), "type": "function", "function": function}
+    return {"id": _call_id(block.need("id", where)), "type": "function", "function": function}
 
 
 def _tool_result(block: Block, where: str) -> dict[str, Any]:
@@ -216,38 +236,41 @@ def _tool_result(block: Block, where: str) -> dict[str, Any]:
         content = "\n".join(part.need("text", f"{where}.content.{i}") for i, part in enumerate(content))
     if block.is_error:  # chat templates can show this only in the text
         content = json.dumps({"error": content}, ensure_ascii=False)
-    return {"role": "tool", "tool_call_id": from_anthropic(block.need("tool_use_id", where)), "content": content}
+    return {"role": "tool", "tool_call_id": _call_id(block.need("tool_use_id", where)), "content": content}
 
 
-def to_anthropic(id: str) -> str:
-    """Return a call's id in Anthropic's form: `toolu_` and what follows `call_`."""
+def _anthropic_id(id: str) -> str:
+    """Return a call's id in Anthropic's form: toolu_ instead of call_."""
     return "toolu_" + id.removeprefix("call_")
 
 
-def from_anthropic(id: str) -> str:
-    """Return the id that `to_anthropic` was given, for a chat template; any other id as it is."""
+def _call_id(id: str) -> str:
+    """Return the id that `_anthropic_id` was given, for a chat template; any other id as it is."""
     rest = id.removeprefix("toolu_")
     return id if rest == id else rest if len(rest) == SHORT_ID_LENGTH else f"call_{rest}"
 
 
-PATH = "/v1/messages"
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
 def routes(service: Service) -> APIRouter:
+    """Return the routes /v1/messages and /v1/messages/count_tokens."""
     router = APIRouter()
 
     @router.post(PATH)
     async def messages(body: MessagesRequest) -> Response:
-        """A conversation's next message, for Anthropic's clients."""
+        """Answer a conversation with its next message, for Anthropic's clients."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        ask = await asyncio.to_thread(service.prompts.ask, talk, params, limit="max_tokens", adapter=adapter)
-        service.check([ask])
-        made = _Message(service, ask)
-        return EventStream(made.events(), _failed) if body.stream else JsonAnswer(made.whole())
+        make = service.prompts.request
+        request = await asyncio.to_thread(make, talk, params, limit="max_tokens", adapter=adapter)
+        service.check([request])
+        answer = _MessageAnswer(service, request)
+        return EventStream(answer.events(), _failed) if body.stream else JsonAnswer(answer.whole())
 
     @router.post(f"{PATH}/count_tokens")
     async def count_tokens(body: CountRequest) -> Response:
+        """Return the number of tokens of a conversation."""
         talk = replace(body.conversation(), adapter=service.adapter_of(body.model))
         prompts = service.prompts
         tokens = await asyncio.to_thread(lambda: prompts.encode(prompts.text(talk), False, rendered=True))
@@ -260,39 +283,39 @@ def _failed(error: ApiError) -> bytes:
     return event(error.body(PATH), "error")
 
 
-class _Message:
-    def __init__(self, service: Service, ask: Ask):
-        self._service, self._ask = service, ask
-        self._usage = TokenUsage([ask])
+class _MessageAnswer:
+    def __init__(self, service: Service, request: PromptRequest):
+        self._service, self._request = service, request
+        self._usage = TokenUsage([request])
         self._called = False
 
     async def whole(self) -> dict[str, Any]:
-        steps: list[AnswerDelta] = []
-        async with aclosing(self._service.answer(self._ask)) as answer:
-            async for step in answer:
-                self._usage.count(step)
-                steps.append(step)
-        parsed = collect(each for step in steps for each in step.events)
+        deltas: list[AnswerDelta] = []
+        async with aclosing(self._service.answer(self._request)) as answer:
+            async for delta in answer:
+                self._usage.count(delta)
+                deltas.append(delta)
+        parsed = collect(each for delta in deltas for each in delta.events)
         content: list[dict[str, Any]] = []
         if parsed.reasoning:
             content.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
         if parsed.content or not parsed.calls:
             content.append({"type": "text", "text": parsed.content})
         for call in parsed.calls:
-            block = {"type": "tool_use", "id": to_anthropic(call.id), "name": call.name}
+            block = {"type": "tool_use", "id": _anthropic_id(call.id), "name": call.name}
             content.append({**block, "input": _input(call.arguments)})
         self._called = bool(parsed.calls)
-        return {**self._head(), "content": content, **self._end(steps[-1]), "usage": self._usage.anthropic()}
+        return {**self._head(), "content": content, **self._end(deltas[-1]), "usage": self._usage.anthropic()}
 
     async def events(self) -> AsyncGenerator[bytes]:
         blocks, last = _Blocks(), None
-        async with aclosing(self._service.answer(self._ask)) as answer:
-            async for step in answer:
-                self._usage.count(step)
-                self._called |= any(isinstance(each, CallStart) for each in step.events)
+        async with aclosing(self._service.answer(self._request)) as answer:
+            async for delta in answer:
+                self._usage.count(delta)
+                self._called |= has_call(delta)
                 out = [] if last else [self._start()]
-                out += [made for each in step.events for made in blocks.take(each)]
-                last = step
+                out += [made for each in delta.events for made in blocks.take(each)]
+                last = delta
                 yield b"".join(event(data, data["type"]) for data in out)
         assert last is not None
         ends = [
@@ -303,16 +326,16 @@ class _Message:
         yield b"".join(event(data, data["type"]) for data in ends)
 
     def _head(self) -> dict[str, Any]:
-        id, name = f"msg_{uuid.uuid4().hex}", self._service.name_of(self._ask.adapter)
+        id, name = f"msg_{uuid.uuid4().hex}", self._service.name_of(self._request.adapter)
         return {"id": id, "type": "message", "role": "assistant", "model": name}
 
     def _start(self) -> dict[str, Any]:
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         return {"type": "message_start", "message": {**message, "usage": self._usage.anthropic()}}
 
-    def _end(self, step: AnswerDelta) -> dict[str, Any]:
-        sequence = step.stop_reason if isinstance(step.stop_reason, str) else None
-        if step.finish_reason == "length":
+    def _end(self, delta: AnswerDelta) -> dict[str, Any]:
+        sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        if delta.finish_reason == "length":
             reason = "max_tokens"
         elif sequence is not None:
             reason = "stop_sequence"
@@ -322,7 +345,7 @@ class _Message:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call that max_tokens cut off is incomplete: it is left out, and stop_reason tells why."""
+    """Return a call's arguments; empty if max_tokens has cut them off, which stop_reason shows."""
     try:
         return json.loads(arguments or "{}")
     except ValueError:
@@ -345,7 +368,7 @@ class _Blocks:
                 yield from self._enter("text", {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
             case CallStart(_, id, name):
-                block = {"type": "tool_use", "id": to_anthropic(id), "name": name, "input": {}}
+                block = {"type": "tool_use", "id": _anthropic_id(id), "name": name, "input": {}}
                 yield from self._enter(id, block)
             case CallArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})

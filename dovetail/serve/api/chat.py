@@ -1,6 +1,4 @@
-"""/v1/chat/completions: the request.
-
-/v1/chat/completions: how it is answered, whole and in chunks."""
+"""/v1/chat/completions: the request, and its answer as JSON or in chunks."""
 
 from __future__ import annotations
 
@@ -13,18 +11,30 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
+from dovetail.core.errors import RequestError
+from dovetail.engine.request.params import SamplingParams
 from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
 from dovetail.serve.api.cut_json import read_cut_off
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
-from dovetail.serve.api.requests import Body, Flag, GenerationRequest, Int, RefusedField, TopLogprobs
-from dovetail.serve.errors import ApiError, bad
-from dovetail.serve.talk.answer import AnswerDelta, Ask
+from dovetail.serve.api.requests import (
+    TEXT_ONLY,
+    Body,
+    Flag,
+    GenerationRequest,
+    Int,
+    RefusedField,
+    ResponseFormat,
+    TopLogprobs,
+)
+from dovetail.serve.errors import ApiError
+from dovetail.serve.talk.answer import AnswerDelta, PromptRequest, has_call
 from dovetail.serve.talk.prompts import EFFORTS, Conversation
 from dovetail.serve.talk.service import Service
 
+PATH = "/v1/chat/completions"
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
-_TEXT_ONLY = "the model reads text only"
+
+# --- the request ------------------------------------------------------------------------------------------------------
 
 
 class Part(Body):
@@ -33,27 +43,32 @@ class Part(Body):
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
-    refused: ClassVar = {
-        name: RefusedField(_TEXT_ONLY)
-        for name in ("image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_embeds")
-    }
+    refused: ClassVar = dict.fromkeys(
+        ("image_url", "input_audio", "audio_url", "video_url", "file", "image", "image_embeds"), TEXT_ONLY
+    )
     ignored: ClassVar = {"cache_control": "every prefix is cached"}
 
 
 class CalledFunction(Body):
+    """The function of a tool call, with its arguments as JSON text."""
+
     name: str
     arguments: str = "{}"
     ignored: ClassVar = {"parsed_arguments": "arguments say the same"}
 
 
 class FunctionCall(Body):
+    """A tool call of an assistant message."""
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Int | None = None  # in a stream's deltas, which some clients send back as they came
+    index: Int | None = None  # of a stream's deltas, which some clients send back unchanged
 
 
 class Message(Body):
+    """A message of the conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
@@ -63,18 +78,18 @@ class Message(Body):
     reasoning: str | None = None
     refusal: str | None = None
     refused: ClassVar = {
-        "audio": RefusedField(_TEXT_ONLY),
+        "audio": TEXT_ONLY,
         "function_call": RefusedField("send tool_calls, its name since 2023"),
     }
-    ignored: ClassVar = {  # what clients and gateways add to an answer that comes back in the history
+    ignored: ClassVar = {  # what clients and gateways add to an answer that they send back in the history
         "annotations": "templates show a message's text",
         "parsed": "content says the same",
         "provider_specific_fields": "they are another server's",
     }
 
     def plain(self, where: str) -> dict[str, Any]:
-        """The message as templates read it."""
-        content = text_of(self.content, where)
+        """Return the message as templates read it; `where` is its path in the request."""
+        content = _text_of(self.content, where)
         if content is None and self.refusal is not None:
             content = self.refusal
         found: dict[str, Any] = {"role": self.role, "content": content}
@@ -88,11 +103,13 @@ class Message(Body):
         elif content is None and self.role == "assistant":
             found["content"] = ""  # an answer that was cut off before its text, or refused
         elif content is None:
-            raise bad(f"{where}.content is missing", f"{where}.content", "missing_required_parameter")
+            self.need("content", where)
         return found
 
 
 class Function(Body):
+    """A function that the model may call."""
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -100,44 +117,30 @@ class Function(Body):
 
 
 class ChatTool(Body):
+    """A tool: always a function."""
+
     type: Literal["function"]
     function: Function
     refused: ClassVar = {"custom": RefusedField("a tool is a function with JSON arguments")}
 
 
 class NamedFunction(Body):
+    """The function that `tool_choice` names."""
+
     name: str
 
 
 class NamedChoice(Body):
+    """A `tool_choice` that names a function."""
+
     type: Literal["function"]
     function: NamedFunction
     refused: ClassVar = {"allowed_tools": RefusedField("send only the tools that are allowed")}
 
 
-class JsonSchema(Body):
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: Flag | None = None  # a schema is always enforced
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    refused: ClassVar = {"grammar": RefusedField("send structured_outputs with a grammar")}
-
-    def structured(self) -> StructuredOutputsParams | None:
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return StructuredOutputsParams(json="object")
-        if self.json_schema is None:
-            raise bad("response_format.json_schema is missing", "response_format.json_schema")
-        return StructuredOutputsParams(json=self.json_schema.schema_ or "object")
-
-
 class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -158,24 +161,25 @@ class ChatRequest(GenerationRequest):
 
     refused: ClassVar = {
         **GenerationRequest.refused,
-        "audio": RefusedField(_TEXT_ONLY),
-        "modalities": RefusedField(_TEXT_ONLY, (["text"],)),
+        "audio": TEXT_ONLY,
+        "modalities": RefusedField(TEXT_ONLY.why, (["text"],)),
         "web_search_options": RefusedField("this server does not search"),
         "moderation": RefusedField("there is none"),
         "functions": RefusedField("send tools, their name since 2023"),
         "function_call": RefusedField("send tool_choice, its name since 2023"),
-        "mm_processor_kwargs": RefusedField(_TEXT_ONLY),
+        "mm_processor_kwargs": TEXT_ONLY,
     }
     ignored: ClassVar = {
         **GenerationRequest.ignored,
         "verbosity": "templates have no place for it: ask for it in the prompt",
-        "prediction": "it would not make the answer come sooner",
+        "prediction": "it would not make the answer faster",
     }
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the engine's parameters; `defaults` are the model's own."""
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
-            raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+            raise RequestError("`top_logprobs` requires logprobs: true", param="top_logprobs")
         # max_tokens is the old name; with both, the new one counts, as in vLLM.
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         structured = self.response_format.structured() if self.response_format else None
@@ -183,20 +187,18 @@ class ChatRequest(GenerationRequest):
         return self.sampling(defaults, most, logprobs=logprobs, structured_outputs=structured)
 
     def conversation(self) -> Conversation:
-        messages = [message.plain(f"messages.{i}") for i, message in enumerate(self.messages)]
+        """Return the conversation, checked."""
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
         kwargs = dict(self.chat_template_kwargs or {})
         if self.documents is not None:
             kwargs["documents"] = self.documents
-        if (
-            self.continue_final_message
-            and self.add_generation_prompt
-            and "add_generation_prompt" in self.model_fields_set
-        ):
-            raise bad("continue_final_message goes with add_generation_prompt: false", "continue_final_message")
+        asks_for_turn = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and asks_for_turn:
+            message = "`continue_final_message` requires add_generation_prompt: false"
+            raise RequestError(message, param="continue_final_message")
         return Conversation(
-            messages=messages,
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            messages=plain_messages(self.messages),
+            tools=plain_tools(self.tools),
             choice="named" if named else self.tool_choice or "auto",  # type: ignore[arg-type]
             named=named,
             parallel=self.parallel_tool_calls,
@@ -209,87 +211,92 @@ class ChatRequest(GenerationRequest):
         )
 
 
-def text_of(content: str | list[Part] | None, where: str) -> str | None:
-    """Parts become lines of one text: few templates take parts."""
+def plain_messages(messages: list[Message] | None, where: str = "messages") -> list[dict[str, Any]]:
+    """Return messages as templates read them."""
+    return [message.plain(f"{where}.{i}") for i, message in enumerate(messages or ())]
+
+
+def plain_tools(tools: list[ChatTool] | None) -> list[dict[str, Any]]:
+    """Return tools as templates read them."""
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()]
+
+
+def _text_of(content: str | list[Part] | None, where: str) -> str | None:
+    """Return the content with its parts as lines of one text: few templates take parts."""
     if not isinstance(content, list):
         return content
-    texts = []
-    for i, part in enumerate(content):
-        text = part.text if part.type == "text" else part.refusal
-        if text is None:
-            raise bad(f"{where}.content.{i}.{part.type} is missing", f"{where}.content.{i}")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(part.need(part.type, f"{where}.content.{i}") for i, part in enumerate(content))
 
 
 def _plain_call(call: FunctionCall, where: str) -> dict[str, Any]:
-    """Templates take arguments as an object and write them in the model's own notation."""
-    arguments = read_cut_off(call.function.arguments or "{}")  # a call that max_tokens cut off comes back as it was
+    """Return a call with its arguments as an object, which templates write in the model's own notation."""
+    arguments = read_cut_off(call.function.arguments or "{}")  # a call that max_tokens cut off is sent back as it was
     if arguments is None:
-        message = f"{where}.function.arguments must be the text of a JSON object, or its beginning"
-        raise bad(message, f"{where}.function.arguments")
+        path = f"{where}.function.arguments"
+        raise RequestError(f"{path} must be the text of a JSON object, or its beginning", param=path)
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-PATH = "/v1/chat/completions"
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
 def routes(service: Service) -> APIRouter:
+    """Return the route /v1/chat/completions."""
     router = APIRouter()
 
     @router.post(PATH)
     async def chat_completions(body: ChatRequest) -> Response:
-        """A conversation's next message."""
+        """Answer a conversation with its next message."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
-        make = service.prompts.ask
-        ask = await service.in_thread(talk.template, make, talk, params, adapter=adapter, **body.ask_options)
-        service.check([ask])
-        chat = _Chat(service, body, ask)
+        make = service.prompts.request
+        request = await service.in_thread(talk.template, make, talk, params, adapter=adapter, **body.prompt_options)
+        service.check([request])
+        answer = _ChatAnswer(service, body, request)
         if body.stream:
-            return EventStream(chat.chunks(), lambda error: event(error.body(PATH)))
-        return JsonAnswer(chat.whole())
+            return EventStream(answer.chunks(), lambda error: event(error.body(PATH)))
+        return JsonAnswer(answer.whole())
 
     return router
 
 
-class _Chat:
-    def __init__(self, service: Service, body: ChatRequest, ask: Ask):
-        self._service, self._body, self._ask = service, body, ask
-        self._usage = TokenUsage([ask])
-        name = service.name_of(ask.adapter)
+class _ChatAnswer:
+    def __init__(self, service: Service, body: ChatRequest, request: PromptRequest):
+        self._service, self._body, self._request = service, body, request
+        self._usage = TokenUsage([request])
+        name = service.name_of(request.adapter)
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
-    # --- in chunks ----------------------------------------------------------------------------------------------------
+    # in chunks
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         begun: set[int] = set()
         called: set[int] = set()
-        async with aclosing(self._service.answer(self._ask)) as steps:
-            async for step in steps:
-                self._usage.count(step)
+        async with aclosing(self._service.answer(self._request)) as deltas:
+            async for delta in deltas:
+                self._usage.count(delta)
                 out = b""
-                if step.index not in begun:
-                    out += self._chunk(step.index, {"role": "assistant", "content": ""}, first=not begun)
-                    begun.add(step.index)
-                if any(isinstance(each, CallStart) for each in step.events):
-                    called.add(step.index)
-                yield out + self._step(step, step.index in called)
+                if delta.index not in begun:
+                    out += self._chunk(delta.index, {"role": "assistant", "content": ""}, first=not begun)
+                    begun.add(delta.index)
+                if has_call(delta):
+                    called.add(delta.index)
+                yield out + self._chunks_of(delta, delta.index in called)
         if self._body.with_usage:
             yield event({**self._base(), "choices": [], "usage": self._usage.openai()})
         yield DONE
 
-    def _step(self, step: AnswerDelta, called: bool) -> bytes:
-        deltas = [delta for each in step.events if (delta := _delta(each)) and self._is_wanted(each)]
-        more = self._more(step)
-        if more and not deltas:
-            deltas = [{}]  # tokens without text: it comes later, or is not shown
+    def _chunks_of(self, delta: AnswerDelta, called: bool) -> bytes:
+        parts = [part for each in delta.events if (part := _part(each)) and self._is_wanted(each)]
+        more = self._more(delta)
+        if more and not parts:
+            parts = [{}]  # tokens without text: it comes later, or is not shown
         out = b""
-        for i, delta in enumerate(deltas):
-            out += self._chunk(step.index, delta, **(more if i == 0 else {}))
-        if step.finish_reason is not None:
-            reason = _finish(step.finish_reason, called)
-            out += self._chunk(step.index, {}, finish_reason=reason, stop_reason=step.stop_reason)
+        for i, part in enumerate(parts):
+            out += self._chunk(delta.index, part, **(more if i == 0 else {}))
+        if delta.finish_reason is not None:
+            reason = _finish_reason(delta.finish_reason, called)
+            out += self._chunk(delta.index, {}, finish_reason=reason, stop_reason=delta.stop_reason)
         return out
 
     def _chunk(
@@ -298,7 +305,7 @@ class _Chat:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason} | more
         base = self._base()
         if first and self._body.return_token_ids:
-            base["prompt_token_ids"] = self._ask.prompt
+            base["prompt_token_ids"] = self._request.prompt
         if self._body.with_usage:
             base["usage"] = None
         return event({**base, "choices": [choice]})
@@ -306,44 +313,44 @@ class _Chat:
     def _base(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def _more(self, step: AnswerDelta) -> dict[str, Any]:
-        """What a choice has about the step's tokens, where the request asks for it."""
+    def _more(self, delta: AnswerDelta) -> dict[str, Any]:
+        """Return the requested fields of a choice about the delta's tokens."""
         more: dict[str, Any] = {}
-        if step.logprobs:
-            more["logprobs"] = {"content": self._service.token_text.chat(step.logprobs), "refusal": None}
-        if self._body.return_token_ids and step.tokens:
-            more["token_ids"] = list(step.tokens)
-        if step.prompt_logprobs is not None:
-            more["prompt_logprobs"] = self._service.token_text.prompt(step.prompt_logprobs)
+        if delta.logprobs:
+            more["logprobs"] = {"content": self._service.token_text.chat(delta.logprobs), "refusal": None}
+        if self._body.return_token_ids and delta.tokens:
+            more["token_ids"] = list(delta.tokens)
+        if delta.prompt_logprobs is not None:
+            more["prompt_logprobs"] = self._service.token_text.prompt(delta.prompt_logprobs)
         return more
 
     def _is_wanted(self, each: Event) -> bool:
         return self._body.include_reasoning or not isinstance(each, Reasoning)
 
-    # --- whole --------------------------------------------------------------------------------------------------------
+    # as one JSON object
 
     async def whole(self) -> dict[str, Any]:
-        steps: list[list[AnswerDelta]] = [[] for _ in range(self._ask.params.n)]
-        async with aclosing(self._service.answer(self._ask)) as answer:
-            async for step in answer:
-                self._usage.count(step)
-                steps[step.index].append(step)
+        deltas: list[list[AnswerDelta]] = [[] for _ in range(self._request.params.n)]
+        async with aclosing(self._service.answer(self._request)) as answer:
+            async for delta in answer:
+                self._usage.count(delta)
+                deltas[delta.index].append(delta)
         answer = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(index, of) for index, of in enumerate(steps)],
+            "choices": [self._choice(index, of) for index, of in enumerate(deltas)],
             "usage": self._usage.openai(),
         }
-        scored = next((s.prompt_logprobs for of in steps for s in of if s.prompt_logprobs is not None), None)
+        scored = next((d.prompt_logprobs for of in deltas for d in of if d.prompt_logprobs is not None), None)
         if scored is not None:
             answer["prompt_logprobs"] = self._service.token_text.prompt(scored)
         if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._ask.prompt
+            answer["prompt_token_ids"] = self._request.prompt
         return answer
 
-    def _choice(self, index: int, steps: list[AnswerDelta]) -> dict[str, Any]:
-        parsed = collect(each for step in steps for each in step.events)
-        end = next((step for step in steps if step.finish_reason is not None), None)
+    def _choice(self, index: int, deltas: list[AnswerDelta]) -> dict[str, Any]:
+        parsed = collect(each for delta in deltas for each in delta.events)
+        end = next((delta for delta in deltas if delta.finish_reason is not None), None)
         if end is None or end.finish_reason is None:
             raise ApiError(500, "the answer ended early", code="aborted")
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or (None if parsed.calls else "")}
@@ -353,16 +360,17 @@ class _Chat:
         if parsed.calls:
             message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in parsed.calls]
         choice = {"index": index, "message": message, "logprobs": None, "stop_reason": end.stop_reason}
-        choice["finish_reason"] = _finish(end.finish_reason, bool(parsed.calls))
+        choice["finish_reason"] = _finish_reason(end.finish_reason, bool(parsed.calls))
         if self._body.logprobs:
-            logprobs = [each for step in steps for each in step.logprobs or ()]
+            logprobs = [each for delta in deltas for each in delta.logprobs or ()]
             choice["logprobs"] = {"content": self._service.token_text.chat(logprobs), "refusal": None}
         if self._body.return_token_ids:
-            choice["token_ids"] = [token for step in steps for token in step.tokens]
+            choice["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return choice
 
 
-def _delta(each: Event) -> dict[str, Any] | None:
+def _part(each: Event) -> dict[str, Any] | None:
+    """Return the `delta` field of a chunk for an event."""
     match each:
         case Content(text):
             return {"content": text}
@@ -379,5 +387,5 @@ def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _finish(reason: str, called: bool) -> str:
+def _finish_reason(reason: str, called: bool) -> str:
     return "tool_calls" if called and reason == "stop" else reason

@@ -1,6 +1,7 @@
-"""The controls, for the operator of the server: profiles, sleep, pause, the prefix cache, weights and adapters.
+"""The operator's controls: profiles, sleep, pause, the prefix cache, weights and adapters.
 
-The arguments of the control routes: in the query, as vLLM's users send them, or in a JSON body. None is ignored."""
+Their arguments come in the query, as vLLM's users send them, or in a JSON body.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +12,42 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field, ValidationError
 
-from dovetail.core.errors import UserError
-from dovetail.engine.controls import InUse
+from dovetail.core.errors import RequestError
 from dovetail.serve.api.delivery import json_answer
 from dovetail.serve.api.requests import Body, Flag, Int, RefusedField
-from dovetail.serve.errors import RETRY_SECONDS, ApiError, bad, from_validation, refused
+from dovetail.serve.errors import from_validation
 from dovetail.serve.talk.service import Service
 
-T = TypeVar("T")
-_WAIT = "requests under way wait, and go on afterwards"  # vLLM's mode keep
+B = TypeVar("B", bound=Body)
+_KEEP = "running requests wait and continue afterwards"  # vLLM's mode keep
 
 
 class SleepRequest(Body):
+    """The arguments of /sleep."""
+
     level: Annotated[Int, Field(ge=1, le=2)] = 1
-    refused: ClassVar = {"mode": RefusedField(_WAIT, ("keep",))}
+    refused: ClassVar = {"mode": RefusedField(_KEEP, ("keep",))}
 
 
 class WakeRequest(Body):
+    """The arguments of /wake_up: none."""
+
     refused: ClassVar = {"tags": RefusedField("weights and pages come back together")}
 
 
 class PauseRequest(Body):
+    """The arguments of /pause: none."""
+
     refused: ClassVar = {
-        "mode": RefusedField(_WAIT, ("keep",)),
-        "wait_for_inflight_requests": RefusedField(_WAIT, (False,)),
+        "mode": RefusedField(_KEEP, ("keep",)),
+        "wait_for_inflight_requests": RefusedField(_KEEP, (False,)),
         "clear_cache": RefusedField("send /reset_prefix_cache", (False,)),
     }
 
 
 class ResetRequest(Body):
+    """The arguments of /reset_prefix_cache: none."""
+
     refused: ClassVar = {
         "reset_running_requests": RefusedField("running requests keep their pages", (False,)),
         "reset_external": RefusedField("there is no cache outside the engine", (False,)),
@@ -47,13 +55,18 @@ class ResetRequest(Body):
 
 
 class WeightsRequest(Body):
+    """The arguments of /update_weights."""
+
     path: Annotated[str, Field(min_length=1)]
+    refused: ClassVar = {"reset_prefix_cache": RefusedField("new weights always reset the prefix cache", (True,))}
 
 
 class LoadAdapterRequest(Body):
+    """The arguments of /v1/load_lora_adapter."""
+
     lora_name: Annotated[str, Field(min_length=1)]
     lora_path: Annotated[str, Field(min_length=1)]
-    wait: Flag = True  # for a place, where requests under way need all of them; false: 409
+    wait: Flag = True  # for a slot, if running requests use all of them; false: 409
     refused: ClassVar = {
         "load_inplace": RefusedField("an adapter of the same name is always replaced", (True,)),
         "is_3d_lora_weight": RefusedField("adapters of experts are not served", (False,)),
@@ -61,118 +74,111 @@ class LoadAdapterRequest(Body):
 
 
 class UnloadAdapterRequest(Body):
+    """The arguments of /v1/unload_lora_adapter."""
+
     lora_name: Annotated[str, Field(min_length=1)]
-    wait: Flag = True  # for the requests under way to end; false: 409 while there are any
+    wait: Flag = True  # for running requests to end; false: 409 while there are any
     refused: ClassVar = {"lora_int_id": RefusedField("an adapter is known by its name")}
 
 
 class ControlRoute(NamedTuple):
+    """A route that runs one of the engine's controls."""
+
     control: str  # one of engine.controls
-    body: type[Body]  # its fields are the control's arguments, in their order
-    status: str | None  # what the answer says; None: the control's own answer, a version of the weights
+    body: type[Body]  # its fields are the control's arguments, by name (see _ARGUMENTS)
+    status: str | None  # in the answer; None: the answer is the control's result, a version of the weights
     help: str | None = None
-    check: Callable[[Service, Any], None] | None = None  # of the body, before the engine is asked
+    check: Callable[[Service, Any], None] | None = None  # of the body, before the engine is called
 
 
+_ARGUMENTS = {"lora_name": "name", "lora_path": "path"}  # vLLM's names of fields -> the controls' argument names
 CONTROL_ROUTES = {
     "/sleep": ControlRoute(
         "sleep", SleepRequest, "asleep",
         "Free the device's memory; level 2 drops the weights too. Requests get 503 until /wake_up.",
     ),
-    "/wake_up": ControlRoute("wake_up", WakeRequest, "awake"),
+    "/wake_up": ControlRoute("wake", WakeRequest, "awake", "Take the device's memory again."),
     "/pause": ControlRoute(
-        "pause", PauseRequest, "paused", "No more steps until /resume: requests under way wait, new ones get 503."
+        "pause", PauseRequest, "paused", "Take no more steps until /resume: running requests wait, new ones get 503."
     ),
-    "/resume": ControlRoute("resume", Body, "running"),
-    "/reset_prefix_cache": ControlRoute("reset_prefix_cache", ResetRequest, "empty"),
+    "/resume": ControlRoute("resume", Body, "running", "Continue after /pause."),
+    "/reset_prefix_cache": ControlRoute("reset_prefix_cache", ResetRequest, "empty", "Empty the prefix cache."),
     "/update_weights": ControlRoute(
         "update_weights", WeightsRequest, None,
         "Load weights from a path on the server's machine and swap them in between two steps.",
     ),
     "/v1/load_lora_adapter": ControlRoute(
         "load_adapter", LoadAdapterRequest, None,
-        "Load an adapter from a folder on the server's machine, as PEFT writes it; requests name it as their model.",
+        "Load an adapter in PEFT's format from a folder on the server's machine; requests name it as their model.",
         lambda service, asked: service.check_adapter(asked.lora_name),
     ),
     "/v1/unload_lora_adapter": ControlRoute(
         "unload_adapter", UnloadAdapterRequest, "unloaded",
-        "Take no more requests for an adapter, wait for those under way, and drop it.",
+        "Refuse new requests for an adapter, wait for running ones, and drop it.",
     ),
 }  # fmt: skip
-
-
 PROFILE_ROUTES = ("/start_profile", "/stop_profile")
 
 
 def profile(service: Service, folder: str) -> APIRouter:
-    """Profiles slow all requests down and fill the server's disk: the gate checks the admin key."""
+    """Return the routes of the profiler, for which the gate requires the admin key: they slow all requests down."""
     router = APIRouter()
 
     @router.post("/start_profile")
-    async def start_profile(_: Body = arguments(Body)) -> Response:
+    async def start_profile(_: Body = Depends(_arguments(Body))) -> Response:
         """Write a trace for xprof to the server's --profile-dir, until /stop_profile."""
-        await _done(service.backend.start_profile(folder))
+        await service.engine.start_profile(folder)
         return json_answer({"status": "profiling"})
 
     @router.post("/stop_profile")
-    async def stop_profile(_: Body = arguments(Body)) -> Response:
-        await _done(service.backend.stop_profile())
+    async def stop_profile(_: Body = Depends(_arguments(Body))) -> Response:
+        """Stop the trace."""
+        await service.engine.stop_profile()
         return json_answer({"status": "written"})
 
     return router
 
 
 def admin(service: Service) -> APIRouter:
-    """For reinforcement learning and operations. The gate checks the admin key before each of these."""
+    """Return the control routes, for which the gate requires the admin key."""
     router = APIRouter()
     for path, route in CONTROL_ROUTES.items():
-        extra = described(route.body) if route.body.model_fields else None
+        extra = _described(route.body) if route.body.model_fields else None
         add = router.post(path, name=path.strip("/"), description=route.help, openapi_extra=extra)
         add(_endpoint(service, route))
     return router
 
 
 def _endpoint(service: Service, route: ControlRoute) -> Callable[..., Awaitable[Response]]:
-    async def control(asked: Body = arguments(route.body)) -> Response:
+    async def control(asked: Body = Depends(_arguments(route.body))) -> Response:
         if route.check is not None:
             route.check(service, asked)
-        answer = await _done(service.backend.control(route.control, *asked.model_dump().values()))
-        return json_answer({"weights_version": answer} if route.status is None else {"status": route.status})
+        args = {_ARGUMENTS.get(name, name): value for name, value in asked.model_dump().items()}
+        result = await service.engine.control(route.control, **args)
+        return json_answer({"weights_version": result} if route.status is None else {"status": route.status})
 
     return control
 
 
-async def _done(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except InUse as error:
-        raise ApiError(409, str(error), code="in_use", retry_after=RETRY_SECONDS) from None
-    except UserError as error:
-        raise refused(error) from None
-
-
-B = TypeVar("B", bound=Body)
-
-
-def arguments(kind: type[B]) -> Any:
-    """The default of a route's parameter: a `kind`, read from the request's query and body."""
+def _arguments(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
+    """Return a dependency that reads a `kind` from the request's query and body."""
 
     async def read(request: Request) -> B:
         given = _object(await request.body())
         for name, text in request.query_params.multi_items():
             if name in given:
-                raise bad(f"{name} is given twice: send it once, in the query or in the body", name)
+                raise RequestError(f"`{name}` is given twice: send it once, in the query or in the body", param=name)
             given[name] = _value(kind, name, text)
         try:
             return kind.model_validate(given)
         except ValidationError as error:
             raise from_validation(error.errors()) from None
 
-    return Depends(read)
+    return read
 
 
-def described(kind: type[Body]) -> dict[str, Any]:
-    """The same arguments for the OpenAPI description, which FastAPI cannot derive from `arguments`."""
+def _described(kind: type[Body]) -> dict[str, Any]:
+    """Return the arguments for the OpenAPI description, which FastAPI cannot derive from the dependency."""
     schema = kind.model_json_schema()
     fields = schema.get("properties", {}).items()
     return {
@@ -185,14 +191,14 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body) if body else {}
     except (ValueError, RecursionError):
-        raise bad("the request's body is not JSON", code="json_invalid") from None
+        raise RequestError("the request body is not valid JSON", code="json_invalid") from None
     if not isinstance(found, dict):
-        raise bad("the request's body: expected a JSON object", code="invalid_value")
+        raise RequestError("the request body must be a JSON object", code="invalid_value")
     return found
 
 
 def _value(kind: type[Body], name: str, text: str) -> Any:
-    """A query holds text only: a number or a flag is read as one, unless the field is a string."""
+    """Return a query's text as a number or a flag if it is one, unless the field is a string."""
     field = kind.model_fields.get(name)
     if field is not None and field.annotation is str:
         return text

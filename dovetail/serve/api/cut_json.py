@@ -1,4 +1,4 @@
-"""The arguments of a call that was cut off: the beginning of a JSON object, as this server sends it."""
+"""Read the arguments of a tool call that max_tokens has cut off: the beginning of a JSON object."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _BEGUN = re.compile(rf'\s*(?:{_VALUE}|{_STRING}"\s*(?::\s*{_VALUE})?)', re.DOTAL
 
 
 def read_cut_off(text: str) -> dict[str, Any] | None:
-    """Return the object that `text` begins: what was begun and has no whole value yet is left out, except a string,
-    which is closed. None if it is not the beginning of an object."""
+    """Return the JSON object that `text` begins, or None if it is not the beginning of an object.
+
+    An incomplete last value is left out, except a string, which is closed.
+    """
     at, open_, in_string, inner = _scan(text)
     found = _read(text + '"' * in_string + _closed(inner))
     if found is None and _BEGUN.fullmatch(text, at):
@@ -31,8 +33,12 @@ def _read(text: str) -> dict[str, Any] | None:
 
 
 def _scan(text: str) -> tuple[int, str, bool, str]:
-    """Where the last value, or key and value, begins; the brackets that are open there; whether the text ends in a
-    string; the brackets that are open at its end."""
+    """Find the last value.
+
+    Returns:
+        Where the last value (or key and value) begins, the brackets that are open there, whether the text ends in a
+        string, and the brackets that are open at its end.
+    """
     begins, open_there, open_, in_string, at = 0, "", "", False, 0
     while at < len(text):
         character = text[at]

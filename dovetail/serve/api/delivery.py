@@ -1,6 +1,7 @@
-"""How an answer reaches the client: whole, or as server-sent events. When the client leaves, its work is ended.
+"""Delivery of answers: as JSON or as server-sent events, with the tokens that they used.
 
-TokenUsage: the tokens that an answer took, counted as its steps come."""
+When the client disconnects, the work on its answer is cancelled.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.io.tool_formats.events import Content, Reasoning
 from dovetail.serve.errors import ApiError, as_api_error
-from dovetail.serve.talk.answer import AnswerDelta, Ask
+from dovetail.serve.talk.answer import AnswerDelta, PromptRequest
 
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
@@ -23,7 +24,7 @@ _EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a p
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, encode(data))
 
@@ -32,18 +33,20 @@ DONE = b"data: [DONE]\n\n"
 
 
 def json_answer(content: Any) -> Response:
-    """An answer that is complete already."""
+    """Return an answer that is already complete."""
     return Response(encode(content), media_type="application/json")
 
 
 class JsonAnswer(Response):
-    """One JSON object, made while the client waits."""
+    """Answer with one JSON object, made while the client waits."""
 
     def __init__(self, work: Coroutine[Any, Any, Any]):
         self._work = work
         super().__init__(media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer when it is complete."""
+
         async def work() -> None:
             await json_answer(await self._work)(scope, receive, send)
 
@@ -51,14 +54,18 @@ class JsonAnswer(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. The first is awaited before the status is sent, so that a refusal has its own status; a later
-    error ends the stream with an event made by `failed`."""
+    """Answer with server-sent events.
+
+    The first event is awaited before the status is sent, so that a refused request has its own status. A later error
+    ends the stream with an event made by `failed`.
+    """
 
     def __init__(self, events: AsyncGenerator[bytes], failed: Callable[[ApiError], bytes]):
         self._events, self._failed = events, failed
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they are made."""
         await while_connected(receive, self._work(send))
 
     async def _work(self, send: Send) -> None:
@@ -79,7 +86,7 @@ class EventStream(Response):
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Do the work; if the client leaves meanwhile, cancel it and return None."""
+    """Return the result of the work; cancel it and return None if the client disconnects first."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -99,46 +106,46 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class TokenUsage:
-    def __init__(self, asks: list[Ask]):
-        self.prompt = sum(len(ask.prompt) for ask in asks)
-        self.completion = self.reasoning = 0
-        self._cached = [0] * len(asks)
+    """Count the tokens of an answer as its deltas arrive."""
 
-    @property
-    def cached(self) -> int:
-        return sum(self._cached)
+    def __init__(self, requests: list[PromptRequest]):
+        self._prompt = sum(len(request.prompt) for request in requests)
+        self._completion = self._reasoning = 0
+        self._cached = [0] * len(requests)
 
-    def count(self, step: AnswerDelta, prompt: int = 0) -> None:
-        """`prompt`: the index of the prompt that the step answers."""
-        self.completion += len(step.tokens)
-        self._cached[prompt] = max(self._cached[prompt], step.cached_tokens)  # n answers share one prompt
-        kinds = {type(event) for event in step.events}
+    def count(self, delta: AnswerDelta, prompt: int = 0) -> None:
+        """Add a delta of the answer to the prompt with the index `prompt`."""
+        self._completion += len(delta.tokens)
+        self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)  # n answers share one prompt
+        kinds = {type(event) for event in delta.events}
         if Reasoning in kinds and Content not in kinds:
-            self.reasoning += len(step.tokens)  # exact to one step: tokens are counted when their text appears
+            self._reasoning += len(delta.tokens)  # exact to one delta: tokens are counted when their text appears
 
     def openai(self) -> dict[str, Any]:
+        """Return the usage as OpenAI's chat and completions routes show it."""
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._completion,
+            "total_tokens": self._prompt + self._completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning},
         }
 
     def responses(self) -> dict[str, Any]:
+        """Return the usage as /v1/responses shows it."""
         return {
-            "input_tokens": self.prompt,
-            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
-            "output_tokens": self.completion,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning},
-            "total_tokens": self.prompt + self.completion,
+            "input_tokens": self._prompt,
+            "input_tokens_details": {"cached_tokens": sum(self._cached), "cache_write_tokens": 0},
+            "output_tokens": self._completion,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning},
+            "total_tokens": self._prompt + self._completion,
         }
 
     def anthropic(self) -> dict[str, Any]:
-        """Anthropic counts cached tokens separately."""
+        """Return the usage as Anthropic's routes show it: cached tokens are counted separately."""
         return {
-            "input_tokens": self.prompt - self.cached,
-            "cache_read_input_tokens": self.cached,
+            "input_tokens": self._prompt - sum(self._cached),
+            "cache_read_input_tokens": sum(self._cached),
             "cache_creation_input_tokens": 0,
-            "output_tokens": self.completion,
+            "output_tokens": self._completion,
         }

@@ -1,35 +1,50 @@
-"""Body: the base of every request body. An unknown field is refused with a suggestion, and a field that changes answers
-elsewhere and cannot here is refused with the reason. One that changes no answer is ignored, and the log says so once.
+"""Body, the base of every request body, and GenerationRequest, the fields that several routes share.
 
-
-GenerationRequest: the fields that the chat and completions routes share, and those that both refuse."""
+An unknown field is refused with a suggestion. A field that changes answers elsewhere and is not supported here is
+refused with the reason. A field that changes no answer is ignored, and the log says so once.
+"""
 
 from __future__ import annotations
 
 import difflib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
-from dovetail.core.errors import UserError
-from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
-from dovetail.serve.errors import bad, refused
+from dovetail.core.errors import RequestError, UserError
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured
 
 log = logging.getLogger(__name__)
-_noted: set[str] = set()  # ignored fields that the log has already
+_logged: set[str] = set()  # ignored fields that the log has named
 
 # JSON's own types: "5" is not a number, and 1 is not a flag. Integers of 64 bits fit in a message to the engine.
 Int = Annotated[int, Strict(), Field(ge=-(2**63), le=2**63 - 1)]
 Num = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Token = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
+TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)]
+Tokens = Annotated[list[Token], Field(max_length=65536)]
+PromptField = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, max_length=2048)]
+)
+
+
+def prompt_list(value: Any, name: str) -> list[Any]:
+    """Return one prompt or several, each of them text or token ids, as a list; `name` is the request's field."""
+    many = [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
+    if not all(many) or not many:
+        raise RequestError(f"`{name}` must not be empty: give at least one token", param=name)
+    return many
 
 
 def _at_most(count: int, size: int) -> Callable[[str | list[str]], str | list[str]]:
-    """Return a check of one text or several: at most `count`, each of at most `size` characters."""
+    """Return a validator of one text or several: at most `count`, each of at most `size` characters."""
 
     def check(given: str | list[str]) -> str | list[str]:
         texts = [given] if isinstance(given, str) else given
@@ -49,22 +64,25 @@ Words = Annotated[str | list[str], AfterValidator(_at_most(64, 256))]
 
 
 class RefusedField(NamedTuple):
-    """Why a known field is not supported here, and the values that ask for nothing and are therefore accepted."""
+    """A known field that is not supported here."""
 
     why: str
-    accepted: tuple[Any, ...] = ()
+    accepted: tuple[Any, ...] = ()  # values that ask for nothing, and are accepted
 
 
 class Body(BaseModel):
+    """Base of every request body and its parts."""
+
     model_config = ConfigDict(extra="forbid", populate_by_name=False)
     refused: ClassVar[Mapping[str, RefusedField]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}  # with the reason why no answer depends on it
 
     def need(self, name: str, where: str) -> Any:
-        """The value of a field that is required for this kind of body."""
+        """Return a field that is required for this kind of body; `where` is the path of the body."""
         value = getattr(self, name)
         if value is None:
-            raise bad(f"{where}.{name} is missing", f"{where}.{name}", "missing_required_parameter")
+            path = f"{where}.{name}"
+            raise RequestError(f"{path} is missing", param=path, code="missing_required_parameter")
         return value
 
     @model_validator(mode="before")
@@ -78,10 +96,10 @@ class Body(BaseModel):
     @classmethod
     def _is_given(cls, name: Any, value: Any, known: set[str]) -> bool:
         if name in known:
-            return value is not None or name in cls.required()  # null asks for the default
+            return value is not None or name in cls._required()  # null asks for the default
         if name in cls.ignored:
             if value is not None:
-                _note_ignored(name, cls.ignored[name])
+                _log_ignored(name, cls.ignored[name])
             return False
         if name in cls.refused:
             why, accepted = cls.refused[name]
@@ -94,22 +112,18 @@ class Body(BaseModel):
         raise PydanticCustomError("unknown_field", "unknown field {name}{hint}", {"name": shown, "hint": hint})
 
     @classmethod
-    def required(cls) -> set[str]:
+    def _required(cls) -> set[str]:
         return {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
 
 
-def _note_ignored(name: str, why: str) -> None:
-    if name not in _noted:
-        _noted.add(name)
-        log.warning("requests with the field %r: it is ignored, because %s (said once)", name, why)
-
-
-TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)]
-Tokens = Annotated[list[Token], Field(max_length=65536)]
+def _log_ignored(name: str, why: str) -> None:
+    if name not in _logged:
+        _logged.add(name)
+        log.warning("request field %r is ignored, because %s (logged once)", name, why)
 
 
 class StructuredOutputs(Body):
-    """Exactly one of these."""
+    """Exactly one of these is given."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -120,15 +134,43 @@ class StructuredOutputs(Body):
         "structural_tag": RefusedField("send a grammar, or tools with tool_choice"),
     }
 
-    def structured(self) -> StructuredOutputsParams:
+    def structured(self) -> Structured:
+        """Return the engine's parameter."""
         try:
             choice = None if self.choice is None else tuple(self.choice)
             return StructuredOutputsParams(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
         except UserError as error:
-            raise bad(str(error), "structured_outputs") from None
+            raise RequestError(str(error), param="structured_outputs") from None
+
+
+class JsonSchema(Body):
+    """A JSON schema of `response_format`, which is always enforced."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: Flag | None = None
+
+
+class ResponseFormat(Body):
+    """The format of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    refused: ClassVar = {"grammar": RefusedField("send structured_outputs with a grammar")}
+
+    def structured(self) -> Structured | None:
+        """Return the engine's parameter; None for plain text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Structured(json="object")
+        return Structured(json=self.need("json_schema", "response_format").schema_ or "object")
 
 
 class StreamOptions(Body):
+    """Options of a streamed answer."""
+
     include_usage: Flag = False
     refused: ClassVar = {
         "continuous_usage_stats": RefusedField("usage comes once, at the end: include_usage", (False,)),
@@ -136,7 +178,7 @@ class StreamOptions(Body):
     ignored: ClassVar = {"include_obfuscation": "events are not padded"}
 
 
-# What clients send to every server, and no answer depends on.
+# Fields that clients send to every server, and on which no answer depends.
 LABELS = {
     "user": "it names the caller",
     "safety_identifier": "it names the caller",
@@ -149,9 +191,12 @@ LABELS = {
     "prompt_cache_options": "every prefix is cached, under its own tokens",
 }
 _STRUCTURED = "send structured_outputs {json, regex, choice or grammar}"
+TEXT_ONLY = RefusedField("the model reads text only")
 
 
 class GenerationRequest(Body):
+    """The fields that the chat and completions routes share."""
+
     model: str | None = None
     n: Int = 1
     best_of: Int | None = None  # all samples are returned, so it can only be n
@@ -173,7 +218,7 @@ class GenerationRequest(Body):
     bad_words: Words | None = None
     prompt_logprobs: Int | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Int = 0  # the lowest goes first; needs a server with --scheduling-policy priority
+    priority: Int = 0  # the lowest goes first; requires a server with the priority scheduling policy
     cache_salt: str | None = None
     skip_special_tokens: Flag = True
     return_token_ids: Flag = False
@@ -181,14 +226,14 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
 
     refused: ClassVar = {
-        "use_beam_search": RefusedField("there is no beam search; n samples", (False,)),
+        "use_beam_search": RefusedField("there is no beam search; use n samples", (False,)),
         "length_penalty": RefusedField("it belongs to beam search", (1.0, 1)),
         "truncate_prompt_tokens": RefusedField("shorten the prompt before it is sent"),
-        "logits_processors": RefusedField("a request brings no code"),
+        "logits_processors": RefusedField("requests cannot bring code"),
         "spaces_between_special_tokens": RefusedField("text is as the tokenizer decodes it", (True,)),
         "kv_transfer_params": RefusedField("there is one engine"),
         "lora_request": RefusedField("the model field names the adapter"),
-        "thinking_token_budget": RefusedField("thinking is not counted separately; use max_tokens"),
+        "thinking_token_budget": RefusedField("reasoning is not counted separately; use max_tokens"),
         "return_tokens_as_token_ids": RefusedField("send return_token_ids", (False,)),
         **{f"guided_{name}": RefusedField(_STRUCTURED) for name in ("json", "regex", "choice", "grammar")},
     }
@@ -196,11 +241,16 @@ class GenerationRequest(Body):
     ignored: ClassVar = LABELS
 
     def sampling(self, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The engine's parameters. What a request leaves out comes from the model's `defaults`, else from the engine's.
-        max_tokens None: no limit."""
+        """Return the engine's parameters.
+
+        Args:
+            defaults: The model's own, for fields that the request leaves out.
+            max_tokens: The limit of the answer; None for no limit.
+            more: Further parameters; None for those that are not given.
+        """
         if self.best_of is not None and self.best_of != self.n:
-            why = "all n samples are returned, so best_of can only be n; choose among them by logprobs"
-            raise bad(f"best_of={self.best_of} with n={self.n} is not supported: {why}", "best_of")
+            message = f"`best_of` must be n={self.n}, got {self.best_of}: all n samples are returned"
+            raise RequestError(message, param="best_of")
         values: dict[str, Any] = {"max_tokens": None, **defaults}
         if max_tokens is not None:
             values["max_tokens"] = max_tokens
@@ -208,34 +258,32 @@ class GenerationRequest(Body):
         if self.logit_bias:
             values["logit_bias"] = _by_id(self.logit_bias)
         if self.structured_outputs is not None:
-            if more.get("structured_outputs") is not None:
-                raise bad(
-                    "response_format and structured_outputs contradict each other: send one", "structured_outputs"
-                )
-            values["structured_outputs"] = self.structured_outputs.structured()
-        try:
-            return SamplingParams(**values | {name: value for name, value in more.items() if value is not None})
-        except UserError as error:
-            raise refused(error) from None
+            if more.get("structured") is not None:
+                message = "`structured_outputs` cannot be combined with `response_format`: send one of them"
+                raise RequestError(message, param="structured_outputs")
+            values["structured"] = self.structured_outputs.structured()
+        return SamplingParams(**values | {name: value for name, value in more.items() if value is not None})
 
     def check_stream(self) -> None:
+        """Refuse options of a stream without a stream."""
         if self.stream_options is not None and not self.stream:
-            raise bad("stream_options is for a request with stream: true", "stream_options")
+            raise RequestError("`stream_options` requires stream: true", param="stream_options")
 
     @property
     def with_usage(self) -> bool:
+        """Whether a stream ends with its token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def ask_options(self) -> dict[str, Any]:
-        """The fields of Ask besides its prompt and parameters."""
+    def prompt_options(self) -> dict[str, Any]:
+        """The fields of PromptRequest besides its prompt and parameters."""
         return {
             "priority": self.priority, "cache_salt": self.cache_salt, "skip_special": self.skip_special_tokens,
             "limit": next((name for name in LIMITS if getattr(self, name, None) is not None), None),
         }  # fmt: skip
 
 
-LIMITS = ("max_completion_tokens", "max_tokens")  # the names that a request may use for an answer's most tokens
+LIMITS = ("max_completion_tokens", "max_tokens")  # the fields that limit an answer's tokens
 # Names that mean the same here and in SamplingParams.
 _SAME_NAMES = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop stop_token_ids "
@@ -244,7 +292,7 @@ _SAME_NAMES = (
 
 
 def _by_id(bias: dict[str, float]) -> dict[int, float]:
-    """Keys as integers: in JSON they are strings."""
+    """Return the biases with integers as keys: in JSON they are strings."""
     if not all(key.isascii() and key.isdigit() and len(key) < 10 for key in bias):
-        raise bad("logit_bias takes token ids as its keys", "logit_bias")
+        raise RequestError("`logit_bias` must have token ids as its keys", param="logit_bias")
     return {int(key): value for key, value in bias.items()}

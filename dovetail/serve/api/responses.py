@@ -1,6 +1,7 @@
-"""/v1/responses: the request. Nothing is stored between requests, so `input` holds the whole conversation.
+"""/v1/responses: the request, and its answer: a list of items (reasoning, message, calls), whole or event by event.
 
-/v1/responses: how it is answered: a list of items (reasoning, message, calls), whole or event by event."""
+Nothing is stored between requests, so `input` holds the whole conversation.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +15,34 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from dovetail.core.errors import UserError
-from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
+from dovetail.core.errors import RequestError
+from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event
-from dovetail.serve.api.requests import LABELS, Body, Flag, Int, Num, RefusedField, TopLogprobs
-from dovetail.serve.errors import ApiError, bad, refused
-from dovetail.serve.talk.answer import AnswerDelta, Ask
+from dovetail.serve.api.requests import LABELS, TEXT_ONLY, Body, Flag, Int, Num, RefusedField, TopLogprobs
+from dovetail.serve.errors import ApiError
+from dovetail.serve.talk.answer import AnswerDelta, PromptRequest
 from dovetail.serve.talk.prompts import EFFORTS, Conversation
 from dovetail.serve.talk.service import Service
 
+PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"  # asks for reasoning that can be sent back: here it comes as text, and can
-_TEXT_ONLY = RefusedField("the model reads text only")
+ENCRYPTED = "reasoning.encrypted_content"  # asks for reasoning that can be sent back: here it is text, which can
 _NOT_STORED = RefusedField("nothing is stored between requests: send the whole conversation as input")
+EventData = tuple[str, dict[str, Any]]  # an event's name and its fields
+
+# --- the request ------------------------------------------------------------------------------------------------------
 
 
 class InputPart(Body):
+    """A part of an item's content."""
+
     type: Literal["input_text", "output_text", "refusal", "text", "reasoning_text", "summary_text"]
     text: str | None = None
     refusal: str | None = None
     logprobs: list[dict[str, Any]] | None = None  # of an earlier answer: only its text is read
-    refused: ClassVar = {
-        "image_url": _TEXT_ONLY, "file_id": _TEXT_ONLY, "file_data": _TEXT_ONLY, "input_audio": _TEXT_ONLY,
-    }  # fmt: skip
+    refused: ClassVar = dict.fromkeys(("image_url", "file_id", "file_data", "input_audio"), TEXT_ONLY)
     ignored: ClassVar = {"annotations": "templates show a message's text"}
 
 
@@ -46,7 +50,7 @@ Parts = str | list[InputPart]
 
 
 class Item(Body):
-    """A message, a call, a call's result, or reasoning: as they come in an answer's `output`."""
+    """A message, a call, a call's result, or reasoning, as in an answer's `output`."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
@@ -59,9 +63,9 @@ class Item(Body):
     output: Parts | None = None
     summary: list[InputPart] | None = None
     refused: ClassVar = {
-        "encrypted_content": RefusedField("reasoning comes as text"),
+        "encrypted_content": RefusedField("reasoning is sent as text"),
         "phase": RefusedField("answers have none"),
-        "caller": RefusedField("calls are the model's own"),
+        "caller": RefusedField("only the model makes calls"),
         "namespace": RefusedField("there are no namespaces"),
         "async": RefusedField("calls are answered in the next request"),
         "async_": RefusedField("calls are answered in the next request"),
@@ -69,6 +73,8 @@ class Item(Body):
 
 
 class FunctionTool(Body):
+    """A function that the model may call."""
+
     type: Literal["function"]
     name: Name
     description: str | None = None
@@ -77,41 +83,53 @@ class FunctionTool(Body):
     refused: ClassVar = {"defer_loading": RefusedField("tools are read at once", (False,))}
 
     def chat(self) -> dict[str, Any]:
+        """Return the tool in the format of /v1/chat/completions."""
         return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type"})}
 
 
 class NamedFunctionChoice(Body):
+    """A `tool_choice` that names a function."""
+
     type: Literal["function"]
     name: str
 
 
 class TextFormat(Body):
+    """The format of the answer's text."""
+
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: Flag | None = None
 
-    def structured(self) -> StructuredOutputsParams | None:
+    def structured(self) -> Structured | None:
+        """Return the engine's parameter; None for plain text."""
         if self.type == "text":
             return None
         return StructuredOutputsParams(json=(self.schema_ or "object") if self.type == "json_schema" else "object")
 
 
 class TextOptions(Body):
+    """Options of the answer's text."""
+
     format: TextFormat | None = None
     ignored: ClassVar = {"verbosity": "templates have no place for it: ask for it in the prompt"}
 
 
 class ReasoningOptions(Body):
+    """Options of the reasoning."""
+
     effort: Literal[EFFORTS] | None = None  # type: ignore[valid-type]
     refused: ClassVar = {
-        "summary": RefusedField("reasoning comes whole, as reasoning text", ("auto",)),
-        "generate_summary": RefusedField("reasoning comes whole, as reasoning text"),
+        "summary": RefusedField("reasoning is returned whole", ("auto",)),
+        "generate_summary": RefusedField("reasoning is returned whole"),
     }
 
 
 class ResponsesRequest(Body):
+    """The body of /v1/responses."""
+
     model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
@@ -138,7 +156,7 @@ class ResponsesRequest(Body):
         "context_management": RefusedField("shorten the input before it is sent", ([],)),
         "moderation": RefusedField("there is none"),
         "access_programs": RefusedField("there are none"),
-        "image": _TEXT_ONLY,
+        "image": TEXT_ONLY,
     }
     ignored: ClassVar = {
         **{name: why for name, why in LABELS.items() if name not in ("user", "metadata")},
@@ -146,23 +164,19 @@ class ResponsesRequest(Body):
         "stream_options": "events are not padded",
     }
 
-    @property
-    def with_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
-
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        if self.top_logprobs and not self.with_logprobs:
-            raise bad(f'top_logprobs needs include: ["{LOGPROBS}"]', "top_logprobs")
+        """Return the engine's parameters; `defaults` are the model's own."""
+        with_logprobs = LOGPROBS in (self.include or ())
+        if self.top_logprobs and not with_logprobs:
+            raise RequestError(f'`top_logprobs` requires include: ["{LOGPROBS}"]', param="top_logprobs")
         given = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
-        given["logprobs"] = (self.top_logprobs or 0) if self.with_logprobs else None
+        given["logprobs"] = (self.top_logprobs or 0) if with_logprobs else None
         values = {"max_tokens": None, **defaults, **{name: each for name, each in given.items() if each is not None}}
         form = self.text.format if self.text else None
-        try:
-            return SamplingParams(**values, structured_outputs=form.structured() if form else None)
-        except UserError as error:
-            raise refused(error) from None
+        return SamplingParams(**values, structured=form.structured() if form else None)
 
     def conversation(self) -> Conversation:
+        """Return the conversation, checked."""
         named = self.tool_choice.name if isinstance(self.tool_choice, NamedFunctionChoice) else None
         return Conversation(
             messages=self._messages(),
@@ -177,20 +191,20 @@ class ResponsesRequest(Body):
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        turn = _Turn()
+        assistant = _AssistantMessage()
         for i, item in enumerate(self.input):
-            messages += turn.take(item, f"input.{i}")
-        return messages + turn.end()
+            messages += assistant.take(item, f"input.{i}")
+        return messages + assistant.end()
 
 
-class _Turn:
-    """Collects one assistant message from several items: reasoning, text and calls are separate items here."""
+class _AssistantMessage:
+    """Collect one assistant message from several items: reasoning, text and calls are separate items here."""
 
     def __init__(self):
         self._parts: dict[str, Any] = {}
 
     def take(self, item: Item, where: str) -> list[dict[str, Any]]:
-        """The messages that this item completes."""
+        """Return the messages that this item completes."""
         if item.type == "reasoning":
             before = self.end()
             self._parts["reasoning_content"] = _text(item.content or item.summary or "", where)
@@ -202,12 +216,13 @@ class _Turn:
             return []
         if item.type == "message" and item.role == "assistant":
             before = self.end() if self._parts.keys() & {"content", "tool_calls"} else []
-            self._parts["content"] = _text(item.content or "", where)  # null: cut off before its text
+            self._parts["content"] = _text(item.content or "", where)  # null: it was cut off before its text
             return before
         made = _call_result if item.type == "function_call_output" else _message
         return [*self.end(), made(item, where)]
 
     def end(self) -> list[dict[str, Any]]:
+        """Return the message, if there is one, and begin the next."""
         parts, self._parts = self._parts, {}
         if not parts.keys() & {"content", "tool_calls"}:
             return []  # reasoning without an answer
@@ -228,35 +243,35 @@ def _text(parts: Parts, where: str) -> str:
         return parts
     texts = [part.refusal if part.type == "refusal" else part.text for part in parts]
     if None in texts:
-        raise bad(f"{where}: a part of its content has no text", where)
+        raise RequestError(f"{where} must have a text in every part of its content", param=where)
     return "\n".join(text for text in texts if text is not None)
 
 
-PATH = "/v1/responses"
-EventData = tuple[str, dict[str, Any]]  # an event's name and its fields
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
 def routes(service: Service) -> APIRouter:
+    """Return the route /v1/responses."""
     router = APIRouter()
 
     @router.post(PATH)
     async def responses(body: ResponsesRequest) -> Response:
-        """A conversation's next items."""
+        """Answer a conversation with its next items."""
         adapter = service.adapter_of(body.model)
         params, talk = body.params(service.config.defaults), body.conversation()
         limit = None if body.max_output_tokens is None else "max_output_tokens"
-        ask = await asyncio.to_thread(service.prompts.ask, talk, params, limit=limit, adapter=adapter)
-        service.check([ask])
-        made = _Response(service, body, ask)
-        return EventStream(made.events(), made.failed) if body.stream else JsonAnswer(made.whole())
+        request = await asyncio.to_thread(service.prompts.request, talk, params, limit=limit, adapter=adapter)
+        service.check([request])
+        answer = _ResponseAnswer(service, body, request)
+        return EventStream(answer.events(), answer.failed) if body.stream else JsonAnswer(answer.whole())
 
     return router
 
 
-class _Response:
-    def __init__(self, service: Service, body: ResponsesRequest, ask: Ask):
-        self._service, self._body, self._ask = service, body, ask
-        self._usage = TokenUsage([ask])
+class _ResponseAnswer:
+    def __init__(self, service: Service, body: ResponsesRequest, request: PromptRequest):
+        self._service, self._body, self._request = service, body, request
+        self._usage = TokenUsage([request])
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._output = _Output()
         self._number = -1  # of the last event
@@ -283,17 +298,17 @@ class _Response:
         return self._event("response.failed", {"response": {**self._object("failed"), "error": failure}})
 
     async def _made(self) -> AsyncGenerator[list[EventData]]:
-        async with aclosing(self._service.answer(self._ask)) as steps:
-            async for step in steps:
-                self._usage.count(step)
-                made = self._output.take(step.events, self._scores(step))
-                if step.finish_reason is not None:
-                    self._reason = step.finish_reason
-                    made += self._output.close(step.finish_reason != "length")
+        async with aclosing(self._service.answer(self._request)) as deltas:
+            async for delta in deltas:
+                self._usage.count(delta)
+                made = self._output.take(delta.events, self._logprobs(delta))
+                if delta.finish_reason is not None:
+                    self._reason = delta.finish_reason
+                    made += self._output.close(delta.finish_reason != "length")
                 yield made
 
-    def _scores(self, step: AnswerDelta) -> list[dict[str, Any]]:
-        return self._service.token_text.chat(step.logprobs) if step.logprobs else []
+    def _logprobs(self, delta: AnswerDelta) -> list[dict[str, Any]]:
+        return self._service.token_text.chat(delta.logprobs) if delta.logprobs else []
 
     def _event(self, name: str, data: dict[str, Any]) -> bytes:
         self._number += 1
@@ -303,13 +318,13 @@ class _Response:
         return "incomplete" if self._reason == "length" else "completed"
 
     def _object(self, status: str) -> dict[str, Any]:
-        body, params = self._body, self._ask.params
+        body, params = self._body, self._request.params
         ended = status in ("completed", "incomplete")
         choice, text = body.tool_choice or "auto", body.text
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "background": False,
             "completed_at": int(time.time()) if status == "completed" else None,
-            "error": None, "model": self._service.name_of(self._ask.adapter),
+            "error": None, "model": self._service.name_of(self._request.adapter),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "output": self._output.items if ended else [], "top_logprobs": body.top_logprobs or 0,
@@ -330,13 +345,15 @@ class _Output:
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None  # the kind of the last item, while it is open
         self._text = ""
-        self._scores: list[dict[str, Any]] = []  # the message's tokens, where they were asked for
-        self._fresh: list[dict[str, Any]] = []  # those of tokens whose text has not come out yet
+        self._logprobs: list[dict[str, Any]] = []  # of the message's tokens, if requested
+        self._fresh: list[dict[str, Any]] = []  # of tokens whose text has not appeared yet
 
-    def take(self, events: Sequence[Event], scores: list[dict[str, Any]]) -> list[EventData]:
-        """What a step brought. A token's score goes with the text that it makes certain; those of reasoning and of
-        calls, which have no place for them, are left out."""
-        self._fresh += scores
+    def take(self, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> list[EventData]:
+        """Add the events of a delta, and return the events for the client.
+
+        A token's log-probability is sent with the text that it completes. Reasoning and calls have no place for them.
+        """
+        self._fresh += logprobs
         if events and not any(isinstance(event, Content) for event in events):
             self._fresh = []
         return [each for event in events for each in self._one(event)]
@@ -349,7 +366,7 @@ class _Output:
             case Content(text):
                 yield from self._enter("message")
                 fresh, self._fresh = self._fresh, []
-                self._scores += fresh
+                self._logprobs += fresh
                 yield from self._add("response.output_text.delta", text, content_index=0, logprobs=fresh)
             case CallStart(_, id, name):
                 yield from self.close()
@@ -361,7 +378,7 @@ class _Output:
                 yield from self.close(complete)
 
     def close(self, complete: bool = True) -> Iterator[EventData]:
-        """The open item has ended."""
+        """End the open item."""
         if self._open is None:
             return
         item, at = self.items[-1], self._at()
@@ -371,10 +388,10 @@ class _Output:
             yield "response.function_call_arguments.done", done
         else:
             kind = "reasoning_text" if self._open == "reasoning" else "output_text"
-            scores = self._scores + self._fresh  # those of an end token came without text
-            part = _part(kind, self._text, scores)
+            logprobs = self._logprobs + self._fresh  # those of an end token have no text
+            part = _part(kind, self._text, logprobs)
             item["content"] = [part]
-            more = {"logprobs": scores} if kind == "output_text" else {}
+            more = {"logprobs": logprobs} if kind == "output_text" else {}
             yield f"response.{kind}.done", {**at, "content_index": 0, "text": self._text, **more}
             yield "response.content_part.done", {**at, "content_index": 0, "part": part}
         item["status"] = "completed" if complete else "incomplete"
@@ -394,7 +411,7 @@ class _Output:
         yield "response.content_part.added", {**self._at(), "content_index": 0, "part": part}
 
     def _begin(self, kind: str, prefix: str, item: dict[str, Any]) -> Iterator[EventData]:
-        self._open, self._text, self._scores = kind, "", []
+        self._open, self._text, self._logprobs = kind, "", []
         self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
@@ -406,6 +423,6 @@ class _Output:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-def _part(kind: str, text: str, scores: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": list(scores)} if kind == "output_text" else {}
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    more = {"annotations": [], "logprobs": list(logprobs)} if kind == "output_text" else {}
     return {"type": kind, "text": text, **more}

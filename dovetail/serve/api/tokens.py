@@ -9,17 +9,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from dovetail.core.errors import UserError
-from dovetail.serve.api.chat import ChatTool, Message
+from dovetail.core.errors import RequestError, UserError
+from dovetail.serve.api.chat import ChatTool, Message, plain_messages, plain_tools
 from dovetail.serve.api.delivery import json_answer
 from dovetail.serve.api.requests import Body, Flag, Tokens
-from dovetail.serve.errors import bad
 from dovetail.serve.talk.prompts import Conversation
 from dovetail.serve.talk.service import Service
 
 
 class TokenizeRequest(Body):
-    """A prompt, or messages."""
+    """The body of /tokenize: a prompt, or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -32,9 +31,10 @@ class TokenizeRequest(Body):
     return_token_strs: Flag = False
 
     def conversation(self) -> Conversation:
+        """Return the conversation of `messages`, checked."""
         return Conversation(
-            messages=[message.plain(f"messages.{i}") for i, message in enumerate(self.messages or ())],
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            messages=plain_messages(self.messages),
+            tools=plain_tools(self.tools),
             template=self.chat_template,
             template_kwargs=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
@@ -42,27 +42,31 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
     model: str | None = None
     tokens: Tokens
     skip_special_tokens: Flag = False
 
 
 def routes(service: Service) -> APIRouter:
+    """Return the routes /tokenize and /detokenize."""
     router = APIRouter()
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The tokens of a prompt, or of messages as the model's template writes them."""
+        """Return the tokens of a prompt, or of messages as the model's template writes them."""
         service.adapter_of(body.model)
         return json_answer(await service.in_thread(body.chat_template, _tokenize, service, body))
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
+        """Return the text of tokens."""
         service.adapter_of(body.model)
         try:
             text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
         except UserError as error:
-            raise bad(str(error), "tokens") from None
+            raise RequestError(str(error), param="tokens") from None
         return json_answer({"prompt": text})
 
     return router
@@ -70,11 +74,11 @@ def routes(service: Service) -> APIRouter:
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
-        raise bad("expected one of prompt and messages", "prompt")
+        raise RequestError("exactly one of `prompt` and `messages` must be given", param="prompt")
     if body.prompt is not None:
         for name in ("tools", "chat_template", "chat_template_kwargs"):
             if getattr(body, name) is not None:
-                raise bad(f"{name} goes with messages, not with a prompt", name)
+                raise RequestError(f"`{name}` requires `messages`, got `prompt`", param=name)
         found = service.prompts.encode(body.prompt, body.add_special_tokens is not False)
     else:
         talk = replace(body.conversation(), adapter=service.adapter_of(body.model))

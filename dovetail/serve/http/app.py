@@ -14,22 +14,22 @@ from dovetail.serve.api import anthropic, chat, completions, controls, pooling, 
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.gate import Gate, handle_errors
 from dovetail.serve.http.long_bodies import LongBodies
-from dovetail.serve.remote.client import EngineBackend
+from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.talk.service import Service
 
 
-def make_app(backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """An ASGI application. It closes the backend when the server stops. Its Service is app.state.service."""
-    long = LongBodies(backend, tokenizer, config)
+def make_app(engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """Return the ASGI application, with its Service as app.state.service. It closes the engine when it stops."""
+    long = LongBodies(engine, tokenizer, config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI):
         yield
         long.close()
         app.state.service.close()
-        await backend.close()
+        await engine.close()
 
-    app = routed(backend, tokenizer, config, lifespan)
+    app = routed(engine, tokenizer, config, lifespan)
     app.add_middleware(Gate, config=config, long=long)
     if config.allowed_origins:  # outermost: errors need the headers too, or a browser hides them
         app.add_middleware(
@@ -39,23 +39,14 @@ def make_app(backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig)
 
 
 def routed(
-    backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig, lifespan: Lifespan[FastAPI] | None = None
+    engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig, lifespan: Lifespan[FastAPI] | None = None
 ) -> FastAPI:
-    """The routes alone."""
-    service = Service(backend, tokenizer, config)
+    """Return the application with its routes, without the gate."""
+    service = Service(engine, tokenizer, config)
     app = FastAPI(title="Dovetail", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    for router in (
-        chat.routes,
-        completions.routes,
-        responses.routes,
-        anthropic.routes,
-        tokens.routes,
-        pooling.routes,
-        status.models,
-        status.state,
-    ):
-        app.include_router(router(service))
+    for module in (chat, completions, responses, anthropic, tokens, pooling, status):
+        app.include_router(module.routes(service))
     if config.admin_key is not None:
         app.include_router(controls.admin(service))
         if config.profile_dir is not None:

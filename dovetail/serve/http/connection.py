@@ -1,8 +1,9 @@
-"""Connection: uvicorn's HTTP connection, with limits that uvicorn does not have: on the size and time of a request's
-head, on the time in which a client takes nothing of its answer, and on the number of connections.
+"""HttpConnection: uvicorn's HTTP connection with further limits.
 
-At that number the connection that has been idle for longest makes room for a new one. So clients that only hold
-connections open, for which they need no key, do not keep others out; requests under way are never cut off."""
+It limits the size and time of a request's headers, the time in which a client reads nothing of its answer, and the
+number of connections. At that number the connection that has been idle for longest is closed for a new one. So clients
+that only hold connections open, for which they need no key, do not keep others out. Running requests are never cut off.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dovetail.serve.errors import RETRY_SECONDS, ApiError
 
 HEAD_BYTES = 64 * 1024  # of the request line and the headers
-HEAD_SECONDS = 10.0  # for a client to send them, from its connection or from the first byte of a further request
-STALL_SECONDS = 300.0  # in which a client takes nothing of an answer, before its connection is closed
-CLOSE_SECONDS = 1.0  # in which what a refused client still sends is read and dropped, so that it sees the answer
+HEAD_SECONDS = 10.0  # to send them, from the connection or from the first byte of a further request
+STALL_SECONDS = 300.0  # without reading anything of an answer, before the connection is closed
+CLOSE_SECONDS = 1.0  # in which the data of a refused client is read and dropped, so that it sees the answer
 
 
 class HttpConnection(HttpToolsProtocol):
-    """`most`: the connections that may be open at once."""
+    """One connection of a client, of which at most `most` may be open."""
 
     def __init__(self, *args: Any, most: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -29,47 +30,52 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self._idle_since = self.loop.time()
-        self._in_head = True  # the request's head has begun, or the connection has, and it is not complete
-        self._size = 0  # bytes of the head that have come, without those of the last piece
+        self._in_head = True  # the connection or a request's headers have begun and are not complete
+        self._size = 0  # bytes of the headers so far, without those of the last piece
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first request's headers; close an idle connection if there are too many."""
         super().connection_made(transport)
         self._await_head()
         if len(self.connections) > self._most:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers."""
         self._stop_timer()
         self._stop_stall()
         super().connection_lost(exc)
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is running."""
         return self.cycle is None or self.cycle.response_complete
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle for longest, or this one where all others are busy."""
+        """Close the connection that has been idle for longest, or this one if all others are busy."""
         others = [each for each in self.connections if isinstance(each, HttpConnection) and each is not self]
         idle = [each for each in others if each._is_idle and not each.transport.is_closing()]
         if idle:
             oldest = min(idle, key=lambda each: each._idle_since)
             oldest.transport.abort()
-            self.connections.discard(oldest)  # `connection_lost` comes later, and further connections before it
+            self.connections.discard(oldest)  # `connection_lost` is called later, after further connections
         else:
-            message = f"this server has {self._most} connections open, and takes no more; try again later"
+            message = f"the limit of {self._most} open connections is reached; try again later"
             self._refuse(ApiError(503, message, code="too_many_connections", retry_after=RETRY_SECONDS))
 
     def on_response_complete(self) -> None:
+        """Note when the connection became idle."""
         self._idle_since = self.loop.time()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
+        """Start the timer of a client that does not read."""
         super().pause_writing()
         self._stall = self.loop.call_later(STALL_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Stop that timer."""
         self._stop_stall()
         super().resume_writing()
 
@@ -79,15 +85,17 @@ class HttpConnection(HttpToolsProtocol):
             self._stall = None
 
     def data_received(self, data: bytes) -> None:
+        """Pass data on, and refuse headers that are too large."""
         if self._refused:
             return
         super().data_received(data)
-        if self._in_head and not self._refused:  # then all of the piece belongs to the head
+        if self._in_head and not self._refused:  # then the whole piece belongs to the headers
             self._size += len(data)
             if self._size > HEAD_BYTES:
                 self._refuse_head()
 
     def on_message_begin(self) -> None:
+        """Start the timer of a further request's headers."""
         super().on_message_begin()
         self._size = 0
         if not self._in_head:  # a further request on this connection
@@ -95,6 +103,7 @@ class HttpConnection(HttpToolsProtocol):
             self._await_head()
 
     def on_headers_complete(self) -> None:
+        """Check the size of the headers."""
         self._in_head = False
         self._stop_timer()
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > HEAD_BYTES:
@@ -103,10 +112,12 @@ class HttpConnection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Drop the body of a refused request."""
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """End a request that was not refused."""
         if not self._refused:
             super().on_message_complete()
 
@@ -124,11 +135,11 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse_head(self) -> None:
-        message = f"the request's headers are larger than {HEAD_BYTES} bytes"
+        message = f"the request's headers must have at most {HEAD_BYTES} bytes"
         self._refuse(ApiError(431, message, code="headers_too_large"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send the error, unless an earlier request of this connection is still being answered, and close."""
+        """Send the error, unless an earlier request of this connection is being answered, and close."""
         self._refused = True
         self._stop_timer()
         if not self._is_idle:

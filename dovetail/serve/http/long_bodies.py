@@ -1,8 +1,8 @@
-"""LongBodies: requests with a long body are read in a process of their own first (http.long_body_process).
+"""LongBodies: requests with a long body are first read in a separate process (http.long_body_process).
 
 Parsing megabytes of JSON, rendering a template and tokenizing hold Python's lock for seconds, in which no stream and no
-/health would be served. Most such bodies are refused, or are for /tokenize: that process answers those. The others
-are read again here, and are then known to be valid and to fit the context.
+/health would be served. Most such bodies are refused or are for /tokenize: that process answers them. The others are
+read again here, and are then known to be valid and to fit the context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.types import Scope
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import ApiError
-from dovetail.serve.remote.client import EngineBackend
+from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.wire import LENGTH
 
 log = logging.getLogger(__name__)
@@ -32,23 +32,23 @@ LONG = 128 * 1024  # bytes; up to here a body blocks the event loop for a few mi
 AT_ONCE = 4  # long bodies in memory; others wait in their sockets
 IDLE_SECONDS = 30.0  # then the process ends and its memory is free
 _CHUNK = 256 * 1024
-_BUSY = "this server is reading other long requests; try again later"
+_BUSY = "the server is reading other long requests; try again later"
 
 
 class LongBodies:
-    """Used in one event loop. The process is started for the first long body."""
+    """Read long bodies one at a time, in one event loop. The process is started for the first one."""
 
-    def __init__(self, backend: EngineBackend, tokenizer: Tokenizer, config: ServerConfig):
-        self._backend, self._config = backend, config
-        self._tokenizer = _pickled(tokenizer)  # now: later it would delay streams
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServerConfig):
+        self._engine, self._config = engine, config
+        self._tokenizer = _pickled(tokenizer)  # once: later it would delay streams
         self._places, self._turn = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self._reader: _Process | None = None
-        self._told = b""  # what it knows of the server and its engine
+        self._known = b""  # the description of the server and its engine that the process has
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """A place among the few long bodies that may be in memory at a time."""
+        """Wait for a place among the few long bodies that may be in memory at once."""
         try:
             await asyncio.wait_for(self._places.acquire(), self._config.limits.body_timeout)
         except TimeoutError:
@@ -59,7 +59,7 @@ class LongBodies:
             self._places.release()
 
     async def answer(self, scope: Scope, body: bytearray) -> Response | bytes:
-        """The answer, if it needs no engine (a refusal, or tokens); else the body, which is valid."""
+        """Return the answer if it needs no engine (a refusal, or tokens), else the body, which is valid."""
         head = [scope["method"], scope["path"], scope.get("query_string", b""), scope["headers"]]
         async with self._turn:
             reply = msgspec.msgpack.decode(await self._ask(msgspec.msgpack.encode(head), body))
@@ -71,24 +71,24 @@ class LongBodies:
         return answer
 
     async def _ask(self, head: bytes, body: bytearray) -> bytes:
-        """Any error, and a client that leaves, ends the process: the next body gets a new one."""
+        """Return the process's reply. Any error, and a client that disconnects, ends the process."""
         if self._timer is not None:
             self._timer.cancel()
         seconds = self._config.limits.request_timeout
         try:
-            known = pickle.dumps((self._config, self._backend.info))
-            if known != self._told:  # an adapter has come or gone
+            known = pickle.dumps((self._config, self._engine.info))
+            if known != self._known:  # an adapter was loaded or unloaded
                 self.close()
             if self._reader is None:
                 self._reader = await _Process.start(self._tokenizer, known)
-                self._told = known
+                self._known = known
             reply = await asyncio.wait_for(self._reader.ask(head, body), seconds)
         except TimeoutError:
             self.close()
             raise ApiError(504, f"the request could not be read within {seconds:g} s", code="timeout") from None
         except (OSError, asyncio.IncompleteReadError):
             self.close()
-            log.error("the process that reads long requests died")
+            log.error("long body process died")
             raise ApiError(503, "the request could not be read; try again", code="reader_died", retry_after=5) from None
         except BaseException:
             self.close()
@@ -129,7 +129,7 @@ class _Process:
         return await self._reader.readexactly(size)
 
     async def _write(self, *messages: bytes | bytearray) -> None:
-        """In chunks, without a copy of the whole: this blocks the event loop for about 1 ms per megabyte."""
+        """Write in chunks, without a copy of the whole: this blocks the event loop for about 1 ms per megabyte."""
         for message in messages:
             self._writer.write(LENGTH.pack(len(message)))
             view = memoryview(message)

@@ -1,8 +1,8 @@
-"""The process that reads long requests: `python -m dovetail.serve.http.long_body_process FD`, started by
-http.long_bodies with an inherited socket.
+"""The process that reads long requests: `python -m dovetail.serve.http.long_body_process FD`.
 
-It runs the server's own routes over an engine that does nothing. What they answer without the engine, which is every
-refusal and every tokenizer route, is the answer; a request that reaches the engine is valid.
+It is started by http.long_bodies with an inherited socket, and runs the server's routes with an engine that does
+nothing. If they answer without the engine (every refusal and the tokenizer's routes), that is the answer. A request
+that reaches the engine is valid.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from dovetail.serve.errors import as_api_error
 from dovetail.serve.http.app import routed
 from dovetail.serve.http.gate import check_text
 from dovetail.serve.remote.wire import LENGTH
+from dovetail.serve.request_context import begin_request
 
-NICE = 19  # the server's streams go first where there are few cores
+NICE = 19  # streams of the server go first on a machine with few cores
 
 
 def main(fd: int) -> None:
+    """Answer the requests that arrive on the socket `fd` until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends, by closing the socket
+        signal.signal(number, signal.SIG_IGN)  # the parent ends this process by closing the socket
     os.nice(NICE)
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
         tokenizer, (config, info) = pickle.loads(_read(wire)), pickle.loads(_read(wire))
@@ -42,16 +44,17 @@ def main(fd: int) -> None:
 
 
 def _read(wire: IO[bytes]) -> bytes:
-    """The next message; empty at the end."""
+    """Return the next message; empty at the end."""
     size = wire.read(LENGTH.size)
     return wire.read(LENGTH.unpack(size)[0]) if len(size) == LENGTH.size else b""
 
 
 async def _answer(app: FastAPI, engine: _NoEngine, head: bytes, body: bytes) -> list[Any] | None:
-    """Status, headers and body; None if the engine was asked."""
+    """Return status, headers and body; None if the engine was called."""
     method, path, query, headers = msgspec.msgpack.decode(head)
     scope: Scope = {"type": "http", "http_version": "1.1", "method": method, "path": path}
     scope |= {"query_string": query, "headers": headers}
+    begin_request()
     engine.asked, out = False, _Out()
     try:
         check_text(body)
@@ -64,7 +67,7 @@ async def _answer(app: FastAPI, engine: _NoEngine, head: bytes, body: bytes) -> 
 
 
 class _NoEngine:
-    """Notes that it was asked, and raises."""
+    """An engine that notes that it was called, and raises."""
 
     trouble = unready = None
 

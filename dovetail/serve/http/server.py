@@ -1,9 +1,8 @@
-"""The server: it starts an engine, listens on a socket, and ends both together."""
+"""The server: start an engine, listen on a socket, and stop both together."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import resource
@@ -20,28 +19,27 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from dovetail.core.errors import UserError
 from dovetail.core.note import NOTE
 from dovetail.engine.options import EngineOptions
-from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app
 from dovetail.serve.http.connection import HttpConnection
+from dovetail.serve.http.start import read_tokenizer
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.client import EngineClient
 from dovetail.serve.remote.supervisor import RestartLimits
 from dovetail.serve.remote.wire import EngineInfo
 
 log = logging.getLogger(__name__)
-END_SECONDS = 5.0  # for the engine to abort the requests that are ended, and for their errors to be sent
+END_SECONDS = 5.0  # for the engine to abort requests, and for their errors to be sent
 CLOSE_SECONDS = 3  # for connections to close
 BACKLOG = 2048  # connections that the system keeps until they are accepted
-ACCEPTED = 16  # of them at a time, so that a burst does not exceed the limit on open files
-OTHER_FILES = 128  # that the process may have open besides connections
+ACCEPTED = 16  # connections accepted at a time, so that a burst does not exceed the limit on open files
+OTHER_FILES = 128  # open files of the process besides connections
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, on uvloop where it is installed: that takes a fifth less CPU time per token."""
+    """Run a coroutine, on uvloop if it is installed: that takes a fifth less CPU time per token."""
     try:
         from uvloop import new_event_loop
     except ImportError:
@@ -62,7 +60,7 @@ async def serve(
     start, config = time.monotonic(), replace(config, port=sock.getsockname()[1])
     try:
         tokenizer = read_tokenizer(path)
-        log.info("starting the engine's process for %s", path)
+        log.info("starting the engine process for %s", path)
         limits = RestartLimits(step_seconds=config.limits.step_timeout)
         engine = await EngineClient.start(path, options, progress, limits)
         try:
@@ -79,13 +77,16 @@ async def serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with another end. After the first SIGINT or SIGTERM it still listens: new requests and /ready
-    get 503, and those under way have `drain_seconds` to end. After that time, or at a second signal, each of them gets
-    an error in its own stream. A third signal ends the process at once."""
+    """Uvicorn's server with a graceful stop.
+
+    After the first SIGINT or SIGTERM it still listens: new requests and /ready get 503, and running ones have a limited
+    time to end. After that time, or at a second signal, each of them gets an error in its own stream. A third signal
+    ends the process at once.
+    """
 
     def __init__(self, app: FastAPI, config: ServerConfig):
         self._inflight, self._drain_seconds = app.state.service.inflight, config.limits.drain_timeout
-        self.signal: int | None = None  # the first that came
+        self.signal: int | None = None  # the first signal
         self._hurried = False
         # uvicorn's loggers use the root's handlers; an access log would write one line per request.
         options: dict[str, Any] = dict(log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
@@ -94,87 +95,58 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=CLOSE_SECONDS, **options))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen with a long backlog."""
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(BACKLOG)  # asyncio's own number is also how many it accepts before it looks at any of them
+            each.listen(BACKLOG)  # asyncio's own backlog is also how many it accepts at a time
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn's, this does not raise the signal again: `serve` does, when the engine has ended too."""
+        """Note a signal. `serve` raises it again when the engine has ended too."""
         if self._hurried:
             os._exit(128 + sig)  # the engine's process ends with this one
         self._hurried, self.should_exit = self.should_exit, True
         self.signal = self.signal or sig
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests, end the others, and close all connections."""
         start, seconds = time.monotonic(), self._drain_seconds
-        self._inflight.drain()
+        self._inflight.draining = True
         if drained := len(self.server_state.tasks):
-            log.log(NOTE, "stopping: %d requests under way have %g s; a second Ctrl-C ends them now", drained, seconds)
+            log.log(NOTE, "stopping: %d running requests have %g s; a second Ctrl-C ends them now", drained, seconds)
             await self._idle(seconds, lambda: self._hurried)
         if count := len(self.server_state.tasks):
-            log.warning("stopping: %d requests are ended with an error after %.1f s", count, time.monotonic() - start)
+            log.warning("stopping: %d requests ended with an error after %.1f s", count, time.monotonic() - start)
             self._inflight.end_all()
             await self._idle(END_SECONDS)
-            for connection in list(self.server_state.connections):  # clients that do not read, or have not sent it all
+            for connection in list(self.server_state.connections):  # clients that do not read or send
                 connection.transport.abort()
         await super().shutdown(sockets)
         log.log(NOTE if drained else logging.INFO, "stopped after %.1f s", time.monotonic() - start)
 
     async def _idle(self, seconds: float, or_else: Callable[[], bool] = lambda: False) -> None:
-        """Wait until no request is under way, for at most `seconds`."""
+        """Wait until no request is running, for at most `seconds`."""
         end = time.monotonic() + seconds
         while self.server_state.tasks and time.monotonic() < end and not or_else():
             await asyncio.sleep(0.05)
 
 
 def connection_limit(wanted: int) -> int:
-    """Return how many connections the process may have open: `wanted`, or what its limit on open files leaves. That
-    limit is raised if the system allows it: where it is reached, no connection can be accepted at all."""
+    """Return how many connections the process may have open: `wanted`, or what its limit on open files allows.
+
+    The limit on open files is raised if the system allows it. When it is reached, no connection can be accepted.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + OTHER_FILES:
         soft = wanted + OTHER_FILES if hard == resource.RLIM_INFINITY else min(hard, wanted + OTHER_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted + OTHER_FILES:
             most = max(soft - OTHER_FILES, soft // 2)
-            log.warning("at most %d connections: the limit on open files (ulimit -n) is %d", most, soft)
+            log.warning("connections limited to %d: the limit on open files (ulimit -n) is %d", most, soft)
             return most
     return wanted
 
 
 def url(config: ServerConfig) -> str:
-    """The server's address for a client on this machine."""
+    """Return the server's address for a client on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
     return f"http://{host}:{config.port}"
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, but not listening yet: until the server is ready, clients are refused instead of left waiting."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio turns off Nagle's delay, 40 ms per event, only for a socket that names it.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host.strip("[]"), port))
-    except OSError as error:
-        sock.close()
-        raise UserError(f"cannot listen on {host}:{port}: {_why_not(error)}") from None
-    return sock
-
-
-def _why_not(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "another program listens there; stop it, or choose another --port (0: any that is free)"
-    if error.errno == errno.EACCES:
-        return "ports below 1024 are for the system's own services; choose a higher --port"
-    return f"{error.strerror}; choose another --host or --port"
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer only: the engine's process loads the weights."""
-    if path.suffix == ".gguf":
-        from dovetail.io.gguf import GgufCheckpoint
-
-        return GgufCheckpoint(path).tokenizer()
-    if not (path / "tokenizer.json").exists():
-        raise UserError(f"{path} has no tokenizer.json, and a server needs one to read and write text")
-    return Tokenizer.from_folder(path)

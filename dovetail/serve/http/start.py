@@ -1,77 +1,31 @@
-"""Checks of a server's configuration that need neither its model nor an engine, so that a wrong option is reported
-within a second.
+"""What is checked and read before a server starts: its options, its socket, its tokenizer, the sampling defaults.
 
-A model's own sampling defaults, from its generation_config.json, for fields that a request leaves out."""
+A wrong option is reported within a second, before an engine is started.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError, FileError, RecipeError, UserError, as_user_error
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.adapter_folder import check_servable
+from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.formats import format_for, reasoning_for
 from dovetail.serve.config import ServerConfig
 
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
-
-
-def check_start(config: ServerConfig, options: EngineOptions) -> None:
-    """Raise ValueError, with a sentence for the person who starts the server, for what could not be served."""
-    for flag, find, name in (
-        ("--tool-call-parser", format_for, config.tool_call_parser),
-        ("--reasoning-parser", reasoning_for, config.reasoning_parser),
-    ):
-        try:
-            find(name=name)
-        except UserError as error:
-            raise UserError(f"{flag}: {error}") from None
-    for origin in config.allowed_origins:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise UserError(
-                f"--allowed-origins must be * or a scheme, host and port, such as https://example.com:8443, "
-                f"got {origin!r}"
-            )
-    if config.is_open and not config.allow_unauthenticated:
-        raise UserError(
-            f"--host {config.host} without an API key lets everybody who reaches this machine use the model: set "
-            "DOVETAIL_API_KEY or --api-key-file, or pass --allow-unauthenticated if that is meant"
-        )
-    if config.profile_dir is not None and config.admin_key is None:
-        raise UserError("--profile-dir needs --admin: /start_profile and /stop_profile take the admin key")
-    _check_adapters(options)
-    if config.profile_dir is not None:  # the last one: it makes the folder
-        _check_profile_dir(Path(config.profile_dir))
-
-
-def _check_adapters(options: EngineOptions) -> None:
-    for name, folder in options.lora_modules.items():
-        try:
-            check_servable(Path(folder), options.max_lora_rank)
-        except (ValueError, OSError) as error:
-            raise UserError(f"--lora-modules {name}: {error}") from None
-
-
-def _check_profile_dir(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"--profile-dir {folder} cannot be written to ({error.strerror}); choose a folder that can"
-        ) from None
-
-
-# Their names there, and ours. The tokenizer brings the ids that end an answer. do_sample is not read: a server samples
-# unless a request has temperature 0.
-_NAMES = {
+# Names in generation_config.json -> names of SamplingParams. The tokenizer has the ids that end an answer. do_sample is
+# not read: a server samples unless a request has temperature 0.
+_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -81,15 +35,104 @@ _NAMES = {
 }
 
 
+def check_start(config: ServerConfig, options: EngineOptions) -> None:
+    """Check the options of a server.
+
+    Raises:
+        UserError: An option is wrong; the message names its flag.
+    """
+    for flag, find, name in (
+        ("--tool-call-parser", format_for, config.tool_call_parser),
+        ("--reasoning-parser", reasoning_for, config.reasoning_parser),
+    ):
+        try:
+            find(name=name)
+        except UserError as error:
+            raise RecipeError(f"{flag}: {error}", param=flag.strip("-").replace("-", "_")) from None
+    for origin in config.allowed_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise RecipeError(
+                f"--allowed-origins must be * or an origin such as https://example.com:8443, got {origin!r}",
+                param="allowed_origins",
+            )
+    if config.is_open and not config.allow_unauthenticated:
+        raise RecipeError(
+            f"--host {config.host} without an API key lets everyone who reaches this machine use the model: set "
+            "DOVETAIL_API_KEY or --api-key-file, or pass --allow-unauthenticated",
+            param="host",
+        )
+    if config.profile_dir is not None and config.admin_key is None:
+        message = "--profile-dir requires --admin: /start_profile and /stop_profile take the admin key"
+        raise RecipeError(message, param="profile_dir")
+    _check_adapters(options)
+    if config.profile_dir is not None:  # last, because it makes the folder
+        _check_profile_dir(Path(config.profile_dir))
+
+
+def _check_adapters(options: EngineOptions) -> None:
+    for name, folder in options.lora_modules.items():
+        try:
+            check_servable(Path(folder), options.max_lora_rank)
+        except (UserError, OSError) as error:
+            user = as_user_error(error)
+            if user is None:
+                raise
+            raise CheckpointError(f"--lora-modules {name}: {user}", param="lora_modules") from None
+
+
+def _check_profile_dir(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = f"--profile-dir must be a folder that can be written to, got {folder} ({error.strerror})"
+        raise FileError(message, param="profile_dir") from None
+
+
 def read_defaults(path: Path) -> Mapping[str, Any]:
-    """SamplingParams' fields; empty where the model has no such file."""
+    """Return the model's own sampling defaults, from its generation_config.json; empty if it has none."""
     file = path / "generation_config.json"
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text())
-        values = {ours: found[theirs] for theirs, ours in _NAMES.items() if found.get(theirs) is not None}
+        values = {ours: found[theirs] for theirs, ours in _DEFAULTS.items() if found.get(theirs) is not None}
         SamplingParams(**values)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} cannot be used ({error}); mend it, or start with --generation-config none") from None
+    except (ValueError, TypeError, AttributeError) as error:  # not JSON, not an object, or a value of a wrong type
+        message = f"{file} cannot be used ({error}): correct it, or start with --generation-config none"
+        raise CheckpointError(message, param="generation_config") from None
     return values
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read the model's tokenizer; the engine's process loads the weights."""
+    if path.suffix == ".gguf":
+        from dovetail.io.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path).tokenizer()
+    if not (path / "tokenizer.json").exists():
+        raise CheckpointError(f"{path} must have a tokenizer.json: a server needs it to read and write text")
+    return Tokenizer.from_folder(path)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound and does not listen yet: until the server is ready, clients are refused."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named because asyncio turns off Nagle's delay, 40 ms per event, only for a socket that names it.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host.strip("[]"), port))
+    except OSError as error:
+        sock.close()
+        raise FileError(f"cannot listen on {host}:{port}: {_reason(error)}", param="port") from None
+    return sock
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program listens there; stop it, or choose another --port (0: any free one)"
+    if error.errno == errno.EACCES:
+        return "ports below 1024 are reserved for the system; choose a higher --port"
+    return f"{error.strerror}; choose another --host or --port"

@@ -1,2 +1,5 @@
-"""The engine in a process of its own: the two ends (`child` and `client` here, `process` and `commands` there), the
-messages between them (`wire`), and what keeps one running (`supervisor`, `watchdog`, `control_state`)."""
+"""The engine in its own process.
+
+On the HTTP side: `client`, over `supervisor` (restarts), `control_state` (state to restore) and `child` (one process).
+On the engine's side: `process` and `outbox`. `wire` defines the messages between the two.
+"""

@@ -1,7 +1,4 @@
-"""DeltaStream: a request's deltas between the engine's process and their reader.
-
-Child: the engine's process, from its start to its end, as the HTTP process sees it. Streams and calls that are open
-when it dies raise EngineDied at once."""
+"""Child: one process of the engine, as the HTTP process sees it, and DeltaStream, the deltas of one of its requests."""
 
 from __future__ import annotations
 
@@ -39,16 +36,25 @@ from dovetail.serve.remote.wire import (
     frame,
     from_engine,
 )
+from dovetail.serve.request_context import request_id
 
-TOKENS = 32  # that a reader is given at once: to make their text takes well under a millisecond
+log = logging.getLogger(__name__)
+ShowProgress = Callable[[str, int, int], None]
+COMMAND = (sys.executable, "-m", "dovetail.serve.remote.process")
+EXIT_SECONDS = 2.0  # between the end of the process's socket and a SIGKILL
+READ_AHEAD = 2**20
+MAX_TOKENS = 32  # per delta for a reader: detokenizing them takes well under a millisecond
 
 
 class DeltaStream:
-    """At most one delta waits per sequence: later ones are joined to it, so a slow reader costs no more memory than its
-    answer. It is given a long one in parts, and other tasks run between them."""
+    """The deltas of one request between the engine's process and their reader.
+
+    At most one delta waits per sequence: later ones are joined to it, so a slow reader needs no more memory than its
+    answer. A long delta is given to the reader in parts, and other tasks run between them.
+    """
 
     def __init__(self, n: int):
-        self._open = n  # sequences whose last delta has not come
+        self._open = n  # sequences whose last delta has not arrived
         self._waiting: dict[int, Delta] = {}
         self._error: Exception | None = None
         self._ended = False
@@ -56,26 +62,28 @@ class DeltaStream:
 
     @property
     def is_complete(self) -> bool:
-        """No more deltas will come."""
+        """Whether no more deltas will arrive."""
         return self._open == 0 or self._error is not None
 
     def put(self, delta: Delta) -> None:
+        """Add a delta from the engine."""
         earlier = self._waiting.pop(delta.index, None)  # back to the end: the request's last delta stays last
         self._waiting[delta.index] = delta if earlier is None else earlier.then(delta)
         self._open -= delta.finished
         self._news.set()
 
     def fail(self, error: Exception) -> None:
+        """Raise `error` in the reader after the deltas that wait."""
         self._error = error
         self._news.set()
 
     def end(self) -> None:
-        """Let the reader go on without the deltas that have not come. The stream is not complete until they have."""
+        """Let the reader continue without the deltas that have not arrived; the stream stays open until they have."""
         self._ended = True
         self._news.set()
 
     async def get(self) -> Delta | None:
-        """The next delta; None after the last. Raises the error that `fail` was given once none is left."""
+        """Return the next delta, or None after the last one; raise the error that `fail` was given."""
         while not self._waiting:
             if self._open == 0 or self._ended:
                 return None
@@ -84,22 +92,18 @@ class DeltaStream:
             self._news.clear()
             await self._news.wait()
         index, delta = next(iter(self._waiting.items()))
-        if len(delta.tokens) > TOKENS:
+        if len(delta.tokens) > MAX_TOKENS:
             await asyncio.sleep(0)
-            return self._waiting[index].cut(TOKENS)
+            return self._waiting[index].cut(MAX_TOKENS)
         return self._waiting.pop(index)
 
 
-log = logging.getLogger(__name__)
-ShowProgress = Callable[[str, int, int], None]
-COMMAND = (sys.executable, "-m", "dovetail.serve.remote.process")
-EXIT_SECONDS = 2.0  # between the end of its socket and a SIGKILL
-READ_AHEAD = 2**20
-
-
 class Child:
-    """Made by `spawn`, in a running event loop. `streams` are those whose last delta has not come, including those that
-    are no longer read: an id can be used again only after the engine has forgotten it."""
+    """A process of the engine, made by `spawn` in a running event loop.
+
+    When it dies, open streams and calls raise EngineDied at once. `streams` holds every stream whose last delta has not
+    arrived, including streams that nobody reads: an id can be used again only after the engine has forgotten it.
+    """
 
     info: EngineInfo
 
@@ -113,21 +117,26 @@ class Child:
         self.process, self._reader, self._writer = process, reader, writer
         self.ended, self.idle = asyncio.Event(), asyncio.Event()  # idle: no stream is open
         self.streams: dict[str, DeltaStream] = {}
-        self.served = False  # a request has been answered to its end
-        self.why = "the engine's process ended"
+        self.served = False  # whether a request has been answered completely
+        self.reason = "the engine's process ended"
         self._calls: dict[int, asyncio.Future] = {}
         self._numbers = itertools.count(1)
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._failed: EngineFailed | None = None
+        self._failure: Exception | None = None
         self.idle.set()
         self._task = asyncio.create_task(self._read(progress))
 
     @classmethod
     async def spawn(cls, start: StartEngine, progress: ShowProgress | None = None) -> Child:
-        """A child that is ready; ValueError with the engine's sentence where the model or an option is wrong."""
+        """Start a process and wait until its engine is ready.
+
+        Raises:
+            UserError: The model or an option is wrong.
+            EngineDied: The engine could not start for another reason.
+        """
         first = frame(start)  # before the process starts: an option that cannot be sent is refused here
         ours, theirs = socket.socketpair()
-        # From this thread, which runs the event loop: Linux ends the child with the thread that started it.
+        # Started from the event loop's thread: Linux ends a child with the thread that started it.
         with theirs:
             command = [*COMMAND, str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -144,21 +153,23 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the process has not ended."""
         return not self.ended.is_set()
 
     def set_version(self, version: int) -> None:
-        """The version of the weights it has now."""
+        """Record the version of the engine's current weights."""
         self.info = msgspec.structs.replace(self.info, weights_version=version)
 
     def set_adapters(self, adapters: dict[str, LoadedAdapter]) -> None:
-        """Those it has now."""
+        """Record the engine's current adapters."""
         self.info = msgspec.structs.replace(self.info, adapters=adapters)
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- requests and calls -------------------------------------------------------------------------------------------
 
     def open(self, add: Add) -> DeltaStream:
+        """Send a request and return the stream of its deltas."""
         if add.id in self.streams:
-            raise UserError(f"a request {add.id!r} is under way already")
+            raise RequestError(f"`id` must be unique, got {add.id!r}, which is in use", param="id")
         stream = DeltaStream(add.params.n)
         self._send(add)
         self.streams[add.id] = stream
@@ -166,34 +177,40 @@ class Child:
         return stream
 
     def leave(self, id: str, stream: DeltaStream) -> None:
-        """Stop reading this stream: abort the request unless it has ended."""
+        """Stop reading a stream; abort its request if it has not ended."""
         if not stream.is_complete and self.is_alive:
-            self._send(Call(0, "abort", [id]))
+            self._send(Call(0, "abort", {"id": id}))
 
-    async def call(self, name: str, *args: Any) -> Any:
-        """A command's answer. ValueError, with the engine's own sentence, for a call it refuses. Being cancelled
-        cancels it there too, if it is one that can end early."""
+    async def call(self, name: str, /, **args: Any) -> Any:
+        """Call a command of the engine's process and return its result.
+
+        Cancelling this cancels the command too, if it is one that can end early.
+
+        Raises:
+            UserError: The command refused its arguments.
+            RuntimeError: The command failed; the engine's process has logged the traceback.
+        """
         number = next(self._numbers)
-        self._send(Call(number, name, list(args)))
+        self._send(Call(number, name, args, request_id()))
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             return await future
         except asyncio.CancelledError:
             if self.is_alive:
-                self._send(Call(0, "cancel", [number]))
+                self._send(Call(0, "cancel", {"number": number}))
             raise
         finally:
             del self._calls[number]
 
     def _send(self, message: ToEngine) -> None:
         if self.ended.is_set():
-            raise EngineDied(self.why)
+            raise EngineDied(self.reason)
         self._writer.write(frame(message))
 
-    # --- its end ------------------------------------------------------------------------------------------------------
+    # --- the end of the process ---------------------------------------------------------------------------------------
 
     async def stop(self, seconds: float) -> None:
-        """End it after its current step; kill it if that takes longer than `seconds`."""
+        """End the process after its current step; kill it if that takes longer than `seconds`."""
         with contextlib.suppress(EngineDied):
             self._send(Call(0, "stop"))
         with contextlib.suppress(TimeoutError):
@@ -201,28 +218,29 @@ class Child:
         self.kill()
         await self._task
 
-    def give_up(self, why: str) -> None:
-        """Treat it as dead and do not wait for it: a process that waits for a broken device cannot always be killed."""
-        self.why = why
+    def give_up(self, reason: str) -> None:
+        """Treat the process as dead without waiting: one that waits for a broken device cannot always be killed."""
+        self.reason = reason
         self.kill()
         self._task.cancel()
 
     def kill(self) -> None:
+        """Send SIGKILL to the process."""
         if self.process.returncode is None:
             self.process.kill()
 
     async def _end(self) -> None:
-        if self._failed is not None:
-            self.why = self._failed.sentence
+        if self._failure is not None:
+            self.reason = str(self._failure)
         self.ended.set()
-        died = UserError if self._failed is not None and self._failed.user else EngineDied
         if not self._ready.done():
-            self._ready.set_exception(died(self.why))
+            is_user = isinstance(self._failure, UserError)
+            self._ready.set_exception(self._failure if is_user else EngineDied(self.reason))  # type: ignore[arg-type]
         for stream in self.streams.values():
-            stream.fail(EngineDied(self.why))
+            stream.fail(EngineDied(self.reason))
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDied(self.why))
+                future.set_exception(EngineDied(self.reason))
         self.streams.clear()
         self.idle.set()
         self._writer.close()
@@ -236,18 +254,18 @@ class Child:
             self.process.kill()
             code = await self._exit_code(EXIT_SECONDS)
         if code is None:
-            log.error("the engine's process %d does not end: is its device broken?", self.process.pid)
-        elif code and not (self._failed and self._failed.user):  # a user's error is raised by `spawn`
-            log.warning("the engine's process %d ended with %d: %s", self.process.pid, code, self.why)
+            log.error("engine process %d does not end: the device may be broken", self.process.pid)
+        elif code and not isinstance(self._failure, UserError):  # `spawn` raises a UserError
+            log.warning("engine process %d ended with exit code %d: %s", self.process.pid, code, self.reason)
 
     async def _exit_code(self, seconds: float) -> int | None:
-        """Polls instead of waiting in a thread: a process that never ends would keep that thread forever."""
+        """Poll for the exit code: waiting in a thread would keep that thread if the process never ends."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             await asyncio.sleep(0.01)
         return self.process.returncode
 
-    # --- its messages -------------------------------------------------------------------------------------------------
+    # --- messages from the process ------------------------------------------------------------------------------------
 
     async def _read(self, progress: ShowProgress | None) -> None:
         try:
@@ -255,9 +273,9 @@ class Child:
                 size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
                 self._take(from_engine.decode(await self._reader.readexactly(size)), progress)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # it has ended, or give_up was called
+            pass  # the process has ended, or `give_up` was called
         except msgspec.MsgspecError:
-            log.exception("a message of the engine's process cannot be decoded")
+            log.exception("engine process %d: a message cannot be decoded", self.process.pid)
             self.kill()
         finally:
             await self._end()
@@ -267,8 +285,7 @@ class Child:
             case Deltas():
                 self._deliver(message)
             case RequestRefused():
-                error = RequestError(message.sentence) if message.user else RuntimeError(message.sentence)
-                self._close(message.id, error)
+                self._close(message.id, message.error.exception())
             case CallAnswer():
                 self._answer(message)
             case Progress():
@@ -278,7 +295,7 @@ class Child:
                 if not self._ready.done():
                     self._ready.set_result(message.info)
             case EngineFailed():
-                self._failed = message
+                self._failure = message.error.exception()
 
     def _deliver(self, message: Deltas) -> None:
         for delta in message.deltas:
@@ -303,4 +320,4 @@ class Child:
         if answer.error is None:
             future.set_result(answer.result)
         else:
-            future.set_exception(UserError(answer.error) if answer.user else RuntimeError(answer.error))
+            future.set_exception(answer.error.exception())

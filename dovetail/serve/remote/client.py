@@ -1,6 +1,4 @@
-"""Backend: what the server needs of an engine. EngineClient is one; tests have another.
-
-EngineClient: an engine in a process of its own, for asyncio. Tokens in, tokens out: the caller makes the text.
+"""EngineClient: an engine in its own process, for asyncio. It takes and returns tokens; the caller makes the text.
 
 engine = await EngineClient.start("smollm2-135m", EngineOptions(max_num_seqs=64, seed=None))
 async for delta in engine.generate("r1", tokens, SamplingParams(temperature=0)):
@@ -15,53 +13,19 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from os import PathLike
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError
 from dovetail.engine.controls import EngineDied as EngineDied
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
 from dovetail.serve.remote.wire import Add, Delta, EngineInfo, StartEngine, plain
 
-
-class EngineBackend(Protocol):
-    @property
-    def info(self) -> Any: ...  # EngineInfo
-    @property
-    def trouble(self) -> str | None: ...  # why no request would be taken, in words a client may read
-    @property
-    def unready(self) -> str | None: ...  # why none would be answered now: trouble, or it sleeps or is paused
-    def generate(
-        self,
-        id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter: str | None = None,
-    ) -> AsyncGenerator[Delta]:
-        """ValueError before the first delta for a request that is refused; leaving the iterator aborts it."""
-        ...
-
-    async def abort(self, id: str, index: int | None = None) -> None: ...
-    async def stats(self) -> Any: ...  # Stats
-    async def embed(
-        self, prompts: list[list[int]], pooling: Literal["mean", "last"], adapter: str | None = None
-    ) -> Any: ...
-    async def score(self, prompts: list[list[int]], adapter: str | None = None) -> Any: ...
-    async def control(self, name: str, *args: Any) -> Any: ...  # see engine.controls
-    async def start_profile(self, folder: str) -> Any: ...
-    async def stop_profile(self) -> Any: ...
-    async def close(self) -> None: ...
-
-
-STOP_SECONDS = 10.0  # for its current step, when it is told to end
+STOP_SECONDS = 10.0  # for the current step when the process is stopped
 ABORT_SECONDS = 1.0  # that the reader of an aborted request waits for the engine
 State = Literal["ready", "restarting", "failed", "closing", "closed"]
 _TROUBLE: dict[State, str | None] = {
@@ -74,8 +38,11 @@ _TROUBLE: dict[State, str | None] = {
 
 
 class EngineClient:
-    """Made by `start`, in a running event loop, and used only there. Every method raises EngineDied while no engine is
-    running, and ValueError, with the engine's own sentence, for a request or command it refuses."""
+    """Client of an engine process, made by `start` in a running event loop and used only there.
+
+    Every method raises EngineDied while no engine is running, and UserError for a request or command that the engine
+    refuses.
+    """
 
     def __init__(self, supervisor: EngineSupervisor):
         self._supervisor = supervisor
@@ -90,9 +57,19 @@ class EngineClient:
         progress: ShowProgress | None = None,
         limits: RestartLimits = RestartLimits(),
     ) -> EngineClient:
-        """`options`: a dtype by its name. With a seed of None, as here, requests without a seed get other samples after
-        a restart and on another replica. ValueError if the engine says that the model or an option is wrong, EngineDied
-        if it fails otherwise."""
+        """Start the engine's process and wait until it is ready.
+
+        Args:
+            model: A folder, a .gguf file, or a name that `dt.load` takes.
+            options: The engine's options, with the dtype by its name. With a seed of None, requests without a seed get
+                other samples after a restart and on another replica.
+            progress: Called with (what, done, total) during the start.
+            limits: When the process is restarted.
+
+        Raises:
+            UserError: The model or an option is wrong.
+            EngineDied: The engine could not start for another reason.
+        """
         start = StartEngine(str(model), options, logging.getLogger("dovetail").getEffectiveLevel())
         supervisor = EngineSupervisor(start, limits, progress)
         await supervisor.start()
@@ -105,7 +82,7 @@ class EngineClient:
         await self.close()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Take no more requests, wait up to `drain_seconds` for the open ones, abort the rest, and end the process."""
+        """Refuse new requests, wait up to `drain_seconds` for open ones, abort the rest, and end the process."""
         if self._closing is not None:
             return
         self._closing = "closing"
@@ -123,22 +100,23 @@ class EngineClient:
         with contextlib.suppress(TimeoutError):  # their last deltas, with finish_reason "abort"
             await asyncio.wait_for(child.idle.wait(), 2.0)
 
-    # --- its state ----------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
-        """Of the running engine, or of the last one that ran."""
+        """The description of the running engine, or of the last one that ran."""
         if self.is_alive:
             self._info = self._supervisor.child.info
         return self._info
 
     @property
     def is_alive(self) -> bool:
-        """Whether a request would be taken: not during a restart, nor after `close` was called."""
+        """Whether a request would be accepted: not during a restart, nor after `close` was called."""
         return self.state == "ready"
 
     @property
     def state(self) -> State:
+        """The state of the engine's process."""
         if self._closing is not None:
             return self._closing
         try:
@@ -149,31 +127,32 @@ class EngineClient:
 
     @property
     def trouble(self) -> str | None:
-        """Why no request would be taken, in words a client may read; None: one would."""
+        """Why no request would be accepted, as a sentence for a client; None if one would be."""
         if self._supervisor.control_state.lost and self.state in ("restarting", "failed"):
             return "the weights that were loaded last cannot be loaded again, and older ones are not served"
         return _TROUBLE[self.state]
 
     @property
     def unready(self) -> str | None:
-        """Why a request would not be answered now: `trouble`, or the engine sleeps or is paused; None: it would."""
+        """Why a request would not be answered now: `trouble`, or the engine sleeps or is paused."""
         return self.trouble or self._supervisor.control_state.rest
 
     @property
     def restarts(self) -> int:
+        """The number of restarts so far."""
         return self._supervisor.restarts
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine has not ended."""
+        """The number of requests that the engine has not ended."""
         try:
             return len(self._supervisor.child.streams)
         except EngineDied:
             return 0
 
-    async def stats(self) -> EngineStats:
-        """A snapshot. It does not wait for the current step."""
-        return plain(await self._call("stats"), EngineStats)
+    async def stats(self) -> Stats:
+        """Return the engine's current statistics, without waiting for its current step."""
+        return plain(await self._call("stats"), Stats)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -187,13 +166,17 @@ class EngineClient:
         cache_salt: str | None = None,
         adapter: str | None = None,
     ) -> AsyncGenerator[Delta]:
-        """Stream a request's deltas; those of its n sequences are interleaved. ValueError, before the first, if it is
-        refused. A caller slower than the engine gets several deltas joined into one. Leaving the loop, being cancelled,
-        or `aclose` aborts the request. `params.stop` is not looked for: the caller makes the text, finds it, and
-        aborts."""
+        """Stream the deltas of a request; those of its n sequences are interleaved.
+
+        A caller slower than the engine gets several deltas joined into one. Leaving the loop, cancellation or `aclose`
+        aborts the request. `params.stop` is not searched: the caller makes the text, finds stop strings, and aborts.
+
+        Raises:
+            UserError: The request is refused, before the first delta.
+        """
         self._check_open()
         if not isinstance(id, str):
-            raise UserError(f"a request's id is a string; got {id!r}")
+            raise RequestError(f"`id` must be a string, got {id!r}", param="id")
         child = self._supervisor.child
         stream = child.open(Add(id, list(prompt), params, priority, cache_salt, time.monotonic(), adapter))
         try:
@@ -203,11 +186,13 @@ class EngineClient:
             child.leave(id, stream)
 
     async def abort(self, id: str, index: int | None = None) -> None:
-        """End a request, or one of its n sequences; its last deltas have finish_reason "abort". Returns when its pages
-        are free. An unknown id is no error. A reader of the request does not wait for an engine that is busy for longer
-        than a second (it may compile): its stream ends without those deltas."""
+        """End a request, or one of its n sequences, and return when its pages are free.
+
+        Its last deltas have finish_reason "abort". An unknown id is ignored. If the engine is busy for more than a
+        second (it may compile), the reader's stream ends without those deltas.
+        """
         child = self._supervisor.child
-        answer = asyncio.ensure_future(child.call("abort", id, index))
+        answer = asyncio.ensure_future(child.call("abort", id=id, index=index))
         done, _ = await asyncio.wait({answer}, timeout=ABORT_SECONDS)
         if not done and index is None and id in child.streams:
             child.streams[id].end()
@@ -219,36 +204,40 @@ class EngineClient:
         pooling: Literal["mean", "last"] = "mean",
         adapter: str | None = None,
     ) -> list[list[float]]:
-        """A vector of length 1 for each prompt, from the model's final hidden states."""
+        """Return a vector of length 1 for each prompt, pooled from the model's final hidden states."""
+        tokens = [list(prompt) for prompt in prompts]
         vectors = []
-        for each in await self._call("embed", [list(prompt) for prompt in prompts], pooling, adapter):
+        for each in await self._call("embed", prompts=tokens, pooling=pooling, adapter=adapter):
             vectors.append(np.frombuffer(each, "<f4").tolist())
-            await asyncio.sleep(0)  # other tasks run between them
+            await asyncio.sleep(0)  # let other tasks run
         return vectors
 
     async def score(self, prompts: Sequence[Sequence[int]], adapter: str | None = None) -> list[float]:
-        """The score of each prompt, by a reward model; ValueError for another."""
-        return await self._call("score", [list(prompt) for prompt in prompts], adapter)
+        """Return a reward model's score of each prompt; refused by other models."""
+        return await self._call("score", prompts=[list(prompt) for prompt in prompts], adapter=adapter)
 
-    # --- the engine ---------------------------------------------------------------------------------------------------
+    # --- controls -----------------------------------------------------------------------------------------------------
 
-    async def control(self, name: str, *args: Any) -> Any:
-        """One of engine.controls, by its name; its answer. Weights come by a path that `dt.load` takes: keep the files,
-        because an engine started after a death is brought to the state of the one before it (see ControlState)."""
+    async def control(self, name: str, /, **args: Any) -> Any:
+        """Run one of the engine's controls (engine.controls) with arguments by name, and return its result.
+
+        Weights are given by a path that `dt.load` takes. Keep these files: a restarted engine loads them again to
+        reach the state of the one before it (see ControlState).
+        """
         self._check_open()
-        return await self._supervisor.control_state.control(self._supervisor.child, name, *args)
+        return await self._supervisor.control_state.control(self._supervisor.child, name, **args)
 
     async def start_profile(self, folder: str | PathLike[str]) -> None:
         """Write a trace for xprof until `stop_profile`."""
-        await self._call("start_profile", str(folder))
+        await self._call("start_profile", folder=str(folder))
 
     async def stop_profile(self) -> str:
-        """The folder the trace was written to."""
+        """Stop the trace and return the folder that it was written to."""
         return await self._call("stop_profile")
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def _call(self, name: str, /, **args: Any) -> Any:
         self._check_open()
-        return await self._supervisor.child.call(name, *args)
+        return await self._supervisor.child.call(name, **args)
 
     def _check_open(self) -> None:
         if self._closing is not None:

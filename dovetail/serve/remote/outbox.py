@@ -1,6 +1,8 @@
-"""Outbox: sends the messages of the engine's process, in a thread of its own, so that neither encoding them nor a slow
-parent delays a step. While the parent does not read, later updates of a sequence are joined to earlier ones, so what
-waits is bounded by what the requests may generate."""
+"""Outbox: the thread that sends the messages of the engine's process.
+
+Neither encoding nor a slow parent delays a step. While the parent does not read, later updates of a sequence are
+joined to earlier ones, so that memory is bounded by what the requests may generate.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,20 @@ from dovetail.serve.remote.wire import Delta, Deltas, DeltaTimes, FromEngine, Lo
 
 
 class Outbox:
+    """Send messages and the engine's updates over a socket, in order, from a thread."""
+
     def __init__(self, sock: socket.socket):
         self._socket = sock
         self._queue: SimpleQueue[list[OutputDelta] | FromEngine | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, item: list[OutputDelta] | FromEngine) -> None:
+    def put(self, item: list[Update] | FromEngine) -> None:
+        """Queue a message, or the updates of one step."""
         self._queue.put(item)
 
     def close(self, seconds: float = 2.0) -> None:
-        """Send what is queued, if the parent takes it within `seconds`."""
+        """Send what is queued, if the parent reads it within `seconds`, and end the thread."""
         self._queue.put(None)
         self._thread.join(seconds)
 
@@ -32,11 +37,11 @@ class Outbox:
         try:
             while self._send(self._waiting()):
                 pass
-        except OSError:  # the parent is gone
+        except OSError:  # the parent has ended
             os._exit(0)
 
-    def _waiting(self) -> list[list[OutputDelta] | FromEngine | None]:
-        """Everything that is queued; waits for the first item."""
+    def _waiting(self) -> list[list[Update] | FromEngine | None]:
+        """Wait for an item, and return everything that is queued."""
         items = [self._queue.get()]
         try:
             while True:
@@ -44,9 +49,9 @@ class Outbox:
         except Empty:
             return items
 
-    def _send(self, items: list[list[OutputDelta] | FromEngine | None]) -> bool:
-        """Send in order; False after the last item."""
-        joined: dict[tuple[str, int], OutputDelta] = {}
+    def _send(self, items: list[list[Update] | FromEngine | None]) -> bool:
+        """Send the items in order; return False after the last one (None)."""
+        joined: dict[tuple[str, int], Update] = {}
         for item in items:
             if isinstance(item, list):
                 for update in item:

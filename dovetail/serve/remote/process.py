@@ -1,11 +1,9 @@
-"""The engine's process: `python -m dovetail.serve.remote.process FD`, its socket inherited, started by remote.child.
+"""The engine's process: `python -m dovetail.serve.remote.process FD`, started by remote.child with an inherited socket.
 
-The main thread starts the engine and waits; the reader takes requests in, the engine's thread steps, the outbox sends.
-It makes no text and no JSON. It ends when it is told to, when its engine dies, and when its parent does.
-
-
-Commands: what the HTTP process may ask of the engine besides tokens. The engine's
-controls are commands, and each public method here is one that returns its answer."""
+The main thread starts the engine and waits, the reader thread takes messages, the engine's thread steps, and the outbox
+sends. The process makes no text and no JSON. It ends when it is told to, when its engine dies, and when its parent
+ends. An exception in a request or a command is answered and logged; the process goes on.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +25,9 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from dovetail.core.errors import UserError, as_user_error
+from dovetail.core.errors import RequestError, UserError, as_user_error
 from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.options import EngineOptions
-from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
     LENGTH,
@@ -48,6 +45,7 @@ from dovetail.serve.remote.wire import (
     RequestRefused,
     StartEngine,
     ToEngine,
+    WireError,
     to_engine,
 )
 from dovetail.serve.request_context import traceback_text
@@ -59,11 +57,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 0.1
-STEP_TOKENS = 8192  # most of a server's step on an accelerator
+STEP_TOKENS = 8192  # default of a server's max_num_batched_tokens on an accelerator
 PR_SET_PDEATHSIG = 1
+# These commands run the model over many prompts, in their own threads; they end early when their caller has left.
+FORWARDS = {"embed", "score"}
+# These wait for files or compilers, and run in a thread.
+SLOW = {"start_profile", "stop_profile"} | {name for name, control in CONTROLS.items() if control.prepare}
 
 
 def main(fd: int) -> None:
+    """Serve the engine over the socket `fd` until the parent or the engine ends."""
     _obey_parent_only()
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
@@ -71,7 +74,7 @@ def main(fd: int) -> None:
     start = _read(inbox)
     if not isinstance(start, StartEngine):
         return
-    when = "" if sys.stderr.isatty() else "%(asctime)s "  # as the HTTP process, in whose log these lines are
+    when = "" if sys.stderr.isatty() else "%(asctime)s "  # as the HTTP process, which writes to the same log
     logging.basicConfig(format=f"{when}engine: %(message)s")
     logging.getLogger("dovetail").setLevel(start.log_level)
     process = EngineProcess(outbox)
@@ -79,15 +82,18 @@ def main(fd: int) -> None:
     try:
         process.start(start)
     except BaseException as error:
-        process.fail(EngineFailed(*_sentence_of(error, "the engine could not be started")))
+        process.fail(_logged(error, "the engine could not be started"))
     process.ended.wait()
     outbox.close()
     os._exit(process.code)  # without waiting for threads that still load or compile
 
 
 def _obey_parent_only() -> None:
-    """The parent decides when this process ends, so a ctrl-C or a SIGTERM that the whole process group gets is ignored.
-    Linux kills this process when the parent ends, in case it does not see the end of the socket."""
+    """Leave it to the parent when this process ends.
+
+    Ctrl-C and SIGTERM, which the whole process group may get, are ignored. Linux kills this process when the parent
+    ends, in case it does not see the end of the socket.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -101,13 +107,13 @@ def _serve(process: EngineProcess, inbox: IO[bytes]) -> None:
     except EngineDied:  # reported by the engine's own thread
         return
     except BaseException:
-        log.exception("the engine's process cannot go on")
+        log.exception("the engine's process cannot continue")
         os._exit(1)
     os._exit(0)
 
 
 def _read(inbox: IO[bytes], process: EngineProcess | None = None) -> ToEngine | None:
-    """The next message; None at the end. One that cannot be decoded is answered with the reason."""
+    """Return the next message, or None at the end; answer a message that cannot be decoded with the reason."""
     while len(size := inbox.read(LENGTH.size)) == LENGTH.size:
         payload = inbox.read(LENGTH.unpack(size)[0])
         try:
@@ -116,31 +122,34 @@ def _read(inbox: IO[bytes], process: EngineProcess | None = None) -> ToEngine | 
             kind, key, *_ = msgspec.msgpack.decode(payload)
             if process is None or kind not in ("add", "call"):
                 raise
-            process.refuse(kind, key, str(error))
+            process.refuse(kind, key, WireError.of(RequestError(str(error))))
     return None
 
 
 class EngineProcess:
+    """Run requests and commands of the parent on an engine."""
+
     def __init__(self, outbox: Outbox):
         self._outbox = outbox
         self.ended, self.code = threading.Event(), 0
-        # Three pools, so that none of these waits for another: embeddings take minutes, a grammar seconds.
+        # Three pools, so that none waits for another: embeddings take minutes, compiling a grammar takes seconds.
         self._intake = ThreadPoolExecutor(4, thread_name_prefix="intake")
         self._forwards = ThreadPoolExecutor(2, thread_name_prefix="forward")
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="command")
         self._cancels: dict[int, threading.Event] = {}  # by the number of a call that can be cancelled
-        self._checking: set[str] = set()  # requests that have come and are not in the engine's queue yet
+        self._checking: set[str] = set()  # requests that have arrived and are not in the engine's queue yet
         self._lock = threading.Lock()
         self._progress_sent = 0.0
 
     def start(self, start: StartEngine) -> None:
+        """Load the model, compile its steps, and report that the engine is ready."""
         from dovetail.engine.llm import LLM
         from dovetail.engine.loop import EngineLoop
 
         llm = LLM.from_options(start.model, _options(start), progress=self._progress)
         llm.prepare(self._progress)
         gc.collect()
-        gc.freeze()  # these objects live as long as the process: a collection that visits them all would delay a step
+        gc.freeze()  # these objects live as long as the process; a collection that visits them all delays a step
         self._loop = EngineLoop(llm.engine, self._outbox.put, self._on_end)
         self._commands = Commands(self._loop)
         self._outbox.put(EngineReady(_info(start.model, llm)))
@@ -153,17 +162,19 @@ class EngineProcess:
 
     def _on_end(self, died: EngineDied) -> None:
         if died.__cause__ is not None:
-            self.fail(EngineFailed(str(died)))
+            self.fail(WireError(str(died)))
         self.ended.set()
 
-    def fail(self, failed: EngineFailed) -> None:
-        self._outbox.put(failed)
+    def fail(self, error: WireError) -> None:
+        """Report that the engine has failed, and end the process."""
+        self._outbox.put(EngineFailed(error))
         self.code = 1
         self.ended.set()
 
     # --- on the reader's thread ---------------------------------------------------------------------------------------
 
     def take(self, message: ToEngine) -> None:
+        """Handle one message of the parent; its errors are answered, except EngineDied."""
         if isinstance(message, Add):
             self._checking.add(message.id)
             if message.params.structured_outputs or message.params.bad_words:  # a grammar may take a second to compile
@@ -173,26 +184,34 @@ class EngineProcess:
         elif isinstance(message, Call):
             self._call(message)
 
-    def refuse(self, kind: str, key: Any, sentence: str) -> None:
-        self._outbox.put(RequestRefused(key, sentence) if kind == "add" else CallAnswer(key, error=sentence))
+    def refuse(self, kind: str, key: Any, error: WireError) -> None:
+        """Answer an Add (by its id) or a Call (by its number) with an error."""
+        self._outbox.put(RequestRefused(key, error) if kind == "add" else CallAnswer(key, error=error))
+
+    # --- commands -----------------------------------------------------------------------------------------------------
 
     def _call(self, call: Call) -> None:
-        """Every call with a number is answered, except `stop`: the process ends."""
+        """Answer every call that has a number, except `stop`, which ends the process."""
+        try:
+            self._answer(call, self._run(call))
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._fail_call(call, error)
+
+    def _run(self, call: Call) -> Any:
+        """Return the call's result, or a future of it."""
         if call.name == "stop":
-            self._pool.submit(self._loop.stop)
-        elif call.name == "abort":
-            self._answer(call, self._abort(*call.args))
-        elif call.name == "cancel":
-            self._cancel(*call.args)
-        elif (command := self._commands.find(call.name)) is None:
-            self._outbox.put(CallAnswer(call.number, error=f"the engine knows no command {call.name!r}", user=False))
-        elif call.name in FORWARDS:
+            return self._pool.submit(self._loop.stop)
+        if call.name == "abort":
+            return self._abort(**call.args)
+        if call.name == "cancel":
+            return self._cancel(**call.args)
+        command = self._commands.find(call.name)
+        if call.name in FORWARDS:
             cancelled = self._cancels[call.number] = threading.Event()
-            self._answer(call, self._forwards.submit(command, cancelled.is_set, *call.args))
-        elif call.name in SLOW:
-            self._answer(call, self._pool.submit(command, *call.args))
-        else:
-            self._answer(call, command(*call.args))
+            return self._forwards.submit(command, cancelled.is_set, **call.args)
+        return self._pool.submit(command, **call.args) if call.name in SLOW else command(**call.args)
 
     def _answer(self, call: Call, result: Any) -> None:
         if isinstance(result, Future):
@@ -200,19 +219,23 @@ class EngineProcess:
         elif call.number:
             self._outbox.put(CallAnswer(call.number, result))
 
-    def _cancel(self, number: int) -> None:
-        """End a call whose caller has left, if it is one that can end early."""
-        if (cancelled := self._cancels.get(number)) is not None:
-            cancelled.set()
-
     def _answer_future(self, call: Call, future: Future) -> None:
         self._cancels.pop(call.number, None)
         error = future.exception()
         if error is None:
             self._answer(call, future.result())
-        elif call.number and not isinstance(error, EngineDied):
-            sentence, user = _sentence_of(error, f"{call.name} failed")
-            self._outbox.put(CallAnswer(call.number, error=sentence, user=user))
+        elif not isinstance(error, EngineDied):
+            self._fail_call(call, error)
+
+    def _fail_call(self, call: Call, error: BaseException) -> None:
+        failed = _logged(error, f"request {call.request_id}: {call.name} failed")
+        if call.number:
+            self._outbox.put(CallAnswer(call.number, error=failed))
+
+    def _cancel(self, number: int) -> None:
+        """End a call whose caller has left, if it is one that can end early."""
+        if (cancelled := self._cancels.get(number)) is not None:
+            cancelled.set()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +258,7 @@ class EngineProcess:
 
     def _refuse(self, id: str, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, EngineDied):
-            self._outbox.put(RequestRefused(id, *_sentence_of(error, f"request {id} failed")))
+            self._outbox.put(RequestRefused(id, _logged(error, f"request {id} failed")))
 
     def _abort(self, id: str, index: int | None = None) -> Future[None] | None:
         with self._lock:
@@ -245,23 +268,85 @@ class EngineProcess:
             return self._loop.abort(id, index)
 
 
-def _sentence_of(error: BaseException, what: str) -> tuple[str, bool]:
-    """The error's sentence, and whether the caller can act on it; an error it cannot act on is logged."""
-    if (known := as_user_error(error)) is not None:
-        return str(known), True
-    log.error("%s\n%s", what, traceback_text(error))
-    return repr(error), False
+class Commands:
+    """The calls that an engine's process answers besides requests: the engine's controls and the methods here."""
+
+    def __init__(self, loop: EngineLoop):
+        from dovetail.engine.embed import Embedder
+
+        self._loop = loop
+        self._embedder = Embedder(loop.engine, lambda function: loop.submit(function).result())
+        self._profile: str | None = None
+        self._lock = threading.Lock()
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """Return the command of that name; a control returns a future of its result."""
+        if name in CONTROLS:
+            return partial(self._loop.control, name)
+        if name not in COMMANDS:
+            raise RuntimeError(f"unknown command {name!r}")
+        return getattr(self, name)
+
+    def pulse(self) -> float:
+        """Return the seconds that the current step has taken so far."""
+        return self._loop.pulse()
+
+    def stats(self) -> Stats:
+        """Return the engine's statistics."""
+        return self._loop.engine.stats()
+
+    def embed(
+        self, cancelled: Cancelled, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None
+    ) -> list[bytes]:
+        """Return each prompt's vector as little-endian float32, which the HTTP process decodes one by one."""
+        vectors = self._embedder.embed(prompts, pooling, adapter, cancelled)
+        return [np.asarray(vector, "<f4").tobytes() for vector in vectors]
+
+    def score(self, cancelled: Cancelled, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
+        """Return a reward model's score of each prompt."""
+        return self._embedder.score(prompts, adapter, cancelled)
+
+    def start_profile(self, folder: str) -> None:
+        """Start a trace for xprof."""
+        import jax
+
+        with self._lock:
+            if self._profile is not None:
+                raise UserError(f"a profile is already being written to {self._profile}: stop it first")
+            jax.profiler.start_trace(folder)
+            self._profile = folder
+
+    def stop_profile(self) -> str:
+        """Stop the trace and return its folder."""
+        import jax
+
+        with self._lock:
+            if self._profile is None:
+                raise UserError("no profile is being written: start one first")
+            folder, self._profile = self._profile, None
+            jax.profiler.stop_trace()
+            return folder
+
+
+COMMANDS = {name for name in vars(Commands) if not name.startswith("_")} - {"find"}
+
+
+def _logged(error: BaseException, what: str) -> WireError:
+    """Return the error as a message; log its traceback unless it is the user's."""
+    if as_user_error(error) is None:
+        log.error("%s\n%s", what, traceback_text(error))
+    return WireError.of(error)
 
 
 def _aborted(add: Add) -> Deltas:
-    """The end of a request that was aborted before it reached the engine."""
+    """Return the last deltas of a request that was aborted before it reached the engine."""
     now = time.monotonic()
     times = DeltaTimes(add.arrival or now, finished=now)
     return Deltas([Delta(add.id, i, [], times, finished=True, finish_reason="abort") for i in range(add.params.n)])
 
 
 def _options(start: StartEngine) -> EngineOptions:
-    """Return the engine's options with the server's default of tokens per step; on a CPU the engine derives it."""
+    """Return the engine's options with the server's own default of max_num_batched_tokens, except on a CPU."""
     import jax
 
     most = start.options.max_num_batched_tokens or (None if jax.default_backend() == "cpu" else STEP_TOKENS)
@@ -284,67 +369,6 @@ def _info(model: str, llm: LLM) -> EngineInfo:
 def _adapters(llm: LLM) -> dict[str, LoadedAdapter]:
     find = llm.runner.adapters.find
     return {name: LoadedAdapter(path, find(name).version) for name, path in llm.options.lora_modules.items()}
-
-
-# These run the model over many prompts, in threads of their own; they end early when their caller has left.
-FORWARDS = {"embed", "score"}
-# These wait for files or compilers, and run in a thread.
-SLOW = {"start_profile", "stop_profile"} | {name for name, control in CONTROLS.items() if control.prepare}
-
-
-class Commands:
-    def __init__(self, loop: EngineLoop):
-        from dovetail.engine.embed import Embedder
-
-        self._loop = loop
-        self._embedder = Embedder(loop.engine, lambda function: loop.submit(function).result())
-        self._profile: str | None = None
-        self._lock = threading.Lock()
-
-    def find(self, name: str) -> Callable[..., Any] | None:
-        """The command of that name; a control gives a future of its answer."""
-        if name in CONTROLS:
-            return partial(self._loop.control, name)
-        return getattr(self, name) if name in PUBLIC else None
-
-    def pulse(self) -> float:
-        return self._loop.pulse()
-
-    def stats(self) -> EngineStats:
-        return self._loop.engine.stats()
-
-    def embed(
-        self, cancelled: Cancelled, prompts: list[list[int]], pooling: Pooling, adapter: str | None = None
-    ) -> list[bytes]:
-        """Little-endian float32, which the HTTP process decodes one by one."""
-        vectors = self._embedder.embed(prompts, pooling, adapter, cancelled)
-        return [np.asarray(vector, "<f4").tobytes() for vector in vectors]
-
-    def score(self, cancelled: Cancelled, prompts: list[list[int]], adapter: str | None = None) -> list[float]:
-        return self._embedder.score(prompts, adapter, cancelled)
-
-    def start_profile(self, folder: str) -> None:
-        with self._lock:
-            if self._profile is not None:
-                raise UserError(f"a profile is being written to {self._profile}: stop that first")
-            import jax
-
-            jax.profiler.start_trace(folder)
-            self._profile = folder
-
-    def stop_profile(self) -> str:
-        """The folder it was written to."""
-        with self._lock:
-            if self._profile is None:
-                raise UserError("no profile is being written: start one first")
-            folder, self._profile = self._profile, None
-            import jax
-
-            jax.profiler.stop_trace()
-            return folder
-
-
-PUBLIC = {name for name in vars(Commands) if not name.startswith("_")} - {"find"}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Supervisor: starts the engine's process again when it dies, waiting longer each time, and gives up after too many
-deaths in a short time.
+"""EngineSupervisor: restarts the engine's process when it dies or hangs.
 
-The watchdog: an engine whose step does not end counts as dead although its process lives. A device that hangs
-reports nothing, and every stream would wait for it."""
+It waits longer before each restart and gives up after several deaths within a short time.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +17,31 @@ from dovetail.serve.remote.control_state import ControlState
 from dovetail.serve.remote.wire import StartEngine
 
 log = logging.getLogger(__name__)
+CHECKS = 4  # the watchdog's least number of checks within the time that a step may take
 
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """When to start again. A start that fails counts as a death. If an engine answered a request before it died, the
-    count begins anew."""
+    """When the engine's process is restarted.
 
-    deaths: int = 3  # after so many ...
-    seconds: float = 60.0  # ... within this time it is not started again
+    A start that fails counts as a death. Deaths before a completely answered request are not counted.
+    """
+
+    deaths: int = 3  # after this many deaths ...
+    seconds: float = 60.0  # ... within this time the engine is not started again
     backoff: float = 0.5  # seconds before the first restart; doubled before each further one
     longest_backoff: float = 30.0
-    step_seconds: float = 300.0  # a step that takes longer counts as a death; 0: no limit
+    step_seconds: float = 300.0  # a longer step counts as a death; 0: no limit
 
 
 class EngineSupervisor:
+    """Keep one engine process running."""
+
     def __init__(self, start: StartEngine, limits: RestartLimits, progress: ShowProgress | None = None):
         self._start, self._limits, self._progress = start, limits, progress
         self.control_state = ControlState()
         self._child: Child | None = None
-        self._why = "the engine is starting"
+        self._reason = "the engine is starting"
         self._deaths: list[float] = []
         self._task: asyncio.Task | None = None
         self._watching: asyncio.Task | None = None
@@ -45,7 +49,7 @@ class EngineSupervisor:
         self.gave_up = False
 
     async def start(self) -> None:
-        """Start the first child; an error in the model or an option is raised and not tried again."""
+        """Start the first process; its errors are raised, not retried."""
         child = await Child.spawn(self._start, self._progress)
         self._use(child)
         self.control_state.begin(child)
@@ -59,12 +63,13 @@ class EngineSupervisor:
 
     @property
     def child(self) -> Child:
-        """The running one; EngineDied, with the reason, if there is none."""
+        """The running process; raises EngineDied with the reason if there is none."""
         if self._child is None or not self._child.is_alive:
-            raise EngineDied(self._why)
+            raise EngineDied(self._reason)
         return self._child
 
     async def close(self, seconds: float) -> None:
+        """Stop the process, and kill it if that takes longer than `seconds`."""
         for task in (self._task, self._watching):
             if task is not None:
                 task.cancel()
@@ -72,34 +77,36 @@ class EngineSupervisor:
                     await task
         if self._child is not None:
             await self._child.stop(seconds)
-        self._why = "the engine was stopped"
+        self._reason = "the engine was stopped"
 
     async def _keep_running(self) -> None:
-        """Wait for a death, wait for the backoff, start again; return when it gives up."""
+        """Restart the process after each death, until there are too many."""
         child = self._child
         while True:
             if child is not None:
                 await child.ended.wait()
-                self._note_death(child.why, child.served)
+                self._note_death(child.reason, child.served)
             if self._gives_up():
                 return
             await asyncio.sleep(min(self._limits.backoff * 2 ** (len(self._deaths) - 1), self._limits.longest_backoff))
             child = await self._spawn()
 
-    def _note_death(self, why: str, served: bool) -> None:
+    def _note_death(self, reason: str, served: bool) -> None:
         now = time.monotonic()
         recent = [] if served else [death for death in self._deaths if now - death <= self._limits.seconds]
         self._deaths = [*recent, now]
-        self._why = f"{why}; it is being started again"
-        log.error("%s (death %d of %d)", self._why, len(self._deaths), self._limits.deaths)
+        self._reason = f"{reason}; it is being started again"
+        log.error("%s (death %d of %d)", self._reason, len(self._deaths), self._limits.deaths)
 
     def _gives_up(self) -> bool:
         if len(self._deaths) < self._limits.deaths:
             return False
         count, seconds = self._limits.deaths, self._limits.seconds
-        self._why = f"the engine died {count} times within {seconds:g} s and is not started again: see the server's log"
+        self._reason = (
+            f"the engine died {count} times within {seconds:g} s and is not started again: see the server's log"
+        )
         self.gave_up = True
-        log.critical(self._why)
+        log.critical(self._reason)
         return True
 
     async def _spawn(self) -> Child | None:
@@ -121,12 +128,12 @@ class EngineSupervisor:
             raise
 
 
-CHECKS = 4  # at least so many within the time that a step may take
-
-
 async def watch(child: Child, seconds: float) -> None:
-    """Give the child up when one of its steps takes longer than `seconds`. Compiling does not count (see
-    EngineLoop.pulse); a process that does not answer within that time hangs too."""
+    """Give the child up when one of its steps takes longer than `seconds`, or when it does not answer for that long.
+
+    A device that hangs reports nothing, and every stream would wait for it. Compiling does not count (see
+    EngineLoop.pulse).
+    """
     while child.is_alive:
         try:
             took = await asyncio.wait_for(child.call("pulse"), seconds)

@@ -1,10 +1,9 @@
-"""The messages between the HTTP process (parent) and the engine's process (child): msgpack structs, each preceded by
-its length.
+"""The messages between the HTTP process (parent) and the engine's process (child): msgpack with a length prefix.
 
-The parent sends StartEngine, then Add and Call. The child sends Progress, then EngineReady or EngineFailed; then Deltas
-of every step, RequestRefused for an Add that the engine does not take, and one CallAnswer per Call. Every Add ends
-exactly once: with RequestRefused, or with the finished delta of each of its n sequences. A closed socket means that the
-other process has ended.
+The parent sends StartEngine, then Add and Call. The child sends Progress, then EngineReady or EngineFailed; then the
+Deltas of every step, RequestRefused for an Add that the engine does not accept, and one CallAnswer per Call. Every Add
+ends exactly once: with RequestRefused, or with the finished delta of each of its n sequences. A closed socket means
+that the other process has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from dovetail.core.errors import UserError
+from dovetail.core import errors
+from dovetail.core.errors import RequestError, UserError, as_user_error
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 
@@ -28,36 +28,42 @@ T = TypeVar("T")
 
 
 class StartEngine(Struct, tag="start", array_like=True):
+    """Start the engine; the first message of the parent."""
+
     model: str
     options: EngineOptions = EngineOptions()
     log_level: int = 30
 
     def again(self, info: EngineInfo) -> StartEngine:
-        """Return the start of an engine in the place of that one, with as many pages: its steps are compiled for them.
-        Its adapters, which change, are loaded when it has started."""
+        """Return the message that starts a replacement of the engine that `info` describes.
+
+        It has as many pages, because its steps are compiled for that number. Its adapters may have changed since, so
+        they are loaded after the start.
+        """
         room: dict[str, Any] = dict(max_loras=info.max_loras, max_lora_rank=info.max_lora_rank)
         room |= dict(kv_cache_memory_bytes=info.kv_cache_memory_bytes)
         return msgspec.structs.replace(self, options=replace(self.options, lora_modules={}, **room))
 
 
 class Add(Struct, tag="add", array_like=True):
-    """A request, with its prompt in tokens. The parent finds its stop strings: the child makes no text."""
+    """Add a request with a tokenized prompt. The parent finds its stop strings: the child makes no text."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
-    arrival: float | None = None  # of time.monotonic, which all processes of a machine share
-    adapter: str | None = None  # by its name
+    arrival: float | None = None  # seconds of time.monotonic, which all processes of a machine share
+    adapter: str | None = None  # its name
 
 
 class Call(Struct, tag="call", array_like=True):
-    """A method of Commands. Number 0: no answer is sent."""
+    """Call one of the engine's commands by name. No answer is sent if `number` is 0."""
 
     number: int
     name: str
-    args: list[Any] = []
+    args: dict[str, Any] = {}
+    request_id: str = "-"  # the HTTP request that makes the call, for the log
 
 
 ToEngine = StartEngine | Add | Call
@@ -66,50 +72,72 @@ ToEngine = StartEngine | Add | Call
 # --- from the engine --------------------------------------------------------------------------------------------------
 
 
+class WireError(Struct, array_like=True, frozen=True):
+    """An exception of the engine's process: a UserError with its class, or an internal error."""
+
+    message: str
+    kind: str | None = None  # the name of a class in core.errors; None: an internal error
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> WireError:
+        """Return the error as a message; only UserError and understood operating-system errors are the user's."""
+        user = as_user_error(error)
+        if user is None:
+            return cls(repr(error))
+        kind = next(each.__name__ for each in type(user).__mro__ if each.__module__ == errors.__name__)
+        return cls(str(user), kind, user.param, user.code)
+
+    def exception(self) -> UserError | RuntimeError:
+        """Return the exception again, of the class that it had in the engine's process."""
+        if self.kind is None:
+            return RuntimeError(f"in the engine's process: {self.message}")
+        return getattr(errors, self.kind)(self.message, param=self.param, code=self.code)
+
+
 class LoadedAdapter(Struct, frozen=True):
+    """An adapter that the engine holds."""
+
     path: str
-    version: int  # which of the engine's loads it is
-    replaced: bool = False  # another is loaded in its place, and requests are not taken until it is there
+    version: int  # counts the engine's loads
+    replaced: bool = False  # a new version is being loaded in its place; requests are refused until it is there
 
 
 class EngineInfo(Struct, frozen=True):
-    """The engine that was started."""
+    """Describe the engine that was started."""
 
     model: str
-    max_model_len: int  # tokens of a prompt and its answer; less than the model's where the KV pool holds less
+    max_model_len: int  # tokens of a prompt and its answer; below the model's limit if the KV pool holds less
     vocab: int
     num_pages: int
     page_size: int
     max_num_seqs: int
     policy: str  # fcfs, or priority
     eos_ids: tuple[int, ...]
-    has_tokenizer: bool  # without one there are neither grammars nor bad_words
+    has_tokenizer: bool  # required for grammars and bad_words
     weights_version: int
     start_seconds: float
     pid: int
-    description: str
+    description: str  # the engine's capacity in one line
     adapters: dict[str, LoadedAdapter] = {}
     max_loras: int = 0
     max_lora_rank: int = 1
-    prediction: str = ""  # how fast it should decode
-    kv_cache_memory_bytes: int | None = None  # of the pages, on each device
-
-    def describe(self) -> str:
-        """What the engine has room for, in one line."""
-        return self.description
+    prediction: str = ""  # the predicted decode speed
+    kv_cache_memory_bytes: int | None = None  # bytes of the KV pool on each device
 
 
 class Logprob(NamedTuple):
-    """As engine.sequence.TokenLogprob."""
+    """Log-probability of one token, as engine.sequence.TokenLogprob."""
 
     token: int
     logprob: float
     rank: int  # 1 is the most probable
-    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as were asked for
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable, as many as requested
 
 
 class DeltaTimes(Struct, array_like=True):
-    """As engine.sequence.Times: seconds of time.monotonic, the same clock in both processes."""
+    """Times of a sequence, as engine.sequence.Times: seconds of time.monotonic, the same clock in both processes."""
 
     arrival: float
     scheduled: float | None = None
@@ -118,23 +146,23 @@ class DeltaTimes(Struct, array_like=True):
 
 
 class Delta(Struct, array_like=True, gc=False):
-    """What one sequence of a request gained since its last delta."""
+    """The tokens that one sequence of a request gained since its last delta."""
 
     id: str
     index: int  # which of the request's n sequences
     tokens: list[int]
     times: DeltaTimes
-    logprobs: list[Logprob] | None = None  # of these tokens, where they were asked for
+    logprobs: list[Logprob] | None = None  # of these tokens, if requested
     finished: bool = False
     finish_reason: str | None = None  # stop, length, abort
     stop_reason: int | str | None = None
     cached_tokens: int = 0
-    prompt_logprobs: list[Logprob | None] | None = None  # on the request's last delta, where they were asked for
+    prompt_logprobs: list[Logprob | None] | None = None  # on the request's last delta, if requested
     weights_version: int = 0
-    error: str | None = None  # why it ended, where neither client nor model did it: a stuck grammar, say
+    error: str | None = None  # why the engine ended it, such as a grammar that cannot continue
 
     def then(self, later: Delta) -> Delta:
-        """This delta and a later one joined, for a reader slower than the engine. Neither may be used afterwards."""
+        """Join this delta with a later one, for a reader slower than the engine. Neither may be used afterwards."""
         self.tokens += later.tokens
         if self.logprobs is not None:
             self.logprobs += later.logprobs or []
@@ -142,7 +170,7 @@ class Delta(Struct, array_like=True, gc=False):
         return later
 
     def cut(self, count: int) -> Delta:
-        """Take the first `count` tokens out of this delta, as a delta that does not end the sequence."""
+        """Remove the first `count` tokens from this delta and return them as a delta that does not end the sequence."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         first = Delta(self.id, self.index, self.tokens[:count], self.times, logprobs, cached_tokens=self.cached_tokens)
         first.weights_version, self.tokens = self.weights_version, self.tokens[count:]
@@ -151,37 +179,42 @@ class Delta(Struct, array_like=True, gc=False):
 
 
 class Progress(Struct, tag="progress", array_like=True):
+    """Report progress of the start."""
+
     what: str
     done: int
     total: int
 
 
 class EngineReady(Struct, tag="ready", array_like=True):
+    """Report that the engine has started."""
+
     info: EngineInfo
 
 
 class EngineFailed(Struct, tag="failed", array_like=True):
-    """The engine could not be started, or died. `user`: the model or an option was wrong, and the sentence says how."""
+    """Report that the engine could not start, or died. A UserError says which option or model is wrong."""
 
-    sentence: str
-    user: bool = False
+    error: WireError
 
 
 class RequestRefused(Struct, tag="refused", array_like=True):
+    """Report that a request was not added."""
+
     id: str
-    sentence: str
-    user: bool = True
+    error: WireError
 
 
 class CallAnswer(Struct, tag="answer", array_like=True):
+    """Answer a Call with its result or its error."""
+
     number: int
     result: Any = None
-    error: str | None = None
-    user: bool = True
+    error: WireError | None = None
 
 
 class Deltas(Struct, tag="deltas", array_like=True):
-    """The deltas of one step, or of several if the parent reads slowly."""
+    """The deltas of one step, or of several steps if the parent reads slowly."""
 
     deltas: list[Delta]
 
@@ -195,15 +228,19 @@ from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """The message with its length before it. ValueError for what cannot be encoded: a number beyond 64 bits, half of a
-    surrogate pair, an object that is not a plain value."""
+    """Return the message as bytes with its length before it.
+
+    Raises:
+        RequestError: It holds a value that cannot be encoded: an integer beyond 64 bits, half of a surrogate pair, or
+            an object that is not a plain value.
+    """
     try:
         payload = msgspec.msgpack.encode(message)
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise UserError(f"this cannot be sent to the engine: {error}") from None
+        raise RequestError(f"a value cannot be sent to the engine's process: {error}") from None
     return LENGTH.pack(len(payload)) + payload
 
 
 def plain(result: Any, kind: type[T]) -> T:
-    """An answer's result, converted back to the type it was sent as."""
+    """Return a call's result as the type that it had in the engine's process."""
     return msgspec.convert(result, kind)

@@ -1,2 +1,1 @@
-"""From a conversation to what the engine is asked, and from its tokens to what a client reads; `Service` does both for
-the model that is served, and counts."""
+"""From a conversation to a prompt for the engine, and from the engine's tokens to an answer."""

@@ -1,9 +1,7 @@
-"""From tokens to what a client reads: whole characters, stop strings found, tool calls and reasoning apart from text.
+"""From tokens to what a client reads: text without partial characters, stop strings, tool calls, log-probabilities.
 
-The engine's process makes tokens only; text is made here, in the HTTP process, so that it never delays a step.
-
-
-Log-probabilities as clients read them: tokens by their text, in the shapes of the two OpenAI routes."""
+The engine's process makes tokens only. Text is made here, in the HTTP process, so that it never delays a step.
+"""
 
 from __future__ import annotations
 
@@ -11,65 +9,66 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from dovetail.core.errors import UserError
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.request.text import OutputText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import CallEnd, CallStart, Content, Event
 from dovetail.io.tool_formats.stream import StreamParser
 from dovetail.serve.remote.wire import Delta, Logprob
 
-CONTEXT = 8  # of the prompt's last tokens: they decide whether the answer's text begins with a space
+CONTEXT = 8  # last tokens of the prompt, which decide whether the answer's text begins with a space
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON does not have, as in OpenAI's API
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """One prompt, and how its n answers are to be read."""
+class PromptRequest:
+    """One prompt for the engine, and how its n answers are read."""
 
     prompt: list[int]
     params: SamplingParams
-    limit: str | None = None  # the field by which the client set params.max_tokens; None: it is a default
+    limit: str | None = None  # the request field that set params.max_tokens; None: it is a default
     priority: int = 0
     cache_salt: str | None = None
-    adapter: str | None = None  # None: the model alone
+    adapter: str | None = None  # None: the base model
     skip_special: bool = True
-    keep: frozenset[int] = frozenset()  # special tokens that a parser must see
+    keep: frozenset[int] = frozenset()  # special tokens that the parser must see
     new_parser: Callable[[], StreamParser] | None = None  # None: the text is the answer
-    one_call: bool = False  # the answer ends after its first tool call
+    one_call: bool = False  # whether the answer ends after its first tool call
 
     @property
     def engine_params(self) -> SamplingParams:
-        """Without stop strings: AnswerReader finds them."""
+        """The parameters without stop strings, which AnswerReader finds."""
         return replace(self.params, stop=(), include_stop_str_in_output=False)
 
 
 class AnswerDelta(NamedTuple):
-    """What one of the n answers gained."""
+    """The tokens that one of the n answers gained, with the events that their text makes."""
 
     index: int
     events: list[Event]
     tokens: Sequence[int]
     logprobs: Sequence[Logprob] | None = None
-    finish_reason: str | None = None  # stop or length; None: it goes on
+    finish_reason: str | None = None  # stop or length; None: the answer continues
     stop_reason: int | str | None = None
-    prompt_logprobs: Sequence[Logprob | None] | None = None  # on the request's last step
+    prompt_logprobs: Sequence[Logprob | None] | None = None  # on the request's last delta
     cached_tokens: int = 0
 
 
 class AnswerReader:
-    """One of a request's n answers as it grows."""
+    """Read one of a request's n answers from the engine's deltas."""
 
-    def __init__(self, ask: Ask, tokenizer: Tokenizer):
-        params = ask.params
-        # A prompt in token ids may have ids that the tokenizer does not know: model vocabularies are often padded.
-        known = [token for token in ask.prompt[-CONTEXT:] if tokenizer.backend.id_to_token(token) is not None]
-        detokenizer = tokenizer.stream(ask.skip_special, known, ask.keep)
-        self._text = OutputText(detokenizer, params.stop, params.include_stop_str_in_output)
-        self._parser = ask.new_parser() if ask.new_parser else None
-        self._params, self._one_call, self._eos = params, ask.one_call, frozenset(tokenizer.eos_ids)
-        self.count = 0  # tokens, up to the one that completed a stop string
-        self.called = False  # whether there was a tool call
+    def __init__(self, request: PromptRequest, tokenizer: Tokenizer):
+        params = request.params
+        # A prompt of token ids may hold ids that the tokenizer does not know: model vocabularies are often padded.
+        known = [token for token in request.prompt[-CONTEXT:] if tokenizer.backend.id_to_token(token) is not None]
+        detokenizer = tokenizer.stream(request.skip_special, known, request.keep)
+        self._text = Text(detokenizer, params.stop, params.include_stop_str_in_output)
+        self._parser = request.new_parser() if request.new_parser else None
+        self._params, self._one_call, self._eos = params, request.one_call, frozenset(tokenizer.eos_ids)
+        self._count = 0  # tokens, up to the one that completed a stop string
 
     def read(self, delta: Delta) -> AnswerDelta:
+        """Return what the engine's delta adds to the answer."""
         stop, taken = self._push(delta)
         finished = delta.finished or stop is not None
         if finished:
@@ -81,25 +80,25 @@ class AnswerReader:
         else:
             reason = ("stop" if stop is not None else delta.finish_reason) if finished else None
         logprobs = delta.logprobs[:taken] if delta.logprobs is not None else None
-        why = stop if stop is not None else delta.stop_reason
+        stop_reason = stop if stop is not None else delta.stop_reason
         return AnswerDelta(
-            delta.index, events, delta.tokens[:taken], logprobs, reason, why if finished else None,
+            delta.index, events, delta.tokens[:taken], logprobs, reason, stop_reason if finished else None,
             delta.prompt_logprobs, delta.cached_tokens,
         )  # fmt: skip
 
     def _push(self, delta: Delta) -> tuple[str | None, int]:
-        """The stop string that was completed, or None; how many of the tokens count."""
+        """Return the stop string that was completed, if any, and how many of the tokens belong to the answer."""
         for i, token in enumerate(delta.tokens):
-            self.count += 1
+            self._count += 1
             if self._ends(delta, i):
                 break
-            stop = self._text.push(token, may_stop=self.count >= self._params.min_tokens)
+            stop = self._text.push(token, may_stop=self._count >= self._params.min_tokens)
             if stop is not None:
                 return stop, i + 1
         return None, len(delta.tokens)
 
     def _ends(self, delta: Delta, i: int) -> bool:
-        """Whether a token only ends the answer and has no text: an end token, or one of stop_token_ids."""
+        """Return whether a token only ends the answer and has no text: an end token, or one of stop_token_ids."""
         if not (delta.finished and delta.finish_reason == "stop" and i == len(delta.tokens) - 1):
             return False
         token = delta.tokens[i]
@@ -109,10 +108,7 @@ class AnswerReader:
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.push(text) if text else []
-        if finished:
-            events += self._parser.finish(truncated)
-        self.called |= any(isinstance(event, CallStart) for event in events)
-        return events
+        return events + self._parser.finish(truncated) if finished else events
 
 
 def _first_call(events: list[Event]) -> list[Event]:
@@ -120,63 +116,68 @@ def _first_call(events: list[Event]) -> list[Event]:
     return events[: end + 1]
 
 
-LEAST = -9999.0  # JSON has no -inf; OpenAI sends this
+def has_call(delta: AnswerDelta) -> bool:
+    """Return whether a tool call begins in this delta."""
+    return any(isinstance(event, CallStart) for event in delta.events)
 
 
 class TokenText:
+    """Format log-probabilities for clients, with tokens by their text."""
+
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
 
-    def of(self, token: int) -> str:
-        return self._of(token)[0]
-
-    def _of(self, token: int) -> tuple[str, list[int]]:
-        found = self._known.get(token)
-        if found is None:
-            try:
-                data = self._tokenizer.token_bytes(token)
-            except ValueError:  # an id that the tokenizer does not know: model vocabularies are often padded
-                data = b""
-            found = self._known[token] = (data.decode("utf-8", "replace"), list(data))
-        return found
-
     def chat(self, logprobs: Iterable[Logprob]) -> list[dict[str, Any]]:
+        """Return log-probabilities as /v1/chat/completions and /v1/responses show them."""
         return [
             {**self._entry(l.token, l.logprob), "top_logprobs": [self._entry(*top) for top in l.top]} for l in logprobs
         ]
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, data = self._of(token)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": data}
-
     def completion(self, tokens: Sequence[int], logprobs: Sequence[Logprob | None], offset: int) -> dict[str, Any]:
-        """As OpenAI does it, the top log-probabilities always include the token itself."""
-        texts, offsets = [self.of(token) for token in tokens], []
+        """Return log-probabilities as /v1/completions shows them; the top ones always include the token itself."""
+        texts, offsets = [self._text(token) for token in tokens], []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [l and max(l.logprob, LEAST) for l in logprobs],
+            "token_logprobs": [l and max(l.logprob, MIN_LOGPROB) for l in logprobs],
             "top_logprobs": [l and self._top(l) for l in logprobs],
             "text_offset": offsets,
         }
 
-    def _top(self, entry: Logprob) -> dict[str, float]:
-        top = {self.of(token): max(logprob, LEAST) for token, logprob in reversed(entry.top)}
-        return {self.of(entry.token): max(entry.logprob, LEAST)} | dict(reversed(top.items()))
-
     def prompt(self, logprobs: Sequence[Logprob | None] | None) -> list[dict[str, Any] | None] | None:
-        """As vLLM writes prompt_logprobs: by token id."""
+        """Return prompt_logprobs as vLLM writes them: by token id."""
         if logprobs is None:
             return None
         return [None if each is None else self._by_id(each) for each in logprobs]
+
+    def _text(self, token: int) -> str:
+        return self._text_and_bytes(token)[0]
+
+    def _text_and_bytes(self, token: int) -> tuple[str, list[int]]:
+        found = self._known.get(token)
+        if found is None:
+            try:
+                data = self._tokenizer.token_bytes(token)
+            except UserError:  # an id that the tokenizer does not know: model vocabularies are often padded
+                data = b""
+            found = self._known[token] = (data.decode("utf-8", "replace"), list(data))
+        return found
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._text_and_bytes(token)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": data}
+
+    def _top(self, entry: Logprob) -> dict[str, float]:
+        top = {self._text(token): max(logprob, MIN_LOGPROB) for token, logprob in reversed(entry.top)}
+        return {self._text(entry.token): max(entry.logprob, MIN_LOGPROB)} | dict(reversed(top.items()))
 
     def _by_id(self, entry: Logprob) -> dict[str, Any]:
         ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
         ranked[entry.token] = (entry.logprob, entry.rank)
         return {
-            str(token): {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": self.of(token)}
+            str(token): {"logprob": max(logprob, MIN_LOGPROB), "rank": rank, "decoded_token": self._text(token)}
             for token, (logprob, rank) in ranked.items()
         }

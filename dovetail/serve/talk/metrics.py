@@ -1,14 +1,12 @@
-"""Metrics for Prometheus, under the names that dashboards for vLLM read.
+"""Metrics for Prometheus, under vLLM's names, so that its dashboards work.
 
-Its own registry: three kinds of numbers and their text form are less code than the dependency on prometheus_client.
+Three kinds of numbers and their text format are less code than a dependency on prometheus_client.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-
-from dovetail.engine.stats import EngineStats
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -26,16 +24,20 @@ _REASONS = ("stop", "length", "abort", "error")
 
 
 class Histogram:
+    """Counts of observed values by bucket."""
+
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]):
         self.name, self.help, self._bounds = name, help, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
+        """Add a value, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
     def lines(self, labels: str) -> Iterator[str]:
+        """Return the histogram in Prometheus' text format."""
         yield from _head(self.name, self.help, "histogram")
         total = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
@@ -46,19 +48,19 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Counted in the HTTP process; the engine's own numbers come from its EngineStats."""
+    """Metrics that the HTTP process counts; those of the engine come from its Stats."""
 
     def __init__(self, model: str):
         name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'engine="0",model_name="{name}"'
-        self.first_token = Histogram("vllm:time_to_first_token_seconds", "From a request to its first.", _FIRST_TOKEN)
-        self.between = Histogram("vllm:inter_token_latency_seconds", "From a token to the next.", _BETWEEN)
-        self.whole = Histogram("vllm:e2e_request_latency_seconds", "From a request to its last token.", _WHOLE)
+        self.first_token = Histogram("vllm:time_to_first_token_seconds", "Time to first token.", _FIRST_TOKEN)
+        self.between = Histogram("vllm:inter_token_latency_seconds", "Time between two tokens.", _BETWEEN)
+        self.whole = Histogram("vllm:e2e_request_latency_seconds", "Time of a whole request.", _WHOLE)
         self.prompt_tokens = self.generated_tokens = 0
         self.finished: dict[str, int] = dict.fromkeys(_REASONS, 0)
 
-    def text(self, stats: EngineStats | None) -> str:
-        """`stats` None: the engine does not answer, so its numbers are left out."""
+    def text(self, stats: Stats | None) -> str:
+        """Return all metrics in Prometheus' text format; without the engine's if `stats` is None."""
         lines = [line for each in self._counters(stats) for line in self._number(*each)]
         lines += _head("vllm:request_success_total", "Finished sequences.", "counter")
         for reason, count in self.finished.items():
@@ -67,24 +69,24 @@ class ServerMetrics:
             lines += histogram.lines(self._labels)
         return "\n".join(lines) + "\n"
 
-    def _counters(self, stats: EngineStats | None) -> Iterator[tuple[str, str, str, float]]:
-        yield "vllm:prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens
-        yield "vllm:generation_tokens_total", "counter", "Tokens of answers.", self.generated_tokens
+    def _counters(self, stats: Stats | None) -> Iterator[tuple[str, str, str, float]]:
+        yield "vllm:prompt_tokens_total", "counter", "Prompt tokens.", self.prompt_tokens
+        yield "vllm:generation_tokens_total", "counter", "Generated tokens.", self.generated_tokens
         if stats is None:
             return
         yield "vllm:num_requests_running", "gauge", "Sequences in the batch.", stats.running
-        yield "vllm:num_requests_waiting", "gauge", "Sequences that wait for room.", stats.waiting
-        yield "vllm:kv_cache_usage_perc", "gauge", "How full the KV pool is; 1 is full.", stats.pages_share
-        yield "vllm:num_preemptions_total", "counter", "Sequences put back to wait.", stats.preemptions
-        yield "vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up.", stats.prefix_query_tokens
-        yield "vllm:prefix_cache_hits_total", "counter", "Of those, found.", stats.prefix_hit_tokens
-        yield "dovetail:compiled_steps_total", "counter", "Compilations of steps that have begun.", stats.compiled
-        yield "dovetail:compile_seconds_total", "counter", "Seconds of those that have ended.", stats.compile_seconds
-        yield "dovetail:decode_step_seconds", "gauge", "Of a decode step, lately.", stats.decode_seconds
+        yield "vllm:num_requests_waiting", "gauge", "Waiting sequences.", stats.waiting
+        yield "vllm:kv_cache_usage_perc", "gauge", "Used share of the KV cache, 0 to 1.", stats.pages_share
+        yield "vllm:num_preemptions_total", "counter", "Preempted sequences.", stats.preemptions
+        yield "vllm:prefix_cache_queries_total", "counter", "Prefix cache lookups, tokens.", stats.prefix_query_tokens
+        yield "vllm:prefix_cache_hits_total", "counter", "Prefix cache hits, tokens.", stats.prefix_hit_tokens
+        yield "dovetail:compiled_steps_total", "counter", "Started compilations of steps.", stats.compiled
+        yield "dovetail:compile_seconds_total", "counter", "Seconds of finished compilations.", stats.compile_seconds
+        yield "dovetail:decode_step_seconds", "gauge", "Recent time of a decode step.", stats.decode_seconds
         if stats.predicted_most:
-            now = "Of one for what runs now, as predicted, at"
-            yield "dovetail:predicted_decode_step_seconds_least", "gauge", f"{now} best.", stats.predicted_least
-            yield "dovetail:predicted_decode_step_seconds_most", "gauge", f"{now} worst.", stats.predicted_most
+            predicted = "Predicted time of a decode step,"
+            yield "dovetail:predicted_decode_step_seconds_least", "gauge", f"{predicted} best.", stats.predicted_least
+            yield "dovetail:predicted_decode_step_seconds_most", "gauge", f"{predicted} worst.", stats.predicted_most
 
     def _number(self, name: str, kind: str, help: str, value: float) -> Iterator[str]:
         yield from _head(name, help, kind)

@@ -1,10 +1,8 @@
-"""RequestTemplates: chat templates that requests bring, rendered in a process with limits (talk.template_process).
+"""RequestTemplates: chat templates that requests bring, rendered in a process with limits on time and memory.
 
-The process that renders the templates of requests: `python -m dovetail.serve.talk.request_templates FD`, started by
-talk.request_templates with an inherited socket.
-
-A template is a program of the client's. It is sandboxed as every template is (io.sandbox), and here it is also killed
-with this process when it takes more than CPU_SECONDS, and fails when it takes more than MEMORY.
+The process is this module: `python -m dovetail.serve.talk.request_templates FD`. A template is a program of the client.
+It is sandboxed like every template (io.sandbox). In addition the process is killed when one rendering takes more than
+CPU_SECONDS, and a rendering fails when it takes more than MEMORY.
 """
 
 from __future__ import annotations
@@ -21,14 +19,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError, UserError
 from dovetail.io.chat import ChatTemplate
 
-SECONDS = 30.0  # in which an answer comes, its process started and the machine busy
+SECONDS = 30.0  # for an answer, including the start of the process on a busy machine
+CPU_SECONDS = 2.0  # of one rendering
+MEMORY = 256 * 2**20  # bytes, beyond what the process has at its start
+MAX_TEXT = 16 * 2**20  # characters of a prompt; the model's context is less
+LENGTH = struct.Struct("<I")
 
 
 class RequestTemplates:
-    """Used from threads, one rendering at a time. The process is started for the first template."""
+    """Render templates one at a time, from any thread. The process is started for the first template."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,33 +45,38 @@ class RequestTemplates:
         tools: Sequence[Mapping[str, Any]] | None,
         **options: Any,
     ) -> str:
-        """The prompt's text, as ChatTemplate.render gives it; ValueError where that fails or exceeds a limit."""
+        """Return the prompt's text, as ChatTemplate.render does.
+
+        Raises:
+            RequestError: The template fails or exceeds a limit.
+        """
         asked = dict(source=source, special_tokens=special_tokens, messages=messages, tools=tools, options=options)
         with self._lock:
             try:
-                answer = self._ask(packed(asked))
+                answer = self._ask(_pack(asked))
             except BaseException:
                 self._end()
                 raise
             if answer is None:
                 self._end()
-                raise UserError(
-                    f"the chat template was ended: rendering it took more than {CPU_SECONDS:g} s of processor time or "
-                    f"{MEMORY >> 20} MiB of memory"
+                raise RequestError(
+                    f"the chat template took more than {CPU_SECONDS:g} s of processor time or {MEMORY >> 20} MiB of "
+                    "memory",
+                    param="chat_template",
                 )
         if "error" in answer:
-            raise UserError(answer["error"])
+            raise RequestError(answer["error"], param="chat_template")
         return answer["text"]
 
     def _ask(self, message: bytes) -> dict[str, str] | None:
-        """The answer; None where the process has ended, or does not answer."""
+        """Return the process's answer, or None if it has ended or does not answer."""
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._start()
         assert self._socket is not None
         with suppress(OSError), self._socket.makefile("rb") as wire:
             self._socket.sendall(message)
-            return read(wire)
+            return _read(wire)
         return None
 
     def _start(self) -> None:
@@ -88,41 +95,38 @@ class RequestTemplates:
         self._socket = self._process = None
 
     def close(self) -> None:
-        """End the process; a rendering that is under way ends with it."""
-        process = self._process  # killed without the lock: that rendering holds it until then
+        """End the process, and with it a rendering in progress."""
+        process = self._process  # killed without the lock, which that rendering holds
         if process is not None:
             process.kill()
         with self._lock:
             self._end()
 
 
-CPU_SECONDS = 2.0  # of one rendering
-MEMORY = 256 * 2**20  # bytes, beyond what the process has at its start
-TEXT = 16 * 2**20  # characters of a prompt; the model's context is less
-LENGTH = struct.Struct("<I")
+# --- the process ------------------------------------------------------------------------------------------------------
 
 
 def main(fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends, by closing the socket
+    """Render the templates that arrive on the socket `fd` until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing the socket
     _limit_memory()
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
-        while (asked := read(wire)) is not None:
+        while (asked := _read(wire)) is not None:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
             answer = _answer(asked)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            sock.sendall(packed(answer))
+            sock.sendall(_pack(answer))
 
 
-def read(wire: IO[bytes]) -> Any:
-    """Return the next message; None at the end."""
+def _read(wire: IO[bytes]) -> Any:
+    """Return the next message, or None at the end."""
     size = wire.read(LENGTH.size)
     if len(size) < LENGTH.size:
         return None
-    payload = wire.read(LENGTH.unpack(size)[0])
-    return json.loads(payload)
+    return json.loads(wire.read(LENGTH.unpack(size)[0]))
 
 
-def packed(message: Any) -> bytes:
+def _pack(message: Any) -> bytes:
     payload = json.dumps(message).encode()
     return LENGTH.pack(len(payload)) + payload
 
@@ -131,13 +135,13 @@ def _answer(asked: dict[str, Any]) -> dict[str, str]:
     try:
         template = ChatTemplate(asked["source"], asked["special_tokens"])
         text = template.render(asked["messages"], asked["tools"], **asked["options"])
-        if len(text) > TEXT:
-            raise UserError(f"chat template: it wrote {len(text):,} characters, and at most {TEXT:,} are taken")
-        return {"text": text}
-    except ValueError as error:
+    except UserError as error:
         return {"error": str(error)[:2000]}
     except MemoryError:
-        return {"error": "chat template: it takes too much memory"}
+        return {"error": "chat template: it needs too much memory"}
+    if len(text) > MAX_TEXT:
+        return {"error": f"chat template: its text must have at most {MAX_TEXT:,} characters, got {len(text):,}"}
+    return {"text": text}
 
 
 def _limit_memory() -> None:

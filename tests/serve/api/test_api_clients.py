@@ -12,7 +12,7 @@ from serve.api.test_api_tools import CALL, WEATHER
 from serve.servers import MODEL
 
 from dovetail.io.tool_formats.formats import call_id, short_id
-from dovetail.serve.api.anthropic import from_anthropic, to_anthropic
+from dovetail.serve.api.anthropic import _anthropic_id, _call_id
 from dovetail.serve.remote.wire import LoadedAdapter
 
 anthropic = later("anthropic")
@@ -67,7 +67,7 @@ def test_responses_with_log_probabilities(openai_client, client):
         == [e.token for d in deltas for e in d.logprobs]
         == [entry.token for entry in part.logprobs]
     )
-    with pytest.raises(openai.BadRequestError, match="top_logprobs needs include"):
+    with pytest.raises(openai.BadRequestError, match="requires include"):
         client.responses.create(model=MODEL, input="Hi", top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="include"):
         client.responses.create(model=MODEL, input="Hi", include=["file_search_call.results"])
@@ -184,8 +184,8 @@ def test_models(client):
 def test_ids_of_calls_come_back_from_anthropics_clients_as_the_template_wants_them():
     for make in (call_id, short_id):  # Mistral's template takes the short ones alone
         id = make()
-        assert to_anthropic(id).startswith("toolu_") and from_anthropic(to_anthropic(id)) == id
-    assert from_anthropic("another") == "another"
+        assert _anthropic_id(id).startswith("toolu_") and _call_id(_anthropic_id(id)) == id
+    assert _call_id("another") == "another"
 
 
 def test_models_are_complete_for_both_clients(scripted, client, claude):

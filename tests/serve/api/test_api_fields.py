@@ -174,11 +174,11 @@ TABLES: dict[type[Body], Table] = {
         CHAT, NAMED["function"], {"name": V("now")},
         wrap=lambda function: asking(tools=TOOLS, tool_choice={"type": "function", "function": function}),
     ),
-    chat.ResponseFormat: Table(
+    requests.ResponseFormat: Table(
         CHAT, FORMAT, {"type": V("text"), "json_schema": V({"name": "x", "schema": WEATHER})}, {"grammar": "x"},
         lambda form: asking(response_format=form),
     ),
-    chat.JsonSchema: Table(
+    requests.JsonSchema: Table(
         CHAT, FORMAT["json_schema"],
         {
             "name": Same("y", LABEL), "description": Same("It.", LABEL), "schema": V(WEATHER),
@@ -438,7 +438,9 @@ TABLES |= {
     controls.ResetRequest: Table(
         "/reset_prefix_cache", {}, {}, {"reset_running_requests": True, "reset_external": True}
     ),
-    controls.WeightsRequest: Table("/update_weights", {"path": "x"}, {"path": V("y")}),
+    controls.WeightsRequest: Table(
+        "/update_weights", {"path": "x"}, {"path": V("y")}, {"reset_prefix_cache": False}
+    ),
     controls.LoadAdapterRequest: Table(
         "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "x"},
         {"lora_name": V("b"), "lora_path": V("y"), "wait": V(False)},
@@ -526,10 +528,10 @@ def test_a_field_that_is_known_and_not_done_is_refused_by_its_name(server, kind,
 def test_a_field_that_changes_no_answer_is_ignored_and_the_log_says_so_once(server, kind, name, caplog, monkeypatch):
     path, base, _, _, wrap, ignored = TABLES[kind]
     before = seen(server, path, wrap(base))
-    monkeypatch.setattr(requests, "_noted", set())
+    monkeypatch.setattr(requests, "_logged", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert seen(server, path, wrap(base | {name: ignored[name]})) == before
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"{name!r}: it is ignored" in line and "'me'" not in line
+    assert f"{name!r} is ignored" in line and "'me'" not in line
     assert before[0] == 200, before

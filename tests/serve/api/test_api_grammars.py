@@ -10,7 +10,7 @@ import httpx
 import pytest
 from serve.api.test_api_tools import accepts
 
-from dovetail.serve.request_context import LONGEST, traceback_text
+from dovetail.serve.request_context import MAX_TRACEBACK, traceback_text
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_an_error_in_the_log_is_bounded():
             raise ValueError("x" * 10**6) from error
     except ValueError as error:
         text = traceback_text(error)
-    assert len(text) <= LONGEST + 100 and text.count("secret") < 100
+    assert len(text) <= MAX_TRACEBACK + 100 and text.count("secret") < 100
     assert "RuntimeError" in text and "ValueError" in text and "more characters" in text
 
 

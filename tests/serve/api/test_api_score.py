@@ -65,21 +65,21 @@ def test_many_vectors_do_not_hold_the_event_loop(scripted):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "param"),
     [
-        ({}, "expected one of input and messages"),
-        ({"input": "a", "messages": CHAT}, "expected one of input and messages"),
-        ({"input": ""}, "input is empty"),
+        ({}, "input"),
+        ({"input": "a", "messages": CHAT}, "input"),
+        ({"input": ""}, "input"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content is missing"),
-        ({"messages": [CHAT, [{"role": "user"}]]}, "messages.1.0.content is missing"),
-        ({"input": "a", "tools": []}, "tools goes with messages"),
-        ({"input": "a", "text_1": "b"}, "unknown field text_1"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [CHAT, [{"role": "user"}]]}, "messages.1.0.content"),
+        ({"input": "a", "tools": []}, "tools"),
+        ({"input": "a", "text_1": "b"}, "text_1"),
     ],
 )
-def test_what_is_refused(scripted, body, message):
+def test_what_is_refused(scripted, body, param):
     answer = post(scripted, body)
-    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_it_serves_until_sigterm(smollm2_gguf):
         printed += process.stdout.read()
         assert "Traceback" not in printed
         for line in (
-            "starting the engine's process for", "reading the weights of", r"read and placed the weights in \d+\.\d s",
+            "starting the engine process for", "reading the weights of", r"read and placed the weights in \d+\.\d s",
             r"\d+ steps ready after \d+\.\d s", rf"ready at {url} after \d+\.\d s", r"stopped after \d+\.\d s",
         ):  # fmt: skip
             assert re.search(rf"^[-\d]+ [:,\d]+ .*{line}", printed, re.M), line
@@ -166,9 +166,9 @@ def test_what_cannot_be_served_is_refused_before_an_engine_is_started(no_engine,
     ("--tool-call-parser hermez", "--tool-call-parser: expected a tool-call format, got 'hermez'; it is one of"),
     ("--reasoning-parser r1", "--reasoning-parser: expected a reasoning format, got 'r1'"),
     ("--max-num-batched-tokens 1 --max-num-seqs 5", "`max_num_batched_tokens` must be at least max_num_seqs"),
-    ("--profile-dir {file}/traces --admin", "--profile-dir {file}/traces cannot be written to (Not a directory)"),
-    ("--profile-dir {tmp}/traces", "--profile-dir needs --admin"),
-    ("--host 0.0.0.0", "--host 0.0.0.0 without an API key lets everybody"),
+    ("--profile-dir {file}/traces --admin", "--profile-dir must be a folder that can be written to, got {file}/traces"),
+    ("--profile-dir {tmp}/traces", "--profile-dir requires --admin"),
+    ("--host 0.0.0.0", "--host 0.0.0.0 without an API key lets everyone"),
     ("--host ::", "pass --allow-unauthenticated"),
     ("--lora-modules a={tmp}/none", "--lora-modules a: {tmp}/none is no adapter"),
     ("--lora-modules a={lora} --max-lora-rank 4", "--lora-modules a: {lora}: the adapter's rank is 8"),
@@ -179,7 +179,7 @@ def test_what_cannot_be_served_is_refused_before_an_engine_is_started(no_engine,
     ("--dtype float99", "`dtype` must be one of"),
     ("--scheduling-policy lifo", "`scheduling_policy` must be one of"),
     ("--policy priority", "there is no option --policy: it is called --scheduling-policy"),
-    ("--allowed-origins example.com", "--allowed-origins must be * or a scheme"),
+    ("--allowed-origins example.com", "--allowed-origins must be * or an origin"),
     ("--host no-such-host.invalid --allow-unauthenticated", "cannot listen on no-such-host.invalid:0"),
     ("--request-timeout inf", "`request_timeout` must be a number above 0 and at most 2,592,000, got inf"),
 ])  # fmt: skip

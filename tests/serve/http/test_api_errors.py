@@ -145,11 +145,11 @@ def test_bodies_that_are_not_json_or_too_large(server):
 
 def test_a_body_without_its_type_is_refused(server):
     body = json.dumps(HELLO).encode()
-    for type, got in (None, "it is missing"), ("text/plain", "got 'text/plain'"):
+    for type, got in (None, "none"), ("text/plain", "'text/plain'"):
         answer = httpx.post(server.url + CHAT, content=body, headers={"content-type": type} if type else {})
         error = answer.json()["error"]
         assert answer.status_code == 415 and error["param"] == "Content-Type", error
-        assert error["message"] == f"Content-Type: expected application/json; {got}"
+        assert error["message"] == f"`Content-Type` must be application/json, got {got}"
     for type in ("application/json; charset=utf-8", "Application/problem+json"):
         assert httpx.post(server.url + CHAT, content=body, headers={"content-type": type}).status_code == 200
 
@@ -249,7 +249,7 @@ def test_admin_routes_need_their_own_key(guarded, server):
     assert httpx.post(f"{guarded.url}/reset_prefix_cache", headers=boss).status_code == 200
     assert post(guarded, "/update_weights", {"path": "x"}, headers=boss).json() == {"weights_version": 7}
     assert post(guarded, "/sleep", {"level": 3}, headers=boss).status_code == 400
-    called = [("sleep", 2), ("wake_up",), ("reset_prefix_cache",), ("update_weights", "x")]
+    called = [("sleep", {"level": 2}), ("wake",), ("reset_prefix_cache",), ("update_weights", {"path": "x"})]
     assert [call for call in guarded.engine.called if call[0] != "start_profile"] == called
     assert post(server, "/sleep", {}).status_code == 404  # without --admin there is no such route
 
@@ -311,14 +311,25 @@ def test_other_origins_and_hosts(guarded, server):
 # --- when things go wrong inside --------------------------------------------------------------------------------------
 
 
-def test_an_internal_error_is_a_500_without_details(scripted):
-    def fail(*_):
-        raise RuntimeError("secret path /home/me")
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_exception_in_a_route_is_a_500_with_the_request_id_and_a_traceback_in_the_log(scripted, caplog, kind):
+    prompts = scripted.app.state.service.prompts
+    request = prompts.request
 
-    scripted.app.state.service.prompts.ask = fail
+    def fail(*_, **__):
+        raise kind("secret path /home/me")
+
+    prompts.request = fail
     answer = post(scripted, CHAT, HELLO)
+    error = answer.json()["error"]
     assert answer.status_code == 500 and "secret" not in answer.text and "Traceback" not in answer.text
-    assert answer.json()["error"]["code"] == "internal_error"
+    assert (error["code"], error["param"]) == ("internal_error", None) and error["request_id"] in error["message"]
+    (logged,) = [record.getMessage() for record in caplog.records if error["request_id"] in record.getMessage()]
+    assert "Traceback" in logged and f"{kind.__name__}: secret path" in logged
+    anthropic = post(scripted, "/v1/messages", HELLO | {"max_tokens": 4}).json()
+    assert anthropic["error"]["type"] == "api_error" and anthropic["request_id"] != error["request_id"]
+    prompts.request = request
+    assert post(scripted, CHAT, HELLO).status_code == 200
 
 
 def test_an_engine_that_dies_ends_a_stream_with_an_error(scripted):
@@ -383,7 +394,7 @@ def test_a_full_queue_is_429_with_retry_after(tokenizer):
         for thread in threads:
             thread.join()
         assert client.post(server.url + CHAT, json=HELLO | {"max_tokens": 1}).status_code == 200
-        assert "4 of them" in refused(server, COMPLETIONS, {"prompt": ["a"] * 4}, "prompt")
+        assert "got 4" in refused(server, COMPLETIONS, {"prompt": ["a"] * 4}, "prompt")
         assert post(server, COMPLETIONS, {"prompt": ["a"] * 3, "max_tokens": 1}).status_code == 200
 
 
@@ -392,7 +403,7 @@ def test_only_requests_without_a_place_in_the_batch_wait():
         inflight = Inflight(ServerLimits(max_queue=1), batch=4)
         with inflight.ticket(lambda: None, [2]) as first, inflight.ticket(lambda: None, [2]) as second:
             inflight.check([1])
-            with pytest.raises(ApiError, match="0 requests are waiting, and this server takes no more than 1"):
+            with pytest.raises(ApiError, match="0 requests wait, and at most 1 may"):
                 inflight.check([1, 1])
             with inflight.ticket(lambda: None, [3]), pytest.raises(ApiError, match="1 requests are waiting"):
                 inflight.check([1])
@@ -448,7 +459,7 @@ def test_every_prompt_of_an_embedding_waits():
         inflight = Inflight(ServerLimits(max_queue=3), batch=1)
         with inflight.ticket(lambda: None, [1] * 3):
             inflight.check([1])
-            with pytest.raises(ApiError, match="2 requests are waiting"):
+            with pytest.raises(ApiError, match="2 requests wait"):
                 inflight.check([1, 1])
 
     asyncio.run(count())

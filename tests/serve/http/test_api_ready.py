@@ -95,8 +95,21 @@ def test_arguments_come_in_the_query_or_in_the_body(server):
     control(server, "/pause?mode=keep&clear_cache=false")
     control(server, "/resume")
     assert server.engine.called == [
-        ("sleep", 2), ("sleep", 2), ("sleep", 1), ("update_weights", "12"), ("pause",), ("resume",),
+        ("sleep", {"level": 2}), ("sleep", {"level": 2}), ("sleep", {"level": 1}), ("update_weights", {"path": "12"}),
+        ("pause",), ("resume",),
     ]  # fmt: skip
+
+
+def test_the_order_of_arguments_does_not_matter(server):
+    control(server, "/update_weights?reset_prefix_cache=true&path=/new")
+    control(server, "/update_weights?path=/new&reset_prefix_cache=true")
+    control(server, "/update_weights", json={"reset_prefix_cache": True, "path": "/new"})
+    control(server, "/update_weights?reset_prefix_cache=true", json={"path": "/new"})
+    assert server.engine.called == [("update_weights", {"path": "/new"})] * 4
+    server.engine.called = []
+    control(server, "/v1/load_lora_adapter", json={"wait": False, "lora_path": "/a", "lora_name": "a"})
+    control(server, "/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a", "wait": False})
+    assert server.engine.called == [("load_adapter", {"name": "a", "path": "/a", "wait": False})] * 2
 
 
 WRONG = {
@@ -123,6 +136,6 @@ def test_an_argument_that_is_not_known_is_refused(server, path):
 
 def test_an_argument_goes_in_one_place(server):
     assert "given twice" in control(server, "/sleep?level=2", 400, json={"level": 1})["error"]["message"]
-    assert "expected a JSON object" in control(server, "/sleep", 400, json=[2])["error"]["message"]
+    assert "must be a JSON object" in control(server, "/sleep", 400, json=[2])["error"]["message"]
     bad = control(server, "/sleep", 400, content=b"{", headers=BOSS | {"content-type": "application/json"})
     assert bad["error"]["code"] == "json_invalid" and not server.engine.called

@@ -73,7 +73,7 @@ def test_while_it_drains_ready_is_503_and_streams_go_on(server, caplog):
         stream.join(30)
         assert stream.events[-1]["choices"][0]["finish_reason"] in ("stop", "length"), "it was not cut off"
         until(lambda: "stopped after" in caplog.text)
-    assert "stopping: 1 requests under way have 60 s;" in caplog.text
+    assert "stopping: 1 running requests have 60 s;" in caplog.text
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/ready")
 
@@ -87,5 +87,5 @@ def test_a_second_signal_ends_streams_with_an_error_event(server, caplog):
         stream.join(30)
         until(lambda: "stopped after" in caplog.text)
     assert stream.events[-1]["error"]["code"] == "stopping" and len(stream.events) > 1
-    assert "1 requests are ended with an error" in caplog.text
+    assert "1 requests ended with an error" in caplog.text
     assert not [record for record in caplog.records if record.exc_info], "a traceback was logged"

@@ -13,6 +13,7 @@ import time
 import pytest
 from serve.servers import hanging
 
+from dovetail.core.errors import UserError
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.serve.remote.client import EngineClient, EngineDied
@@ -74,9 +75,9 @@ def is_running(pid: int) -> bool:
 
 def test_a_start_that_fails_says_why(tmp_path, model):
     async def main():
-        with pytest.raises(ValueError, match=r"config\.json"):
+        with pytest.raises(UserError, match=r"config\.json"):
             await EngineClient.start(tmp_path / "nothing", OPTIONS)
-        with pytest.raises(ValueError, match="cannot be sent"):
+        with pytest.raises(UserError, match="cannot be sent"):
             await EngineClient.start(model, EngineOptions(dtype=object()))
 
     run(main())

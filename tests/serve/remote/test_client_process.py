@@ -12,6 +12,7 @@ import pytest
 from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
 
 import dovetail.engine.llm
+from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.llm import LLM
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.process import Commands, EngineProcess
@@ -26,6 +27,7 @@ from dovetail.serve.remote.wire import (
     Progress,
     RequestRefused,
     StartEngine,
+    WireError,
     from_engine,
 )
 
@@ -41,7 +43,7 @@ class Parent:
     def __init__(self, monkeypatch, llm: LLM):
         self.llm = variant(llm)
         self.llm.start_seconds = 0.0
-        monkeypatch.setattr(dovetail.engine.llm, "LLM", lambda *_, **__: self.llm)
+        monkeypatch.setattr(dovetail.engine.llm.LLM, "from_options", lambda *_, **__: self.llm)
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(60)
         self.theirs, self.inbox = theirs, self.socket.makefile("rb")
@@ -84,7 +86,7 @@ def test_an_abort_overtakes_a_request_that_is_still_checked(parent, monkeypatch)
 
     monkeypatch.setattr(intake, "request", slowly)
     parent.service.take(Add("a", PROMPTS[0], CHECKED))
-    parent.service.take(Call(7, "abort", ["a"]))
+    parent.service.take(Call(7, "abort", {"id": "a"}))
     assert parent.read() == CallAnswer(7)
     may_go.set()
     deltas = parent.read().deltas
@@ -137,7 +139,8 @@ def test_the_engines_death_is_reported(parent, monkeypatch):
     monkeypatch.setattr(parent.llm.engine, "step", step)
     parent.service.take(Add("a", PROMPTS[0], GREEDY))
     message = parent.read()
-    assert isinstance(message, EngineFailed) and "the device is gone" in message.sentence and not message.user
+    assert isinstance(message, EngineFailed) and "the device is gone" in message.error.message
+    assert message.error.kind is None
     assert parent.service.ended.wait(10) and parent.service.code == 1
 
 
@@ -163,20 +166,20 @@ def test_embeddings_hold_up_neither_grammars_nor_commands_and_can_be_cancelled(p
     def forever(self, cancelled, prompts, pooling, adapter=None):
         while not cancelled():
             time.sleep(0.01)
-        raise ValueError("cancelled")
+        raise RequestError("cancelled")
 
     monkeypatch.setattr(Commands, "embed", forever)
     for number in range(1, 9):
-        parent.service.take(Call(number, "embed", [[[1]], "mean"]))
+        parent.service.take(Call(number, "embed", {"prompts": [[1]], "pooling": "mean"}))
     monkeypatch.setattr(parent.llm.engine.intake, "request", _without_words(parent.llm.engine.intake.request))
     parent.service.take(Add("a", PROMPTS[0], replace(CHECKED, n=1)))
     while not parent.read().deltas[-1].finished:
         pass
     for number in range(1, 9):
-        parent.service.take(Call(0, "cancel", [number]))
-    parent.service.take(Call(0, "cancel", [99]))  # one that has ended, or never was
+        parent.service.take(Call(0, "cancel", {"number": number}))
+    parent.service.take(Call(0, "cancel", {"number": 99}))  # one that has ended, or never was
     answers = [parent.read() for _ in range(8)]
-    assert {answer.number: answer.error for answer in answers} == dict.fromkeys(range(1, 9), "cancelled")
+    assert {answer.number: answer.error.message for answer in answers} == dict.fromkeys(range(1, 9), "cancelled")
     assert not parent.service._cancels
 
 
@@ -185,8 +188,37 @@ def _without_words(request):
     return lambda id, prompt, params, **more: request(id, prompt, replace(params, bad_words=()), **more)
 
 
-def test_what_it_cannot_read_or_does_not_know(parent):
-    parent.service.refuse("add", "a", "no")
-    assert parent.read() == RequestRefused("a", "no")
-    parent.service.take(Call(3, "_loop"))
-    assert "knows no command '_loop'" in parent.read().error
+def test_what_it_cannot_read_or_does_not_know(parent, caplog):
+    parent.service.refuse("add", "a", WireError.of(RequestError("no", param="top_k", code="c")))
+    refused = parent.read()
+    assert refused == RequestRefused("a", WireError("no", "RequestError", "top_k", "c"))
+    again = refused.error.exception()
+    assert (type(again), str(again), again.param, again.code) == (RequestError, "no", "top_k", "c")
+    parent.service.take(Call(3, "_loop", {}, "abc"))
+    error = parent.read().error
+    assert error.kind is None and isinstance(error.exception(), RuntimeError) and "request abc" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_an_exception_in_the_intake_or_a_command_is_logged_and_the_next_request_is_answered(
+    parent, monkeypatch, caplog, kind
+):
+    def fail(*_, **__):
+        raise kind("operands could not be broadcast")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parent.llm.engine.intake, "request", fail)
+        parent.service.take(Add("r1-0", PROMPTS[0], GREEDY))
+        refused = parent.read()
+        patch.setattr(parent.llm.engine, "stats", fail)
+        parent.service.take(Call(5, "stats", {}, "r2"))
+        answer = parent.read()
+    for error, id in ((refused.error, "r1-0"), (answer.error, "r2")):
+        assert error.kind is None and not isinstance(error.exception(), UserError)
+        (logged,) = [record.getMessage() for record in caplog.records if f"request {id}" in record.getMessage()]
+        assert "Traceback" in logged and f"{kind.__name__}: operands" in logged
+    parent.service.take(Add("r3-0", PROMPTS[0], GREEDY))
+    while not parent.read().deltas[-1].finished:
+        pass
+    parent.service.take(Call(6, "stats"))
+    assert parent.read().error is None and not parent.service._checking

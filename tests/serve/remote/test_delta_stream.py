@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dovetail.serve.remote.child import TOKENS, DeltaStream
+from dovetail.serve.remote.child import MAX_TOKENS, DeltaStream
 from dovetail.serve.remote.wire import Delta, DeltaTimes, Logprob
 
 
@@ -34,8 +34,8 @@ def test_what_has_waited_comes_in_parts_between_which_others_run():
         return turns, parts
 
     turns, parts = asyncio.run(main())
-    assert all(len(part.tokens) <= TOKENS and len(part.logprobs) == len(part.tokens) for part in parts)
-    assert turns >= 1000 // TOKENS, "the reader held the event loop"
+    assert all(len(part.tokens) <= MAX_TOKENS and len(part.logprobs) == len(part.tokens) for part in parts)
+    assert turns >= 1000 // MAX_TOKENS, "the reader held the event loop"
     *first, last = (part for part in parts if part.index == 0)
     assert [token for part in (*first, last) for token in part.tokens] == [*range(1000)]
     assert not any(part.finished or part.finish_reason for part in first)
