@@ -1,4 +1,4 @@
-"""`dovetail doctor`: whether this machine is well, and what to do where it is not."""
+"""`dovetail doctor`: check this machine, and say what to do about each fault."""
 
 from pathlib import Path
 
@@ -10,36 +10,33 @@ MARKS = {"good": "[green]✓[/]", "note": "[cyan]·[/]", "warning": "[yellow]![/
 
 
 def doctor(
-    speed: bool = typer.Option(True, help="Measure products, memory and links beside the chip's peak."),
+    speed: bool = typer.Option(True, help="Measure products, memory and links, and compare with the chip's peak."),
     numerics: bool = typer.Option(
-        False, help="How exactly the devices compute: top-k, argmax, products, repeatability."
+        False, help="Check how exactly the devices compute: top-k, argmax, products, repeatability."
     ),
-    burn: float = typer.Option(0.0, min=0.0, help="Seconds in which every chip computes the same, bit for bit."),
-    coordinator: str = typer.Option("", help="host:port at which the processes of a run meet."),
-    bucket: str = typer.Option(
-        "", help="gs://NAME that runs here read or write: whether it lies in this zone's region."
-    ),
-    zone: str = typer.Option("", help="Of this machine, such as us-central1-a; for --bucket."),
-    compare: list[Path] = typer.Option([], help="What `dovetail doctor --json` printed on several hosts; repeat it."),
-    as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
+    burn: float = typer.Option(0.0, min=0.0, help="Seconds of a burn-in, in which all chips must compute equal bits."),
+    coordinator: str = typer.Option("", help="host:port of the coordinator of a run with several processes."),
+    bucket: str = typer.Option("", help="gs://NAME that runs here read or write: check its region against --zone."),
+    zone: str = typer.Option("", help="The zone of this machine, such as us-central1-a; with --bucket."),
+    compare: list[Path] = typer.Option([], help="Output of `dovetail doctor --json` on a host; may be repeated."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Look for faults of this machine. Exit code 0: well; 1: a warning; 2: something is broken."""
+    """Check this machine for faults. Exit code 0: no problem; 1: a warning; 2: a fault."""
     if compare:
         _compare(compare, as_json)
         return
     from dovetail.core.regions import check_zone
-    from dovetail.doctor.finding import exit_code
+    from dovetail.doctor import exit_code, report
 
     if bool(bucket) != bool(zone):
-        raise UserError("--bucket and --zone belong together: a bucket, and the zone of the machines that read it")
+        missing = "--zone" if bucket else "--bucket"
+        raise UserError("`--bucket` and `--zone` must be given together", param=missing)
     zone = zone and check_zone("--zone", zone)
     findings = list(_examine(speed, numerics, burn, coordinator, quiet=as_json))
     if bucket:
-        findings += _part("where its data lies", lambda: [_near(bucket, zone)], as_json)
+        findings += _part("location of its data", lambda: [_near(bucket, zone)], as_json)
     if as_json:
         import json
-
-        from dovetail.doctor.hosts import report
 
         print(json.dumps(report(findings), indent=2))
     else:
@@ -48,24 +45,20 @@ def doctor(
 
 
 def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: bool):
-    """Each part is shown as soon as it is known: measuring takes a while."""
-    from dovetail.doctor.load import is_busy, load
-    from dovetail.doctor.system import system
+    """Yield the findings, and show each part as soon as it is known, because measuring takes a while."""
+    from dovetail.doctor import system
 
     seen = []
-    parts = [("how it is set up", lambda: system(coordinator=coordinator)), ("what else runs", load)]
+    parts = [("setup", lambda: system.system(coordinator=coordinator)), ("other work", lambda: system.load())]
     if speed:
         from dovetail.doctor import speed as speeds
 
-        parts.append(("how fast it is", lambda: speeds.speed(busy=is_busy(seen))))
-    if numerics:
+        parts.append(("speed", lambda: speeds.speed(busy=system.is_busy(seen))))
+    if numerics or burn:
         from dovetail.doctor import numerics as exactness
 
-        parts.append(("how exactly it computes", exactness.numerics))
-    if burn:
-        from dovetail.doctor import burn as burning
-
-        parts.append((f"a burn-in of {burn:g} s", lambda: burning.burn(burn)))
+        parts += [("numerics", exactness.numerics)] if numerics else []
+        parts += [(f"burn-in of {burn:g} s", lambda: exactness.burn(burn))] if burn else []
     for title, look in parts:
         found = _part(title, look, quiet)
         seen += found
@@ -73,20 +66,20 @@ def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: 
 
 
 def _near(bucket: str, zone: str):
-    """Reading a bucket of another region is slow, and billed by the gigabyte."""
+    """Compare the regions of the bucket and the machine: reading from another region is slow and billed per GB."""
     from dovetail.core.transfer import per_gb, region
-    from dovetail.doctor.finding import Finding
-    from dovetail.jobs.bucket import location
+    from dovetail.doctor import Finding
+    from dovetail.jobs.cost import location
 
     found = location(bucket)
     if not found:
         how = "log in (gcloud auth application-default login), or look at it in the console"
-        return Finding("note", "bucket", f"nobody here knows in which region {bucket} lies", how)
+        return Finding("note", "bucket", f"the region of {bucket} is not known", how)
     dollars = per_gb(found, zone)
     if not dollars:
-        return Finding("good", "bucket", f"{bucket} lies in {found}, and {zone} reads it for nothing")
+        return Finding("good", "bucket", f"{bucket} is in {found}: reading it from {zone} costs nothing")
     return Finding(
-        "warning", "bucket", f"{bucket} lies in {found} and the machine in {zone}: ${dollars:.2f} per GB",
+        "warning", "bucket", f"{bucket} is in {found} and the machine in {zone}: ${dollars:.2f} per GB",
         f"use a bucket in {region(zone)}, or machines in {found}", {"dollars_per_gb": dollars},
     )  # fmt: skip
 
@@ -118,8 +111,8 @@ def _summary(findings) -> None:
     from rich.console import Console
 
     counts = {name: sum(one.severity == name for one in findings) for name in ("fault", "warning")}
-    told = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items() if count)
-    Console(highlight=False).print(f"\n{told or 'nothing is wrong'}")
+    text = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items() if count)
+    Console(highlight=False).print(f"\n{text or 'no problems found'}")
 
 
 def _compare(paths: list[Path], as_json: bool) -> None:
@@ -127,9 +120,9 @@ def _compare(paths: list[Path], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dovetail.doctor.hosts import differences, read
+    from dovetail.doctor import differences, read_report
 
-    reports = [read(path) for path in paths]
+    reports = [read_report(path) for path in paths]
     rows = differences(reports)
     hosts = [one["host"] for one in reports]
     if as_json:
@@ -137,9 +130,9 @@ def _compare(paths: list[Path], as_json: bool) -> None:
 
         print(json.dumps({"hosts": hosts, "differences": [{"about": a, "said": said} for a, said in rows]}, indent=2))
     elif not rows:
-        Console(highlight=False).print(f"{len(hosts)} hosts, and no difference: {', '.join(hosts)}")
+        Console(highlight=False).print(f"{len(hosts)} hosts, no differences: {', '.join(hosts)}")
     else:
-        table = Table(title="where the hosts differ", title_justify="left", title_style="bold", box=box.ROUNDED)
+        table = Table(title="differences between hosts", title_justify="left", title_style="bold", box=box.ROUNDED)
         for column in ("", *hosts):
             table.add_column(column)
         for about, said in rows:

@@ -150,8 +150,8 @@ def _usages():
     for column in ("chip", "kind", "memory", "busy", ""):
         out.add_column(column)
     for one in usages():
-        memory = f"{one.used / 2**30:.1f} of {one.total / 2**30:.1f} GiB" if one.total else "not told"
-        out.add_row(one.chip, one.kind, memory, "not told" if one.busy is None else f"{one.busy:.0%}", one.more)
+        memory = f"{one.used / 2**30:.1f} of {one.total / 2**30:.1f} GiB" if one.total else "not known"
+        out.add_row(one.chip, one.kind, memory, "not known" if one.busy is None else f"{one.busy:.0%}", one.more)
     return out
 
 

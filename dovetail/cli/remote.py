@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as a command sees it: its address, its events, and its errors as sentences."""
+"""A client of an OpenAI-compatible server, for commands: its address, its events, and its errors as sentences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail.core.errors import UserError
 if TYPE_CHECKING:
     import httpx
 
-DONE = object()  # what a stream's last event says
+DONE = object()  # the last event of a stream
 NO_CONNECTION = "no connection"
 
 
 class ServerError(Exception):
-    """One sentence for a person; `kind` is what many of them are counted by: a status, or a word."""
+    """A sentence for a person, and a `kind` (a status, or a word) by which errors are counted."""
 
     def __init__(self, kind: str, sentence: str):
         super().__init__(sentence)
@@ -25,8 +25,13 @@ class ServerError(Exception):
 
 
 def client_options(url: str, api_key: str, seconds: float) -> dict[str, Any]:
-    """For httpx.Client or AsyncClient. `url` may end in /v1, as other clients want it. `seconds` is the longest
-    silence: an engine that compiles its first step is silent for a while."""
+    """Return the options of httpx.Client or AsyncClient.
+
+    Args:
+        url: The server's address; it may end in /v1, as for other clients.
+        api_key: The key, or "".
+        seconds: The timeout without data: an engine that compiles its first step sends none for a while.
+    """
     import httpx
 
     from dovetail.serve.config import is_loopback
@@ -34,24 +39,24 @@ def client_options(url: str, api_key: str, seconds: float) -> dict[str, Any]:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise UserError(f"{url} is not a URL: {error}") from None
+        raise UserError(f"{url} is not a URL: {error}", param="--url") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"a server's URL looks like http://127.0.0.1:8000; got {url!r}")
+        raise UserError(f"`--url` must be a URL such as http://127.0.0.1:8000, got {url!r}", param="--url")
     if not (api_key.isascii() and api_key.isprintable()):
-        raise UserError("a key is made of printable ASCII characters, for it travels in a header")
+        raise UserError("`--api-key` must be printable ASCII, because it is sent in a header", param="--api-key")
     return dict(
         base_url=url.rstrip("/").removesuffix("/v1"),
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=httpx.Timeout(seconds, connect=min(10.0, seconds), pool=None),
-        # Open loop: an arrival never waits for a free connection.
+        # Open loop: a request never waits for a free connection.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=not is_loopback(parsed.host),  # no proxy leads back to this machine
+        trust_env=not is_loopback(parsed.host),  # a proxy cannot reach this machine's loopback
     )
 
 
 @contextmanager
 def explained(url: Any) -> Iterator[None]:
-    """What goes wrong on the way to the server and back, as a ServerError."""
+    """Turn errors of the connection into a ServerError."""
     import httpx
 
     try:
@@ -59,13 +64,13 @@ def explained(url: Any) -> Iterator[None]:
     except httpx.ConnectError as error:
         raise ServerError(NO_CONNECTION, f"no server answers at {url} ({error}); `dovetail serve` starts one") from None
     except httpx.TimeoutException as error:
-        raise ServerError("timeout", f"{url} was silent for too long ({type(error).__name__})") from None
+        raise ServerError("timeout", f"{url} did not answer in time ({type(error).__name__})") from None
     except httpx.HTTPError as error:
         raise ServerError("connection lost", f"the connection to {url} broke: {_text(error)}") from None
 
 
 def refusal(response: httpx.Response) -> ServerError:
-    """A status of 4xx or 5xx, with what the server says of it. The body must have been read."""
+    """Return the error of a 4xx or 5xx response, with the server's message. The body must have been read."""
     status = str(response.status_code)
     said = _message(response.text)
     if not said:
@@ -77,7 +82,7 @@ def refusal(response: httpx.Response) -> ServerError:
 
 
 def read_event(line: str) -> Any:
-    """A stream's line: an event's object, DONE, or None for what is no data. An error event raises."""
+    """Parse a line of a stream: an event's object, DONE, or None for other lines; raise for an error event."""
     if not line.startswith("data:"):
         return None
     text = line[5:].strip()
@@ -93,7 +98,7 @@ def read_event(line: str) -> Any:
 
 
 def read_models(response: httpx.Response) -> list[dict[str, Any]]:
-    """What /v1/models lists; at least one."""
+    """Return the models that /v1/models lists, at least one."""
     if response.is_error:
         raise refusal(response)
     try:
@@ -105,7 +110,7 @@ def read_models(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def _message(body: str) -> str:
-    """OpenAI's error shape, on one line; '' where it is another."""
+    """Return the message of OpenAI's error format, on one line; "" for another format."""
     try:
         error = json.loads(body)["error"]
         return " ".join(str(error if isinstance(error, str) else error["message"]).split())

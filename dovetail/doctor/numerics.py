@@ -1,62 +1,64 @@
-"""How exactly the devices here compute: what an approximate top-k loses, where bf16 changes the greatest of all, how
-far products are from float64 as they grow, and whether the same step gives the same bits."""
+"""How exactly the devices compute: approximate top-k, argmax in bf16, matrix products, repeatability, and a burn-in."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dovetail.doctor.finding import Finding
+from dovetail.doctor import Finding
 
 VOCABULARY, ROWS, TOP = 32_768, 64, 20
 SIDES = (64, 256, 1024)
 RUNS = 20
-# The root mean square error that rounding explains, with room: of the operands or the result, and in f32 of the sums,
-# which grows with their length.
+# Upper bounds of the root mean square error that rounding explains. In f32 the error of sums grows with their length.
 TF32, BF16 = 2.0**-10, 2.0**-7
 
 
 def f32(side: int) -> float:
+    """Return the bound of a product in f32."""
     return 2.0**-23 * side**0.5
 
 
 def numerics(sides: tuple[int, ...] = SIDES, runs: int = RUNS) -> list[Finding]:
+    """Check how exactly the devices compute."""
     return [*top_k(), *greatest(), *products(sides), *repeatable(runs)]
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------------
+# --- top-k and argmax -------------------------------------------------------------------------------------------------
 
 
 def _logits(seed: int = 0) -> np.ndarray:
-    """As a language model's: a few words far above the rest, many nearly equal."""
+    """Return logits like those of a language model: a few far above the rest, many nearly equal."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((ROWS, VOCABULARY)) * 2 + 6 * rng.random((ROWS, VOCABULARY)) ** 40).astype(np.float32)
 
 
 def top_k() -> Iterator[Finding]:
-    """jax.lax.approx_max_k is several times as fast on a TPU and leaves some out; elsewhere it is exact."""
+    """Measure the recall of jax.lax.approx_max_k, which is fast and inexact on a TPU, and exact elsewhere."""
     logits = jnp.asarray(_logits())
     exact = np.asarray(jax.lax.top_k(logits, TOP)[1])
     near = np.asarray(jax.lax.approx_max_k(logits, TOP)[1])
     kept = np.mean([len(set(a) & set(b)) / TOP for a, b in zip(exact, near, strict=True)])
     first = np.mean(exact[:, 0] == near[:, 0])
-    told = f"approx_max_k finds {kept:.1%} of the {TOP} greatest, and the greatest in {first:.1%} of {ROWS} rows"
+    text = f"approx_max_k finds {kept:.1%} of the top {TOP}, and the maximum in {first:.1%} of {ROWS} rows"
     values = {"recall": float(kept), "first": float(first)}
     if first == 1.0 and kept == 1.0:
-        yield Finding("good", "top-k", told, values=values)
+        yield Finding("good", "top-k", text, values=values)
     else:
-        advice = "Dovetail's sampler uses the exact one; do not swap it for speed where answers must repeat"
-        yield Finding("note", "top-k", told, advice, values)
+        advice = "Dovetail's sampler uses the exact top-k; keep it if answers must be reproducible"
+        yield Finding("note", "top-k", text, advice, values)
 
 
 def greatest() -> Iterator[Finding]:
-    """The greedy word after a product in bf16 against f32, with XLA free to keep more digits than asked, and not."""
+    """Compare argmax after a product in bf16 with float64, with and without xla_allow_excess_precision."""
     rng = np.random.default_rng(1)
     hidden = rng.standard_normal((256, 512)).astype(np.float32)
     table = rng.standard_normal((512, 4096)).astype(np.float32) / 512**0.5
@@ -65,12 +67,12 @@ def greatest() -> Iterator[Finding]:
         chosen = _argmax_bf16(hidden, table, free)
         differs = float(np.mean(chosen != exact))
         about = f"argmax in bf16, xla_allow_excess_precision={str(free).lower()}"
-        told = f"another word than float64 in {differs:.1%} of {len(exact)} rows"
-        yield Finding("note", about, told, values={"differs": differs})
+        text = f"differs from float64 in {differs:.1%} of {len(exact)} rows"
+        yield Finding("note", about, text, values={"differs": differs})
 
 
 def _argmax_bf16(hidden: np.ndarray, table: np.ndarray, free: bool) -> np.ndarray:
-    """Hidden states rounded to bf16, logits rounded too unless XLA may leave that out."""
+    """Round hidden states to bf16, and logits too unless XLA may skip that (`free`)."""
 
     def choose(x: jax.Array, w: jax.Array) -> jax.Array:
         logits = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
@@ -84,30 +86,28 @@ def _argmax_bf16(hidden: np.ndarray, table: np.ndarray, free: bool) -> np.ndarra
 
 
 def products(sides: tuple[int, ...]) -> Iterator[Finding]:
-    """The error of a product against float64, root mean square of error over result, beside PyTorch's."""
+    """Measure the relative error of products against float64, with PyTorch's for comparison."""
     for name, dtype, precision in (
         ("f32", jnp.float32, "highest"),
         ("f32 by default", jnp.float32, "default"),
         ("bf16", jnp.bfloat16, "default"),
     ):
         errors = {side: _error(side, dtype, precision) for side in sides}
-        told = "error " + ", ".join(f"{error:.1e} at {side}" for side, error in errors.items())
+        text = "error " + ", ".join(f"{error:.1e} at {side}" for side, error in errors.items())
         if importlib.util.find_spec("torch"):
-            told += "; PyTorch on the CPU " + ", ".join(f"{_error_of_torch(side, dtype):.1e}" for side in sides)
-        yield judged(name, told, errors)
+            text += "; PyTorch on the CPU " + ", ".join(f"{_error_of_torch(side, dtype):.1e}" for side in sides)
+        yield judged(name, text, errors)
 
 
-def judged(name: str, told: str, errors: dict[int, float]) -> Finding:
-    """By default f32 may be TF32 on a GPU, or bf16 on a TPU: that is told, and no fault."""
+def judged(name: str, text: str, errors: dict[int, float]) -> Finding:
+    """Judge the errors of a product; the default precision of f32 may be TF32 on a GPU or bf16 on a TPU."""
     about, values, worst = f"product in {name}", {str(side): e for side, e in errors.items()}, max(errors.values())
     if all(error <= (BF16 if name == "bf16" else f32(side)) for side, error in errors.items()):
-        return Finding("good", about, told, values=values)
+        return Finding("good", about, text, values=values)
     if name == "f32 by default" and worst <= BF16:
         kind = "TF32" if worst <= TF32 else "bf16"
-        return Finding(
-            "note", about, f"{told}: it is {kind} here", "precision.compute=f32 asks for the exact one", values
-        )
-    return Finding("fault", about, told, "the chip or its compiler computes wrongly: try --burn 60", values)
+        return Finding("note", about, f"{text}: it is {kind} here", "precision.compute=f32 selects exact f32", values)
+    return Finding("fault", about, text, "the chip or its compiler computes wrong results: try --burn 60", values)
 
 
 def _operands(side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +116,7 @@ def _operands(side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _error(side: int, dtype: Any, precision: str) -> float:
-    """Root mean square of the error over that of the result, with operands that the dtype holds exactly."""
+    """Return the relative root mean square error, with operands that the dtype represents exactly."""
     a, b = (np.asarray(jnp.asarray(x, dtype)) for x in _operands(side))
     got = jnp.matmul(jnp.asarray(a), jnp.asarray(b), precision=precision)
     return _relative(np.asarray(got.astype(jnp.float32)), a, b)
@@ -134,11 +134,11 @@ def _relative(got: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
     return float(np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)))
 
 
-# --- repeating --------------------------------------------------------------------------------------------------------
+# --- repeatability ----------------------------------------------------------------------------------------------------
 
 
 def repeatable(runs: int) -> Iterator[Finding]:
-    """A small training step, the same inputs again and again: bits must not change."""
+    """Run a small training step several times with the same inputs, and compare the results bit by bit."""
     rng = np.random.default_rng(2)
     weights = jnp.asarray(rng.standard_normal((256, 256)).astype(np.float32) / 16)
     rows = jnp.asarray(rng.standard_normal((128, 256)).astype(np.float32))
@@ -149,10 +149,68 @@ def repeatable(runs: int) -> Iterator[Finding]:
 
     first = np.asarray(step(weights, rows)).tobytes()
     other = sum(np.asarray(step(weights, rows)).tobytes() != first for _ in range(runs - 1))
-    told = f"{runs} runs of a training step" + (f": {other} differ from the first" if other else " give the same bits")
+    text = f"{runs} runs of a training step" + (f": {other} differ from the first" if other else " give the same bits")
     if not other:
-        yield Finding("good", "repeatability", told)
+        yield Finding("good", "repeatability", text)
     elif jax.default_backend() == "gpu":
-        yield Finding("warning", "repeatability", told, "XLA_FLAGS=--xla_gpu_deterministic_ops=true makes them equal")
+        yield Finding("warning", "repeatability", text, "XLA_FLAGS=--xla_gpu_deterministic_ops=true makes them equal")
     else:
-        yield Finding("fault", "repeatability", told, "this chip must not be trusted: try --burn 60")
+        yield Finding("fault", "repeatability", text, "do not use this chip: try --burn 60")
+
+
+# --- burn-in ----------------------------------------------------------------------------------------------------------
+
+
+def chain(side: int, depth: int = 8) -> Callable[[jax.Array], jax.Array]:
+    """Return a function of products and elementwise operations in f32 and bf16, with values near 1."""
+
+    def run(x: jax.Array) -> jax.Array:
+        for _ in range(depth):
+            x = jnp.tanh((x.astype(jnp.bfloat16) @ x.T.astype(jnp.bfloat16)).astype(jnp.float32) / side**0.5) + 0.1 * x
+        return x
+
+    return jax.jit(run)
+
+
+def burn(seconds: float, side: int = 0, run: Any = None, devices: Sequence[Any] | None = None) -> list[Finding]:
+    """Run the same computation on every chip, and report chips whose results differ in any bit.
+
+    Results are compared between rounds and between chips, so a chip with silent data corruption is named.
+
+    Args:
+        seconds: How long to run, at least two rounds.
+        side: The side of the square operands; by the platform if not given.
+        run: The computation of each device; `chain` if not given.
+        devices: The local devices if not given.
+    """
+    devices = list(devices or jax.local_devices())
+    side = side or (128 if devices[0].platform == "cpu" else 4096)
+    run = run or chain(side)
+    start = np.random.default_rng(0).standard_normal((side, side)).astype(np.float32)
+    inputs = [jax.device_put(start, device) for device in devices]
+    digests: list[Counter[bytes]] = [Counter() for _ in devices]
+    poisoned: Counter[int] = Counter()
+    rounds, end = 0, time.monotonic() + seconds
+    while rounds < 2 or time.monotonic() < end:
+        results = [run(x) for x in inputs]  # all chips at once, as in a training
+        for i, result in enumerate(results):
+            host = np.asarray(result)
+            digests[i][host.tobytes()] += 1
+            poisoned[i] += not np.isfinite(host).all()
+        rounds += 1
+    return _verdicts(devices, digests, poisoned, rounds)
+
+
+def _verdicts(devices: list[Any], digests: list[Counter[bytes]], poisoned: Counter[int], rounds: int) -> list[Finding]:
+    right = sum(digests, Counter()).most_common(1)[0][0]
+    found = []
+    for i, device in enumerate(devices):
+        wrong = rounds - digests[i][right]
+        if wrong or poisoned[i]:
+            nan = f", {poisoned[i]} with NaN or infinity" if poisoned[i] else ""
+            found.append(Finding(
+                "fault", f"burn-in of device {device.id}", f"{wrong} of {rounds} rounds gave different bits{nan}",
+                f"take this chip out of use ({device}, process {device.process_index})",
+            ))  # fmt: skip
+    good = f"{rounds} rounds on {len(devices)} device{'s' * (len(devices) > 1)}, all bits equal"
+    return found or [Finding("good", "burn-in", good)]

@@ -1,4 +1,4 @@
-"""How fast the chips here are, beside what the table says they can do: products, memory, what they send each other."""
+"""How fast the devices are, compared with the peak of their chip: products, memory, links."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dovetail.core.chips import Chip, chip_of
-from dovetail.doctor.finding import Finding
+from dovetail.doctor import Finding
 
-POOR = 0.6  # of a peak, below which something is wrong: an H200 reaches 80% in products and 87% in copies
-UNEVEN = 0.9  # of the median of its fellows, below which a chip is slow
+POOR = 0.6  # of a peak: below this something is wrong (an H200 reaches 80% in products and 87% in copies)
+UNEVEN = 0.9  # of the median of all devices: below this a device is slow
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: enough for a chip to show its speed, and little on a CPU."""
+    """The sizes of the operands: large enough for a chip to reach its speed, small on a CPU."""
 
     side: int  # of a square product
     copied: int  # bytes
@@ -33,10 +33,13 @@ ON_CPU, ON_CHIP = Size(512, 64 << 20, 4 << 20), Size(8192, 2 << 30, 256 << 20)
 
 
 def speed(size: Size | None = None, busy: bool = False) -> list[Finding]:
-    """Measure every local device, one after another. `busy`: other work runs on the machine, which slows them."""
+    """Measure every local device, one after another; `busy` adds a note that other work slows them."""
     found = _measured(size)
     return (
-        [replace(one, found=f"{one.found}; other work ran meanwhile: an idle machine is faster") for one in found]
+        [
+            replace(one, found=f"{one.found}; other work ran at the same time: an idle machine is faster")
+            for one in found
+        ]
         if busy
         else found
     )
@@ -58,16 +61,16 @@ def _measured(size: Size | None) -> list[Finding]:
 
 def _beside(about: str, rates: list[float], peak: float | None, unit: float, word: str) -> Finding:
     typical = statistics.median(rates)
-    told = f"{_number(typical / unit)} {word}" + (f" on each of {len(rates)} devices" if len(rates) > 1 else "")
+    text = f"{_number(typical / unit)} {word}" + (f" on each of {len(rates)} devices" if len(rates) > 1 else "")
     values = {"measured": typical, **({"peak": peak} if peak else {})}
     if not peak:
-        return Finding("note", about, f"{told}; the table has no peak of this device to compare with", values=values)
+        return Finding("note", about, f"{text}; the peak of this device is not known", values=values)
     share = typical / peak
-    told += f", {share:.0%} of the peak ({_number(peak / unit)})"
+    text += f", {share:.0%} of the peak ({_number(peak / unit)})"
     if share >= POOR:
-        return Finding("good", about, told, values=values)
+        return Finding("good", about, text, values=values)
     return Finding(
-        "warning", about, told,
+        "warning", about, text,
         "look for another program on the chip (dovetail info --watch), a power or clock limit, or a shared machine",
         values,
     )  # fmt: skip
@@ -78,17 +81,17 @@ def _number(value: float) -> str:
 
 
 def _uneven(about: str, rates: list[float]) -> Iterator[Finding]:
-    """A run goes at the pace of its slowest device."""
+    """Report slow devices: the slowest one determines the speed of a run."""
     typical = statistics.median(rates)
     for device, rate in zip(jax.local_devices(), rates, strict=True):
         if rate < UNEVEN * typical and device.platform != "cpu":  # CPU devices share cores
             yield Finding(
-                "warning", f"{about} of device {device.id}", f"{rate / typical:.0%} of what the others reach",
-                f"leave this host out (hosts of a job: exclude; {device})",
+                "warning", f"{about} of device {device.id}", f"{rate / typical:.0%} of the median of all devices",
+                f"exclude this host from jobs ({device})",
             )  # fmt: skip
 
 
-# --- what is timed ----------------------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 def _product(device: Any, side: int) -> Callable[[], Any]:
@@ -100,12 +103,12 @@ def _product(device: Any, side: int) -> Callable[[], Any]:
 
 def _copy(device: Any, size: int) -> Callable[[], Any]:
     a = jax.device_put(np.zeros(size // 4, np.float32), device)
-    add = jax.jit(lambda x: x + 1)  # reads it once and writes it once
+    add = jax.jit(lambda x: x + 1)  # one read and one write
     return lambda: add(a)
 
 
 def _rate(make: Callable[[], Callable[[], Any]], work: float, times: int = 5) -> float:
-    """Of the best of a few calls: others on the machine only ever make one slower."""
+    """Return the rate of the fastest of a few calls: other work only makes a call slower."""
     call = make()
     jax.block_until_ready(call())
     best = float("inf")
@@ -120,7 +123,7 @@ def _rate(make: Callable[[], Callable[[], Any]], work: float, times: int = 5) ->
 
 
 def _links(devices: list[Any], chip: Chip | None, size: Size) -> Iterator[Finding]:
-    """An all-gather and an all-reduce over all local devices, by the bytes that each sends around a ring."""
+    """Measure an all-gather and an all-reduce over all local devices, by the bytes that each sends in a ring."""
     n = len(devices)
     if n == 1:
         return

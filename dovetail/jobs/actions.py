@@ -1,4 +1,4 @@
-"""What people do with jobs: create, cancel, resume, delete, clean. Each changes the store; the supervisor does it."""
+"""Actions on jobs: create, cancel, resume, delete, clean. They change the store; the supervisor carries them out."""
 
 from __future__ import annotations
 
@@ -9,52 +9,63 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dovetail.core.errors import UserError
-from dovetail.jobs import asked, gate, preflight, secrets, sensitive, snapshot
-from dovetail.jobs.attempt import CALL
-from dovetail.jobs.job import OVER, Job
+from dovetail.core.errors import NotPermittedError, UserError
+from dovetail.jobs import preflight, secrets, snapshot
+from dovetail.jobs.job import CALL_FOLDER, OVER, Job
 from dovetail.jobs.spec import Spec, changed
-from dovetail.jobs.store import Store, new_id
+from dovetail.jobs.store import REQUEST_FILE, JobStore, new_id
 
-# In a job's folder: the rest was written by the job.
-OURS = ("code", "code.tar.gz", "attempts", CALL, "notify.log", secrets.FILE, asked.FILE)
+# Files in a job's folder that the job itself did not write.
+OURS = ("code", "code.tar.gz", "attempts", CALL_FOLDER, "notify.log", secrets.FILE, REQUEST_FILE)
+WORDS = {"succeeded": "it succeeded", "failed": "it failed", "stopped": "it was stopped"}
 
 
 def create(
-    store: Store,
+    store: JobStore,
     spec: Spec,
     base: Path | None = None,
     before: Callable[[Path], object] = lambda home: None,
     confirm: Callable[[], object] = lambda: None,
 ) -> Job:
-    """A job with the code as it is now. `base`: what code.path is relative to. `before` is given the job's folder, to
-    put there what the job needs, before any supervisor hears of it. `confirm` is called once the job is known to be
-    able to start, and before anything is made; it raises to stop."""
+    """Create a job with a copy of the code.
+
+    Args:
+        store: The store.
+        spec: What to run.
+        base: The folder that `code.path` is relative to.
+        before: Called with the job's folder before a supervisor can see the job, to add files that it needs.
+        confirm: Called after all checks and before anything is made; it raises to stop.
+
+    Returns:
+        The job, with status `queued`.
+
+    Raises:
+        UserError: The job could never start.
+    """
     check(spec, base)
     spec = replace(spec, after=ids_of(store, spec.after), code=snapshot.settled(spec.code, base))
     confirm()
     values = secrets.take(spec)
     digest = snapshot.take(spec.code, store.snapshots, base) if spec.code.path else ""
     id = new_id()
-    home = store.home(id)
-    asked.make_home(home)
+    home = store.make_home(id)
     try:
         if digest:
             _link(store.snapshots / f"{digest}.tar.gz", home / "code.tar.gz")
         secrets.keep(home, values)
         before(home)
         return store.add(spec, digest, id)
-    except BaseException:  # no job knows of the folder, which may hold secrets
+    except BaseException:  # the folder belongs to no job, and may hold secrets
         shutil.rmtree(home, ignore_errors=True)
         raise
 
 
 def check(spec: Spec, base: Path | None = None) -> None:
-    """Raise ValueError or ImportError where `create` would refuse the job, and make nothing."""
+    """Raise UserError if `create` would refuse the job; make nothing."""
     preflight.check(spec, snapshot.command_folder(spec.code, base))
 
 
-def ids_of(store: Store, names: Sequence[str]) -> tuple[str, ...]:
+def ids_of(store: JobStore, names: Sequence[str]) -> tuple[str, ...]:
     """Return the ids of jobs that are given by id, the beginning of one, or name."""
     return tuple(store.find(name).id for name in names)
 
@@ -66,11 +77,15 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def cancel(store: Store, job: Job) -> Job:
-    """Tell it to stop: it has `ceiling.grace` seconds to save and end, and `resume` continues from there. A second
-    cancel kills it at once."""
+def cancel(store: JobStore, job: Job) -> Job:
+    """Stop a job: it has `ceiling.grace` seconds to save and end, and `resume` continues it.
+
+    A second cancel kills it at once.
+    """
     if job.is_over:
-        raise UserError(f"job {job.id} is over already: it {_word(job)}")
+        raise UserError(
+            f"job {job.id} is over already: {WORDS.get(job.status, 'it was cancelled')}", param="JOB", code="job_over"
+        )
     wanted = "stop" if job.wanted == "run" else "kill"
     with store.transaction():
         store.change(job.id, wanted=wanted)
@@ -78,31 +93,36 @@ def cancel(store: Store, job: Job) -> Job:
     return store.job(job.id)
 
 
-def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
-    """Start it again, its budgets full, where its last attempt stopped. `words`: key=value to change in its spec, which
-    only its user may do, at its site: it runs there as that user."""
+def resume(store: JobStore, job: Job, words: Sequence[str] = ()) -> Job:
+    """Start a job again from where its last attempt stopped, with its full budgets.
+
+    Args:
+        store: The store.
+        job: A job that is over and did not succeed.
+        words: key=value changes of its spec. Only its user may change it, at its site, because it runs as that user.
+    """
     if not job.is_over:
-        raise UserError(f"job {job.id} is not over: it is {job.status}")
+        raise UserError(f"job {job.id} is not over: it is {job.status}", param="JOB", code="job_not_over")
     if job.status == "succeeded":
-        raise UserError(f"job {job.id} has succeeded: create another to run it again")
+        raise UserError(f"job {job.id} has succeeded: create another to run it again", param="JOB", code="job_over")
     if words and not store.is_ours(job):
-        raise UserError(
+        raise NotPermittedError(
             f"job {job.id} runs as {job.user} at {job.site.rpartition(' ')[0] or store.root}, so only {job.user} may "
             f"change its spec, there; got {_without_values(words[0])}. Resume it without changes, or create your own"
         )
     if store.is_ours(job):
-        store.check_asked(job)  # what another wrote into the table must not become the user's own
+        store.check_request(job)  # a change that another user wrote into the table must not become this user's own
     before = store.spec(job.id)
     spec = changed(before, words)
     spec = replace(spec, after=ids_of(store, spec.after)) if spec.after != before.after else spec
-    if job.site == store.site:  # elsewhere, only that site's machines can say whether it starts
+    if job.site == store.site:  # only machines of its site can check whether it starts
         code = store.home(job.id) / "code" / spec.code.cwd
         preflight.check(spec, code if code.is_dir() else None)
         if words:
-            gate.check_place(spec)
+            preflight.check_place(spec)
         secrets.keep(store.home(job.id), secrets.take(spec))
     elif secrets.names(spec):
-        store.refuse_elsewhere(job, "its secrets are not kept in the database, so resume it")
+        store.refuse_elsewhere(job, "its secrets are not in the database, so resume it")
     with store.transaction():
         if spec != before:
             store.change_spec(job.id, spec)
@@ -115,35 +135,40 @@ def resume(store: Store, job: Job, words: Sequence[str] = ()) -> Job:
 
 
 def _without_values(word: str) -> str:
-    """Return a changed key as history shows it: variables by their names alone."""
-    return f"env={sensitive.MASK}" if word.startswith("env=") else word
+    """Return a changed key as history shows it, without the values of variables."""
+    return f"env={secrets.MASK}" if word.startswith("env=") else word
 
 
-def delete(store: Store, job: Job) -> None:
-    """Remove its rows, logs, code and run. Only what is over (then no backend holds anything for it), and one's own."""
-    refuse_delete(store, job)
+def delete(store: JobStore, job: Job) -> None:
+    """Remove the rows, logs, code and results of a job of this user that is over."""
+    check_delete(store, job)
     home = store.home(job.id)
     if home.exists():
         shutil.rmtree(home)
     store.remove(job.id)
 
 
-def refuse_delete(store: Store, job: Job) -> None:
-    """Raise ValueError where it may not be deleted, or not by this user."""
+def check_delete(store: JobStore, job: Job) -> None:
+    """Raise UserError if the job may not be deleted, or not by this user."""
     store.refuse_elsewhere(job, "delete it")
     if job.user != store.user:
-        raise UserError(f"job {job.id} is {job.user}'s, and only {job.user} may delete it; you are {store.user}")
+        raise NotPermittedError(
+            f"job {job.id} is {job.user}'s, and only {job.user} may delete it; you are {store.user}"
+        )
     if not job.is_over:
-        raise UserError(f"job {job.id} is {job.status}: cancel it first, then delete it when it is over")
+        raise UserError(
+            f"job {job.id} is {job.status}: cancel it first, then delete it when it is over", param="JOB",
+            code="job_not_over",
+        )  # fmt: skip
 
 
-def size(store: Store, job: Job) -> int:
-    """Bytes of its folder; what this user may not read counts as nothing."""
+def size(store: JobStore, job: Job) -> int:
+    """Return the bytes of a job's folder, without files that this user may not read."""
     return sum(path.lstat().st_size for path in _files(store.home(job.id)) if os.path.lexists(path))
 
 
-def has_results(store: Store, job: Job) -> bool:
-    """Whether its folder holds what the job itself wrote: a training's run, checkpoints, other files."""
+def has_results(store: JobStore, job: Job) -> bool:
+    """Return whether the job itself wrote files to its folder: a run, checkpoints, other files."""
     home = store.home(job.id)
     if home.is_dir() and any(path.name not in OURS for path in home.iterdir()):
         return True
@@ -156,8 +181,10 @@ def _files(folder: Path) -> Iterator[Path]:
     return (Path(where) / name for where, _, names in os.walk(folder) for name in names)
 
 
-def old(store: Store, older: float, statuses: Sequence[str] = OVER, runs: bool = False) -> tuple[list[Job], list[Job]]:
-    """This user's jobs that have been over for `older` seconds: (those to delete, those to keep).
+def old(
+    store: JobStore, older: float, statuses: Sequence[str] = OVER, runs: bool = False
+) -> tuple[list[Job], list[Job]]:
+    """Return this user's jobs that have been over for `older` seconds: (those to delete, those to keep).
 
     Succeeded jobs with results are kept, unless `runs`.
     """
@@ -168,17 +195,13 @@ def old(store: Store, older: float, statuses: Sequence[str] = OVER, runs: bool =
     return [job for job in own if job not in kept], kept
 
 
-def clean(store: Store, jobs: Sequence[Job]) -> None:
-    """Delete `jobs`, as `delete` does, and snapshots that no job has. Where one may not be deleted, none is."""
+def clean(store: JobStore, jobs: Sequence[Job]) -> None:
+    """Delete jobs, and snapshots that no job uses. If one may not be deleted, none is."""
     for job in jobs:
-        refuse_delete(store, job)
+        check_delete(store, job)
     for job in jobs:
         delete(store, job)
     kept = {job.snapshot for job in store.jobs()}
     for archive in store.snapshots.glob("*.tar.gz"):
         if archive.name.removesuffix(".tar.gz") not in kept:
             archive.unlink(missing_ok=True)
-
-
-def _word(job: Job) -> str:
-    return {"succeeded": "succeeded", "failed": "failed", "stopped": "was stopped"}.get(job.status, "was cancelled")

@@ -1,7 +1,8 @@
-"""Where the tables of jobs lie: a SQLite file in the home of jobs, or a Postgres that a team shares.
+"""The tables of jobs: a SQLite file in the folder of jobs, or a Postgres that a team shares (postgres.py).
 
-One set of statements serves both: they are written for SQLite (`?`, or `?1` where a value is used twice), and
-postgres.py rewrites what differs. Here is what else the store asks of either.
+Statements are written for SQLite (`?`, or `?1` if a value is used twice), and postgres.py translates them. In the
+tables `user` is quoted, because Postgres has a function of that name, and numbers are FLOAT, because REAL has 6 digits
+there.
 """
 
 from __future__ import annotations
@@ -12,90 +13,173 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.jobs import modes
-from dovetail.jobs.home import is_shared
+from dovetail.core.errors import FileError, UserError
+from dovetail.jobs import files
 
 FILE = "jobs.sqlite"
 FILES = (FILE, f"{FILE}-wal", f"{FILE}-shm")  # SQLite gives the others the mode of the first
 WAIT_S = 30  # for another writer
 
+VERSION = 2
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE jobs (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, "user" TEXT NOT NULL, backend TEXT NOT NULL,
+    accelerator TEXT NOT NULL, status TEXT NOT NULL, wanted TEXT NOT NULL DEFAULT 'run',
+    detail TEXT NOT NULL DEFAULT '', zone TEXT NOT NULL DEFAULT '', host TEXT NOT NULL DEFAULT '',
+    snapshot TEXT NOT NULL DEFAULT '', created FLOAT NOT NULL, changed FLOAT NOT NULL, ended FLOAT,
+    not_before FLOAT NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
+    preemptions INTEGER NOT NULL DEFAULT 0, faults INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0, in_a_row INTEGER NOT NULL DEFAULT 0,
+    place INTEGER NOT NULL DEFAULT 0, seconds FLOAT NOT NULL DEFAULT 0, dollars FLOAT NOT NULL DEFAULT 0,
+    resumed INTEGER NOT NULL DEFAULT 0, site TEXT NOT NULL DEFAULT '');
+CREATE INDEX jobs_status ON jobs (status);
+CREATE INDEX jobs_created ON jobs (created);
+CREATE TABLE specs (job TEXT PRIMARY KEY, text TEXT NOT NULL);
+CREATE TABLE attempts (
+    job TEXT NOT NULL, number INTEGER NOT NULL, phase TEXT NOT NULL, state TEXT NOT NULL DEFAULT '',
+    detail TEXT NOT NULL DEFAULT '', zone TEXT NOT NULL DEFAULT '', accelerator TEXT NOT NULL DEFAULT '',
+    handle TEXT NOT NULL DEFAULT '', hosts TEXT NOT NULL DEFAULT '', exclude TEXT NOT NULL DEFAULT '',
+    outcome TEXT NOT NULL DEFAULT '', exit_code INTEGER, failed_rank INTEGER, created FLOAT NOT NULL,
+    started FLOAT, ran FLOAT NOT NULL DEFAULT 0, ended FLOAT, stop_sent FLOAT, absent_since FLOAT,
+    look_at FLOAT NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
+    restarts INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (job, number));
+CREATE TABLE intents (
+    id INTEGER PRIMARY KEY, job TEXT NOT NULL, number INTEGER NOT NULL, verb TEXT NOT NULL, made FLOAT NOT NULL,
+    done FLOAT, detail TEXT NOT NULL DEFAULT '');
+CREATE INDEX intents_open ON intents (job, number) WHERE done IS NULL;
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, job TEXT NOT NULL, number INTEGER NOT NULL, at FLOAT NOT NULL, what TEXT NOT NULL);
+CREATE INDEX events_job ON events (job);
+CREATE TABLE quarantine (
+    backend TEXT NOT NULL, host TEXT NOT NULL, job TEXT NOT NULL, at FLOAT NOT NULL, reason TEXT NOT NULL,
+    PRIMARY KEY (backend, host));
+CREATE TABLE tasks (
+    id INTEGER PRIMARY KEY, queue TEXT NOT NULL, name TEXT NOT NULL, command TEXT NOT NULL,
+    zones TEXT NOT NULL DEFAULT '', status TEXT NOT NULL DEFAULT 'ready', worker TEXT NOT NULL DEFAULT '',
+    claim INTEGER NOT NULL DEFAULT 0, lease FLOAT NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0,
+    losses INTEGER NOT NULL DEFAULT 0, retries INTEGER NOT NULL DEFAULT 0, exit_code INTEGER,
+    detail TEXT NOT NULL DEFAULT '', created FLOAT NOT NULL, started FLOAT, ended FLOAT, UNIQUE (queue, name));
+CREATE INDEX tasks_ready ON tasks (queue, status);
+CREATE TABLE needs (task INTEGER NOT NULL, needs INTEGER NOT NULL, PRIMARY KEY (task, needs));
+"""
+# version -> the statements that migrate the tables to the next version
+STEPS: dict[int, str] = {
+    1: """
+ALTER TABLE jobs ADD COLUMN site TEXT NOT NULL DEFAULT '';
+ALTER TABLE attempts ADD COLUMN restarts INTEGER NOT NULL DEFAULT 0
+""",
+}
+
+
+class DatabaseUnavailableError(FileError, ConnectionError):
+    """Report that the database server does not answer; a later call may succeed."""
+
 
 class Cursor(Protocol):
+    """The part of a database cursor that the store uses."""
+
     @property
-    def rowcount(self) -> int: ...
+    def rowcount(self) -> int:
+        """The number of rows that the statement changed."""
+        ...
 
-    def fetchone(self) -> Any: ...
+    def fetchone(self) -> Any:
+        """Return the next row; None after the last."""
+        ...
 
-    def fetchall(self) -> list[Any]: ...
+    def fetchall(self) -> list[Any]:
+        """Return the remaining rows."""
+        ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
 
-class Connection(Protocol):
-    """As sqlite3 has it. A server that is gone is a ConnectionError."""
+class DatabaseConnection(Protocol):
+    """A connection with the interface of sqlite3. A lost server raises DatabaseUnavailableError."""
 
     @property
-    def in_transaction(self) -> bool: ...
+    def in_transaction(self) -> bool:
+        """Whether a transaction is open."""
+        ...
 
-    def execute(self, query: str, values: Sequence[Any] = (), /) -> Cursor: ...
+    def execute(self, query: str, values: Sequence[Any] = (), /) -> Cursor:
+        """Execute one statement."""
+        ...
 
-    def executemany(self, query: str, values: Sequence[Sequence[Any]], /) -> Any: ...
+    def executemany(self, query: str, values: Sequence[Sequence[Any]], /) -> Any:
+        """Execute one statement per row of values."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connection."""
+        ...
 
 
 class Database(Protocol):
-    """`site`: by which the jobs of this home are told from those of others in the same tables."""
+    """Open connections and manage their transactions.
+
+    `site` identifies the folder of jobs among those that use the same tables.
+    """
 
     site: str
 
-    def connect(self) -> Connection: ...
-
-    def begin(self, connection: Connection) -> None:
-        """A transaction that has no other writer beside it."""
+    def connect(self) -> DatabaseConnection:
+        """Open a connection."""
         ...
 
-    def version(self, connection: Connection) -> int:
-        """Of the tables; 0 where there are none."""
+    def begin(self, connection: DatabaseConnection) -> None:
+        """Begin a transaction that excludes all other writers."""
         ...
 
-    def set_version(self, connection: Connection, version: int) -> None: ...
+    def version(self, connection: DatabaseConnection) -> int:
+        """Return the version of the tables; 0 if there are none."""
+        ...
 
-    def is_usable(self, connection: Connection) -> bool:
-        """Whether it may be used again."""
+    def set_version(self, connection: DatabaseConnection, version: int) -> None:
+        """Record the version of the tables."""
+        ...
+
+    def is_usable(self, connection: DatabaseConnection) -> bool:
+        """Return whether the connection may be used again."""
         ...
 
 
 class Sqlite:
-    """One file, whose only site is its own folder."""
+    """One SQLite file, which belongs to one site: its own folder."""
 
     site = ""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def connect(self) -> Connection:
-        modes.create(self._root / FILE)
+    def connect(self) -> DatabaseConnection:
+        """Open the file, and create it if it does not exist."""
+        files.create_file(self._root / FILE)
         made = sqlite3.connect(self._root / FILE, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
-        _set_journal(made, "DELETE" if is_shared(self._root) else "WAL")
-        made.execute("PRAGMA synchronous = FULL")  # an intent must outlive a loss of power too
+        _set_journal(made, "DELETE" if files.is_network_folder(self._root) else "WAL")
+        made.execute("PRAGMA synchronous = FULL")  # an intent must survive a power failure
         return made
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: DatabaseConnection) -> None:
+        """Begin a transaction that excludes all other writers."""
         connection.execute("BEGIN IMMEDIATE")
 
-    def version(self, connection: Connection) -> int:
+    def version(self, connection: DatabaseConnection) -> int:
+        """Return the version of the tables; 0 if there are none."""
         return connection.execute("PRAGMA user_version").fetchone()[0]
 
-    def set_version(self, connection: Connection, version: int) -> None:
+    def set_version(self, connection: DatabaseConnection, version: int) -> None:
+        """Record the version of the tables."""
         connection.execute(f"PRAGMA user_version = {version}")
 
-    def is_usable(self, connection: Connection) -> bool:
+    def is_usable(self, connection: DatabaseConnection) -> bool:
+        """Return True: a file does not lose connections."""
         return True
 
 
-def _set_journal(connection: Connection, wanted: str) -> None:
-    """By whoever comes first: while SQLite changes it, it does not wait for others as it does for writers."""
+def _set_journal(connection: DatabaseConnection, wanted: str) -> None:
+    """Set the journal mode, with retries: SQLite's timeout does not apply while another process changes it."""
     until = time.monotonic() + WAIT_S
     while connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != wanted:
         try:
@@ -104,3 +188,35 @@ def _set_journal(connection: Connection, wanted: str) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(0.01)
+
+
+def prepare(database: Database, connection: DatabaseConnection, owner: str) -> None:
+    """Create the tables, or migrate older ones; raise UserError for those of a newer dovetail."""
+    if database.version(connection) == VERSION:
+        return
+    database.begin(connection)
+    try:
+        found = database.version(connection)
+        if found > VERSION:
+            raise UserError(
+                f"the table of jobs was written by a newer dovetail (schema {found}, this one supports {VERSION}): "
+                "upgrade dovetail",
+                code="newer_schema",
+            )
+        if found == 0:
+            _run(connection, TABLES)
+            connection.execute("INSERT INTO meta VALUES ('owner', ?)", (owner,))
+        for version in range(found, VERSION) if found else ():
+            _run(connection, STEPS[version])
+        database.set_version(connection, VERSION)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _run(connection: DatabaseConnection, statements: str) -> None:
+    """Execute statements one by one: executescript would commit the open transaction."""
+    for statement in statements.split(";"):
+        if statement.strip():
+            connection.execute(statement)

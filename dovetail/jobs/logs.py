@@ -1,4 +1,4 @@
-"""The logs of all ranks of a job, attempt by attempt, as they grow."""
+"""Follow the logs of all ranks of a job, attempt by attempt."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.core.printable import printable
-from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.backends.backend import Backend, Unavailable
-from dovetail.jobs.job import Job, Try
-from dovetail.jobs.store import Store
+from dovetail.jobs.backends.backend import JobBackend, UnavailableError
+from dovetail.jobs.job import Attempt, AttemptRow, Job
+from dovetail.jobs.store import JobStore
 
 POLL_S = 0.3
 
 
 @dataclass
 class Follower:
-    """Whole lines of each rank, in the order in which they were seen."""
+    """Read whole lines of each rank, in the order in which they appear."""
 
-    backend: Backend
+    backend: JobBackend
     attempt: Attempt
     ranks: Sequence[int]
     positions: dict[int, int] = field(default_factory=dict)
-    halves: dict[int, str] = field(default_factory=dict)  # the beginning of a line that is not whole yet
+    halves: dict[int, str] = field(default_factory=dict)  # the beginning of an incomplete line
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """What is new: (rank, line)."""
+        """Yield (rank, line) of the new lines."""
         for rank in self.ranks:
             while True:
                 try:
                     part = self.backend.logs(self.attempt, rank, self.positions.get(rank, 0))
-                except Unavailable:
+                except UnavailableError:
                     break
                 if not part.text:
                     break
@@ -41,14 +40,14 @@ class Follower:
                 yield from ((rank, line) for line in whole)
 
     def rest(self) -> Iterator[tuple[int, str]]:
-        """Last lines without an end."""
+        """Yield the last lines that have no line break."""
         for rank, half in self.halves.items():
             if half:
                 yield rank, half
         self.halves.clear()
 
     def follow(self, is_over: Callable[[], bool]) -> Iterator[tuple[int, str]]:
-        """Until it is over; what was written before its end is told too."""
+        """Yield lines until the attempt is over, including everything written before its end."""
         over = False
         while not over:
             over = is_over()
@@ -59,11 +58,11 @@ class Follower:
 
 
 def follow_job(
-    store: Store,
-    choose: Callable[[str], Backend],
+    store: JobStore,
+    choose: Callable[[str], JobBackend],
     id: str,
     ranks: Callable[[Attempt], Sequence[int]],
-    ended: Callable[[Try], None] = lambda row: None,
+    ended: Callable[[AttemptRow], None] = lambda row: None,
     poll: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Attempt, int, str]]:
     """Yield (attempt, rank, line) of a job from its current attempt on, until the job is over.
@@ -95,12 +94,12 @@ def follow_job(
             time.sleep(POLL_S)
 
 
-def _row(store: Store, id: str, number: int) -> Try | None:
+def _row(store: JobStore, id: str, number: int) -> AttemptRow | None:
     return next((row for row in store.attempts(id) if row.number == number), None)
 
 
-def waiting(store: Store, id: str) -> Callable[[], str]:
-    """Return a function that says why the job waits, each time that has changed; "" otherwise."""
+def waiting(store: JobStore, id: str) -> Callable[[], str]:
+    """Return a function that returns why the job waits, each time that this has changed, and "" otherwise."""
     said = ""
 
     def news() -> str:
@@ -114,8 +113,8 @@ def waiting(store: Store, id: str) -> Callable[[], str]:
 
 
 def goes_on(job: Job) -> str:
-    """Say what becomes of a job whose output is not followed any more."""
+    """Return what happens to a job whose output is no longer followed."""
     if job.is_over:
         return f"job {job.id} is over: {job.status}"
     how = f"`dovetail job logs -f {job.id}` follows it again, `dovetail job cancel {job.id}` ends it"
-    return f"job {job.id} goes on ({job.status}): {how}"
+    return f"job {job.id} continues ({job.status}): {how}"

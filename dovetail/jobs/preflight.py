@@ -1,7 +1,12 @@
-"""Refuse a job that can never start, before it is created: what its spec names must be there.
+"""Checks before a job is created.
 
-`dovetail job create`, its `--dry-run`, `@dt.remote` and `resume` all ask here. What belongs to one place where jobs run
-is its backend's own `check`, which the supervisor calls again at every start.
+`check` refuses a job that can never start, because something that its spec names does not exist. `dovetail job create`,
+its `--dry-run`, `@dt.remote` and `resume` call it. Checks of one backend are in its own `check`, which the supervisor
+calls again at every start.
+
+`check_place` refuses zones that do not exist and requests that Slurm can never satisfy. `check_fit` checks whether a
+recipe fits its accelerator: with the planner, and for pretraining with the TPU compiler if libtpu is installed (which
+needs no TPU).
 """
 
 from __future__ import annotations
@@ -13,37 +18,38 @@ import sys
 from pathlib import Path, PurePosixPath
 
 from dovetail.core import recipe as recipes
-from dovetail.core.errors import UserError
-from dovetail.jobs import ignore, price, secrets, sensitive
-from dovetail.jobs.backends.backend import Unavailable
-from dovetail.jobs.backends.choose import chooser
-from dovetail.jobs.home import jobs_home
+from dovetail.core import regions
+from dovetail.core.accelerator import Accelerator, parse
+from dovetail.core.errors import MissingFileError, RecipeError, UserError
+from dovetail.jobs import cost, files, secrets
+from dovetail.jobs.backends import chooser, slurm_script
+from dovetail.jobs.snapshot import code_files
 from dovetail.jobs.spec import Spec
 
-SAME_FILES = ("local", "slurm")  # backends whose machines see this one's files
-NEEDED = ("jax", "optax")  # to read a recipe's settings
-TIMEOUT_S = 120.0
+SAME_FILES = ("local", "slurm")  # backends whose machines see the files of this one
+NEEDED = ("jax", "optax")  # to read the settings of a recipe
+READ_S = 120.0
+FIT_S = 1800.0
+ANYWAY = "--no-check creates it without this check"
+
+
+# --- can it start? ----------------------------------------------------------------------------------------------------
 
 
 def check(spec: Spec, code: Path | None = None) -> None:
-    """Raise ValueError or ImportError where the job could never start.
+    """Raise UserError if the job can never start.
 
-    `code`: the folder that its code is taken from; None where that is not known, and files in it are not looked for.
+    Args:
+        spec: The job's spec.
+        code: The folder that its code is taken from; None if it is not known, then files in it are not checked.
     """
-    price.refuse_blind_ceiling(spec)
-    sensitive.refuse_tokens(spec)
+    cost.check_ceiling(spec)
+    secrets.refuse_tokens(spec)
     secrets.take(spec)
-    _check_backend(spec)
+    chooser(files.jobs_home(), "")(spec.backend).check(spec)
     _check_environment(spec, code)
     if spec.recipe:
         _check_recipe(spec, code)
-
-
-def _check_backend(spec: Spec) -> None:
-    try:
-        chooser(jobs_home(), "")(spec.backend).check(spec)
-    except Unavailable as error:  # a supervisor would try again; a person is told, and can
-        raise UserError(str(error)) from error
 
 
 def _check_environment(spec: Spec, code: Path | None) -> None:
@@ -55,36 +61,41 @@ def _check_environment(spec: Spec, code: Path | None) -> None:
 
 
 def _refuse_missing(spec: Spec, field: str, text: str, code: Path | None) -> None:
-    """Raise where the processes would not find a file: relative to the job's code, or an absolute path."""
+    """Raise UserError if the processes would not find a file: an absolute path, or one relative to the code."""
     path = Path(text).expanduser()
     if path.is_absolute():
         if spec.backend in SAME_FILES and not path.is_file():
-            raise UserError(f"{field}: there is no file {text}")
+            raise MissingFileError(f"{field}: there is no file {text}", param=field)
         return
     if not spec.code.path:
         raise UserError(
-            f"{field}: {text} is relative to the job's code, and `code.path` is empty: give an absolute path"
+            f"{field}: {text} is relative to the job's code, and `code.path` is empty: give an absolute path",
+            param=field,
         )
     if code is None:
         return
     if not (code / path).is_file():
-        raise UserError(f"{field}: there is no file {text} in the job's code, which is {code.resolve()}")
-    if PurePosixPath(os.path.normpath(path)) not in ignore.files(code, spec.code.exclude):
+        raise MissingFileError(
+            f"{field}: there is no file {text} in the job's code, which is {code.resolve()}", param=field
+        )
+    if PurePosixPath(os.path.normpath(path)) not in code_files(code, spec.code.exclude):
         raise UserError(
-            f"{field}: {text} is not taken along with the code, since .gitignore or `code.exclude` leaves it out: give "
-            "an absolute path, or include it"
+            f"{field}: {text} is not part of the job's code, because .gitignore or `code.exclude` excludes it: give an "
+            "absolute path, or include it",
+            param=field,
         )
 
 
 def _check_recipe(spec: Spec, code: Path | None) -> None:
-    is_none = spec.recipe == "-" and spec.training != "pretrain"  # its overrides say everything
+    only_overrides = spec.recipe == "-" and spec.training != "pretrain"
     shipped_for = recipes.training_of(spec.recipe)
     if shipped_for and shipped_for != spec.training:
-        raise UserError(
+        raise RecipeError(
             f"recipe {spec.recipe} is for training={shipped_for}, and training is {spec.training}: set "
-            f"training={shipped_for}"
+            f"training={shipped_for}",
+            param="training",
         )
-    if not is_none and not shipped_for:
+    if not only_overrides and not shipped_for:
         is_elsewhere = Path(spec.recipe).expanduser().is_absolute() and spec.backend not in SAME_FILES
         if is_elsewhere or (code is None and spec.code.path):
             return
@@ -94,8 +105,11 @@ def _check_recipe(spec: Spec, code: Path | None) -> None:
 
 
 def _read_settings(spec: Spec, code: Path | None) -> None:
-    """Let `dovetail recipes --check` read it as the job will, in the code's folder: the classes of settings belong to
-    packages that jobs do not import. Skipped where those are not installed."""
+    """Read the recipe with `dovetail recipes --check` in the code's folder, as the job will.
+
+    A process of its own, because jobs do not import the packages with the settings classes. Skipped where those are not
+    installed.
+    """
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         return
     words = ["--check", "--training", spec.training, "--", spec.recipe, *spec.overrides]
@@ -103,10 +117,83 @@ def _read_settings(spec: Spec, code: Path | None) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "dovetail", "recipes", *words], cwd=code, env=os.environ | {"PYTHONPATH": path},
-            capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=READ_S, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:  # a busy machine says nothing about the recipe
+    except subprocess.TimeoutExpired:  # the machine is busy: not the recipe's fault
         return
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"recipe {spec.recipe}: `dovetail recipes --check` failed"]
-        raise UserError(lines[-1].removeprefix("error: "))
+        raise RecipeError(lines[-1].removeprefix("error: "), param="recipe")
+
+
+# --- does the place exist, and does the recipe fit? -------------------------------------------------------------------
+
+
+def check_place(spec: Spec, anyway: str = "") -> str:
+    """Check zones, regions and Slurm requests; return a remark, or "".
+
+    Raise UserError for a place that does not exist, or that can never satisfy the request. `anyway` is added to the
+    message: how to skip the check.
+    """
+    try:
+        if spec.backend == "slurm":
+            return slurm_script.check_request(spec)
+        if spec.backend in ("gcp-tpu", "gke"):
+            for zone in spec.zones:
+                regions.check_zone("zones", zone)
+            for mount in spec.mounts:
+                if mount.region:
+                    regions.check_place("mounts.region", mount.region)
+    except UserError as error:
+        message = f"{str(error).removesuffix('.')} ({anyway})" if anyway else str(error)
+        raise UserError(message, param=error.param, code=error.code) from None
+    return ""
+
+
+def check_fit(spec: Spec, code: Path | None = None, compiles: bool = True) -> str:
+    """Check whether a recipe fits its accelerator; return a remark, or "".
+
+    Raise UserError with the reason if it does not. Only trainings on a chip of another machine are checked. `code` is
+    the folder of the recipe's file. Compiling may take minutes.
+    """
+    if not spec.recipe or spec.device.chip is None or spec.backend == "local":
+        return ""
+    if importlib.util.find_spec("jax") is None:
+        return "not planned: jax is not installed here"
+    for name in (spec.accelerator, *spec.others):
+        _run_dovetail(spec, parse(name), _plan(spec, parse(name)), code)
+    if not spec.device.is_tpu or spec.training != "pretrain":
+        return ""
+    if importlib.util.find_spec("libtpu") is None:
+        return "planned, and not compiled: libtpu is not installed here (pip install 'dovetail[tpu]' on x86-64 Linux)"
+    return _run_dovetail(spec, spec.device, _compile(spec), code) if compiles else "planned; `create` compiles it too"
+
+
+def _plan(spec: Spec, device: Accelerator) -> list[str]:
+    """Return the command that plans the memory: seconds."""
+    assert device.chip is not None
+    many = device.total_chips * device.chip.devices * spec.slices
+    words = ["recipes", spec.recipe, *spec.overrides, "--chip", device.chip.name, "--devices", str(many)]
+    words += ["--training", spec.training] if spec.training != "pretrain" else []
+    return [*words, "--slices", str(spec.slices * device.slices)]
+
+
+def _compile(spec: Spec) -> list[str]:
+    """Return the command that compiles the step: a minute or more."""
+    device = spec.device
+    assert device.chip is not None
+    topology, many = f"{device.chip.name.lower()}:{device.topology}", spec.total_slices
+    words = ["compile", "recipe", spec.recipe, *spec.overrides, "--topology", topology, "--json"]
+    return words + (["--slices", str(many)] if many > 1 else [])
+
+
+def _run_dovetail(spec: Spec, device: Accelerator, words: list[str], code: Path | None) -> str:
+    command = [sys.executable, "-m", "dovetail", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIT_S, check=False, cwd=code)
+    except subprocess.TimeoutExpired:
+        return f"not compiled: it took more than {FIT_S / 60:.0f} minutes"
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1].removeprefix("error: ")
+        raise UserError(f"{spec.recipe} does not run on {device}: {reason}; {ANYWAY}", param="recipe")
+    return ""

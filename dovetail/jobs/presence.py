@@ -1,7 +1,7 @@
-"""Whether a supervisor watches over a home of jobs, and how one comes to. Light: every `dovetail job` command asks.
+"""Whether a supervisor runs for a folder of jobs, and how to start and stop one. Every `dovetail job` command asks.
 
-One per home and user, for a supervisor can start and signal its own user's processes alone: it holds a lock that dies
-with it.
+There is one supervisor per folder and user, because it can start and signal only processes of its own user. It holds a
+lock that the system releases when it dies.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dovetail.core.errors import UserError
-from dovetail.jobs import modes
+from dovetail.core.errors import NotPermittedError, UserError
+from dovetail.jobs import files
 
-PATIENCE_S = 60.0  # for a supervisor to finish the calls that it is at
+PATIENCE_S = 60.0  # for a supervisor to finish its calls
 
 
 def lock_file(root: Path, user: str = "") -> Path:
-    """Of this user's supervisor, or another's."""
+    """Return the lock of a user's supervisor; of this user's if not given."""
     return root / f"{_name(root, user)}.lock"
 
 
 def log_file(root: Path) -> Path:
+    """Return the log of this user's supervisor."""
     return root / f"{_name(root)}.log"
 
 
 def _name(root: Path, user: str = "") -> str:
-    user = user or modes.user_name()
-    return "supervisor" if user == modes.owner(root) else f"supervisor.{user}"
+    user = user or files.user_name()
+    return "supervisor" if user == files.owner(root) else f"supervisor.{user}"
 
 
 def holder(root: Path, user: str = "") -> str:
-    """Who supervises the jobs of this user, or another: `pid 12 on node3`; "" for nobody."""
+    """Return the supervisor of a user (this one if not given), such as `pid 12 on node3`; "" if none runs."""
     path = lock_file(root, user)
     if not path.exists():
         return ""
     if not os.access(path, os.R_OK):
-        return f"a process of {modes.owner(path)}, or none: {path} cannot be read"
+        return f"a process of {files.owner(path)}, or none: {path} cannot be read"
     with path.open("r") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -55,10 +56,10 @@ def holder(root: Path, user: str = "") -> str:
 
 @contextlib.contextmanager
 def only_one(root: Path) -> Iterator[bool]:
-    """Whether this process is to supervise; False where another does."""
-    modes.make_folder(root)
-    with open(lock_file(root), "a+", opener=modes.opener) as file:
-        for _ in range(20):  # who only asks (holder) has it for a moment
+    """Hold the lock; yield False if another process does."""
+    files.make_folder(root)
+    with open(lock_file(root), "a+", opener=files.opener) as file:
+        for _ in range(20):  # `holder` takes the lock for a moment
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -75,26 +76,26 @@ def only_one(root: Path) -> Iterator[bool]:
 
 
 def stop(root: Path) -> str:
-    """End the supervisor, and wait until it is gone; who it was, "" where none ran. Jobs go on.
+    """End the supervisor and wait until it has ended; return which one it was, "" if none ran. Jobs keep running.
 
-    One that does not end when it is told to is killed, which is safe: the next one goes on from the store.
+    One that does not end after SIGTERM is killed, which is safe: the next one continues from the store.
     """
     found = _settled(root)
-    if found and modes.owner(lock_file(root)) != modes.user_name():  # which process it names is another user's word
-        raise UserError(f"{lock_file(root)} belongs to {modes.owner(lock_file(root))}: remove it")
+    if found and files.owner(lock_file(root)) != files.user_name():  # another user wrote the pid in it
+        raise NotPermittedError(f"{lock_file(root)} belongs to {files.owner(lock_file(root))}: remove it")
     until = time.monotonic() + PATIENCE_S
-    told = None
+    sent = None
     while found and holder(root) == found:
         number = signal.SIGTERM if time.monotonic() < until else signal.SIGKILL
-        if told != number:
+        if sent != number:
             _signal(found, number)
-            told = number
+            sent = number
         time.sleep(0.05)
     return found
 
 
 def _settled(root: Path) -> str:
-    """Return the holder once two looks agree: one that has just taken the lock has not yet written who it is."""
+    """Return the holder once it has written its pid."""
     found = holder(root)
     for _ in range(40):
         time.sleep(0.05)
@@ -105,12 +106,12 @@ def _settled(root: Path) -> str:
 
 
 def started(root: Path) -> str:
-    """Start one, unless there is one, and wait until it is there; who it is."""
+    """Start a supervisor, unless one runs, and wait until it does; return which one it is."""
     ensure(root)
     until = time.monotonic() + PATIENCE_S
     while not (found := holder(root)):
         if time.monotonic() > until:
-            raise UserError(f"no supervisor started within {PATIENCE_S:g} s: {log_file(root)} says why")
+            raise UserError(f"no supervisor started within {PATIENCE_S:g} s: see {log_file(root)}")
         time.sleep(0.05)
     return _settled(root) or found
 
@@ -118,25 +119,25 @@ def started(root: Path) -> str:
 def _signal(found: str, number: int) -> None:
     match = re.fullmatch(r"pid (\d+) on (.*)", found)
     if match is None or match[2] != platform.node():
-        raise UserError(f"the supervisor is {found}, and this is {platform.node()}: stop it there")
+        raise UserError(f"the supervisor is {found}, and this machine is {platform.node()}: stop it there")
     try:
         os.kill(int(match[1]), number)
     except ProcessLookupError:
         return
     except PermissionError:
-        raise UserError(f"the supervisor, {found}, is another user's: only that user can stop it") from None
+        raise NotPermittedError(f"the supervisor, {found}, is another user's: only that user can stop it") from None
 
 
 def ensure(root: Path) -> None:
-    """Start one in the background, unless there is one. It outlives the terminal."""
+    """Start a supervisor in the background, unless one runs. It keeps running after the terminal is closed."""
     if holder(root):
         return
     here = str(Path(__file__).parents[2])
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with open(log_file(root), "ab", opener=modes.opener) as log:
-        # by way of a shell that ends at once: nobody has to wait for it
+    with open(log_file(root), "ab", opener=files.opener) as log:
+        # The shell ends at once, so that no process has to wait for the supervisor.
         subprocess.run(
-            ["sh", "-c", '"$0" "$@" &', sys.executable, "-m", "dovetail.jobs.daemon", str(root)], check=True, cwd=root,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            ["sh", "-c", '"$0" "$@" &', sys.executable, "-m", "dovetail.jobs.supervisor", str(root)], check=True,
+            cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip

@@ -5,9 +5,9 @@ def measure(size):
     ...
     return seconds
 
-measure(8)                       # here, as ever
-measure.run(8)                   # as a job; prints what it prints, and returns the first process's value
-handle = measure.submit(8)       # does not wait: handle.id is a job's, attach(id) finds it again from anywhere
+measure(8)                       # in this process
+measure.run(8)                   # as a job; prints its output, and returns the value of the first process
+handle = measure.submit(8)       # does not wait; attach(handle.id) returns the same handle anywhere
 measure.map([8, 16, 32])         # one job each
 """
 
@@ -25,27 +25,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import NotPermittedError, RecipeError
 from dovetail.core.printable import printable
-from dovetail.jobs import actions, gate, logs, parcel, presence
-from dovetail.jobs.attempt import CALL as FOLDER
-from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.backends.choose import chooser
-from dovetail.jobs.call import CALL, RESULT
-from dovetail.jobs.home import jobs_home
-from dovetail.jobs.job import Job
+from dovetail.jobs import actions, call, logs, preflight, presence
+from dovetail.jobs.backends import chooser
+from dovetail.jobs.files import jobs_home
+from dovetail.jobs.job import CALL_FOLDER, Attempt, Job
 from dovetail.jobs.spec import Spec, make
-from dovetail.jobs.store import Store
+from dovetail.jobs.store import JobStore
 
 POLL_S = 0.1
 
 
 class RemoteError(RuntimeError):
-    """The job ended, and not by the function's own doing."""
+    """Report a job that ended without a value or an exception of its function."""
 
 
 class RemoteTraceback(Exception):
-    """What stands above the exception, as text: the frames are another process's."""
+    """The traceback of an exception in another process, as text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -57,44 +54,57 @@ class RemoteTraceback(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """A call under way. Where its store is seen, `attach(handle.id)` is the same handle."""
+    """A call that was submitted. `attach(handle.id)` returns an equal handle wherever the store is visible."""
 
     id: str
     root: Path
 
     @functools.cached_property
-    def store(self) -> Store:
-        return Store(self.root)
+    def store(self) -> JobStore:
+        """The store of the job."""
+        return JobStore(self.root)
 
     @property
     def job(self) -> Job:
+        """The job as it is now."""
         return self.store.job(self.id)
 
     def done(self) -> bool:
+        """Return whether the job is over."""
         return self.job.is_over
 
     def cancel(self) -> None:
+        """Cancel the job; a second call kills it."""
         actions.cancel(self.store, self.job)
         presence.ensure(self.root)
 
     def logs(self, rank: int = 0) -> str:
-        """What a process of the last attempt has written so far."""
+        """Return what a process of the last attempt has written so far."""
         path = self.store.home(self.id) / "attempts" / str(max(1, self.job.attempts)) / f"rank{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def result(self, timeout: float | None = None) -> Any:
-        """The value, once there is one; the function's own exception where it raised one."""
+        """Wait for the function's value and return it.
+
+        Args:
+            timeout: Seconds to wait; for ever if not given.
+
+        Raises:
+            TimeoutError: The job is not over; it continues.
+            RemoteError: The job ended without a value.
+            Exception: The function's own exception.
+        """
         until = None if timeout is None else time.monotonic() + timeout
         with _explained((self,)):
             while not self.done():
                 if until is not None and time.monotonic() > until:
-                    raise TimeoutError(f"job {self.id} is {self.job.status} after {timeout:g} s; it goes on")
+                    raise TimeoutError(f"job {self.id} is {self.job.status} after {timeout:g} s; it continues")
                 presence.ensure(self.root)
                 time.sleep(POLL_S)
         return self._answer(self.job)
 
     def follow(self) -> None:
-        """Print what its processes print, until it is over."""
+        """Print the output of its processes until it is over."""
         choose, news = chooser(self.root, self.store.owner), logs.waiting(self.store, self.id)
 
         def poll() -> None:
@@ -110,17 +120,17 @@ class Handle:
     def _answer(self, job: Job) -> Any:
         self.store.refuse_elsewhere(job, "its value is")
         if job.user != self.store.user:
-            raise UserError(
-                f"job {job.id} is {job.user}'s, and a value is code to whoever reads it: only {job.user} may"
+            raise NotPermittedError(
+                f"job {job.id} is {job.user}'s: reading a value may run code, so only {job.user} may read it"
             )
-        folder, row = self.store.home(self.id) / FOLDER, self.store.last(self.id)
+        folder, row = self.store.home(self.id) / CALL_FOLDER, self.store.last(self.id)
         number, rank = (row.number, row.failed_rank or 0) if row else (0, 0)
-        names = [f"{number}.{RESULT}"] + [f"{number}.{rank}.{RESULT}"] * bool(rank)
+        names = [f"{number}.{call.RESULT}"] + [f"{number}.{rank}.{call.RESULT}"] * bool(rank)
         found = [folder / name for name in reversed(names) if (folder / name).exists()]
         if job.status not in ("succeeded", "failed") or not found:
             why = printable(job.detail) or "it left no result"
-            raise RemoteError(f"job {self.id} {job.status}: {why}; dovetail job logs {self.id}")
-        answer = pickle.loads(parcel.read(found[0], parcel.key_of(folder)))
+            raise RemoteError(f"job {self.id} {job.status}: {why}; see `dovetail job logs {self.id}`")
+        answer = pickle.loads(call.read(found[0], call.read_key(folder)))
         if "error" in answer:
             raise answer["error"] from RemoteTraceback(answer["traceback"])
         return answer["value"]
@@ -132,7 +142,7 @@ def _all_ranks(attempt: Attempt) -> range:
 
 @contextlib.contextmanager
 def _explained(handles: Sequence[Handle]) -> Iterator[None]:
-    """At ctrl-C, say what becomes of the jobs."""
+    """At ctrl-C, print that the jobs continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -144,30 +154,36 @@ def _explained(handles: Sequence[Handle]) -> Iterator[None]:
 
 
 def attach(id: str, root: Path | None = None) -> Handle:
-    """The handle of a call that was submitted elsewhere, or by a process that has ended."""
+    """Return the handle of a call that another process submitted.
+
+    Args:
+        id: The job's id, the beginning of it, or its name.
+        root: The folder of jobs; `$DOVETAIL_JOBS` or the default if not given.
+    """
     root = root or jobs_home()
-    return Handle(Store(root).find(id).id, root)
+    return Handle(JobStore(root).find(id).id, root)
 
 
-class Remote:
-    """A function with `.run`, `.submit` and `.map`; called, it is the function."""
+class RemoteFunction:
+    """A function with `run`, `submit` and `map`; calling it runs the function in this process."""
 
     def __init__(self, function: Callable, options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, function)
         self.function, self.options = function, dict(options)
-        self._spec("true")  # a wrong option is refused where it is written
+        self._spec("true")  # refuse wrong options where they are written
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function in this process."""
         return self.function(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the job, print what the function prints, and return its value."""
+        """Run the function as a job, print its output, and return its value."""
         handle = self.submit(*args, **kwargs)
         handle.follow()
         return handle.result()
 
     def map(self, *iterables: Iterable[Any]) -> list[Any]:
-        """As the built-in, a job for each; the first exception, where there is one, once all have ended."""
+        """Run one job per item, as the built-in `map`; raise the first exception once all jobs are over."""
         handles = [self.submit(*args) for args in zip(*iterables, strict=True)]
         with _explained(handles):
             while not all(handle.done() for handle in handles):
@@ -175,12 +191,12 @@ class Remote:
         return [handle.result() for handle in handles]
 
     def submit(self, *args: Any, **kwargs: Any) -> Handle:
-        """Create the job; it goes on if this process ends."""
-        data, store = parcel.packed(self.function, args, kwargs), Store(jobs_home())
-        folder = f'"$DOVETAIL_JOB_DIR"/{FOLDER}'
+        """Create the job and return its handle; the job continues if this process ends."""
+        data, store = call.packed(self.function, args, kwargs), JobStore(jobs_home())
+        folder = f'"$DOVETAIL_JOB_DIR"/{CALL_FOLDER}'
         python = "python" if self.options.get("environment") else shlex.quote(sys.executable)
         spec = self._spec(f"exec {python} -m dovetail.jobs.call {folder}")
-        job = actions.create(store, spec, before=lambda home: _put(home / FOLDER, data))
+        job = actions.create(store, spec, before=lambda home: _write_call(home / CALL_FOLDER, data))
         store.close()
         presence.ensure(store.root)
         return Handle(job.id, store.root)
@@ -194,44 +210,59 @@ class Remote:
         environment = given.get("environment") or {}
         if not environment:
             given["env"] = [*given.get("env", ()), f"PYTHONPATH={_import_path()}"]
-        if not environment.get("lock"):  # which lies in the code's folder
+        if not environment.get("lock"):  # the lock file is in the code's folder
             given.setdefault("code", {"path": ""})
         spec = make(given)
         _check(spec)
         return spec
 
 
-def _put(folder: Path, data: bytes) -> None:
-    parcel.write(folder / CALL, data, parcel.make_key(folder))
+def _write_call(folder: Path, data: bytes) -> None:
+    call.write(folder / call.CALL, data, call.make_key(folder))
 
 
 def remote(function: Callable | None = None, **options: Any) -> Any:
-    """`@remote` or `@remote(accelerator=..., backend=..., spot=True, hosts=2, ...)`: the keys of a job's spec."""
+    """Make a function that can run as a job: `@remote`, or `@remote(accelerator=..., backend=..., hosts=2, ...)`.
+
+    Args:
+        function: The function to decorate.
+        **options: Keys of a job's spec, and `spot=True` for `tier="spot"`.
+
+    Returns:
+        A RemoteFunction, or a decorator if only options are given.
+
+    Raises:
+        UserError: An option is unknown, or the place cannot run the function.
+    """
     for name in ("command", "recipe"):
         if name in options:
-            raise UserError(f"{name} is not for a remote function: the function is what runs")
+            raise RecipeError(
+                f"`{name}` is not an option of a remote function: the function is the command", param=name
+            )
     if function is not None:
-        return Remote(function, options)
-    return lambda decorated: Remote(decorated, options)
+        return RemoteFunction(function, options)
+    return lambda decorated: RemoteFunction(decorated, options)
 
 
 def _check(spec: Spec) -> None:
-    """Refuse a place that does not exist, and a machine without this one's files that is not given what it needs."""
-    gate.check_place(spec)
+    """Refuse a place that does not exist, and a machine without this one's files that lacks an environment."""
+    preflight.check_place(spec)
     given = spec.environment
     if spec.backend == "gcp-tpu" and not (given.lock or given.venv or given.conda):
-        raise UserError(
+        raise RecipeError(
             "a remote function on gcp-tpu needs an environment with dovetail and the same Python as here: "
-            "environment={'lock': 'requirements.lock'}, or 'venv' or 'conda'"
+            "environment={'lock': 'requirements.lock'}, or 'venv' or 'conda'",
+            param="environment",
         )
     if spec.backend == "gke" and not (given.image and spec.gke.bucket):
-        raise UserError(
+        raise RecipeError(
             "a remote function on gke needs environment={'image': ...}, with dovetail and the same Python as here, and "
-            "gke={'bucket': 'gs://...'}, through which its arguments and its value travel"
+            "gke={'bucket': 'gs://...'}, for its arguments and its value",
+            param="environment" if spec.gke.bucket else "gke.bucket",
         )
 
 
 def _import_path() -> str:
-    """What this process can import, the other one can."""
+    """Return a PYTHONPATH with which the other process can import what this one can."""
     here = [str(Path(__file__).parents[2]), os.getcwd(), *(os.environ.get("PYTHONPATH") or "").split(os.pathsep)]
     return os.pathsep.join(dict.fromkeys(path for path in here if path))

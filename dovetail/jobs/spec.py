@@ -1,4 +1,4 @@
-"""What a job is, before it is one: a YAML file or this dataclass. Unknown keys are refused with a suggestion.
+"""The spec of a job: a YAML file, or this dataclass. Unknown keys are refused with a suggestion.
 
     name: llama-1b
     recipe: llama3-1b
@@ -9,7 +9,7 @@
     zones: [us-east5-b, europe-west4-a]
     ceiling: {dollars: 400}
 
-The same file runs here with `backend: local`, and on a cluster with `backend: slurm`.
+The same file runs on this machine with `backend: local`, and on a cluster with `backend: slurm`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dovetail.core import recipe as recipes
 from dovetail.core import yaml_text
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.choice import not_negative, one_of, require
-from dovetail.core.errors import UserError
+from dovetail.core.errors import MissingFileError
 
 BACKENDS = ("local", "slurm", "gcp-tpu", "gke")
 TIERS = ("on-demand", "spot", "flex-start", "reservation")
@@ -36,15 +36,15 @@ SECRETS = ("env", "file", "gcp")
 
 
 @dataclass(frozen=True)
-class Environment:
-    """What Python the command finds: one of the three, or the one that is there."""
+class EnvironmentSpec:
+    """The Python environment of the command: one of `lock`, `venv`, `conda` and `image`, or the machine's own."""
 
-    lock: str = ""  # a requirements file with exact versions: a venv is made of it once per digest of the file
-    venv: str = ""  # a venv that is there already
+    lock: str = ""  # a requirements file with exact versions: a venv is made from it, once per digest of the file
+    venv: str = ""  # an existing venv
     conda: str = ""  # a conda environment, by name or path
     image: str = ""  # a container image (gke; slurm with pyxis)
-    python: str = "python3"  # that makes the venv
-    setup: tuple[str, ...] = ()  # lines of sh before the command, on every host
+    python: str = "python3"  # the interpreter that makes the venv of `lock`
+    setup: tuple[str, ...] = ()  # shell lines before the command, on every host
 
     def __post_init__(self) -> None:
         given = [name for name in ("lock", "venv", "conda", "image") if getattr(self, name)]
@@ -52,14 +52,14 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Code:
-    """The working tree as it is at the job's creation; every attempt runs that."""
+class CodeSpec:
+    """The working tree as it is when the job is created; every attempt runs this copy."""
 
-    path: str = "."  # "": no code is taken along, and the command runs in the job's own folder
-    # Folder of the code in which the command runs. If `path` lies in a git repository, `create` takes the whole of it
-    # and sets this; `.` takes `path` alone.
+    path: str = "."  # "": without code; the command runs in the job's own folder
+    # Folder of the code in which the command runs. If `path` is in a git repository, `create` copies the whole
+    # repository and sets this; `.` copies `path` alone.
     cwd: str = ""
-    exclude: tuple[str, ...] = ()  # more patterns, as .gitignore has them
+    exclude: tuple[str, ...] = ()  # further patterns, as in .gitignore
     file_mb: float = 20.0  # a larger file is refused: it is data, not code
     total_mb: float = 200.0
 
@@ -71,22 +71,22 @@ class Code:
 
 @dataclass(frozen=True)
 class Mount:
-    """A bucket (gs://) or folder that the command finds at `path`."""
+    """A bucket (gs://) that is mounted at `path`."""
 
     source: str
     path: str
     read_only: bool = False
-    region: str = ""  # of the bucket, such as us-east5 or us: what reading it from each zone costs is then shown
+    region: str = ""  # of the bucket, such as us-east5 or us: used to show the cost of reading it from each zone
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a job is started again, counted apart by whose fault it was."""
+    """How often a job is started again, counted separately by cause."""
 
-    preemptions: int = 1000  # they say nothing about the job
-    faults: int = 10  # hosts and networks
-    failures: int = 0  # the program's own
-    backoff: float = 10.0  # seconds before the first retry; doubles with each in a row, up to:
+    preemptions: int = 1000  # taken away by the backend
+    faults: int = 10  # of hosts and networks
+    failures: int = 0  # of the program itself
+    backoff: float = 10.0  # seconds before the first retry; doubles with each retry in a row, up to `backoff_max`
     backoff_max: float = 900.0
 
     def __post_init__(self) -> None:
@@ -95,10 +95,10 @@ class Retries:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Where work stops, with a signal first so that it saves. 0: no ceiling."""
+    """The limits at which a job is stopped, with a signal first so that it saves. 0: no limit."""
 
     dollars: float = 0.0
-    hours: float = 0.0  # of running, over all attempts
+    hours: float = 0.0  # running time of all attempts
     grace: float = 120.0  # seconds from the signal to the end
 
     def __post_init__(self) -> None:
@@ -106,78 +106,80 @@ class Ceiling:
 
 
 @dataclass(frozen=True)
-class Slurm:
-    """Words of sbatch."""
+class SlurmSpec:
+    """Options of sbatch."""
 
     partition: str = ""
     account: str = ""
     qos: str = ""
-    time: str = ""  # as sbatch takes it: 2-00:00:00
+    time: str = ""  # in sbatch's format: 2-00:00:00
     gpus_per_node: str = ""  # 8, or h100:8; from the accelerator if not given
     cpus_per_task: int = 0
     mem: str = ""
     tasks_per_node: int = 1
     exclude: str = ""
     constraint: str = ""
-    extra: tuple[str, ...] = ()  # whole options, such as --reservation=maint
+    extra: tuple[str, ...] = ()  # further options, such as --reservation=maint
 
 
 @dataclass(frozen=True)
-class Gcp:
-    """Cloud TPU queued resources."""
+class GcpSpec:
+    """Settings of Cloud TPU queued resources."""
 
     project: str = ""  # $GOOGLE_CLOUD_PROJECT if not given
-    runtime: str = ""  # the accelerator's usual one if not given
+    runtime: str = ""  # the accelerator's default runtime if not given
     network: str = ""
     subnetwork: str = ""
     service_account: str = ""
     external_ips: bool = True
-    wait_hours: float = 0.0  # a request still waiting after that is given back, and the next zone tried; 0: no limit
+    wait_hours: float = 0.0  # a request that waits longer is deleted, and the next zone tried; 0: no limit
     ssh_user: str = ""
-    bucket: str = ""  # gs://...: where code, logs and results lie
+    bucket: str = ""  # gs://...: for code, logs and results
     labels: tuple[str, ...] = ()  # key=value
 
 
 @dataclass(frozen=True)
-class Gke:
-    """A JobSet on a cluster."""
+class GkeSpec:
+    """Settings of a JobSet on a GKE cluster."""
 
     context: str = ""  # of kubeconfig
     namespace: str = "default"
     queue: str = ""  # Kueue's local queue
     priority: str = ""  # a PriorityClass
     service_account: str = ""
-    bucket: str = ""  # gs://...: where code and results lie
+    bucket: str = ""  # gs://...: for code and results
     labels: tuple[str, ...] = ()  # key=value
 
 
 @dataclass(frozen=True)
 class Spec:
+    """What to run, where, and within which limits."""
+
     name: str
-    command: str = ""  # a line of sh, run in the code's folder by every process
-    recipe: str = ""  # or a training by its recipe
-    training: str = "pretrain"  # with recipe: which of the trainings
+    command: str = ""  # a shell line, run in the code's folder by every process
+    recipe: str = ""  # instead of a command: a training by its recipe
+    training: str = "pretrain"  # with recipe: the kind of training
     overrides: tuple[str, ...] = ()  # with recipe: key=value
     backend: str = "local"
     accelerator: str = ""  # as core.accelerator reads it; "" and cpu: none
-    others: tuple[str, ...] = ()  # accelerators to go on with where this one is not to be had (recipes resume on any)
-    slices: int = 1  # `accelerator: 2 x v5p-128` says the same; both together multiply
+    others: tuple[str, ...] = ()  # accelerators to continue on if this one is not available (with recipe)
+    slices: int = 1  # `accelerator: 2 x v5p-128` has the same meaning; the two numbers multiply
     hosts: int = 0  # machines (local: processes that imitate them); 0: as many as the accelerator has
     tier: str = "on-demand"
     reservation: str = ""
     zones: tuple[str, ...] = ()  # in order of preference
-    environment: Environment = field(default_factory=Environment)
-    code: Code = field(default_factory=Code)
+    environment: EnvironmentSpec = field(default_factory=EnvironmentSpec)
+    code: CodeSpec = field(default_factory=CodeSpec)
     mounts: tuple[Mount, ...] = ()
     env: tuple[str, ...] = ()  # NAME=value
-    secrets: tuple[str, ...] = ()  # NAME=env:OTHER, NAME=file:PATH or NAME=gcp:SECRET: where each value is
+    secrets: tuple[str, ...] = ()  # NAME=env:OTHER, NAME=file:PATH or NAME=gcp:SECRET: where each value comes from
     retries: Retries = field(default_factory=Retries)
     ceiling: Ceiling = field(default_factory=Ceiling)
-    after: tuple[str, ...] = ()  # jobs that must have succeeded, by id or name; the ids are what is stored
-    notify: str = ""  # a line of sh, run with DOVETAIL_JOB, DOVETAIL_JOB_NAME and DOVETAIL_JOB_STATUS when it has ended
-    slurm: Slurm = field(default_factory=Slurm)
-    gcp: Gcp = field(default_factory=Gcp)
-    gke: Gke = field(default_factory=Gke)
+    after: tuple[str, ...] = ()  # jobs that must have succeeded, by id or name; the store keeps the ids
+    notify: str = ""  # a shell line, run with DOVETAIL_JOB, DOVETAIL_JOB_NAME and DOVETAIL_JOB_STATUS after the end
+    slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    gcp: GcpSpec = field(default_factory=GcpSpec)
+    gke: GkeSpec = field(default_factory=GkeSpec)
 
     def __post_init__(self) -> None:
         require(
@@ -186,15 +188,15 @@ class Spec:
         )
         require(
             bool(self.command) != bool(self.recipe),
-            "command or recipe must be given, and not both: a line of sh, or a recipe's name",
+            "command or recipe must be given, and not both: a shell line, or the name of a recipe",
         )
-        require(bool(self.recipe) or not self.overrides, "overrides belong to a recipe; put them into the command")
+        require(bool(self.recipe) or not self.overrides, "overrides require a recipe; put them into the command")
         one_of("training", self.training, TRAININGS)
         one_of("backend", self.backend, BACKENDS)
         one_of("tier", self.tier, TIERS)
         require(
             (self.tier == "reservation") == bool(self.reservation),
-            f"reservation must be named with tier: reservation, and only then; got {self.reservation!r}",
+            f"reservation must be given with tier: reservation, and only then; got {self.reservation!r}",
         )
         self._check_machines()
         for pair in self.env:
@@ -203,8 +205,8 @@ class Spec:
             kind = _check_pair("secrets", pair).partition(":")
             require(
                 bool(kind[1]) and kind[0] in SECRETS,
-                f"secrets must say where each value is, such as KEY=env:KEY, KEY=file:PATH or KEY=gcp:NAME; got "
-                f"{pair.partition('=')[0]}",
+                f"secrets must say where each value comes from, such as KEY=env:KEY, KEY=file:PATH or KEY=gcp:NAME; "
+                f"got {pair.partition('=')[0]}",
             )
 
     def _check_machines(self) -> None:
@@ -214,7 +216,7 @@ class Spec:
         require(self.slices >= 1, f"slices must be 1 or more; got {self.slices}")
         require(
             not self.others or bool(self.recipe),
-            "others needs a recipe: a command is not known to go on with another number of chips",
+            "others requires a recipe: a command may not work with another number of chips",
         )
         if self.backend in ("gcp-tpu", "gke"):
             require(
@@ -228,17 +230,23 @@ class Spec:
 
     @property
     def device(self) -> Accelerator:
+        """The parsed accelerator."""
         return parse(self.accelerator)
 
     @property
+    def total_slices(self) -> int:
+        """`slices` times the number in the accelerator's name."""
+        return self.slices * self.device.slices
+
+    @property
     def processes(self) -> int:
-        """One for each host, over all slices; on Slurm as many as tasks_per_node says."""
+        """One per host, over all slices; on Slurm `tasks_per_node` per host."""
         hosts = self.hosts or self.device.total_hosts * self.slices
         return hosts * (self.slurm.tasks_per_node if self.backend == "slurm" else 1)
 
     @property
     def line(self) -> str:
-        """What every process runs, as a line of sh. A recipe's run is kept in the job's folder over all attempts."""
+        """The shell line that every process runs. A recipe's run folder is in the job's folder, for all attempts."""
         if self.command:
             return self.command
         words = ["python", "-m", "dovetail", self.training, self.recipe, *self.overrides]
@@ -253,38 +261,43 @@ def _check_pair(field_name: str, pair: str) -> str:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Spec:
-    """From a YAML file, with key=value on top."""
+    """Read a YAML file, with key=value overrides."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"expected a job's file, such as job.yaml, and there is no {path}; `dovetail job create -h`")
+        raise MissingFileError(
+            f"expected a job's file, such as job.yaml, and there is no {path}; see `dovetail job create -h`",
+            param="SPEC",
+        )
     return recipes.load(str(file), _typed(overrides), Spec)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(256)  # a supervisor reads the spec of each job again and again
 def from_text(text: str) -> Spec:
-    """A supervisor reads each job's time and again."""
+    """Read the YAML of `to_text`."""
     return recipes.read(Spec, yaml_text.parse(text))
 
 
 def to_text(spec: Spec) -> str:
+    """Return the spec as YAML."""
     return recipes.to_yaml(spec)
 
 
 def make(given: Mapping[str, Any] | Sequence[str]) -> Spec:
-    """From values alone: a mapping, or key=value as they are typed."""
+    """Make a spec from a mapping, or from key=value words."""
     return recipes.create(Spec, given if isinstance(given, Mapping) else _typed(given))
 
 
 def changed(spec: Spec, words: Sequence[str]) -> Spec:
-    """With key=value on top."""
+    """Return the spec with key=value changes."""
     pairs = [word.partition("=") for word in _typed(words)]
     for key, equals, _ in pairs:
         require(bool(equals), f"an override is key=value, such as ceiling.dollars=800; got {key!r}")
-        require(key.partition(".")[0] not in ("name", "backend", "code"), f"{key} cannot change any more: create a job")
+        fixed = key.partition(".")[0] in ("name", "backend", "code")
+        require(not fixed, f"{key} cannot be changed after a job was created: create another job")
     return recipes.change(spec, {key: yaml_text.parse(text) if text else "" for key, _, text in pairs})
 
 
 def _typed(words: Sequence[str]) -> list[str]:
-    """Lines of sh are taken as they were typed: what follows a # or a colon in them is not YAML's."""
+    """Quote the values of shell lines: # and : in them must not be read as YAML."""
     pairs = [(word, *word.partition("=")) for word in words]
     return [f"{key}={json.dumps(text)}" if key in ("command", "notify") else word for word, key, _, text in pairs]

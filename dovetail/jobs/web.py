@@ -30,10 +30,10 @@ from dovetail.core.errors import FileError, UserError
 from dovetail.core.page import html
 from dovetail.core.printable import printable
 from dovetail.jobs import actions, presence
-from dovetail.jobs.backends.backend import Backend
+from dovetail.jobs.backends.backend import JobBackend
 from dovetail.jobs.job import where
-from dovetail.jobs.sensitive import shown
-from dovetail.jobs.store import Store
+from dovetail.jobs.secrets import shown
+from dovetail.jobs.store import JobStore
 
 FOLDER = Path(__file__).parent / "page"
 TITLE = "dovetail jobs"
@@ -61,7 +61,7 @@ ASK_TOKEN = """<p>This page needs a token. Open the whole address that <code>dov
 class Pages:
     """Answer the routes from a store."""
 
-    def __init__(self, store: Store, backends: Callable[[str], Backend]) -> None:
+    def __init__(self, store: JobStore, backends: Callable[[str], JobBackend]) -> None:
         self.store, self.backend = store, backends
 
     def jobs(self) -> dict[str, Any]:

@@ -256,8 +256,8 @@ def test_escape_sequences_do_not_reach_the_terminal(talk):
     [
         ({"place": "http://a", "url": "http://b"}, "two servers"),
         ({"place": "a-model", "model": "b-model"}, "two models"),
-        ({"url": "ftp://x"}, "looks like http://"),
-        ({"url": "http://"}, "looks like http://"),
+        ({"url": "ftp://x"}, "must be a URL such as http://"),
+        ({"url": "http://"}, "must be a URL such as http://"),
         ({"url": "http://x", "api_key": "k\n"}, "printable ASCII"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the doctor finds on a machine with faults, and that it finds none on a good one."""
+"""`dovetail doctor` reports the faults of a machine, and none on a good one."""
 
 import json
 
@@ -8,12 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.main import app
-from dovetail.doctor import numerics, speed, usage
-from dovetail.doctor.burn import burn, chain
-from dovetail.doctor.finding import Finding, exit_code
-from dovetail.doctor.hosts import differences
-from dovetail.doctor.load import is_busy, load
-from dovetail.doctor.system import system
+from dovetail.doctor import Finding, differences, exit_code, numerics, speed, usage
+from dovetail.doctor.numerics import burn, chain
+from dovetail.doctor.system import is_busy, load, system
 
 
 def found(findings, about):
@@ -31,7 +28,7 @@ def test_faults_of_a_machine_are_named_with_their_cure(tmp_path, monkeypatch):
     findings = system(tmp_path, coordinator="no-such-host.invalid:8476")
     (backend,) = found(findings, "backend")
     assert backend.severity == "warning" and "JAX_PLATFORMS" in backend.advice
-    (held,) = found(findings, "who holds a chip")
+    (held,) = found(findings, "other processes on the device")
     assert "4242: python train.py" in held.found and "kill 4242" in held.advice
     assert found(findings, "lock file")[0].advice.endswith("libtpu_lockfile")
     assert found(findings, "huge pages") and found(findings, "coordinator")[0].severity == "fault"
@@ -67,7 +64,7 @@ def test_products_here_are_what_their_dtypes_say(monkeypatch):
 @pytest.mark.parametrize(
     "name, error, severity", [("f32", 1e-4, "fault"), ("f32 by default", 3e-4, "note"), ("bf16", 0.1, "fault")]
 )
-def test_a_product_that_is_off_is_told(name, error, severity):
+def test_a_wrong_product_is_reported(name, error, severity):
     assert numerics.judged(name, "", {64: error}).severity == severity
 
 
@@ -100,8 +97,8 @@ def use(root, ticks):
     (root / "proc/4242/stat").write_text(f"4242 (a ) name) R {'0 ' * 10}{ticks} 0 0 0\n")
 
 
-def test_a_busy_machine_is_told(tmp_path):
-    """Load 5 on 2 cores was "nothing is wrong"."""
+def test_a_busy_machine_is_a_warning(tmp_path):
+    """A load of 5 on 2 cores is a warning."""
     root = machine(tmp_path, "5.00", available=20_000, pressure="31.40")
     work, memory = load(root, cores=2, wait=lambda seconds: use(root, 1_000_000))
     assert work.severity == memory.severity == "warning" and is_busy([work])
@@ -109,7 +106,7 @@ def test_a_busy_machine_is_told(tmp_path):
     assert "too low" in work.advice and work.values["load"] == 5.0
     assert "available" in memory.found and "31% of the last 10 s" in memory.found
     told = speed.speed(speed.Size(32, 1 << 16, 1 << 12), busy=True)
-    assert all("other work ran meanwhile" in one.found for one in told)
+    assert all("other work ran at the same time" in one.found for one in told)
 
 
 def test_a_quiet_machine_is_not(tmp_path):
@@ -150,11 +147,11 @@ def test_the_command_tells_by_its_exit_code_and_hosts_are_compared(tmp_path, mon
 
 @pytest.mark.parametrize(
     ("place", "code", "words"),
-    [("us-central1", 0, "for nothing"), ("europe-west4", 1, "per GB"), ("", 0, "nobody here knows")],
+    [("us-central1", 0, "costs nothing"), ("europe-west4", 1, "per GB"), ("", 0, "is not known")],
 )
 def test_a_bucket_in_another_region_is_a_warning(monkeypatch, place, code, words):
-    monkeypatch.setattr("dovetail.jobs.bucket.location", lambda source: place)
+    monkeypatch.setattr("dovetail.jobs.cost.location", lambda source: place)
     monkeypatch.setattr("dovetail.doctor.system.system", lambda **how: [])
-    monkeypatch.setattr("dovetail.doctor.load.load", lambda: [])
+    monkeypatch.setattr("dovetail.doctor.system.load", lambda: [])
     told = CliRunner().invoke(app, ["doctor", "--no-speed", "--bucket", "gs://b", "--zone", "us-central1-a"])
     assert told.exit_code == code and words in " ".join(told.stdout.split())

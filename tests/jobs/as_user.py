@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from dovetail.cli.job import app
 from dovetail.jobs import presence
-from dovetail.jobs.backends.choose import chooser
-from dovetail.jobs.home import jobs_home
-from dovetail.jobs.store import Store
-from dovetail.jobs.supervisor import Supervisor
+from dovetail.jobs.backends import chooser
+from dovetail.jobs.files import jobs_home
+from dovetail.jobs.store import JobStore
+from dovetail.jobs.supervisor import JobSupervisor
 
 
 def call(*words: str) -> str:
@@ -38,8 +38,8 @@ def call(*words: str) -> str:
 
 def tick() -> str:
     """A supervisor that looks at each job until none of them changes."""
-    store = Store(jobs_home())
-    supervisor = Supervisor(store, chooser(store.root, store.owner), looks=0.0)
+    store = JobStore(jobs_home())
+    supervisor = JobSupervisor(store, chooser(store.root, store.owner), looks=0.0)
     for _ in range(10):
         supervisor.tick()
     store.close()

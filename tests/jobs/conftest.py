@@ -9,7 +9,7 @@ import pytest
 from jobs.slurm_cluster import Unable, cluster
 from jobs.watched import watched
 
-from dovetail.jobs.store import Store
+from dovetail.jobs.store import JobStore
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def store(home) -> Iterator[Store]:
-    made = Store(home)
+def store(home) -> Iterator[JobStore]:
+    made = JobStore(home)
     yield made
     made.close()
 

@@ -15,8 +15,8 @@ from scripted import Scripted
 
 from dovetail.jobs.backends.backend import Observed
 from dovetail.jobs.spec import make
-from dovetail.jobs.store import Store
-from dovetail.jobs.supervisor import Supervisor
+from dovetail.jobs.store import JobStore
+from dovetail.jobs.supervisor import JobSupervisor
 
 WAITING, RUNNING = Observed("waiting"), Observed("running", "", ("h0", "h1"))
 SCRIPT = {
@@ -38,7 +38,7 @@ class Points:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KilledStore(Store):
+class KilledStore(JobStore):
     """A point before and after the end of each transaction."""
 
     point = staticmethod(lambda: None)
@@ -66,7 +66,7 @@ def supervise(root: Path, point) -> None:
     store.point = point
     backend = Scripted(root / "cloud.json", SCRIPT, point)
     backend.lost_answers = {("train", 2)}
-    supervisor = Supervisor(store, lambda name: backend, looks=0.0)
+    supervisor = JobSupervisor(store, lambda name: backend, looks=0.0)
     for _ in range(300):
         if not supervisor.tick():
             store.close()

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dovetail.jobs.attempt import Attempt, Resource
-from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable
+from dovetail.jobs.backends.backend import LogPart, Observed, UnavailableError
+from dovetail.jobs.job import Attempt, Resource
 from dovetail.jobs.spec import Spec
 
 
 class Scripted:
     """`script`: (job's name, attempt's number) -> what observe says, one after another; the last one stays. The word
-    `fail` is an Unavailable create whose resource was made all the same. `point` is called around every effect."""
+    `fail` is an UnavailableError create whose resource was made all the same. `point` is called around every effect."""
 
     def __init__(
         self, path: Path, script: dict[tuple[str, int], list[Observed]], point: Callable[[], None] = lambda: None
@@ -37,7 +37,7 @@ class Scripted:
     def create(self, attempt: Attempt) -> str:
         self.point()
         if attempt.zone in self.full:
-            raise Unavailable(f"no stock in {attempt.zone}", elsewhere=True)
+            raise UnavailableError(f"no stock in {attempt.zone}", elsewhere=True)
         held = self.read()
         if attempt.name not in held:
             held[attempt.name] = {
@@ -46,7 +46,7 @@ class Scripted:
             }  # fmt: skip
             self._write(held)
             if (attempt.spec.name, attempt.number) in self.lost_answers:
-                raise Unavailable("the answer was lost")
+                raise UnavailableError("the answer was lost")
         elif held[attempt.name]["deleted"]:
             held[attempt.name]["made"] += 1  # made a second time after it was given back: a fault
             self._write(held)

@@ -10,7 +10,7 @@ from jobs.docs_page import block, console
 from typer.testing import CliRunner
 
 from dovetail.cli.job import app
-from dovetail.jobs import gate
+from dovetail.jobs import preflight
 from dovetail.jobs.spec import from_text
 
 
@@ -42,14 +42,14 @@ def test_the_first_block(run):
 
 def test_the_spec_that_is_shown(run):
     spec = from_text(block("A spec", "yaml"))
-    assert spec.recipe == "llama3-1b" and gate.check_place(spec) == ""
+    assert spec.recipe == "llama3-1b" and preflight.check_place(spec) == ""
 
 
 def test_story_1_as_far_as_its_question(run, tmp_path, monkeypatch):
     (tmp_path / "work" / "spot.yaml").write_text(block("Story 1", "yaml"))
     monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", "http://127.0.0.1:9")  # nothing is asked of it
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
-    monkeypatch.setattr(gate, "check", lambda spec, *more, **named: "")  # a plan takes seconds: test_spec.py makes one
+    monkeypatch.setattr(preflight, "check_fit", lambda spec, *more, **named: "")
     commands, printed = console("Story 1")
     dry, real = [CliRunner().invoke(app, shlex.split(line, comments=True)[2:], input="n\n") for line in commands]
     assert dry.exit_code == 0 and '"spot": {}' in dry.output and "projects/lab/locations/us-east5-b" in dry.output

@@ -13,15 +13,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dovetail.cli.job import app
-from dovetail.cli.job_table import table
+from dovetail.cli.job_output import table
+from dovetail.core.errors import UserError
 from dovetail.jobs import actions
-from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.backends import chooser
 from dovetail.jobs.presence import holder, only_one
+from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.spec import make
-from dovetail.jobs.store import Store
-from dovetail.jobs.tasks import Tasks
+from dovetail.jobs.store import JobStore
 from dovetail.jobs.web import Pages
-from dovetail.jobs.worker import Worker
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_text_of_a_job_is_printed_as_text(job):
 
 def test_age_is_since_creation_and_ran_is_running_time(job, home):
     job("create", "name=old", "command=true")
-    store = Store(home)
+    store = JobStore(home)
     (row,) = store.jobs()
     store.change(row.id, created=time.time() - 7200, ended=time.time() - 3600, seconds=90.0, status="failed")
     header, line = job("list").splitlines()[:2]
@@ -115,7 +115,7 @@ def test_age_is_since_creation_and_ran_is_running_time(job, home):
 @pytest.mark.usefixtures("tools")
 def test_a_list_fits_a_terminal_of_80_columns(job, home):
     job("create", "name=a-name-that-is-longer-than-most-names-are", "command=true", "backend=slurm", "--no-check")
-    store = Store(home)
+    store = JobStore(home)
     (row,) = store.jobs()
     store.begin(row.id, "debug", "")
     store.change_attempt(row.id, 1, handle="412")
@@ -132,7 +132,7 @@ def test_cancel_and_clean(job, home):
     assert job("cancel", "later", "--json")["wanted"] == "stop"
     assert "no supervisor runs" in job("list")
     assert job("clean", "--days", "0", "--json") == {"deleted": [], "kept": [], "reaped": []}
-    store = Store(home)
+    store = JobStore(home)
     (row,) = store.jobs()
     store.change(row.id, status="cancelled", ended=1.0)
     assert job("clean", "--dry-run", "--json")["deleted"] == [row.id] and len(store.jobs()) == 1
@@ -159,9 +159,9 @@ def ended(store) -> dict[str, str]:
 
 
 def test_clean_names_what_it_deletes_and_keeps_results_and_others_jobs(job, store, ended, monkeypatch):
-    with pytest.raises(ValueError, match="no terminal to ask at, so give --yes"):
+    with pytest.raises(UserError, match="no terminal to ask at, so give --yes"):
         CliRunner().invoke(app, ["clean"], catch_exceptions=False)
-    monkeypatch.setattr("dovetail.cli.job_delete.is_terminal", lambda: True)
+    monkeypatch.setattr("dovetail.cli.job_output.is_terminal", lambda: True)
     shown = job("clean", code=1, input="n\n")
     assert f"{ended['bad']}    4.0 MB  failed" in shown and f"{ended['plain']}      3 kB  succeeded" in shown
     assert "2 jobs, 4.0 MB" in shown and "kept: 2 succeeded jobs with results (8.0 MB); --runs" in shown
@@ -174,15 +174,15 @@ def test_clean_names_what_it_deletes_and_keeps_results_and_others_jobs(job, stor
 
 
 def test_delete_asks_and_deletes_ones_own(job, store, ended, monkeypatch):
-    with pytest.raises(ValueError, match="no terminal to ask at"):
+    with pytest.raises(UserError, match="no terminal to ask at"):
         CliRunner().invoke(app, ["delete", "bad"], catch_exceptions=False)
-    monkeypatch.setattr("dovetail.cli.job_delete.is_terminal", lambda: True)
+    monkeypatch.setattr("dovetail.cli.job_output.is_terminal", lambda: True)
     assert "4.0 MB  failed" in job("delete", "bad", code=1, input="n\n") and len(store.jobs()) == 5
     job("delete", "bad", input="y\n")
     theirs = "is somebody-else's, and only somebody-else may delete it"
-    with pytest.raises(ValueError, match=theirs):
+    with pytest.raises(UserError, match=theirs):
         CliRunner().invoke(app, ["delete", "hers", "--yes"], catch_exceptions=False)
-    with pytest.raises(ValueError, match=theirs):  # nor by way of the library, and then none is deleted
+    with pytest.raises(UserError, match=theirs):  # nor by way of the library, and then none is deleted
         actions.clean(store, store.jobs())
     assert len(store.jobs()) == 4
 
@@ -216,9 +216,9 @@ def test_a_dry_run_masks_what_is_named_like_a_secret(job):
 @pytest.mark.usefixtures("tools")
 def test_resume_refuses_a_zone_that_does_not_exist(job, home):
     id = job("create", *TPU, "zones=[us-east5-b]", "--yes", "--no-check", "--json")["id"]
-    store = Store(home)
+    store = JobStore(home)
     store.change(id, status="failed", ended=1.0)
-    with pytest.raises(ValueError, match=r"such as us-east5-a; got 'us-east5'$"):
+    with pytest.raises(UserError, match=r"such as us-east5-a; got 'us-east5'$"):
         actions.resume(store, store.job(id), ["zones=[us-east5]"])
 
 
@@ -247,10 +247,10 @@ def test_after_takes_names(job, home):
     first = job("create", "name=first", "command=true", "--json")["id"]
     job("create", "name=second", "command=true", "after=[first]", "--json")
     assert f"- {first}" in job("show", "second", "--json")["spec"]
-    Store(home).change(Store(home).find("second").id, status="failed", ended=1.0)
+    JobStore(home).change(JobStore(home).find("second").id, status="failed", ended=1.0)
     job("create", "name=third", "command=true", "--json")
     job("resume", "second", "after=[third]")
-    assert f"- {Store(home).find('third').id}" in job("show", "second", "--json")["spec"]
+    assert f"- {JobStore(home).find('third').id}" in job("show", "second", "--json")["spec"]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_queue_by_command(job, home):
 
 def test_values_that_look_secret_are_not_shown(job, home):
     id = job("create", "name=x", "command=true", "env=[API_KEY=hunter2, MAX_TOKENS=9]", "--json")["id"]
-    page = Pages(Store(home), chooser(home, "")).job(id)
+    page = Pages(JobStore(home), chooser(home, "")).job(id)
     for shown in (job("show", id), job("show", id, "--json")["spec"], page["spec"]):
         assert "hunter2" not in shown and "API_KEY=***" in shown and "MAX_TOKENS=9" in shown
 
@@ -307,7 +307,7 @@ def test_a_task_by_command(job, home):
     job("queue", "add", "q", "true", "--name", "late", "--after", "bad")
     done = CliRunner().invoke(app, ["queue", "logs", "q", "bad"])
     assert "there is no log of task bad here: it is ready" in str(done.exception)
-    Worker(Tasks(Store(home), "q")).run()
+    QueueWorker(TaskQueue(JobStore(home), "q")).run()
     assert job("queue", "logs", "q", "bad") == job("queue", "logs", "q", "bad", "-f") == "one\n:x: two\n"
     shown = job("queue", "show", "q", "bad")
     assert "status: failed\n" in shown and "exit code: 3\n" in shown and "detail: :x: two\n" in shown

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from jobs.watched import watched
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import actions
-from dovetail.jobs.backends.local import Local, _leftovers
+from dovetail.jobs.backends.local import LocalBackend, _leftovers
 from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.logs import Follower
-from dovetail.jobs.sensitive import inherited
+from dovetail.jobs.secrets import inherited
 from dovetail.jobs.spec import make
 
 
@@ -135,7 +136,7 @@ def test_a_job_outlives_its_supervisor_and_is_found_by_the_next(store):
 def test_a_create_made_twice_runs_once(store):
     id = create(store, "echo once; sleep 0.3")
     store.begin(id, "", "")
-    backend, attempt = Local(store.root), attempt_of(store, id)
+    backend, attempt = LocalBackend(store.root), attempt_of(store, id)
     for _ in range(3):
         backend.create(attempt)
     assert backend.observe(attempt).state in ("waiting", "running")
@@ -151,7 +152,7 @@ def test_a_create_made_twice_runs_once(store):
 def test_a_killed_launcher_is_a_fault_and_its_processes_are_ended(store):
     id = create(store, "echo $$; sleep 60")
     store.begin(id, "", "")
-    backend, attempt = Local(store.root), attempt_of(store, id)
+    backend, attempt = LocalBackend(store.root), attempt_of(store, id)
     backend.create(attempt)
     process = int(until(lambda: log(store, id).strip()))
     os.kill(int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -169,7 +170,7 @@ def test_the_first_failing_rank_is_named_and_the_logs_tell_which(store):
     until(lambda: store.job(id).is_over)
     (row,) = store.attempts(id)
     assert (row.exit_code, row.failed_rank) == (5, 1) and "rank 1: exit 5: failed: OSError: disk" in row.detail
-    lines = list(Follower(Local(store.root), attempt_of(store, id), (0, 1)).lines())
+    lines = list(Follower(LocalBackend(store.root), attempt_of(store, id), (0, 1)).lines())
     assert lines == [(0, "hello from 0"), (1, "hello from 1"), (1, "OSError: disk")]
 
 
@@ -197,7 +198,7 @@ def test_a_resumed_job_takes_its_secrets_again(store, monkeypatch):
     id = create(store, 'echo "$TOKEN"; exit $DOVETAIL_ATTEMPT', secrets=["TOKEN=env:MY_SECRET"])
     until(lambda: store.job(id).is_over)
     monkeypatch.delenv("MY_SECRET")
-    with pytest.raises(ValueError, match=r"\$MY_SECRET, which is not set here"):
+    with pytest.raises(UserError, match=r"\$MY_SECRET, which is not set"):
         actions.resume(store, store.job(id))
     monkeypatch.setenv("MY_SECRET", "two")
     actions.resume(store, store.job(id), ["env=[DB_PASSWORD=hunter2]"])

@@ -44,11 +44,12 @@ from jobs.test_supervisor import (  # noqa: F401
 )
 
 import dovetail as dt
-from dovetail.jobs import actions, schema
+from dovetail.core.errors import NotPermittedError, UserError
+from dovetail.jobs import actions, database
+from dovetail.jobs.database import DatabaseUnavailableError
+from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.spec import make
-from dovetail.jobs.store import Store
-from dovetail.jobs.tasks import Tasks
-from dovetail.jobs.worker import Worker
+from dovetail.jobs.store import JobStore
 
 pytest.importorskip("psycopg", reason="pip install 'dovetail[postgres]'")
 _numbers = itertools.count()
@@ -93,7 +94,7 @@ def test_a_value_comes_back_as_ever(home, supervised):
 
 
 def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path):
-    here, there = Store(home), Store(tmp_path / "there")
+    here, there = JobStore(home), JobStore(tmp_path / "there")
     mine, theirs = World(here), World(there)
     job = theirs.add("x", DONE)
     assert [one.id for one in here.jobs()] == [job] and here.active() == [] and not here.busy_users()
@@ -102,10 +103,10 @@ def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path)
     actions.cancel(here, here.job(job))  # who sees a job may ask for it to stop; its own supervisor does it
     theirs.run()
     assert here.job(job).status == "cancelled"
-    with pytest.raises(ValueError, match=rf"job {job} was created at .*there: delete it there"):
+    with pytest.raises(UserError, match=rf"job {job} was created at .*there: delete it there"):
         actions.delete(here, here.job(job))
     assert here.where(here.job(job)).endswith(f"there/jobs/{job}")
-    with pytest.raises(ValueError, match=r"may change its spec, there; got command=id"):
+    with pytest.raises(NotPermittedError, match=r"may change its spec, there; got command=id"):
         actions.resume(here, here.job(job), ["command=id"])
     with here.transaction() as db:  # whoever has the password can write the tables
         db.execute("UPDATE specs SET text = replace(text, 'command:', 'notify: id\ncommand:')")
@@ -120,7 +121,7 @@ def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path)
 
 def test_a_job_has_the_databases_password_only_as_a_secret(home, store, supervised):
     """The worker of docs/jobs.md asks for it. Other jobs have the address alone: they fail, and use no other store."""
-    Tasks(store, "q").add("one", "true")
+    TaskQueue(store, "q").add("one", "true")
     given = {"name": "x", "code": {"path": ""}}
     plain = actions.create(store, make(given | {"command": 'echo "$DOVETAIL_JOBS"'})).id
     work = {"command": "dovetail job queue work q", "secrets": ["DOVETAIL_JOBS=env:DOVETAIL_JOBS"]}
@@ -128,14 +129,14 @@ def test_a_job_has_the_databases_password_only_as_a_secret(home, store, supervis
     until(lambda: store.job(plain).is_over and store.job(worker).is_over, 60)
     said = (store.home(plain) / "attempts" / "1" / "rank0.log").read_text()
     assert said.startswith("postgresql://jobs@127.0.0.1:") and PASSWORD not in said
-    assert store.job(worker).status == "succeeded" and Tasks(store, "q").named("one").status == "succeeded"
+    assert store.job(worker).status == "succeeded" and TaskQueue(store, "q").named("one").status == "succeeded"
     files = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
     rows = store.read("SELECT text FROM specs") + store.read("SELECT what FROM events")
     assert not [one for one in files if PASSWORD.encode() in one] and PASSWORD not in str(rows)
 
 
 def test_a_task_dies_with_its_worker_and_another_site_runs_it(home, tmp_path):
-    queue = Tasks(Store(home), "q")
+    queue = TaskQueue(JobStore(home), "q")
     queue.add("long", f"echo $$ >> {tmp_path}/began; [ $(wc -l < {tmp_path}/began) -gt 1 ] || sleep 60")
     worker = start(tmp_path / "there")
     until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text())
@@ -144,16 +145,16 @@ def test_a_task_dies_with_its_worker_and_another_site_runs_it(home, tmp_path):
     worker.wait()
     until(lambda: not Path(f"/proc/{process}/cwd").exists())  # before its lease has run out
     assert queue.named("long").status == "running"
-    assert Worker(queue, lease=1.0).run() == 1
+    assert QueueWorker(queue, lease=1.0).run() == 1
     (task,) = queue.all()
     assert (task.status, task.tries, task.losses) == ("succeeded", 1, 1)
     queue.store.close()
 
 
 def test_told_to_stop_a_worker_lets_its_task_save_though_the_lease_is_short(home, tmp_path):
-    queue = Tasks(Store(home), "q")
+    queue = TaskQueue(JobStore(home), "q")
     queue.add("long", f"trap 'sleep 3; touch {tmp_path}/saved; exit 85' TERM; touch {tmp_path}/up; sleep 60 & wait")
-    worker = Worker(queue, lease=2.0)
+    worker = QueueWorker(queue, lease=2.0)
     thread = threading.Thread(target=worker.run)
     thread.start()
     until((tmp_path / "up").exists)
@@ -167,10 +168,10 @@ def test_told_to_stop_a_worker_lets_its_task_save_though_the_lease_is_short(home
 
 
 def test_a_worker_whose_server_is_away_ends_its_task_before_the_lease_is_over(home, tmp_path, monkeypatch):
-    queue = Tasks(Store(home), "q")
+    queue = TaskQueue(JobStore(home), "q")
     queue.add("long", f"touch {tmp_path}/up; sleep 60")
     monkeypatch.setattr(queue, "heartbeat", lambda task, lease: (_ for _ in ()).throw(ConnectionError("away")))
-    worker = Worker(queue, lease=2.0, grace=30.0)
+    worker = QueueWorker(queue, lease=2.0, grace=30.0)
     task = queue.claim(worker.name, worker.lease)
     worker._beat = began = time.monotonic()
     assert not worker.work(task) and (tmp_path / "up").exists() and time.monotonic() - began < 20
@@ -180,9 +181,9 @@ def test_a_worker_whose_server_is_away_ends_its_task_before_the_lease_is_over(ho
 
 def test_tables_of_another_version_are_refused(store, home):
     with store.transaction() as db:
-        db.execute("UPDATE meta SET value = ? WHERE key = 'version'", (str(schema.VERSION + 1),))
-    with pytest.raises(ValueError, match="newer dovetail"):
-        Store(home)
+        db.execute("UPDATE meta SET value = ? WHERE key = 'version'", (str(database.VERSION + 1),))
+    with pytest.raises(UserError, match="newer dovetail"):
+        JobStore(home)
 
 
 def test_a_connection_that_breaks_is_an_error_once_and_then_another_is_made(store):
@@ -191,7 +192,7 @@ def test_a_connection_that_breaks_is_an_error_once_and_then_another_is_made(stor
     store.change(store.add(SPEC).id, detail="nul \0 in a log")
     with psycopg.connect(store._database._url) as other:
         other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'dovetail%'")
-    with pytest.raises(ConnectionError, match="the Postgres of DOVETAIL_JOBS does not serve"):
+    with pytest.raises(DatabaseUnavailableError):
         store.jobs()
     assert store.counts() == {"queued": 1}
 
@@ -209,8 +210,8 @@ def test_a_connection_that_breaks_is_an_error_once_and_then_another_is_made(stor
 )
 def test_a_url_that_does_not_serve_is_one_sentence_without_its_password(tmp_path, monkeypatch, url, says):
     monkeypatch.setenv("DOVETAIL_JOBS", url)
-    with pytest.raises((ValueError, ConnectionError)) as caught:
-        Store(tmp_path)
+    with pytest.raises(UserError) as caught:
+        JobStore(tmp_path)
     assert says in str(caught.value) and "hunter2" not in str(caught.value) and "\n" not in str(caught.value)
 
 

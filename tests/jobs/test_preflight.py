@@ -1,6 +1,7 @@
-"""A job that can never start is refused when it is created, with the sentence that the supervisor would have said."""
+"""A job that can never start is refused when it is created."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -11,39 +12,59 @@ from typer.testing import CliRunner
 
 import dovetail as dt
 from dovetail.cli.job import app
+from dovetail.core.errors import (
+    FileError,
+    MissingFileError,
+    MissingPackageError,
+    NotPermittedError,
+    RecipeError,
+    UnsupportedError,
+    UserError,
+)
 from dovetail.jobs import actions, preflight
+from dovetail.jobs.backends.kube import NoClusterError
 from dovetail.jobs.spec import make
 
 TPU = ("backend=gcp-tpu", "accelerator=v6e-8", "command=true", "gcp.ssh_user=me")
 GKE = ["backend=gke", "accelerator=v6e-8", "command=true", "environment.image=i"]
 ZONE, PROJECT = "zones=[us-east5-b]", "gcp.project=p"
 TOKEN = "hf_" + "a" * 34
+# case -> (words, class, param); the messages themselves are pinned in MESSAGES
 REFUSED = {
-    "recipe": (["recipe=tinyy"], "no recipe 'tinyy'.* Did you mean 'tiny'"),
-    "recipe's file": (["recipe=mine.yaml"], "no recipe 'mine.yaml': no such file"),
-    "override": (["recipe=tiny", "overrides=[stepz=3]"], "recipe tiny: stepz is not a key. Did you mean steps"),
-    "training": (["recipe=smollm2-135m-sft"], "recipe smollm2-135m-sft is for training=sft, .* set training=sft"),
-    "lock": (["command=true", "environment.lock=req.lock"], "environment.lock: there is no file req.lock"),
-    "lock left out": (["command=true", "environment.lock=left.lock"], "left.lock is not taken along"),
-    "lock without code": (["command=true", "environment.lock=x", "code.path="], "`code.path` is empty"),
-    "absolute lock": (["command=true", "environment.lock=/none/x"], "there is no file /none/x"),
-    "venv": (["command=true", "environment.venv=/none"], "environment.venv: there is no file /none/bin/activate"),
-    "secret": (["command=true", "secrets=[T=env:NOT_SET]"], r"secret T .* \$NOT_SET, which is not set here"),
-    "secret's file": (["command=true", "secrets=[T=file:/none/t]"], "file /none/t, which cannot be read: No such file"),
-    "secret in Google": (["command=true", "secrets=[T=gcp:t]"], "which backend local does not read"),
-    "mount": (["command=true", "mounts=[{source: 'gs://b', path: /b}]"], "mounts are for machines in the cloud"),
-    "image": (["command=true", "environment.image=i"], "environment.image is for gke and slurm"),
-    "token": (["command=true", f"env=[HF_TOKEN={TOKEN}]"], r"HF_TOKEN in env .*`secrets: \[HF_TOKEN=env:HF_TOKEN\]`"),
-    "token in the command": ([f"command=login {TOKEN}"], "command looks like a token"),
-    "Slurm": (["command=true", "backend=slurm"], "there is no sbatch here"),
-    "zone": ([*TPU, PROJECT], "needs zones"),
-    "project": ([*TPU, ZONE], "needs a project"),
-    "gcloud": ([*TPU[:3], ZONE, PROJECT], "reached by gcloud, which is not in PATH"),
-    "client": ([*TPU, ZONE, PROJECT], r"pip install 'dovetail\[gcp\]'"),
-    "credentials": ([*TPU, ZONE, PROJECT], "no Google credentials are here"),
-    "cluster": (GKE, "no cluster is known"),
-    "context": ([*GKE, "gke.context=none"], "kubeconfig has no context 'none'"),
-    "no image": (["backend=gke", "accelerator=v6e-8", "command=true"], "needs environment.image"),
+    "recipe": (["recipe=tinyy"], UserError, None),
+    "recipe's file": (["recipe=mine.yaml"], UserError, None),
+    "override": (["recipe=tiny", "overrides=[stepz=3]"], RecipeError, "recipe"),
+    "training": (["recipe=smollm2-135m-sft"], RecipeError, "training"),
+    "lock": (["command=true", "environment.lock=req.lock"], MissingFileError, "environment.lock"),
+    "ignored lock": (["command=true", "environment.lock=left.lock"], UserError, "environment.lock"),
+    "lock without code": (["command=true", "environment.lock=x", "code.path="], UserError, "environment.lock"),
+    "absolute lock": (["command=true", "environment.lock=/none/x"], MissingFileError, "environment.lock"),
+    "venv": (["command=true", "environment.venv=/none"], MissingFileError, "environment.venv"),
+    "secret": (["command=true", "secrets=[T=env:NOT_SET]"], UserError, "secrets"),
+    "secret's file": (["command=true", "secrets=[T=file:/none/t]"], FileError, "secrets"),
+    "secret in Google": (["command=true", "secrets=[T=gcp:t]"], UserError, "secrets"),
+    "mount": (["command=true", "mounts=[{source: 'gs://b', path: /b}]"], UnsupportedError, "mounts"),
+    "image": (["command=true", "environment.image=i"], UnsupportedError, "environment.image"),
+    "token": (["command=true", f"env=[HF_TOKEN={TOKEN}]"], UserError, "env"),
+    "token in the command": ([f"command=login {TOKEN}"], UserError, "command"),
+    "Slurm": (["command=true", "backend=slurm"], UnsupportedError, "backend"),
+    "zone": ([*TPU, PROJECT], RecipeError, "zones"),
+    "project": ([*TPU, ZONE], RecipeError, "gcp.project"),
+    "gcloud": ([*TPU[:3], ZONE, PROJECT], MissingPackageError, None),
+    "client": ([*TPU, ZONE, PROJECT], MissingPackageError, "backend"),
+    "credentials": ([*TPU, ZONE, PROJECT], UserError, None),
+    "cluster": (GKE, NoClusterError, "gke.context"),
+    "context": ([*GKE, "gke.context=none"], NoClusterError, "gke.context"),
+    "no image": (["backend=gke", "accelerator=v6e-8", "command=true"], RecipeError, "environment.image"),
+}
+MESSAGES = {
+    "recipe": "no recipe 'tinyy'.* Did you mean 'tiny'",
+    "override": "recipe tiny: stepz is not a key. Did you mean steps",
+    "training": "recipe smollm2-135m-sft is for training=sft, .* set training=sft",
+    "ignored lock": r"left.lock is not part of the job's code, because .gitignore or `code.exclude` excludes it",
+    "token": r"HF_TOKEN in env .*`secrets: \[HF_TOKEN=env:HF_TOKEN\]`",
+    "client": r"pip install 'dovetail\[gcp\]'",
+    "credentials": "gcloud auth application-default login",
 }
 
 
@@ -71,7 +92,7 @@ def place(home, tmp_path, monkeypatch):
     [(case, []) for case in REFUSED] + [(case, ["--dry-run"]) for case in REFUSED if case != "override"],
 )
 def test_what_cannot_start_is_refused_and_nothing_is_created(place, store, monkeypatch, case, more):
-    words, message = REFUSED[case]
+    words, kind, param = REFUSED[case]
     if case == "client":
         monkeypatch.setitem(sys.modules, "google.cloud", None)
     elif case == "credentials":
@@ -79,9 +100,9 @@ def test_what_cannot_start_is_refused_and_nothing_is_created(place, store, monke
     elif case in ("cluster", "context"):
         pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
     done = CliRunner().invoke(app, ["create", "name=x", *words, "--yes", *more])
-    assert isinstance(done.exception, ValueError | ImportError), (done.output, done.exception)
-    with pytest.raises(type(done.exception), match=message):
-        raise done.exception
+    error = done.exception
+    assert isinstance(error, UserError if more else kind), (done.output, error)
+    assert error.param == param and re.search(MESSAGES.get(case, ""), str(error))
     assert store.jobs() == [] and not (store.root / "jobs").exists()
 
 
@@ -89,7 +110,7 @@ def test_the_command_exits_with_2_and_one_line(home):
     words = [sys.executable, "-m", "dovetail", "job", "create", "name=x", "command=true", "secrets=[T=env:NOT_SET]"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: secret T is to come from $NOT_SET, which is not set here: set it\n"
+    assert done.stderr == "error: secret T is read from $NOT_SET, which is not set: set it\n"
 
 
 def test_a_person_is_not_asked_about_what_cannot_start(place):
@@ -99,14 +120,15 @@ def test_a_person_is_not_asked_about_what_cannot_start(place):
 
 @pytest.mark.usefixtures("place")
 def test_the_same_from_python(store):
-    with pytest.raises(ValueError, match="mounts are for machines"):
+    with pytest.raises(UnsupportedError):
         dt.remote(mounts=[{"source": "gs://b", "path": "/b"}])(len).submit([])
-    with pytest.raises(ValueError, match="there is no sbatch here"):
+    with pytest.raises(UnsupportedError, match="there is no sbatch here"):
         actions.create(store, make({"name": "x", "command": "true", "backend": "slurm"}))
     job = store.add(make({"name": "x", "command": "true"}))
     store.change(job.id, status="failed")
-    with pytest.raises(ValueError, match="in env looks like a token"):
+    with pytest.raises(UserError) as caught:
         actions.resume(store, store.job(job.id), [f"env=[X={TOKEN}]"])
+    assert caught.value.code == "token_in_spec"
     assert store.job(job.id).status == "failed"
 
 
@@ -134,7 +156,7 @@ def test_a_job_of_another_user_is_not_given_secrets(store, monkeypatch):
     job = actions.create(store, spec)
     store.change(job.id, status="failed")
     os.chown(store.home(job.id), 12345, -1)
-    with pytest.raises(ValueError, match="only that user can give it the secrets"):
+    with pytest.raises(NotPermittedError):
         actions.resume(store, store.job(job.id))
     assert store.job(job.id).status == "failed"
 

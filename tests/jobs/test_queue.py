@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.jobs.store import Store
-from dovetail.jobs.tasks import Tasks
-from dovetail.jobs.worker import Worker
+from dovetail.core.errors import UserError
+from dovetail.jobs.queue import QueueWorker, TaskQueue
+from dovetail.jobs.store import JobStore
 
 WORK = (
-    "from dovetail.jobs.store import Store; from dovetail.jobs.tasks import Tasks; from dovetail.jobs.worker import *; "
+    "from dovetail.jobs.store import Store; from dovetail.jobs.queue import Tasks; from dovetail.jobs.queue import *; "
 )
-WORK += "import sys; Worker(Tasks(Store(Path(sys.argv[1])), 'q'), lease=1.0, grace=5.0).run()"
+WORK += "import sys; QueueWorker(TaskQueue(JobStore(Path(sys.argv[1])), 'q'), lease=1.0, grace=5.0).run()"
 
 
 @pytest.fixture
-def tasks(store) -> Tasks:
-    return Tasks(store, "q")
+def tasks(store) -> TaskQueue:
+    return TaskQueue(store, "q")
 
 
-def statuses(tasks: Tasks) -> dict[str, str]:
+def statuses(tasks: TaskQueue) -> dict[str, str]:
     return {task.name: task.status for task in tasks.all()}
 
 
@@ -60,16 +60,16 @@ def test_dependencies_and_zones(tasks):
     assert data.name == "data" and tasks.claim("w", 30, "eu") is None
     tasks.finish(data, 0)
     assert tasks.claim("w", 30).name == "train"
-    with pytest.raises(ValueError, match="no task 'nothing'"):
+    with pytest.raises(UserError, match="no task 'nothing'"):
         tasks.add("x", "true", after=["nothing"])
-    with pytest.raises(ValueError, match="has a task 'data' already"):
+    with pytest.raises(UserError, match="already has a task 'data'"):
         tasks.add("data", "true")
 
 
 def test_failures_are_retried_and_what_needs_them_fails_with_them(tasks):
     tasks.add("bad", "echo 'ValueError: no'; exit 3", retries=1)
     tasks.add("next", "true", after=["bad"])
-    assert Worker(tasks).run() == 2
+    assert QueueWorker(tasks).run() == 2
     bad, following = tasks.all()
     assert (bad.status, bad.tries, bad.exit_code, bad.detail) == ("failed", 2, 3, "ValueError: no")
     assert following.status == "failed" and "needs" in following.detail
@@ -78,7 +78,7 @@ def test_failures_are_retried_and_what_needs_them_fails_with_them(tasks):
 
 def test_told_to_stop_a_worker_gives_its_task_back_saved(tasks, tmp_path):
     tasks.add("long", f"trap 'touch {tmp_path}/saved; exit 85' TERM; touch {tmp_path}/up; sleep 60 & wait")
-    worker = Worker(tasks)
+    worker = QueueWorker(tasks)
     thread = threading.Thread(target=worker.run)
     thread.start()
     until = time.monotonic() + 30
@@ -96,7 +96,7 @@ def test_a_task_that_is_cancelled_is_ended_and_may_be_retried(tasks, tmp_path):
     tasks.add("next", "true", after=["long"])
     assert tasks.cancel("waits").status == "ready" and tasks.claim("w", 30).name == "long"
     tasks.release(tasks.all()[0], "")
-    worker = Worker(tasks, lease=1.0)
+    worker = QueueWorker(tasks, lease=1.0)
     thread = threading.Thread(target=worker.run)
     thread.start()
     until = time.monotonic() + 30
@@ -107,7 +107,7 @@ def test_a_task_that_is_cancelled_is_ended_and_may_be_retried(tasks, tmp_path):
     assert not thread.is_alive()  # nothing is left to run, and the shell, which would go on for ever, has ended
     assert statuses(tasks) == {"long": "cancelled", "waits": "cancelled", "next": "failed"}
     assert not (tasks.folder / "1" / "exit").exists()  # a retry does not take its 0 for a success
-    with pytest.raises(ValueError, match="long of queue q is over already: cancelled"):
+    with pytest.raises(UserError, match="long of queue q is over already: cancelled"):
         tasks.cancel("long")
     assert tasks.retry() == 1 and tasks.retry("waits") == 1
     assert statuses(tasks) == {"long": "cancelled", "waits": "ready", "next": "ready"}
@@ -120,7 +120,7 @@ def start(root: Path) -> subprocess.Popen:
 
 def test_eight_workers_killed_at_random_run_fifty_tasks_once_each(home, tmp_path):
     """Each task writes a line when it begins and one when it has done its work; two at once would mix theirs."""
-    tasks = Tasks(Store(home), "q")
+    tasks = TaskQueue(JobStore(home), "q")
     log = tmp_path / "log"
     for i in range(50):
         tasks.add(f"t{i}", f"echo begin >> {log}.$DOVETAIL_TASK; sleep 0.1; echo end >> {log}.$DOVETAIL_TASK")

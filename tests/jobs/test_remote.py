@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dovetail as dt
-from dovetail.jobs import parcel
+from dovetail.core.errors import NotPermittedError, UserError
+from dovetail.jobs import call
 from dovetail.jobs.remote import RemoteError, attach
 
 pytestmark = pytest.mark.usefixtures("supervised")
@@ -112,18 +113,18 @@ def test_a_torn_result_is_refused(store):
     handle.result(60)
     path = store.home(handle.id) / "call" / "1.result.pkl"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="its MAC is wrong"):
+    with pytest.raises(UserError, match="its MAC is wrong"):
         handle.result()
     store.change(handle.id, user="somebody-else")  # whose pickle would run here
-    with pytest.raises(ValueError, match="only somebody-else may"):
+    with pytest.raises(NotPermittedError, match="only somebody-else may"):
         handle.result()
 
 
 def test_what_cannot_travel_is_named(store):
-    with pytest.raises(ValueError, match=r"argument 'y' of outer cannot be sent .*lock"):
+    with pytest.raises(UserError, match=r"argument 'y' of outer cannot be sent .*lock"):
         outer.run(1, y=threading.Lock())
     guard = threading.Lock()
-    with pytest.raises(ValueError, match="refers to 'guard'"):
+    with pytest.raises(UserError, match="refers to 'guard'"):
         dt.remote(lambda: guard).run()
     with pytest.raises(TypeError, match=r"return value .*lock"):
         dt.remote(lambda: threading.Lock()).run()
@@ -140,12 +141,12 @@ def test_what_cannot_travel_is_named(store):
     ],
 )
 def test_wrong_options_are_refused_where_they_are_written(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         dt.remote(**options)(times)
 
 
 def test_a_parcel_is_whole_or_not_there(tmp_path):
-    key = parcel.make_key(tmp_path)
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600 and parcel.key_of(tmp_path) == key
-    parcel.write(tmp_path / "a.pkl", b"abc", key)
-    assert parcel.read(tmp_path / "a.pkl", key) == b"abc"
+    key = call.make_key(tmp_path)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600 and call.read_key(tmp_path) == key
+    call.write(tmp_path / "a.pkl", b"abc", key)
+    assert call.read(tmp_path / "a.pkl", key) == b"abc"

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 import dovetail as dt
 from dovetail.cli.job import app
+from dovetail.core.errors import UserError
 from dovetail.jobs import actions
-from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.backends import chooser
 from dovetail.jobs.logs import waiting
-from dovetail.jobs.reaper import orphans
 from dovetail.jobs.spec import make
+from dovetail.jobs.supervisor import orphans
 
 # Slurm signals one process after another: a sleep that dies first must not end its shell, nor may what is saved be a
 # child's work.
@@ -204,7 +205,7 @@ def test_a_remote_function_runs_there(store):
     scale = np.arange(1_000_000, dtype=np.float32)
     where = dt.remote(backend="slurm", hosts=2, name="where")(lambda x: (x * scale, os.environ["SLURMD_NODENAME"]))
     zero = dt.remote(backend="slurm", name="zero")(lambda: 1 // 0)
-    with pytest.raises(ValueError, match=r"argument 'x' of <lambda> cannot be sent .*lock"):
+    with pytest.raises(UserError, match=r"argument 'x' of <lambda> cannot be sent .*lock"):
         where.submit(threading.Lock())
     handles = where.submit(np.float32(5)), zero.submit()
     value, node = handles[0].result(60)

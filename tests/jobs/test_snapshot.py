@@ -7,9 +7,9 @@ import tarfile
 
 import pytest
 
-from dovetail.jobs import ignore
-from dovetail.jobs.snapshot import settled, take, unpack
-from dovetail.jobs.spec import Code
+from dovetail.core.errors import MissingFileError, UserError
+from dovetail.jobs.snapshot import code_files, settled, take, unpack
+from dovetail.jobs.spec import CodeSpec
 
 
 @pytest.fixture
@@ -34,21 +34,21 @@ KEPT = [".gitignore", "a.py", "keep.log", "run.sh", "sub/.gitignore", "sub/data/
 def test_what_gitignore_leaves_out_is_left_out(tree, with_git):
     if with_git:
         subprocess.run(["git", "init", "-q", str(tree)], check=True)
-    assert [str(path) for path in ignore.files(tree)] == KEPT
-    assert [str(path) for path in ignore.files(tree, ["sub/"])] == KEPT[:4]
+    assert [str(path) for path in code_files(tree)] == KEPT
+    assert [str(path) for path in code_files(tree, ["sub/"])] == KEPT[:4]
 
 
 def test_the_same_tree_has_the_same_digest_and_comes_back_whole(tree, tmp_path):
-    first = take(Code(str(tree)), tmp_path / "one")
+    first = take(CodeSpec(str(tree)), tmp_path / "one")
     os.utime(tree / "a.py", (0, 0))
-    second = take(Code(str(tree)), tmp_path / "two")
+    second = take(CodeSpec(str(tree)), tmp_path / "two")
     archives = [tmp_path / where / f"{first}.tar.gz" for where in ("one", "two")]
     assert first == second and archives[0].read_bytes() == archives[1].read_bytes()
     unpack(archives[0], tmp_path / "out")
     found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert found == KEPT and os.access(tmp_path / "out" / "run.sh", os.X_OK)
     (tree / "a.py").write_text("print(2)\n")
-    assert take(Code(str(tree)), tmp_path / "one") != first
+    assert take(CodeSpec(str(tree)), tmp_path / "one") != first
 
 
 @pytest.mark.parametrize(
@@ -64,37 +64,40 @@ def test_the_same_tree_has_the_same_digest_and_comes_back_whole(tree, tmp_path):
 )
 def test_what_looks_like_a_secret_is_refused_by_name(tree, tmp_path, name, text):
     (tree / name).write_text(text)
-    with pytest.raises(ValueError, match=f"looks like a secret.*{name}"):
-        take(Code(str(tree)), tmp_path / "out")
+    with pytest.raises(UserError, match=name) as caught:
+        take(CodeSpec(str(tree)), tmp_path / "out")
+    assert caught.value.code == "secret_in_code"
     assert not (tmp_path / "out").exists()
-    take(Code(str(tree), exclude=(name,)), tmp_path / "out")
+    take(CodeSpec(str(tree), exclude=(name,)), tmp_path / "out")
 
 
 def test_what_is_too_large_is_refused_by_name(tree, tmp_path):
     (tree / "weights.bin").write_bytes(b"0" * 2_000_000)
-    with pytest.raises(ValueError, match=r"more than 1 MB are data, not code: weights\.bin \(2 MB\)"):
-        take(Code(str(tree), file_mb=1.0), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"1 MB is the most; the largest are weights\.bin"):
-        take(Code(str(tree), total_mb=1.0), tmp_path / "out")
+    with pytest.raises(UserError, match=r"more than 1 MB are data, not code: weights\.bin \(2 MB\)"):
+        take(CodeSpec(str(tree), file_mb=1.0), tmp_path / "out")
+    with pytest.raises(UserError, match=r"the largest are weights\.bin") as caught:
+        take(CodeSpec(str(tree), total_mb=1.0), tmp_path / "out")
+    assert caught.value.param == "code.total_mb"
 
 
 def test_from_a_subfolder_the_repository_is_taken(tree, tmp_path):
-    alone = Code(str(tree / "sub"))
+    alone = CodeSpec(str(tree / "sub"))
     assert settled(alone) == alone  # no repository
     subprocess.run(["git", "init", "-q", str(tree)], check=True)
-    assert settled(Code("sub"), tree) == Code(str(tree), cwd="sub")
-    assert settled(Code(str(tree))) == Code(str(tree))
-    assert settled(Code("sub", cwd="."), tree) == Code("sub", cwd=".")
-    assert settled(Code("sub/build"), tree) == Code("sub/build")  # which git ignores
-    digest = take(settled(Code("sub"), tree), tmp_path / "out")
-    assert digest == take(Code(str(tree)), tmp_path / "out")
+    assert settled(CodeSpec("sub"), tree) == CodeSpec(str(tree), cwd="sub")
+    assert settled(CodeSpec(str(tree))) == CodeSpec(str(tree))
+    assert settled(CodeSpec("sub", cwd="."), tree) == CodeSpec("sub", cwd=".")
+    assert settled(CodeSpec("sub/build"), tree) == CodeSpec("sub/build")  # which git ignores
+    digest = take(settled(CodeSpec("sub"), tree), tmp_path / "out")
+    assert digest == take(CodeSpec(str(tree)), tmp_path / "out")
     (tree / "a.pem").write_text("")
-    with pytest.raises(ValueError, match=r"a\.pem; .*code\.cwd=\. takes the folder sub alone"):
-        take(settled(Code("sub"), tree), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"code\.cwd must be a folder of the code"):
-        take(Code(str(tree), cwd="none"), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"cwd must be a folder below code\.path"):
-        Code(cwd="../elsewhere")
+    with pytest.raises(UserError, match=r"a\.pem; .*code\.cwd=\. takes the folder sub alone"):
+        take(settled(CodeSpec("sub"), tree), tmp_path / "out")
+    with pytest.raises(MissingFileError) as caught:
+        take(CodeSpec(str(tree), cwd="none"), tmp_path / "out")
+    assert caught.value.param == "code.cwd"
+    with pytest.raises(UserError, match=r"cwd must be a folder below code\.path"):
+        CodeSpec(cwd="../elsewhere")
 
 
 def test_unpacks_without_the_filters_that_came_with_python_3_11_4(tree, tmp_path, monkeypatch):
@@ -105,7 +108,7 @@ def test_unpacks_without_the_filters_that_came_with_python_3_11_4(tree, tmp_path
 
     for name in ("extract", "extractall"):
         monkeypatch.setattr(tarfile.TarFile, name, refuse)
-    unpack(tmp_path / "one" / f"{take(Code(str(tree)), tmp_path / 'one')}.tar.gz", tmp_path / "out")
+    unpack(tmp_path / "one" / f"{take(CodeSpec(str(tree)), tmp_path / 'one')}.tar.gz", tmp_path / "out")
     assert (tmp_path / "out" / "sub/data/small.txt").read_text() == "yes"
 
 
@@ -137,14 +140,14 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, to: str = "") -> tarfile.Tar
 )
 def test_nothing_is_written_outside_the_folder(tmp_path, entries):
     (tmp_path / "outside").write_text("kept")
-    with pytest.raises(ValueError, match=r"cannot be unpacked: .* in the archive"):
+    with pytest.raises(UserError, match=r"cannot be unpacked: .* in the archive"):
         unpack(archive_of(tmp_path / "a.tar.gz", *entries), tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir() if ".part" not in path.name) == ["a.tar.gz", "outside"]
     assert (tmp_path / "outside").read_text() == "kept" and not os.path.exists("/tmp/dovetail-evil")
 
 
 def test_a_torn_archive_is_named(tree, tmp_path):
-    whole = tmp_path / "one" / f"{take(Code(str(tree)), tmp_path / 'one')}.tar.gz"
+    whole = tmp_path / "one" / f"{take(CodeSpec(str(tree)), tmp_path / 'one')}.tar.gz"
     whole.write_bytes(whole.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=f"{whole.name}, cannot be unpacked"):
+    with pytest.raises(UserError, match=f"{whole.name}, cannot be unpacked"):
         unpack(whole, tmp_path / "out")

@@ -6,11 +6,11 @@ import subprocess
 import pytest
 from jobs.cloud.loopback import Loopback, Troubles
 
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.prices import rate
-from dovetail.jobs import bucket, gate, price
+from dovetail.jobs import cost, preflight
 from dovetail.jobs.script import script
-from dovetail.jobs.secrets import take
-from dovetail.jobs.sensitive import shown
+from dovetail.jobs.secrets import shown, take
 from dovetail.jobs.spec import from_text, load, make, to_text
 
 FULL = """
@@ -49,21 +49,21 @@ def test_a_file_is_read_written_and_overridden(tmp_path):
     [
         ({"nme": "x"}, "nme is not a key. Did you mean name"),
         ({"command": "ls", "recipe": "tiny"}, "command or recipe must be given, and not both"),
-        ({"command": "ls", "overrides": ["a=1"]}, "overrides belong to a recipe"),
+        ({"command": "ls", "overrides": ["a=1"]}, "overrides require a recipe"),
         ({"command": "ls", "backend": "slrum"}, "backend must be one of .* Did you mean 'slurm'"),
         ({"command": "ls", "accelerator": "v6e-17"}, "accelerator 'v6e-17': no slice of v6e has that size"),
         ({"command": "ls", "backend": "gke"}, "accelerator must be a TPU"),
-        ({"command": "ls", "tier": "reservation"}, "reservation must be named"),
+        ({"command": "ls", "tier": "reservation"}, "reservation must be given"),
         ({"command": "ls", "env": ["A B=1"]}, "env must be NAME=value"),
-        ({"command": "ls", "secrets": ["A=hunter2"]}, "secrets must say where each value is"),
-        ({"command": "ls", "others": ["v6e-8"]}, "others needs a recipe"),
+        ({"command": "ls", "secrets": ["A=hunter2"]}, "secrets must say where each value comes from"),
+        ({"command": "ls", "others": ["v6e-8"]}, "others requires a recipe"),
         ({"command": "ls", "ceiling": {"dollars": -1.0}}, "ceiling.dollars must be 0 or more"),
         ({"command": "ls", "environment": {"venv": "a", "conda": "b"}}, "exclude each other"),
         ({"command": "ls", "name": "a b"}, "name must be letters"),
     ],
 )
 def test_what_is_wrong_is_refused_with_a_reason(given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make({"name": "x"} | given)
 
 
@@ -79,7 +79,7 @@ def test_a_secret_never_shows_its_value(monkeypatch):
         make({"name": "x", "command": "ls", "secrets": ["A=hunter2"]})
     assert "hunter2" not in str(caught.value)
     spec = make({"name": "x", "command": "ls", "secrets": ["A=env:MY_SECRET"]})
-    with pytest.raises(ValueError, match="MY_SECRET, which is not set"):
+    with pytest.raises(UserError, match="MY_SECRET, which is not set"):
         take(spec)
     monkeypatch.setenv("MY_SECRET", "hunter2")
     assert take(spec) == {"A": "hunter2"}
@@ -98,16 +98,17 @@ def test_values_that_look_secret_are_masked_where_a_spec_is_shown():
 def test_prices_and_traffic():
     spot = from_text(FULL)
     dearest = max(rate(spot.device.chip, True, region).dollars for region in ("us-east5", "europe-west4"))
-    assert price.hourly(spot) == pytest.approx(16 * dearest)
-    assert price.hourly(make({"name": "x", "command": "ls", "accelerator": "v6e-16"})) == 0.0  # one's own machine
+    assert cost.hourly(spot) == pytest.approx(16 * dearest)
+    assert cost.hourly(make({"name": "x", "command": "ls", "accelerator": "v6e-16"})) == 0.0  # one's own machine
     blind = make(
         {"name": "x", "command": "ls", "backend": "gke", "accelerator": "tpu7x-64", "ceiling": {"dollars": 9.0}}
     )
-    with pytest.raises(ValueError, match=r"ceiling\.dollars cannot be kept"):
-        price.refuse_blind_ceiling(blind)
-    lines = price.transfer_warnings(spot, {"gs://data": "us-east5"})
-    assert len(lines) == 1 and "read from europe-west4-a it costs $80 per TB" in lines[0]
-    assert price.transfer_warnings(spot, {"gs://data": "us"}) != []  # of Europe it is another continent's
+    with pytest.raises(RecipeError) as caught:
+        cost.check_ceiling(blind)
+    assert caught.value.param == "ceiling.dollars"
+    lines = cost._transfers(spot, {"gs://data": "us-east5"})
+    assert len(lines) == 1 and "reading it from europe-west4-a costs $80 per TB" in lines[0]
+    assert cost._transfers(spot, {"gs://data": "us"}) != []  # of Europe it is another continent's
 
 
 @pytest.fixture
@@ -129,20 +130,20 @@ def test_where_a_bucket_lies_is_asked_and_what_nobody_knows_is_said():
     pytest.importorskip("requests", reason="pip install 'dovetail[gcp]'")
     sources = [("gs://data/corpus", ""), ("gs://mine", "us-west1"), ("gs://nobodys", ""), ("/here", "")]
     mounts = [{"source": one, "path": "/d", "region": region} for one, region in sources]
-    found = bucket.locations(
+    found = cost.locations(
         make(FULL_WITH_OTHERS | {"mounts": mounts, "gcp": {"bucket": "gs://lab"}, "zones": ["us-east5-b"]})
     )
     assert found == {"gs://data/corpus": "us-east5", "gs://mine": "us-west1", "gs://nobodys": "", "gs://lab": "eu"}
-    (line,) = bucket.unknown_warnings(found)
-    assert "the region of gs://nobodys is not known here" in line and "$20 to $80 per TB" in line
-    assert bucket.locations(make({"name": "x", "command": "ls", "mounts": mounts})) == {}  # one's own machine
+    (line,) = cost._unknown(found)
+    assert "the region of gs://nobodys is not known" in line and "$20 to $80 per TB" in line
+    assert cost.locations(make({"name": "x", "command": "ls", "mounts": mounts})) == {}  # one's own machine
 
 
 def test_a_recipe_that_has_nowhere_to_save_is_warned_of():
-    (line,) = bucket.keeping_warnings(make(FULL_WITH_OTHERS))
+    (line,) = cost._unsaved(make(FULL_WITH_OTHERS))
     assert "gcp.bucket is not set" in line
     kept = ({"gcp": {"bucket": "gs://b"}}, {"backend": "slurm", "accelerator": "h100x8", "others": []})
-    assert [bucket.keeping_warnings(make(FULL_WITH_OTHERS | one)) for one in kept] == [[], []]
+    assert [cost._unsaved(make(FULL_WITH_OTHERS | one)) for one in kept] == [[], []]
 
 
 def test_the_script_runs_the_command_with_its_environment():
@@ -174,7 +175,7 @@ def test_what_will_not_fit_is_found_before_it_is_paid_for():
     with pytest.raises(
         ValueError, match=r"llama3-8b does not run on \S+-4: it does not fit: each of 4 x v5e .*--no-check"
     ):
-        gate.check(make(given))
+        preflight.check_fit(make(given))
 
 
 def test_so_is_a_fine_tuning_that_will_not(tmp_path):
@@ -182,8 +183,8 @@ def test_so_is_a_fine_tuning_that_will_not(tmp_path):
     path.write_text("{model: llama3-8b, data: {path: x.jsonl}, batch: 8, length: 4096, steps: 9, lora: {r: 16}}")
     given = {"name": "x", "recipe": str(path), "training": "sft", "backend": "gke"}
     with pytest.raises(ValueError, match="it does not fit: each of 1 x v5e"):
-        gate.check(make(given | {"accelerator": "v5litepod-1"}))
-    assert gate.check(make(given | {"accelerator": "v5litepod-8"})) == ""
+        preflight.check_fit(make(given | {"accelerator": "v5litepod-1"}))
+    assert preflight.check_fit(make(given | {"accelerator": "v5litepod-8"})) == ""
 
 
 def test_the_gate_plans_each_size_and_compiles_where_libtpu_is(monkeypatch):
@@ -194,15 +195,17 @@ def test_the_gate_plans_each_size_and_compiles_where_libtpu_is(monkeypatch):
         compiles = command[3] == "compile"
         return subprocess.CompletedProcess(command, 2 * compiles, "", "compiling\nerror: 40 GiB, and 31 GiB is there\n")
 
-    monkeypatch.setattr("dovetail.jobs.gate.subprocess.run", run)
-    monkeypatch.setattr("dovetail.jobs.gate.importlib.util.find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr("dovetail.jobs.preflight.subprocess.run", run)
+    monkeypatch.setattr("dovetail.jobs.preflight.importlib.util.find_spec", lambda name: name in installed or None)
     with pytest.raises(ValueError, match="llama3-1b does not run on v6e-16: 40 GiB, and 31 GiB is there"):
-        gate.check(spec)
+        preflight.check_fit(spec)
     plan = ["recipes", "llama3-1b", "--chip", "v6e", "--devices"]
     assert called[:2] == [[*plan, "16", "--slices", "1"], [*plan, "8", "--slices", "1"]]
     assert called[2:] == [["compile", "recipe", "llama3-1b", "--topology", "v6e:4x4", "--json"]]
     installed.remove("libtpu")
-    assert "planned, and not compiled" in gate.check(spec) and len(called) == 5
+    assert "planned, and not compiled" in preflight.check_fit(spec) and len(called) == 5
     installed.remove("jax")
-    assert "not planned" in gate.check(spec) and gate.check(make({"name": "x", "command": "ls"})) == ""
+    assert (
+        "not planned" in preflight.check_fit(spec) and preflight.check_fit(make({"name": "x", "command": "ls"})) == ""
+    )
     assert len(called) == 5

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.jobs import actions, schema
-from dovetail.jobs.home import is_shared, jobs_home
+from dovetail.core.errors import UserError
+from dovetail.jobs import actions, database
+from dovetail.jobs.files import is_network_folder, jobs_home
 from dovetail.jobs.spec import make
-from dovetail.jobs.store import Store
+from dovetail.jobs.store import JobStore, NoJobError
 
 SPEC = make({"name": "x", "command": "true", "code": {"path": ""}})
 
@@ -38,7 +39,7 @@ def test_half_a_change_is_none(store):
 
 def test_many_writers_wait_for_each_other(home):
     def write(n):
-        own = Store(home)
+        own = JobStore(home)
         for _ in range(10):
             own.add(SPEC)
         own.close()
@@ -48,7 +49,7 @@ def test_many_writers_wait_for_each_other(home):
         thread.start()
     for thread in threads:
         thread.join()
-    store = Store(home)
+    store = JobStore(home)
     assert store.counts() == {"queued": 40} and len({job.id for job in store.jobs()}) == 40
     store.close()
 
@@ -56,14 +57,14 @@ def test_many_writers_wait_for_each_other(home):
 def test_a_job_is_found_by_id_beginning_and_name(store):
     one, two = store.add(make({"name": "one", "command": "true"}), id="abcdef"), store.add(SPEC, id="abcxyz")
     assert store.find("abcd").id == store.find("one").id == one.id and store.find("abcxyz") == two
-    with pytest.raises(ValueError, match="2 jobs are called 'abc'"):
+    with pytest.raises(UserError, match="2 jobs match 'abc'"):
         store.find("abc")
-    with pytest.raises(ValueError, match="no job 'zzz'"):
+    with pytest.raises(NoJobError, match="no job 'zzz'"):
         store.find("zzz")
 
 
 def fill(home, count: int) -> None:
-    store = Store(home)
+    store = JobStore(home)
     statuses = ("succeeded", "failed", "running", "queued")
     rows = [(f"j{i:06d}", f"job{i}", statuses[i % 4], f"host{i}", i, i) for i in range(count)]
     with store.transaction() as db:
@@ -78,11 +79,11 @@ def fill(home, count: int) -> None:
 def test_ten_thousand_jobs_are_listed_quickly(home):
     """Bound the processor time, far above what it takes: another load on the machine must not fail this."""
     fill(home, 10_000)
-    store = Store(home)
+    store = JobStore(home)
     best = min(_seconds(lambda: store.jobs()) for _ in range(3))
     assert len(store.jobs()) == 10_000 and best < 2
     assert min(_seconds(lambda: (store.jobs(limit=40), store.counts())) for _ in range(3)) < 0.5
-    from dovetail.cli.job_table import plain
+    from dovetail.cli.job_output import plain
 
     jobs = store.jobs()
     assert min(_seconds(lambda: plain(jobs, {})) for _ in range(3)) < 2
@@ -104,26 +105,26 @@ def test_a_file_of_an_older_version_is_brought_up_to_date(home):
     """As the first version left it, with a job in it."""
     home.mkdir()
     with sqlite3.connect(home / "jobs.sqlite") as db:
-        for statement in schema.TABLES.split(";"):
+        for statement in database.TABLES.split(";"):
             db.execute(statement)
         for table, column in (("jobs", "site"), ("attempts", "restarts")):
             db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         db.execute("INSERT INTO meta VALUES ('owner', 'me')")
         db.execute("PRAGMA user_version = 1")
     db.close()
-    store = Store(home)
+    store = JobStore(home)
     store.begin(store.add(SPEC).id, "", "")
     assert [job.site for job in store.active()] == [""] and store.live()[0].restarts == 0 and store.owner == "me"
     store.close()
 
 
 def test_a_file_of_a_newer_version_is_refused(home):
-    Store(home).close()
+    JobStore(home).close()
     with sqlite3.connect(home / "jobs.sqlite") as db:
-        db.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+        db.execute(f"PRAGMA user_version = {database.VERSION + 1}")
     db.close()
-    with pytest.raises(ValueError, match="newer dovetail"):
-        Store(home)
+    with pytest.raises(UserError, match="newer dovetail"):
+        JobStore(home)
 
 
 def test_where_jobs_are_kept(monkeypatch, tmp_path):
@@ -140,7 +141,7 @@ def test_where_jobs_are_kept(monkeypatch, tmp_path):
 def test_a_folder_that_machines_share_is_known_by_its_file_system(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nlab:/x {tmp_path}/a\\040b nfs4 rw 0 0\n")
-    assert is_shared(tmp_path / "a b" / "jobs", mounts) and not is_shared(tmp_path / "a", mounts)
+    assert is_network_folder(tmp_path / "a b" / "jobs", mounts) and not is_network_folder(tmp_path / "a", mounts)
 
 
 def test_clean_keeps_what_is_needed(store, tmp_path):
@@ -148,7 +149,7 @@ def test_clean_keeps_what_is_needed(store, tmp_path):
     (tmp_path / "code" / "a.py").write_text("1")
     spec = make({"name": "x", "command": "true", "code": {"path": str(tmp_path / "code")}})
     old, new = actions.create(store, spec), actions.create(store, spec)
-    with pytest.raises(ValueError, match="cancel it first"):
+    with pytest.raises(UserError, match="cancel it first"):
         actions.delete(store, old)
     store.change(old.id, status="failed", ended=time.time() - 100)
     gone, _ = actions.old(store, 50)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from jobs.scripted import Scripted
 
-from dovetail.cli import job_table
+from dovetail.cli import job_output
+from dovetail.core.errors import UserError
 from dovetail.jobs import actions
-from dovetail.jobs.attempt import Resource
-from dovetail.jobs.backends.backend import Observed, Refused
+from dovetail.jobs.backends.backend import Observed, RefusedJobError
+from dovetail.jobs.job import Resource
 from dovetail.jobs.outcome import deciding, error_line, outcome
-from dovetail.jobs.reaper import orphans, reap
 from dovetail.jobs.spec import make
-from dovetail.jobs.supervisor import Supervisor
+from dovetail.jobs.supervisor import JobSupervisor, orphans, reap
 
 RUNNING = Observed("running", "", ("h0", "h1"))
 DONE = Observed("succeeded", "", ("h0",), 0)
@@ -31,7 +31,7 @@ class World:
     def __init__(self, store):
         self.store, self.script = store, {}
         self.backend = Scripted(store.root / "cloud.json", self.script)
-        self.supervisor = Supervisor(store, lambda name: self.backend, looks=0.0)
+        self.supervisor = JobSupervisor(store, lambda name: self.backend, looks=0.0)
 
     def add(self, name: str, *ends: Observed, first=RUNNING, **given) -> str:
         for number, end in enumerate(ends, 1):
@@ -103,7 +103,7 @@ def test_a_create_that_asked_for_nothing_ends_the_job_though_nobody_can_be_asked
     """No credentials, no client, no project: nor can it be looked for."""
 
     def create(attempt):
-        raise Refused("no credentials are here")
+        raise RefusedJobError("no credentials are here")
 
     monkeypatch.setattr(world.backend, "observe", lambda attempt: Observed("unknown", "no credentials are here"))
     answered = world.add("answered", backend="slurm")
@@ -134,10 +134,10 @@ def test_an_exception_of_the_supervisor_is_the_jobs_state(world, monkeypatch, ca
     assert (found.status, found.detail) == (
         "error", "the supervisor failed: TypeError: got an unexpected keyword argument 'filter'",
     )  # fmt: skip
-    job_table.show(world.store, (), 0)
+    job_output.show(world.store, (), 0)
     listed = capsys.readouterr().out
     assert "  error  " in listed and f"{job} x: the supervisor failed: TypeError" in listed
-    job_table.show_one(world.store, found)
+    job_output.show_one(world.store, found)
     assert "the supervisor failed: TypeError" in capsys.readouterr().out
     world.run()
     found = world.store.job(job)
@@ -229,7 +229,7 @@ def test_cancelled_it_is_told_first_and_may_be_resumed(world):
     actions.resume(world.store, world.store.job(job))
     world.run()
     assert world.store.job(job).status == "succeeded" and world.store.job(job).preemptions == 0
-    with pytest.raises(ValueError, match="has succeeded"):
+    with pytest.raises(UserError, match="has succeeded"):
         actions.resume(world.store, world.store.job(job))
 
 
@@ -246,7 +246,7 @@ def test_at_the_ceiling_it_is_stopped_with_a_signal(world, ceiling):
     actions.resume(world.store, found)  # the ceiling has not moved: nothing more is spent
     world.run()
     assert world.store.job(job).status == "stopped" and world.store.job(job).attempts == 1
-    with pytest.raises(ValueError, match=r"backend cannot change any more"):
+    with pytest.raises(UserError, match=r"backend cannot be changed"):
         actions.resume(world.store, world.store.job(job), ["backend=local"])
     actions.resume(world.store, world.store.job(job), [f"ceiling.{name}=1000"])
     world.run()
@@ -275,7 +275,7 @@ def test_a_job_waits_for_those_it_is_after(world):
     events = {name: world.store.events(id)[-1].at for name, id in (("first", first), ("second", second))}
     assert events["first"] < events["second"] and world.store.job(second).status == "succeeded"
     assert world.store.job(never).status == "failed" and bad in world.store.job(never).detail
-    with pytest.raises(ValueError, match="no job 'nothing'"):
+    with pytest.raises(UserError, match="no job 'nothing'"):
         world.add("x", after=["nothing"])
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.jobs import modes
-from dovetail.jobs.store import Store
+from dovetail.jobs import files
+from dovetail.jobs.store import JobStore
 
 ALICE, BOB, EVE, LAB = 61101, 61102, 61103, 61200
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as several Unix users")
@@ -142,15 +142,15 @@ def test_a_folder_that_is_not_shared_says_so_in_a_sentence_and_can_be_shared(fol
 def test_a_home_is_private_unless_it_is_shared_on_purpose(tmp_path, store):
     before = os.umask(0)
     try:
-        Store(tmp_path / "new").close()
-        modes.make_folder(tmp_path / "new" / "jobs" / "a")
-        modes.touch(tmp_path / "new" / "jobs" / "a" / "log")
+        JobStore(tmp_path / "new").close()
+        files.make_folder(tmp_path / "new" / "jobs" / "a")
+        files.touch(tmp_path / "new" / "jobs" / "a" / "log")
     finally:
         os.umask(before)
     assert [mode(path) for path in (tmp_path / "new", tmp_path / "new/jobs/a")] == [0o700] * 2
     assert [mode(path) for path in (tmp_path / "new/jobs.sqlite", tmp_path / "new/jobs/a/log")] == [0o600] * 2
     (tmp_path / "new/jobs.sqlite").chmod(0o644)  # as an earlier version left it
-    Store(tmp_path / "new").close()
+    JobStore(tmp_path / "new").close()
     assert mode(tmp_path / "new/jobs.sqlite") == 0o600
 
 

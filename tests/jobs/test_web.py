@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.job import app
 from dovetail.jobs import actions
-from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.backends import chooser
 from dovetail.jobs.spec import make
 from dovetail.jobs.web import Pages, curve, server
 

@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dovetail.jobs.backends.backend import Backend
-from dovetail.jobs.backends.choose import chooser
+from dovetail.jobs.backends import chooser
+from dovetail.jobs.backends.backend import JobBackend
 from dovetail.jobs.presence import only_one
-from dovetail.jobs.store import Store
-from dovetail.jobs.supervisor import Supervisor
+from dovetail.jobs.store import JobStore
+from dovetail.jobs.supervisor import JobSupervisor
 
 
 @contextmanager
 def watched(
-    root: Path, backends: Callable[[str], Backend] | None = None, looks: float = 0.1, leave: bool = False
+    root: Path, backends: Callable[[str], JobBackend] | None = None, looks: float = 0.1, leave: bool = False
 ) -> Iterator[None]:
     """`leave`: what is still active at the end goes on."""
-    store, over = Store(root), threading.Event()
+    store, over = JobStore(root), threading.Event()
     choose = backends or chooser(root, store.owner)
-    thread = threading.Thread(target=lambda: Supervisor(store, choose, looks).run(until=over.is_set))
+    thread = threading.Thread(target=lambda: JobSupervisor(store, choose, looks).run(until=over.is_set))
     with only_one(root) as mine:
         assert mine
         thread.start()

@@ -1,7 +1,7 @@
-"""TPU slices of Google Cloud as queued resources: asked for, watched, their programs run over ssh, given back.
+"""TPU slices of Google Cloud as queued resources: requested, observed, their programs run over ssh, deleted.
 
 A queued resource ends in SUSPENDED or FAILED and is never granted again; both count against the quota until deleted.
-Hosts of a slice cannot be chosen, so `attempt.exclude` is not asked of the service: a new slice is other hosts.
+Hosts of a slice cannot be chosen, so `attempt.exclude` is not used: a new slice has other hosts.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.jobs import secrets
-from dovetail.jobs.attempt import PREFIX, Attempt, Resource
-from dovetail.jobs.backends import tpu_request, tpu_ssh, tpu_worker
-from dovetail.jobs.backends.backend import LogPart, Observed, Unavailable, unasked
+from dovetail.jobs.backends import tpu_program, tpu_request, tpu_ssh
+from dovetail.jobs.backends.backend import LogPart, Observed, Places, UnavailableError, before_request
 from dovetail.jobs.backends.log_file import read
-from dovetail.jobs.backends.places import Places
 from dovetail.jobs.backends.queued_resources import QueuedResources
-from dovetail.jobs.backends.tpu_program import Program
-from dovetail.jobs.backends.tpu_ssh import Run, Ssh, Worker
+from dovetail.jobs.backends.tpu_program import TpuProgram
+from dovetail.jobs.backends.tpu_ssh import Run, Ssh, TpuHost
+from dovetail.jobs.job import PREFIX, Attempt, Resource
 from dovetail.jobs.spec import Spec
 
 WAITING = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
-NO_ROOM = ("capacity", "stockout", "exhausted", "deadline", "expired", "valid until", "quota")  # words of a FAILED
+NO_CAPACITY = ("capacity", "stockout", "exhausted", "deadline", "expired", "valid until", "quota")  # words of a FAILED
 NODE_WAITING = ("CREATING", "STARTING")
 NODE_TAKEN = ("PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDING", "HIDDEN")
-REFUSED = ("INVALID_ARGUMENT", "PERMISSION_DENIED", "unrecognized arguments")  # of gcloud
+REFUSED = ("INVALID_ARGUMENT", "PERMISSION_DENIED", "unrecognized arguments")  # by gcloud
 CREATE_S = 120.0  # for gcloud
 
 
-class GcpTpu:
-    """`root`: the home of jobs. `ssh` and `run` stand in for the real ones in tests."""
+class GcpTpuBackend:
+    """Run jobs on Cloud TPU VMs. `service`, `ssh` and `run` are replaced in tests."""
 
     def __init__(
         self,
@@ -46,10 +45,11 @@ class GcpTpu:
         self._service = service or QueuedResources()
         self._ssh, self._run = ssh, run
 
-    # --- asking and giving back ---------------------------------------------------------------------------------------
+    # --- creating and deleting ----------------------------------------------------------------------------------------
 
     def check(self, spec: Spec) -> None:
-        tpu_worker.check(spec)
+        """Raise UserError for a spec that can never start here."""
+        tpu_program.check(spec)
         for name in (spec.accelerator, *spec.others):
             for zone in spec.zones or ("",):
                 tpu_request.check(Attempt("job", 1, replace(spec, accelerator=name), Path(), self._owner, zone))
@@ -58,10 +58,10 @@ class GcpTpu:
         self._service.connect()
 
     def create(self, attempt: Attempt) -> str:
-        """The handle is the operation that makes it; or its own name, where it was there already."""
-        with unasked():
+        """Request the slices; return the operation that creates them, or the full name if they exist."""
+        with before_request():
             self.check(attempt.spec)
-            secrets.read(attempt.home, attempt.spec)  # they are needed once the slice is there, and paid for
+            secrets.read(attempt.home, attempt.spec)  # check them before the slice is paid for
             body, parent = tpu_request.resource(attempt), tpu_request.parent(attempt)
         self._places.add(tpu_request.project_of(attempt.spec), attempt.zone)
         if attempt.spec.tier == "flex-start":
@@ -70,27 +70,27 @@ class GcpTpu:
         return made or self._adopt(attempt)
 
     def _adopt(self, attempt: Attempt) -> str:
-        """There is one of the name already: by an earlier call of ours, whose answer was lost, or somebody else's."""
-        name = _full(attempt)
+        """Use an existing resource of this name if an earlier call of ours made it."""
+        name = _full_name(attempt)
         there = self._service.get(name)
         if there is not None and not self._is_ours(_labels(there)):
-            raise UserError(f"{name} is there and carries another owner's label: it is not ours to use")
+            raise UserError(f"{name} exists with another owner's label, so it is not used", code="not_ours")
         return name
 
     def _create_by_gcloud(self, attempt: Attempt) -> str:
         done = self._run(tpu_request.flex_start(attempt), b"", CREATE_S)
         if done.code == 0:
-            return _full(attempt)
+            return _full_name(attempt)
         says = done.err[-300:]
         if "ALREADY_EXISTS" in done.err or "already exists" in done.err:
             return self._adopt(attempt)
         if done.code != 255 and any(word in done.err for word in REFUSED):
-            raise UserError(f"gcloud refused the flex-start request: {says}")
-        full = any(word in done.err.lower() for word in NO_ROOM)
-        raise Unavailable(f"gcloud could not ask for {attempt.name}: {says}", elsewhere=full)
+            raise UserError(f"gcloud refused the flex-start request: {says}", code="cloud_refused")
+        full = any(word in done.err.lower() for word in NO_CAPACITY)
+        raise UnavailableError(f"gcloud could not request {attempt.name}: {says}", elsewhere=full)
 
     def delete(self, resource: Resource) -> None:
-        """Only what carries our label: a name alone may be somebody else's."""
+        """Delete a resource with our label: a name alone may be another owner's."""
         if "/nodes/" in resource.handle:
             self._service.delete_node(resource.handle)
             return
@@ -101,13 +101,13 @@ class GcpTpu:
                 self._service.delete(name)
 
     def _projects(self, resource: Resource) -> list[str]:
-        """The one that the handle names; without one (the create's answer was lost) all that were asked in its zone."""
+        """Return the project of the handle; without one (the answer was lost) all projects used in its zone."""
         if resource.handle.startswith("projects/"):
             return [resource.handle.split("/")[1]]
         return [project for project, zone in self._places.all() if zone == resource.zone]
 
     def list(self) -> Sequence[Resource]:
-        """Queued resources of ours, and nodes of ours whose queued resource is gone."""
+        """Return our queued resources, and our nodes whose queued resource is gone."""
         found = []
         for project, zone in self._places.all():
             parent = f"projects/{project}/locations/{zone}"
@@ -122,28 +122,29 @@ class GcpTpu:
     def _is_ours(self, labels: Any) -> bool:
         return labels.get(tpu_request.OWNER) == self._owner
 
-    # --- watching -----------------------------------------------------------------------------------------------------
+    # --- observing ----------------------------------------------------------------------------------------------------
 
     def observe(self, attempt: Attempt) -> Observed:
+        """Return the state of an attempt; start its program once the slices are ready."""
         try:
-            queued = self._service.get(_full(attempt))
+            queued = self._service.get(_full_name(attempt))
             if queued is None or not self._is_ours(_labels(queued)):
-                return self._not_there(attempt)
-            return self._stands(attempt, queued)
-        except (Unavailable, ValueError, ImportError, OSError) as error:
+                return self._missing(attempt)
+            return self._observed(attempt, queued)
+        except (UserError, OSError) as error:
             return Observed("unknown", str(error))
 
-    def _not_there(self, attempt: Attempt) -> Observed:
-        """A create that was granted may take a moment to show; one that failed never will."""
+    def _missing(self, attempt: Attempt) -> Observed:
+        """Return the state of the operation: a new resource may appear after a moment."""
         operation = self._service.operation(attempt.handle) if "/operations/" in attempt.handle else None
         if operation is None:
             return Observed("absent", "there is no such queued resource")
         if not operation.done:
-            return Observed("waiting", "being made")
+            return Observed("waiting", "being created")
         failed = operation.HasField("error")
-        return Observed("absent", f"could not be made: {operation.error.message}" if failed else "it is gone")
+        return Observed("absent", f"could not be created: {operation.error.message}" if failed else "it is gone")
 
-    def _stands(self, attempt: Attempt, queued: Any) -> Observed:
+    def _observed(self, attempt: Attempt, queued: Any) -> Observed:
         state = queued.state.state.name
         if state in WAITING:
             return Observed("waiting", state)
@@ -155,9 +156,9 @@ class GcpTpu:
             return Observed("preempted", "it is being deleted")
         if state == "FAILED":
             why = queued.state.failed_data.error.message
-            no_room = any(word in why.lower() for word in NO_ROOM)
-            return Observed("suspended" if no_room else "failed", f"FAILED: {why}" if why else state)
-        return Observed("unknown", f"the service says {state}")
+            no_capacity = any(word in why.lower() for word in NO_CAPACITY)
+            return Observed("suspended" if no_capacity else "failed", f"FAILED: {why}" if why else state)
+        return Observed("unknown", f"the service reports {state}")
 
     def _active(self, attempt: Attempt) -> Observed:
         nodes = self._nodes(attempt)
@@ -169,10 +170,10 @@ class GcpTpu:
                 return Observed("waiting", f"node {_last(name)} is {state}")
             if state != "READY":
                 return Observed("unknown", f"node {_last(name)} is {state}")
-        return Program(attempt, _workers(attempt, nodes), self._how(attempt), self._run).observe()
+        return self._program_of(attempt, nodes).observe()
 
     def _nodes(self, attempt: Attempt) -> dict[str, Any]:
-        """By slice; None for one that both ways of asking say is not there."""
+        """Return the node of each slice; None for one that neither `get` nor `list` shows."""
         parent = tpu_request.parent(attempt)
         found = {
             f"{parent}/nodes/{id}": self._service.node(f"{parent}/nodes/{id}") for id in tpu_request.node_ids(attempt)
@@ -185,8 +186,8 @@ class GcpTpu:
     # --- the program --------------------------------------------------------------------------------------------------
 
     def stop(self, attempt: Attempt, grace: float) -> None:
-        """A slice that was not granted yet has nothing to save: the request for it is taken back."""
-        queued = self._service.get(_full(attempt))
+        """Stop the program; delete a request that was not granted yet, because it has nothing to save."""
+        queued = self._service.get(_full_name(attempt))
         if queued is not None and self._is_ours(_labels(queued)) and queued.state.state.name in WAITING:
             self._service.delete(queued.name)
             return
@@ -195,26 +196,32 @@ class GcpTpu:
             program.stop(grace)
 
     def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
-        """What was brought here is told even when the slice is gone or does not answer."""
+        """Return a part of a rank's log; of the copy on this machine if the slice is gone or does not answer."""
         try:
             program = self._program(attempt)
-        except (Unavailable, ValueError):
+        except UserError:
             program = None
         return program.logs(rank, since) if program else read(attempt.log(rank), since)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:
-        workers = {worker.rank: worker for worker in _workers(attempt, self._ready(attempt))}
-        if rank not in workers:
-            raise UserError(f"{attempt.name} has no rank {rank} to open a shell on: it has {len(workers)} hosts now")
-        return self._how(attempt)(workers[rank], None)
+        """Return an ssh command that opens a shell on the host of a rank."""
+        hosts = {host.rank: host for host in _hosts(attempt, self._ready(attempt))}
+        if rank not in hosts:
+            raise UserError(
+                f"{attempt.name} has no rank {rank} to open a shell on: it has {len(hosts)} hosts now", param="--rank"
+            )
+        return self._how(attempt)(hosts[rank], None)
 
-    def _program(self, attempt: Attempt) -> Program | None:
+    def _program(self, attempt: Attempt) -> TpuProgram | None:
         nodes = self._ready(attempt)
-        return Program(attempt, _workers(attempt, nodes), self._how(attempt), self._run) if nodes else None
+        return self._program_of(attempt, nodes) if nodes else None
+
+    def _program_of(self, attempt: Attempt, nodes: dict[str, Any]) -> TpuProgram:
+        return TpuProgram(attempt, _hosts(attempt, nodes), self._how(attempt), self._run)
 
     def _ready(self, attempt: Attempt) -> dict[str, Any]:
-        """The nodes, if all are there."""
-        queued = self._service.get(_full(attempt))
+        """Return the nodes if all are ready, else {}."""
+        queued = self._service.get(_full_name(attempt))
         if queued is None or queued.state.state.name != "ACTIVE":
             return {}
         nodes = self._nodes(attempt)
@@ -228,13 +235,13 @@ class GcpTpu:
         return tpu_ssh.plain(known, gcp.ssh_user) if gcp.ssh_user else tpu_ssh.gcloud(not gcp.external_ips)
 
 
-def _workers(attempt: Attempt, nodes: dict[str, Any]) -> list[Worker]:
-    """By rank: the hosts of slice 0, then those of slice 1."""
-    hosts = attempt.spec.device.hosts
+def _hosts(attempt: Attempt, nodes: dict[str, Any]) -> list[TpuHost]:
+    """Return the hosts by rank: those of slice 0, then those of slice 1."""
+    count = attempt.spec.device.hosts
     return [
-        Worker(j * hosts + k, name, k, _address(node, k))
+        TpuHost(j * count + k, name, k, _address(node, k))
         for j, (name, node) in enumerate(nodes.items())
-        for k in range(hosts)
+        for k in range(count)
     ]
 
 
@@ -245,7 +252,7 @@ def _address(node: Any, index: int) -> str:
     return endpoints[index].access_config.external_ip or endpoints[index].ip_address
 
 
-def _full(attempt: Attempt) -> str:
+def _full_name(attempt: Attempt) -> str:
     return f"{tpu_request.parent(attempt)}/queuedResources/{attempt.name}"
 
 
@@ -255,7 +262,7 @@ def _labels(queued: Any) -> dict[str, str]:
 
 
 def _attempt_of(node: Any) -> str:
-    """The name of the attempt that a node was made for, by its labels: one of several slices has a longer one."""
+    """Return the name of a node's attempt by its labels: with several slices the node's own name is longer."""
     return f"{PREFIX}-{node.labels.get(tpu_request.JOB, '')}-{node.labels.get(tpu_request.NUMBER, '')}"
 
 

@@ -1,7 +1,6 @@
-"""A namespace of a Kubernetes cluster through its Python client, with the three answers that matter kept apart: it is
-so, there is no such thing, and nobody knows.
+"""A namespace of a Kubernetes cluster, with three distinct answers: a value, no such object, and not known.
 
-DOVETAIL_KUBE_ENDPOINT=http://127.0.0.1:PORT leads it to another server, without credentials.
+DOVETAIL_KUBE_ENDPOINT=http://127.0.0.1:PORT selects another server, without credentials.
 """
 
 from __future__ import annotations
@@ -13,20 +12,25 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from dovetail.core.errors import MissingPackageError, UserError
-from dovetail.jobs.backends.backend import Unavailable
+from dovetail.jobs.backends.backend import UnavailableError
 from dovetail.jobs.backends.jobset import GROUP, PLURAL, VERSION
 
 ENDPOINT = "DOVETAIL_KUBE_ENDPOINT"
-AGAIN = (401, 408, 425, 429)  # a login that has run out is renewed
+AGAIN = (401, 408, 425, 429)  # 401: an expired login is renewed
 
 
-class NoCluster(ValueError):
-    """Nothing here says where the cluster is. Of its own kind, for an answer that is not JSON is a ValueError too."""
+class NoClusterError(UserError):
+    """Report that no configuration names a cluster."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="gke.context", code="no_cluster")
 
 
-class Namespace:
-    """`ConfigMap`, `Secret` and `JobSet` by their names. `Unavailable` is raised for what may pass, ValueError for what
-    will not."""
+class KubeNamespace:
+    """Objects of the kinds ConfigMap, Secret, JobSet and Pod, by name.
+
+    Calls raise UnavailableError if a later call may succeed, and another UserError if it will not.
+    """
 
     def __init__(self, context: str = "", name: str = "default", endpoint: str = "", timeout: float = 30.0) -> None:
         self.context, self.name, self._timeout = context, name, timeout
@@ -34,13 +38,13 @@ class Namespace:
         self._made: Any = None
 
     def connect(self) -> None:
-        """ImportError or ValueError where there is no client, or nothing says where the cluster is."""
-        with _asked("find the cluster"):
+        """Raise UserError if the client is not installed, or no cluster is configured."""
+        with _translated_errors("find the cluster"):
             _ = self._apis
 
     def create(self, body: dict[str, Any]) -> bool:
-        """False where there is one of its name."""
-        with _asked(f"create {body['kind']} {body['metadata']['name']}"):
+        """Create an object; return False if its name exists."""
+        with _translated_errors(f"create {body['kind']} {body['metadata']['name']}"):
             try:
                 self._calls(body["kind"], "create")(body=body, _request_timeout=self._timeout)
             except Exception as error:
@@ -50,8 +54,8 @@ class Namespace:
         return True
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """None: the cluster says that there is none."""
-        with _asked(f"read {kind} {name}"):
+        """Return an object; None if the cluster says that it does not exist."""
+        with _translated_errors(f"read {kind} {name}"):
             try:
                 return self._plain(self._calls(kind, "read")(name=name, _request_timeout=self._timeout))
             except Exception as error:
@@ -60,15 +64,18 @@ class Namespace:
         return None
 
     def list(self, kind: str, labels: str) -> list[dict[str, Any]]:
-        with _asked(f"list {kind}s"):
+        """Return the objects of a kind that match a label selector."""
+        with _translated_errors(f"list {kind}s"):
             found = self._calls(kind, "list")(label_selector=labels, _request_timeout=self._timeout)
             return self._plain(found)["items"]
 
     def delete(self, kind: str, name: str, grace: int | None = None) -> None:
-        """With all that it made, which is gone before it is. Done where it is not there. `grace`: seconds for a pod to
-        end in, in place of its own."""
+        """Delete an object after its dependents, unless it does not exist.
+
+        `grace` replaces the seconds that a pod has to end.
+        """
         more = {} if grace is None else {"grace_period_seconds": grace}
-        with _asked(f"delete {kind} {name}"):
+        with _translated_errors(f"delete {kind} {name}"):
             try:
                 delete = self._calls(kind, "delete")
                 delete(name=name, propagation_policy="Foreground", _request_timeout=self._timeout, **more)
@@ -77,8 +84,8 @@ class Namespace:
                     raise
 
     def log(self, pod: str) -> bytes:
-        """All that the cluster still has of it; nothing where the pod is gone or has not begun."""
-        with _asked(f"read the log of {pod}"):
+        """Return the log of a pod; b"" if the pod is gone or has not begun."""
+        with _translated_errors(f"read the log of {pod}"):
             try:
                 read = self._apis[0].read_namespaced_pod_log
                 answer = read(pod, self.name, _preload_content=False, _request_timeout=self._timeout)
@@ -112,10 +119,10 @@ class Namespace:
 
 
 def current_context(endpoint: str = "") -> str:
-    """The name of what kubeconfig has chosen now; "" within a cluster."""
+    """Return the current context of kubeconfig; "" within a cluster."""
     if endpoint or os.environ.get(ENDPOINT):
         return ""
-    with _asked("read kubeconfig"):
+    with _translated_errors("read kubeconfig"):
         from kubernetes import config
 
         with suppress(config.ConfigException):
@@ -135,43 +142,47 @@ def _client(context: str, endpoint: str) -> Any:
         config.load_kube_config(context=context or None, client_configuration=made)
     except config.ConfigException as error:
         if context:
-            raise NoCluster(
+            raise NoClusterError(
                 f"kubeconfig has no context {context!r} ({error}): see `kubectl config get-contexts`"
             ) from error
-        with suppress(config.ConfigException):  # a pod of the cluster itself
+        with suppress(config.ConfigException):  # in a pod of the cluster itself
             config.load_incluster_config(client_configuration=made)
             return client.ApiClient(made)
-        raise NoCluster("no cluster is known here: run `gcloud container clusters get-credentials NAME`") from error
+        raise NoClusterError(
+            "no cluster is configured here: run `gcloud container clusters get-credentials NAME`"
+        ) from error
     return client.ApiClient(made)
 
 
 def _status(error: Exception) -> int:
-    """Of HTTP; 0 where there was no answer."""
+    """Return the HTTP status of an error; 0 if there was no answer."""
     return int(getattr(error, "status", 0) or 0)
 
 
 @contextmanager
-def _asked(what: str) -> Iterator[None]:
-    """Whatever goes wrong with a question, told as one of ours."""
+def _translated_errors(what: str) -> Iterator[None]:
+    """Turn every exception of the client into a UserError."""
     try:
         import kubernetes.client  # noqa: F401
     except ImportError as error:
-        raise MissingPackageError(f"backend gke needs kubernetes ({error}): pip install 'dovetail[gke]'") from error
+        raise MissingPackageError(
+            f"backend gke needs kubernetes ({error}): pip install 'dovetail[gke]'", param="backend"
+        ) from error
     try:
         yield
-    except (NoCluster, ImportError, Unavailable):
+    except UserError:
         raise
     except Exception as error:
         status, says = _status(error), f"could not {what}: {_line(error)}"
         full = status == 403 and "quota" in says.lower()
         if 400 <= status < 500 and status not in AGAIN and not full:
-            raise UserError(says) from error
-        # No answer, half an answer, or one that says to come back: what was asked may have been done all the same.
-        raise Unavailable(says, elsewhere=full) from error
+            raise UserError(says, code="cloud_refused") from error
+        # No complete answer, or one that says to try again: the request may have succeeded nevertheless.
+        raise UnavailableError(says, elsewhere=full) from error
 
 
 def _line(error: Exception) -> str:
-    """The server's own sentence, which is in the JSON of its answer."""
+    """Return the server's message, from the JSON of its answer."""
     with suppress(ValueError, TypeError, KeyError):
         return f"{_status(error)}: {json.loads(getattr(error, 'body', ''))['message']}"[:300]
     return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""This machine: an attempt is a launcher (local_launcher.py) and its processes, several to imitate hosts."""
+"""This machine: an attempt is a launcher (local_launcher.py) with its processes, several to imitate hosts."""
 
 from __future__ import annotations
 
@@ -15,68 +15,79 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dovetail.core.errors import UserError
-from dovetail.jobs import modes, script, secrets
-from dovetail.jobs.attempt import Attempt, Resource
+from dovetail.core.errors import MissingPackageError, UnsupportedError, UserError
+from dovetail.jobs import files, script, secrets
 from dovetail.jobs.backends.backend import LogPart, Observed
 from dovetail.jobs.backends.local_launcher import CLAIM, END, LAUNCH, LOCK, STOP, write
 from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.job import Attempt, Resource
 from dovetail.jobs.outcome import deciding
-from dovetail.jobs.sensitive import inherited
 from dovetail.jobs.spec import Spec
 
-BACKGROUND = '"$0" "$@" &'  # a child of nobody: there is none here to wait for it
-MARK = "DOVETAIL_LOCAL_ATTEMPT"  # in the environment of all that an attempt starts: its folder
+BACKGROUND = '"$0" "$@" &'  # the launcher's parent ends at once, so that no process has to wait for it
+MARK = "DOVETAIL_LOCAL_ATTEMPT"  # in the environment of all processes of an attempt: its folder
 
 
-class Local:
-    """`root`: the home of jobs, below which every attempt has a folder."""
+class LocalBackend:
+    """Run jobs on this machine; every attempt has a folder below `root`, the folder of jobs."""
 
     def __init__(self, root: Path, owner: str = "") -> None:
         self.root, self.owner = Path(root), owner
 
     def check(self, spec: Spec) -> None:
+        """Raise UserError for a spec that can never start here."""
         if spec.mounts:
-            raise UserError("mounts are for machines in the cloud: here, name the folder itself in the command")
+            raise UnsupportedError(
+                "`mounts` are for cloud machines; with backend local, use the folder's path in the command",
+                param="mounts",
+            )
         if spec.environment.image:
-            raise UserError("environment.image is for gke and slurm; here give environment.lock, venv or conda")
+            raise UnsupportedError(
+                "`environment.image` is for gke and slurm; with backend local give environment.lock, venv or conda",
+                param="environment.image",
+            )
         if spec.environment.conda and shutil.which("conda") is None:
-            raise UserError("environment.conda needs the program conda, which is not in PATH here")
+            raise MissingPackageError(
+                "`environment.conda` needs the program conda, which is not in PATH", param="environment.conda"
+            )
 
     def create(self, attempt: Attempt) -> str:
+        """Start the launcher, unless it was started before."""
         folder = attempt.folder
         if platform.node() in attempt.exclude:
             raise UserError(
-                f"{platform.node()} is in quarantine, for its hardware computed wrong: run it elsewhere, or release it "
-                f"with `dovetail job clean --release {platform.node()}`"
+                f"{platform.node()} is in quarantine because its hardware computed wrong results: use another machine, "
+                f"or release it with `dovetail job clean --release {platform.node()}`",
+                code="quarantined",
             )
         self.check(attempt.spec)
-        modes.make_folder(folder)
-        with open(folder / LOCK, "a", opener=modes.opener) as lock:
+        files.make_folder(folder)
+        with open(folder / LOCK, "a", opener=files.opener) as lock:
             if _take(lock.fileno(), folder):
                 self._launch(attempt, lock.fileno())
         return ""
 
     def _launch(self, attempt: Attempt, lock: int) -> None:
         spec, folder = attempt.spec, attempt.folder
-        modes.write_text(folder / "script.sh", script.script(spec, script.interpreter(spec)))
-        told = {MARK: str(folder), "DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
+        files.write_text(folder / "script.sh", script.script(spec, script.interpreter(spec)))
+        variables = {MARK: str(folder), "DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
         if attempt.snapshot:
-            told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
-        write(folder / LAUNCH, {"processes": spec.processes, "env": told, "host": platform.node()})
+            variables["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
+        write(folder / LAUNCH, {"processes": spec.processes, "env": variables, "host": platform.node()})
         command = [sys.executable, "-m", "dovetail.jobs.backends.local_launcher", str(folder), str(lock)]
-        environ = inherited(os.environ) | secrets.read(attempt.home, spec) | {"PYTHONPATH": _import_path()}
-        # In a session of its own, it outlives the terminal and the supervisor; secrets reach it by its environment.
-        with open(folder / "launcher.log", "ab", opener=modes.opener) as log:
+        environ = secrets.inherited(os.environ) | secrets.read(attempt.home, spec) | {"PYTHONPATH": _import_path()}
+        # In its own session it survives the terminal and the supervisor. Secrets are passed in its environment.
+        with open(folder / "launcher.log", "ab", opener=files.opener) as log:
             subprocess.run(
                 ["sh", "-c", BACKGROUND, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
                 env=environ, cwd=folder, pass_fds=(lock,), start_new_session=True,
             )  # fmt: skip
 
     def observe(self, attempt: Attempt) -> Observed:
+        """Return the state of an attempt, from the launcher's lock and files."""
         folder = attempt.folder
-        if (host := _host(folder)) != platform.node():  # a home that machines share
-            return Observed("unknown", f"it runs on {host}, and only there it can be seen: supervise it from there")
+        if (host := _host(folder)) != platform.node():  # machines share the folder of jobs
+            return Observed("unknown", f"it runs on {host}, and can be observed only there: run a supervisor there")
         alive, ended = _is_locked(folder / LOCK), folder / END
         if alive:
             started = (folder / CLAIM).exists()
@@ -90,10 +101,12 @@ class Local:
         return Observed("absent", "the launcher did not start: see launcher.log in the attempt's folder")
 
     def stop(self, attempt: Attempt, grace: float) -> None:
+        """Tell the launcher to stop the processes."""
         if attempt.folder.exists():
             write(attempt.folder / STOP, {"grace": grace})
 
     def delete(self, resource: Resource) -> None:
+        """Stop the launcher; kill processes that a dead launcher left behind."""
         folder = self._folder(resource)
         if folder is None or not folder.exists():
             return
@@ -105,18 +118,21 @@ class Local:
                     os.kill(process, signal.SIGKILL)
 
     def list(self) -> Sequence[Resource]:
+        """Return the attempts of this user with a live launcher."""
         found = []
         for lock in sorted((self.root / "jobs").glob(f"*/attempts/*/{LOCK}")):
-            if lock.stat().st_uid != os.getuid():  # another user's processes, in a folder that users share
+            if lock.stat().st_uid != os.getuid():  # another user's processes, in a shared folder
                 continue
             if _is_locked(lock) and not (lock.parent / "deleted").exists():
                 found.append(Resource(f"dt-{lock.parts[-4]}-{lock.parts[-2]}"))
         return found
 
     def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
+        """Return a part of a rank's log."""
         return read(attempt.log(rank), since)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:
+        """Return a command that opens a shell in the job's folder."""
         return ["sh", "-c", f'cd "{attempt.home}" && exec "${{SHELL:-sh}}"']
 
     def _folder(self, resource: Resource) -> Path | None:
@@ -127,7 +143,7 @@ class Local:
 
 
 def _host(folder: Path) -> str:
-    """Where it was launched; here, if it was not."""
+    """Return the machine on which it was launched; this one if it was not."""
     path = folder / LAUNCH
     return json.loads(path.read_text())["host"] if path.exists() else platform.node()
 
@@ -141,7 +157,7 @@ def _ended(end: dict) -> Observed:
 
 
 def _take(lock: int, folder: Path) -> bool:
-    """Lock it for a launcher to come; False where one is, or was. Who only looks (_is_locked) holds it for a moment."""
+    """Lock the file for the launcher; return False if there is or was one. _is_locked holds the lock for a moment."""
     for _ in range(100):
         if (folder / CLAIM).exists():
             return False
@@ -154,7 +170,7 @@ def _take(lock: int, folder: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a living process holds it: the lock dies with its holder."""
+    """Return whether a live process holds the lock: the system releases it when its holder dies."""
     if not path.exists():
         return False
     with path.open("r") as file:
@@ -166,7 +182,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _leftovers(folder: Path) -> Iterator[int]:
-    """Processes that carry the attempt's mark, after their launcher has died: Linux shows each one's environment."""
+    """Yield the processes with the attempt's mark in their environment, after their launcher has died."""
     mark = f"{MARK}={folder}\0".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -177,6 +193,6 @@ def _leftovers(folder: Path) -> Iterator[int]:
 
 
 def _import_path() -> str:
-    """This package, for the launcher, wherever it was loaded from."""
+    """Return a PYTHONPATH with which the launcher finds this package."""
     here = str(Path(__file__).parents[3])
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,10 +1,10 @@
-"""The process that stands between the supervisor and an attempt's processes on this machine, and outlives the first.
+"""The process between the supervisor and an attempt's processes on this machine. It survives the supervisor.
 
     python -m dovetail.jobs.backends.local_launcher FOLDER FILE
 
-FOLDER (an attempt's) holds `launch.json`, which says what to run. FILE is the number of the open `local.lock`, which
-backends/local.py has locked: the lock is the launcher's from before its first instruction, and dies with it. It writes
-`end.json` last. It is told to stop by a file (`stop.json`), for a process's number may by then be another's.
+FOLDER (of the attempt) holds `launch.json`, which says what to run. FILE is the descriptor of the open `local.lock`,
+which backends/local.py has locked: the launcher holds the lock from its first instruction until it dies. It writes
+`end.json` last. It is stopped by a file (`stop.json`), because a process id may be reused.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dovetail.jobs import modes
+from dovetail.jobs import files
 
 LOCK, LAUNCH, STOP, END, CLAIM = "local.lock", "launch.json", "stop.json", "end.json", "claim"
 POLL_S = 0.05
-FOLLOW_S = 60.0  # how long the other ranks may take to end by themselves after one has failed
+FOLLOW_S = 60.0  # for the other ranks to end by themselves after one has failed
 TERM_S = 10.0
 
 
 def main(folder: Path, lock: int) -> None:
+    """Run the processes of an attempt, once, and write their exit codes."""
     os.set_inheritable(lock, False)
     if not _claim(folder):
         return
     launch = json.loads((folder / LAUNCH).read_text())
-    end = Group(folder, launch).wait() if not (folder / STOP).exists() else {"codes": [143], "order": [0]}
+    end = ProcessGroup(folder, launch).wait() if not (folder / STOP).exists() else {"codes": [143], "order": [0]}
     write(folder / END, end)
 
 
 def _claim(folder: Path) -> bool:
-    """Once for ever: an attempt is never run a second time."""
+    """Return True the first time: an attempt is never run twice."""
     try:
         os.close(os.open(folder / CLAIM, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -48,11 +49,12 @@ def _claim(folder: Path) -> bool:
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
-    modes.write_text(path, json.dumps(value))
+    """Write a JSON file atomically."""
+    files.write_text(path, json.dumps(value))
 
 
-class Group:
-    """The processes, one per imitated host, each with a session and a log of its own."""
+class ProcessGroup:
+    """The processes, one per imitated host, each with its own session and log."""
 
     def __init__(self, folder: Path, launch: dict[str, Any]) -> None:
         self.folder, self.order = folder, []
@@ -63,20 +65,21 @@ class Group:
         self.kill_at: float | None = None
 
     def _start(self, launch: dict[str, Any], rank: int, count: int, coordinator: str) -> subprocess.Popen:
-        who = {"DOVETAIL_RANK": str(rank)}
+        variables = {"DOVETAIL_RANK": str(rank)}
         if count > 1:
-            who |= {
+            variables |= {
                 "DOVETAIL_COORDINATOR": coordinator,
                 "DOVETAIL_NUM_PROCESSES": str(count),
                 "DOVETAIL_PROCESS_ID": str(rank),
             }
-        with open(self.folder / f"rank{rank}.log", "ab", opener=modes.opener) as log:
+        with open(self.folder / f"rank{rank}.log", "ab", opener=files.opener) as log:
             return subprocess.Popen(
                 ["sh", str(self.folder / "script.sh")], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=os.environ | launch["env"] | who, start_new_session=True, cwd=self.folder,
+                env=os.environ | launch["env"] | variables, start_new_session=True, cwd=self.folder,
             )  # fmt: skip
 
     def wait(self) -> dict[str, Any]:
+        """Wait for all processes; return their exit codes and the order in which they ended."""
         failed_at = None
         while any(code is None for code in self.codes):
             self._collect()
@@ -89,7 +92,7 @@ class Group:
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 self.signal(signal.SIGKILL)
             time.sleep(POLL_S)
-        self.signal(signal.SIGKILL)  # what a script left behind in its session
+        self.signal(signal.SIGKILL)  # processes that a script left behind in its session
         return {"codes": self.codes, "order": self.order, "host": platform.node(), "at": time.time()}
 
     def _collect(self) -> None:
@@ -100,12 +103,13 @@ class Group:
                 self.order.append(rank)
 
     def stop(self, grace: float) -> None:
-        """SIGTERM once; SIGKILL when the grace is over. A later, shorter grace counts."""
+        """Send SIGTERM once, and SIGKILL after `grace` seconds; a later call may only shorten the grace."""
         if self.kill_at is None:
             self.signal(signal.SIGTERM)
         self.kill_at = min(self.kill_at or float("inf"), time.monotonic() + grace)
 
     def signal(self, number: int) -> None:
+        """Send a signal to all process groups."""
         for child in self.children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, number)

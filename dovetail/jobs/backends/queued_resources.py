@@ -1,7 +1,6 @@
-"""Google's client of Cloud TPU (v2, over REST), with the three answers that matter kept apart: it is so, there is no
-such thing, and nobody knows.
+"""Google's Cloud TPU client (v2, over REST), with three distinct answers: a value, no such resource, and not known.
 
-DOVETAIL_TPU_ENDPOINT=http://127.0.0.1:PORT leads it to another server, without credentials.
+DOVETAIL_TPU_ENDPOINT=http://127.0.0.1:PORT selects another server, without credentials.
 """
 
 from __future__ import annotations
@@ -13,37 +12,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dovetail.core.errors import MissingPackageError
-from dovetail.jobs.backends.backend import Unavailable
+from dovetail.core.errors import MissingPackageError, UserError
+from dovetail.jobs.backends.backend import UnavailableError
 
 ENDPOINT = "DOVETAIL_TPU_ENDPOINT"
-AGAIN = (408, 409, 425, 429)  # a later call may well be granted; so may it be after any 5xx
-FULL = (
-    "quota",
-    "capacity",
-    "stockout",
-    "resource_exhausted",
-    "exhausted",
-)  # words of a refusal that another zone lacks
+AGAIN = (408, 409, 425, 429)  # a later call may succeed, as after any 5xx
+FULL = ("quota", "capacity", "stockout", "resource_exhausted", "exhausted")  # another zone may have capacity
 
 
 class QueuedResources:
-    """Names are full: projects/P/locations/ZONE/queuedResources/Q. `Unavailable` is raised for what may pass, and
-    ValueError for what will not."""
+    """Calls with full names: projects/P/locations/ZONE/queuedResources/Q.
+
+    They raise UnavailableError if a later call may succeed, and another UserError if it will not.
+    """
 
     def __init__(self, endpoint: str = "", timeout: float = 30.0) -> None:
         self._endpoint = endpoint or os.environ.get(ENDPOINT, "")
         self._timeout = timeout
-        self._clients = threading.local()  # its session of HTTP is not made for several threads
+        self._clients = threading.local()  # a client's HTTP session is not thread-safe
 
     def connect(self) -> None:
-        """ImportError or ValueError where there is no client, or there are no credentials for it."""
-        with _asked("connect to Cloud TPU"):
+        """Raise UserError if the client is not installed, or has no credentials."""
+        with _translated_errors("connect to Cloud TPU"):
             _ = self._client
 
     def create(self, parent: str, name: str, resource: dict[str, Any], request_id: str) -> str:
-        """The operation that makes it; "" where there is one of that name already."""
-        with _asked(f"create {name} in {parent}"):
+        """Return the operation that creates the resource; "" if the name exists."""
+        with _translated_errors(f"create {name} in {parent}"):
             from google.api_core.exceptions import AlreadyExists, Conflict
 
             request = {
@@ -55,35 +50,38 @@ class QueuedResources:
                 return ""
 
     def get(self, name: str) -> Any | None:
-        """None: the service says that there is none."""
-        with _asked(f"describe {name}"):
+        """Return a queued resource; None if the service says that it does not exist."""
+        with _translated_errors(f"describe {name}"):
             return self._or_none(self._client.get_queued_resource, name)
 
     def node(self, name: str) -> Any | None:
-        with _asked(f"describe {name}"):
+        """Return a node; None if the service says that it does not exist."""
+        with _translated_errors(f"describe {name}"):
             return self._or_none(self._client.get_node, name)
 
     def operation(self, name: str) -> Any | None:
-        with _asked(f"describe {name}"):
+        """Return an operation; None if the service says that it does not exist."""
+        with _translated_errors(f"describe {name}"):
             operations = self._client.transport.operations_client
             return self._or_none(operations.get_operation, name)
 
     def delete(self, name: str) -> None:
-        """With its nodes. Done where it is gone, or going, already."""
-        with _asked(f"delete {name}"):
+        """Delete a queued resource with its nodes, unless it does not exist or is being deleted."""
+        with _translated_errors(f"delete {name}"):
             from google.api_core.exceptions import Conflict, NotFound
 
             try:
                 self._client.delete_queued_resource({"name": name, "force": True}, timeout=self._timeout)
             except NotFound:
                 return
-            except Conflict:  # it is being deleted, or something else is under way that a deletion must wait for
+            except Conflict:  # it is being deleted, or another operation must end first
                 there = self.get(name)
                 if there is not None and there.state.state.name != "DELETING":
                     raise
 
     def delete_node(self, name: str) -> None:
-        with _asked(f"delete {name}"):
+        """Delete a node, unless it does not exist."""
+        with _translated_errors(f"delete {name}"):
             from google.api_core.exceptions import NotFound
 
             try:
@@ -92,12 +90,16 @@ class QueuedResources:
                 return
 
     def list(self, parent: str) -> list[Any]:
-        with _asked(f"list queued resources of {parent}"):
-            return _whole(self._client.list_queued_resources(parent=parent, timeout=self._timeout), "queued_resources")
+        """Return all queued resources of a zone."""
+        with _translated_errors(f"list queued resources of {parent}"):
+            return _all_pages(
+                self._client.list_queued_resources(parent=parent, timeout=self._timeout), "queued_resources"
+            )
 
     def nodes(self, parent: str) -> list[Any]:
-        with _asked(f"list nodes of {parent}"):
-            return _whole(self._client.list_nodes(parent=parent, timeout=self._timeout), "nodes")
+        """Return all nodes of a zone."""
+        with _translated_errors(f"list nodes of {parent}"):
+            return _all_pages(self._client.list_nodes(parent=parent, timeout=self._timeout), "nodes")
 
     def _or_none(self, ask: Any, name: str) -> Any | None:
         from google.api_core.exceptions import NotFound
@@ -121,7 +123,7 @@ def _client(endpoint: str) -> Any:
         from google.cloud.tpu_v2.services.tpu.transports import TpuRestTransport
     except ImportError as error:
         raise MissingPackageError(
-            f"backend gcp-tpu needs google-cloud-tpu ({error}): pip install 'dovetail[gcp]'"
+            f"backend gcp-tpu needs google-cloud-tpu ({error}): pip install 'dovetail[gcp]'", param="backend"
         ) from error
     if endpoint:
         transport = TpuRestTransport(host=endpoint, credentials=AnonymousCredentials())
@@ -129,40 +131,42 @@ def _client(endpoint: str) -> Any:
     return tpu_v2.TpuClient(transport="rest")
 
 
-def _whole(pager: Any, field: str) -> list[Any]:
-    """All pages, or none: a part would read as if the rest were not there."""
+def _all_pages(pager: Any, field: str) -> list[Any]:
+    """Return all pages, or raise: a part would look as if the rest did not exist."""
     found = []
     for page in pager.pages:
         if page.unreachable:
-            raise Unavailable(f"Cloud TPU could not reach {', '.join(page.unreachable)}")
+            raise UnavailableError(f"Cloud TPU could not reach {', '.join(page.unreachable)}")
         found += getattr(page, field)
     return found
 
 
 @contextmanager
-def _asked(what: str) -> Iterator[None]:
-    """Whatever goes wrong with a question, told as one of ours."""
+def _translated_errors(what: str) -> Iterator[None]:
+    """Turn every exception of the client into a UserError."""
     try:
         yield
-    except (ImportError, Unavailable):
+    except UserError:
         raise
     except Exception as error:
-        raise _told(what, error) from error
+        raise _translated(what, error) from error
 
 
-def _told(what: str, error: Exception) -> Exception:
+def _translated(what: str, error: Exception) -> UserError:
     from google.api_core.exceptions import GoogleAPICallError
     from google.auth.exceptions import DefaultCredentialsError
 
     if isinstance(error, DefaultCredentialsError):
-        return ValueError("no Google credentials are here: run `gcloud auth application-default login`")
+        return UserError(
+            "there are no Google credentials here: run `gcloud auth application-default login`", code="no_credentials"
+        )
     says = f"could not {what}: {_line(error)}"
     code = int(error.code or 0) if isinstance(error, GoogleAPICallError) else 0
     full = any(word in str(error).lower() for word in FULL)
     if 400 <= code < 500 and code not in AGAIN and not full:
-        return ValueError(says)
-    # No answer, half an answer, or one that says to come back: what was asked may have been done all the same.
-    return Unavailable(says, elsewhere=full)
+        return UserError(says, code="cloud_refused")
+    # No complete answer, or one that says to try again: the request may have succeeded nevertheless.
+    return UnavailableError(says, elsewhere=full)
 
 
 def _line(error: Exception) -> str:

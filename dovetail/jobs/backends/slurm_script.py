@@ -1,27 +1,33 @@
-"""The scripts of an attempt on Slurm: what sbatch is given, and what srun starts for each process."""
+"""The options and scripts of an attempt on Slurm, and whether the cluster can satisfy them."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-from dovetail.core.errors import UserError
-from dovetail.jobs.attempt import Attempt
+from dovetail.core.errors import UnsupportedError, UserError
+from dovetail.jobs.job import Attempt
 from dovetail.jobs.outcome import PREEMPTED, SIGTERM
 from dovetail.jobs.spec import Spec
 
-RESTARTS = "restarts"  # a file: how often Slurm had put the job back when it last began
+RESTARTS = "restarts"  # a file: how often Slurm had requeued the job when it last began
 STOP = "URG"  # a signal that programs ignore, for rank.sh alone
 CANCELLED = "cancelled"  # a file: a person ended the job with scancel
+ASK_S = 30.0
+# Refusals that do not go away with time, unlike nodes that are down or busy, or a controller that is away.
+NEVER = ("configuration is not available", "invalid", "not permitted", "violates", "more processors requested")
 
 
 def job_name(attempt: Attempt) -> str:
-    """The name that squeue shows: it begins with the job's name, and ends with the attempt's, by which it is found."""
+    """Return the name that squeue shows: it begins with the job's name and ends with the attempt's."""
     return f"{attempt.spec.name}-{attempt.name}"
 
 
 def options(attempt: Attempt, comment: str) -> list[str]:
-    """Of sbatch. A zone, where the spec names some, is a partition."""
+    """Return the options of sbatch. The spec's zones are partitions."""
     spec, slurm, folder = attempt.spec, attempt.spec.slurm, attempt.folder
     nodes = spec.processes // slurm.tasks_per_node
     given = {
@@ -43,16 +49,19 @@ def gpus(spec: Spec) -> str:
     if spec.slurm.gpus_per_node or device.chip is None:
         return spec.slurm.gpus_per_node
     if device.is_tpu:
-        raise UserError(f"accelerator {device} is a TPU, and Slurm has none: use backend gcp-tpu or gke")
+        raise UnsupportedError(
+            f"`accelerator` {device} is a TPU, which Slurm does not have: use backend gcp-tpu or gke",
+            param="accelerator",
+        )
     return str(device.chips_per_host)
 
 
 def batch_script(attempt: Attempt) -> str:
-    """Start the processes, and put a job that saved and ended early back into the queue, unless a person cancelled it.
+    """Return the script that starts the processes and requeues a job that saved and ended early.
 
-    While a job ends, Slurm shows COMPLETING whatever the cause. At a time limit the reason is TimeLimit, after a
-    preemption there is a PreemptTime, and a job that Slurm puts back itself has no EndTime yet: none of these is a
-    person's scancel. In a preemption's grace time the state is RUNNING.
+    A job that a person cancelled is not requeued. While a job ends, Slurm shows COMPLETING whatever the cause. After a
+    time limit the reason is TimeLimit, after a preemption there is a PreemptTime, and a job that Slurm requeues itself
+    has no EndTime yet: none of these is a person's scancel. In a preemption's grace time the state is RUNNING.
     """
     folder = shlex.quote(str(attempt.folder))
     image = attempt.spec.environment.image
@@ -64,7 +73,7 @@ rm -f "$folder"/exit.* "$folder/{CANCELLED}"
 echo "${{SLURM_RESTART_COUNT:-0}}" > "$folder/{RESTARTS}.part" && mv "$folder/{RESTARTS}.part" "$folder/{RESTARTS}"
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 if [ "$SLURM_NTASKS" -gt 1 ] && ! getent hosts "$first" > /dev/null; then
-    # a node's name that nobody can look up: Slurm knows its address
+    # the node's name cannot be resolved, but Slurm knows its address
     address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
     export DOVETAIL_COORDINATOR="$address:$((61000 + SLURM_JOB_ID % 4000))"
     export DOVETAIL_NUM_PROCESSES="$SLURM_NTASKS"
@@ -77,7 +86,7 @@ case $shown in
 *" JobState=CANCELLED "* | *" JobState=COMPLETING Reason=None "*) : > "$folder/{CANCELLED}" ;;
 esac
 if grep -qx {PREEMPTED} "$folder"/exit.* && [ ! -e "$folder/stop" ] && [ ! -e "$folder/{CANCELLED}" ]; then
-    # Slurm puts back what it kills, not what saves and ends before that. Then it ends this script too.
+    # Slurm requeues jobs that it kills, but not those that save and end before. The requeue ends this script too.
     scontrol requeue "$SLURM_JOB_ID" && sleep 300
 fi
 exit $code
@@ -85,33 +94,33 @@ exit $code
 
 
 def rank_script(attempt: Attempt) -> str:
-    """One process: its log and its exit code in files of its own.
+    """Return the script of one process, which writes its log and its exit code to files.
 
-    Slurm signals the processes of a step one after another. A shell whose command dies first would go on to the next:
-    so our own stop is another signal (STOP), at which the whole group gets SIGTERM at once. What ended with 0 while
-    Slurm itself ended the step counts as ended by the signal.
+    Slurm signals the processes of a step one after another, and a shell whose command dies first would run its next
+    command. So our own stop is another signal (STOP), on which the whole group gets SIGTERM at once. An exit code of 0
+    while Slurm itself ended the step counts as ended by the signal.
     """
-    told = {"DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
+    variables = {"DOVETAIL_JOB_DIR": str(attempt.home), **attempt.variables}
     if attempt.snapshot:
-        told["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
-    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in told.items())
+        variables["DOVETAIL_CODE_DIR"] = str(attempt.home / "code")
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
     return f"""#!/bin/sh
-told= child=
-trap 'told=1' TERM
-trap 'told=1; {{ kill -s TERM -- "-$child" || kill -s TERM "$child"; }} 2> /dev/null' {STOP}
+signalled= child=
+trap 'signalled=1' TERM
+trap 'signalled=1; {{ kill -s TERM -- "-$child" || kill -s TERM "$child"; }} 2> /dev/null' {STOP}
 folder={shlex.quote(str(attempt.folder))}
 exec >> "$folder/rank$SLURM_PROCID.log" 2>&1
 {exports}
 export DOVETAIL_RANK="$SLURM_PROCID"
 if [ -n "$DOVETAIL_COORDINATOR" ]; then export DOVETAIL_PROCESS_ID="$SLURM_PROCID"; fi
 setsid sh "$folder/script.sh" & child=$!
-[ -z "$told" ] || kill -s TERM "$child"  # told so before there was anything to signal
-# a signal interrupts `wait`: only when the child is gone is what it says the child's own code
+[ -z "$signalled" ] || kill -s TERM "$child"  # the signal came before there was a process
+# a signal interrupts `wait`: its code is the child's own only once the child is gone
 while :; do wait "$child"; code=$?; kill -0 "$child" 2> /dev/null || break; done
 wait "$child" 2> /dev/null; last=$?; [ $last = 127 ] || code=$last
 if [ $code = 0 ]; then
-    [ -n "$told" ] || sleep 0.2  # the signal that ended a command of it may be on its way to this shell too
-    [ -z "$told" ] || code={SIGTERM}
+    [ -n "$signalled" ] || sleep 0.2  # the signal that ended its command may reach this shell later
+    [ -z "$signalled" ] || code={SIGTERM}
 fi
 echo $code > "$folder/exit.$SLURM_PROCID.part" && mv "$folder/exit.$SLURM_PROCID.part" "$folder/exit.$SLURM_PROCID"
 exit $code
@@ -119,6 +128,50 @@ exit $code
 
 
 def preview(spec: Spec, root: Path, zone: str) -> tuple[list[str], str]:
-    """Return (sbatch and its options, the batch script) of a job that is not created; its id will be another."""
+    """Return (sbatch with its options, the batch script) of a job that is not created; its id will be another."""
     attempt = Attempt("job", 1, spec, root / "jobs" / "job", "owner", zone)
     return ["sbatch", *options(attempt, "dovetail:owner"), "batch.sh"], batch_script(attempt)
+
+
+def check_request(spec: Spec) -> str:
+    """Ask `sbatch --test-only` whether the cluster can satisfy the request; return a remark, or "".
+
+    Raise UserError with sbatch's reason if it never can. `zones` are partitions to try in turn: all are checked.
+    """
+    if shutil.which("sbatch") is None:
+        return ""  # the backend's own check reports it
+    for zone in spec.zones or ("",):
+        said = _refusal(options(Attempt("job", 1, spec, Path.cwd(), "owner", zone), "dovetail"))
+        if any(word in said.lower() for word in NEVER):
+            where = f" in partition {zone or spec.slurm.partition}" if zone or spec.slurm.partition else ""
+            raise UserError(
+                f"Slurm cannot satisfy this request{where} ({_summary(spec)}): {said}",
+                param="slurm",
+                code="slurm_refused",
+            )
+        if said:
+            return f"not checked with Slurm: {said}"
+    return ""
+
+
+def _summary(spec: Spec) -> str:
+    slurm = spec.slurm
+    words = {"cpus_per_task": slurm.cpus_per_task, "mem": slurm.mem, "gpus_per_node": slurm.gpus_per_node,
+             "constraint": slurm.constraint, "time": slurm.time}  # fmt: skip
+    nodes = spec.processes // slurm.tasks_per_node
+    return ", ".join([f"{nodes} nodes" if nodes > 1 else "1 node", *(f"{k} {v}" for k, v in words.items() if v)])
+
+
+def _refusal(words: Sequence[str]) -> str:
+    """Return the refusal of sbatch; "" if it would accept the request."""
+    command = ["sbatch", "--test-only", *words]
+    try:
+        done = subprocess.run(
+            command, input="#!/bin/sh\n", capture_output=True, text=True, timeout=ASK_S, check=False
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in done.stderr.splitlines()]
+    return "; ".join(filter(None, lines)) or f"sbatch --test-only exits with {done.returncode}"

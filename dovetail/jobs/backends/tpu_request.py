@@ -1,4 +1,4 @@
-"""The request for a TPU slice (or several) that an attempt makes: its names, and its body as Cloud TPU takes it."""
+"""The request for TPU slices of an attempt: its names, and its body for Cloud TPU."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import UserError
-from dovetail.jobs.attempt import Attempt
+from dovetail.core.errors import RecipeError, UnsupportedError
+from dovetail.jobs.job import Attempt
 from dovetail.jobs.spec import Spec
 
-OWNER, JOB, NUMBER = "dovetail-owner", "dovetail-job", "dovetail-attempt"  # labels of every node of ours
-LONGEST_H = 7 * 24  # of flex-start
+OWNER, JOB, NUMBER = "dovetail-owner", "dovetail-job", "dovetail-attempt"  # labels of every node
+MAX_HOURS = 7 * 24  # of flex-start
 # The Cloud TPU API's own enumeration, for a topology that has no name as an accelerator type
 TYPES = {"v2": "V2", "v3": "V3", "v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 
 
 def parent(attempt: Attempt) -> str:
-    """projects/P/locations/ZONE. Once it is made, its handle knows the project: the environment may say another now."""
+    """Return projects/P/locations/ZONE, with the project of the handle if there is one."""
     project = attempt.handle.split("/")[1] if attempt.handle.startswith("projects/") else project_of(attempt.spec)
     if not attempt.zone:
-        raise UserError("backend gcp-tpu needs zones, in order of preference, such as zones: [us-east5-b]")
+        raise RecipeError(
+            "backend gcp-tpu needs `zones` in order of preference, such as zones: [us-east5-b]", param="zones"
+        )
     return f"projects/{project}/locations/{attempt.zone}"
 
 
 def project_of(spec: Spec) -> str:
+    """Return the project of a spec, or of the environment."""
     found = spec.gcp.project or os.environ.get("GOOGLE_CLOUD_PROJECT", "")
     if not found:
-        raise UserError("backend gcp-tpu needs a project: set gcp.project, or $GOOGLE_CLOUD_PROJECT")
+        raise RecipeError(
+            "backend gcp-tpu needs a project: set `gcp.project`, or $GOOGLE_CLOUD_PROJECT", param="gcp.project"
+        )
     return found
 
 
-def slices(spec: Spec) -> int:
-    """`slices: 2` and `accelerator: 2 x v5p-128` say the same; both together multiply."""
-    return spec.slices * spec.device.slices
-
-
 def request_id(attempt: Attempt) -> str:
-    """The same for each create of one attempt, so that the service too knows a repetition."""
+    """Return the same id for every create of one attempt, so that the service recognises a repetition."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"{parent(attempt)}/{attempt.owner}/{attempt.name}"))
 
 
 def node_ids(attempt: Attempt) -> list[str]:
-    """By slice, as the service names them."""
-    many = slices(attempt.spec)
+    """Return the id of each slice's node."""
+    many = attempt.spec.total_slices
     return [attempt.name] if many == 1 else [f"{attempt.name}-{j}" for j in range(many)]
 
 
 def labels(attempt: Attempt) -> dict[str, str]:
+    """Return the labels of the nodes."""
     own = dict(_label(pair) for pair in attempt.spec.gcp.labels)
     return {**own, OWNER: attempt.owner, JOB: attempt.job, NUMBER: str(attempt.number)}
 
@@ -57,13 +58,15 @@ def labels(attempt: Attempt) -> dict[str, str]:
 def _label(pair: str) -> tuple[str, str]:
     key, equals, value = pair.partition("=")
     if not equals or not re.fullmatch(r"[a-z][\w-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
-        raise UserError(f"gcp.labels must be key=value in lower-case letters, digits, - and _; got {pair!r}")
+        raise RecipeError(
+            f"`gcp.labels` must be key=value in lower-case letters, digits, - and _; got {pair!r}", param="gcp.labels"
+        )
     return key, value
 
 
 def resource(attempt: Attempt) -> dict[str, Any]:
-    """A QueuedResource, in the field names of Google's client."""
-    spec, many = attempt.spec, slices(attempt.spec)
+    """Return a QueuedResource, in the field names of Google's client."""
+    spec, many = attempt.spec, attempt.spec.total_slices
     node_spec: dict[str, Any] = {"parent": parent(attempt), "node": _node(attempt)}
     if many > 1:
         node_spec["multislice_params"] = {"node_count": many, "node_id_prefix": attempt.name}
@@ -81,7 +84,7 @@ def resource(attempt: Attempt) -> dict[str, Any]:
 
 
 def check(attempt: Attempt) -> None:
-    """Raise ValueError for an attempt that cannot be asked for."""
+    """Raise UserError for an attempt that cannot be requested."""
     resource(attempt)
     if attempt.spec.tier == "flex-start":
         flex_start(attempt)
@@ -109,21 +112,25 @@ def _node(attempt: Attempt) -> dict[str, Any]:
 
 
 def runtime(spec: Spec) -> str:
+    """Return the runtime version of the VMs."""
     usual = spec.device.runtime_version
     if usual is None:
-        raise UserError(f"{spec.device} is not to be had as TPU VMs: use backend gke")
+        raise UnsupportedError(f"{spec.device} is not available as TPU VMs: use backend gke", param="accelerator")
     return spec.gcp.runtime or usual
 
 
 def flex_start(attempt: Attempt, program: str = "gcloud") -> list[str]:
-    """The command that asks for a flex-start slice: so far only gcloud's alpha commands can."""
+    """Return the command that requests a flex-start slice: only gcloud's alpha commands can."""
     spec, device, gcp = attempt.spec, attempt.spec.device, attempt.spec.gcp
     if device.accelerator_type is None:
-        raise UserError(f"tier flex-start has no topology of one's own: name a usual size; got {device}")
+        raise UnsupportedError(
+            f"tier flex-start does not support custom topologies: name a standard size; got {device}",
+            param="accelerator",
+        )
     _, project, _, zone = parent(attempt).split("/")
-    many = slices(spec)
+    many = spec.total_slices
     which = [f"--node-count={many}", f"--node-prefix={attempt.name}"] if many > 1 else [f"--node-id={attempt.name}"]
-    hours = min(spec.ceiling.hours or LONGEST_H, LONGEST_H)
+    hours = min(spec.ceiling.hours or MAX_HOURS, MAX_HOURS)
     words = [
         program, "alpha", "compute", "tpus", "queued-resources", "create", attempt.name, f"--project={project}",
         f"--zone={zone}", *which, f"--accelerator-type={device.accelerator_type}", f"--runtime-version={runtime(spec)}",
@@ -137,7 +144,7 @@ def flex_start(attempt: Attempt, program: str = "gcloud") -> list[str]:
 
 
 def preview(spec: Spec) -> dict[str, Any] | list[str]:
-    """Return what the first zone would be asked for by a job that is not created: a request, or gcloud's words."""
+    """Return the first zone's request of a job that is not created, or the words of gcloud's command."""
     attempt = Attempt("job", 1, spec, Path(), "owner", spec.zones[0] if spec.zones else "")
     if spec.tier == "flex-start":
         return flex_start(attempt)

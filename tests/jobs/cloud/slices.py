@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from dovetail.jobs.attempt import Attempt
-from dovetail.jobs.backends.tpu_ssh import Ssh, Worker
+from dovetail.jobs.backends.tpu_ssh import Ssh, TpuHost
+from dovetail.jobs.job import Attempt
 from dovetail.jobs.spec import Spec, make
 
 OWNER = "lab"
@@ -29,7 +29,7 @@ def attempt(home: Path, number: int = 1, **given) -> Attempt:
 def vms(root: Path) -> Ssh:
     """Every VM a home of its own; a line runs in a shell there, as ssh would have it."""
 
-    def command(worker: Worker, line: str | None) -> list[str]:
+    def command(worker: TpuHost, line: str | None) -> list[str]:
         home = root / f"vm{worker.rank}"
         home.mkdir(parents=True, exist_ok=True)
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"

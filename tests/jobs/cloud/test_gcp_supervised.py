@@ -17,12 +17,11 @@ from jobs.cloud.fake_tpu import FakeTpu, Story, World
 from jobs.cloud.loopback import FAULTS
 from jobs.cloud.slices import spec
 
-from dovetail.jobs.backends.gcp_tpu import GcpTpu
+from dovetail.jobs.backends.gcp_tpu import GcpTpuBackend
 from dovetail.jobs.backends.queued_resources import QueuedResources
-from dovetail.jobs.backends.tpu_ssh import Done, Worker
-from dovetail.jobs.reaper import orphans, reap
-from dovetail.jobs.store import Store
-from dovetail.jobs.supervisor import Supervisor
+from dovetail.jobs.backends.tpu_ssh import SshResult, TpuHost
+from dovetail.jobs.store import JobStore
+from dovetail.jobs.supervisor import JobSupervisor, orphans, reap
 
 pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
 TICKS = 200
@@ -81,22 +80,22 @@ class Vms:
         self.started: dict[tuple[str, str], float] = {}
         self.stopped: set[tuple[str, str]] = set()
 
-    def ssh(self, worker: Worker, line: str | None) -> list[str]:
+    def ssh(self, worker: TpuHost, line: str | None) -> list[str]:
         return [worker.node, str(worker.index), line or ""]
 
-    def run(self, words, given: bytes, timeout: float) -> Done:
+    def run(self, words, given: bytes, timeout: float) -> SshResult:
         node, index, line = words
         silent = self.silences.popleft() if self.silences else False
         if silent or not self._is_up(node):
-            return Done(255, b"", "ssh: no route to host")
+            return SshResult(255, b"", "ssh: no route to host")
         if line == "sh -s":
             if (node, index) not in self.stopped:
                 self.started.setdefault((node, index), self.world.now)
         elif "kill -s TERM" in line:
             self.stopped.add((node, index))
         elif "tar xf" not in line:
-            return Done(0, f"dovetail-worker {self._standing((node, index))}\n".encode(), "")
-        return Done(0, b"", "")
+            return SshResult(0, f"dovetail-worker {self._standing((node, index))}\n".encode(), "")
+        return SshResult(0, b"", "")
 
     def _is_up(self, node: str) -> bool:
         id = node.rpartition("/")[2]
@@ -118,7 +117,7 @@ class Vms:
 class Watched:
     """The backend, whose supervisor is killed after some of its calls."""
 
-    def __init__(self, backend: GcpTpu, crashes: set[int]) -> None:
+    def __init__(self, backend: GcpTpuBackend, crashes: set[int]) -> None:
         self._backend, self._crashes, self.calls = backend, crashes, 0
 
     def __getattr__(self, name):
@@ -141,12 +140,12 @@ def cloud():
 def play(cloud: FakeTpu, case: Case, root: Path) -> None:
     world = cloud.world = World(forgets_request_ids=case.forgets, busy_while_creating=case.busy)
     world.stories, world.faults = deque(case.stories), deque(case.faults)
-    vms, store = Vms(world, case), Store(root)
+    vms, store = Vms(world, case), JobStore(root)
     service = QueuedResources(cloud.address, timeout=0.15)
-    backend = Watched(GcpTpu(root, store.owner, service, vms.ssh, vms.run), case.crashes)
+    backend = Watched(GcpTpuBackend(root, store.owner, service, vms.ssh, vms.run), case.crashes)
     quick = {"backoff": 0, "preemptions": 50, "faults": 0}
     id = store.add(spec(tier="spot", slices=case.slices, retries=quick, zones=["a-a", "b-b"])).id
-    supervisor = Supervisor(store, lambda _: backend, looks=0.0)
+    supervisor = JobSupervisor(store, lambda _: backend, looks=0.0)
     try:
         for tick in range(TICKS):
             if tick == case.outage[0]:
@@ -156,7 +155,7 @@ def play(cloud: FakeTpu, case: Case, root: Path) -> None:
             try:
                 supervisor.tick()
             except Killed:
-                supervisor = Supervisor(store, lambda _: backend, looks=0.0)
+                supervisor = JobSupervisor(store, lambda _: backend, looks=0.0)
             unwanted = [one for one in world.live().values() if one.deleted is None]
             assert len(unwanted) <= 1, "two slices are paid for at once"
             if store.job(id).is_over:
@@ -168,7 +167,7 @@ def play(cloud: FakeTpu, case: Case, root: Path) -> None:
         store.close()
 
 
-def check(store: Store, id: str, world: World, vms: Vms, case: Case) -> None:
+def check(store: JobStore, id: str, world: World, vms: Vms, case: Case) -> None:
     """Every attempt is what it was."""
     job = store.job(id)
     assert job.is_over, f"{job.status} for ever: {job.detail}"
@@ -191,7 +190,7 @@ def check(store: Store, id: str, world: World, vms: Vms, case: Case) -> None:
         assert job.status == {"success": "succeeded", "failure": "failed"}[last[0].outcome]
 
 
-def leave_nothing(store: Store, backend: Watched, world: World) -> None:
+def leave_nothing(store: JobStore, backend: Watched, world: World) -> None:
     """What is held when the job is over, if anything, is an orphan, and the reaper gives it back."""
     backend._crashes, world.down_until = set(), -1.0
     world.faults.clear()

@@ -7,11 +7,12 @@ from jobs.cloud.fake_tpu import FakeTpu, Story
 from jobs.cloud.loopback import FAULTS
 from jobs.cloud.slices import OWNER, PROJECT, ZONE, attempt, vms
 
-from dovetail.jobs.attempt import Resource
-from dovetail.jobs.backends.backend import Unavailable
-from dovetail.jobs.backends.gcp_tpu import GcpTpu
+from dovetail.core.errors import RecipeError, UserError
+from dovetail.jobs.backends.backend import UnavailableError
+from dovetail.jobs.backends.gcp_tpu import GcpTpuBackend
 from dovetail.jobs.backends.queued_resources import QueuedResources
-from dovetail.jobs.backends.tpu_ssh import Done
+from dovetail.jobs.backends.tpu_ssh import SshResult
+from dovetail.jobs.job import Resource
 
 pytest.importorskip("google.cloud.tpu_v2", reason="pip install 'dovetail[gcp]'")
 NAME = f"projects/{PROJECT}/locations/{ZONE}/queuedResources/dt-a1b2-1"
@@ -23,9 +24,9 @@ def cloud():
         yield server
 
 
-def backend(cloud, tmp_path, **given) -> GcpTpu:
+def backend(cloud, tmp_path, **given) -> GcpTpuBackend:
     given.setdefault("ssh", vms(tmp_path))
-    return GcpTpu(tmp_path / "root", OWNER, QueuedResources(cloud.address, timeout=5.0), **given)
+    return GcpTpuBackend(tmp_path / "root", OWNER, QueuedResources(cloud.address, timeout=5.0), **given)
 
 
 def handled(one, handle):
@@ -127,14 +128,14 @@ def test_a_topology_without_a_name_and_everything_that_gcp_may_say(cloud, tmp_pa
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_asked(cloud, tmp_path, given, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         backend(cloud, tmp_path).create(attempt(tmp_path, **given))
     assert not cloud.world.requests
 
 
 def test_a_project_must_be_known(cloud, tmp_path, monkeypatch):
     monkeypatch.delenv("GOOGLE_CLOUD_PROJECT", raising=False)
-    with pytest.raises(ValueError, match="GOOGLE_CLOUD_PROJECT"):
+    with pytest.raises(RecipeError, match="GOOGLE_CLOUD_PROJECT"):
         backend(cloud, tmp_path).create(attempt(tmp_path, gcp={}))
 
 
@@ -162,7 +163,7 @@ def test_a_failed_question_is_unknown_and_the_next_one_is_answered(cloud, tmp_pa
     held._service._timeout = 5.0
     assert held.observe(one).state == "waiting"
     cloud.world.faults.append("500")
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         held.list()
 
 
@@ -173,7 +174,7 @@ def test_a_create_is_repeated_and_makes_one(cloud, tmp_path, fault, forgets):
     held._service._timeout = 0.2 if fault == "slow" else 5.0
     cloud.world.forgets_request_ids = forgets
     cloud.world.faults.append(fault)
-    with pytest.raises(Unavailable) as error:
+    with pytest.raises(UnavailableError) as error:
         held.create(one)
     assert not error.value.elsewhere
     held._service._timeout = 5.0
@@ -184,10 +185,10 @@ def test_a_create_is_repeated_and_makes_one(cloud, tmp_path, fault, forgets):
 
 def test_a_name_that_is_somebody_elses_is_neither_used_nor_deleted(cloud, tmp_path):
     backend(cloud, tmp_path).create(attempt(tmp_path))
-    theirs = GcpTpu(tmp_path / "other", "them", QueuedResources(cloud.address), vms(tmp_path))
+    theirs = GcpTpuBackend(tmp_path / "other", "them", QueuedResources(cloud.address), vms(tmp_path))
     one = attempt(tmp_path)
     one = type(one)(**{**vars(one), "owner": "them"})
-    with pytest.raises(ValueError, match="another owner"):
+    with pytest.raises(UserError, match="another owner"):
         theirs.create(one)
     assert theirs.observe(one).state == "absent" and theirs.list() == []
     theirs.delete(one.resource)
@@ -200,7 +201,7 @@ def test_a_name_that_is_somebody_elses_is_neither_used_nor_deleted(cloud, tmp_pa
 )
 def test_a_refusal_that_may_pass(cloud, tmp_path, refusal, elsewhere):
     cloud.world.refusal = refusal
-    with pytest.raises(Unavailable) as error:
+    with pytest.raises(UnavailableError) as error:
         backend(cloud, tmp_path).create(attempt(tmp_path))
     assert error.value.elsewhere is elsewhere and refusal[1] in str(error.value)
 
@@ -208,7 +209,7 @@ def test_a_refusal_that_may_pass(cloud, tmp_path, refusal, elsewhere):
 @pytest.mark.parametrize("refusal", [(400, "no such accelerator here"), (403, "permission denied"), (404, "no zone")])
 def test_a_refusal_that_will_not(cloud, tmp_path, refusal):
     cloud.world.refusal = refusal
-    with pytest.raises(ValueError, match=refusal[1]):
+    with pytest.raises(UserError, match=refusal[1]):
         backend(cloud, tmp_path).create(attempt(tmp_path))
 
 
@@ -240,7 +241,7 @@ def test_a_delete_that_comes_too_early_is_not_taken_for_done(cloud, tmp_path):
     cloud.world.busy_while_creating = True
     held, one = backend(cloud, tmp_path), attempt(tmp_path)
     held.create(one)
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         held.delete(one.resource)
     cloud.world.now = 2
     held.delete(one.resource)
@@ -264,7 +265,7 @@ def test_what_is_listed_is_ours_and_can_be_deleted_by_that_alone(cloud, tmp_path
     for number in (1, 2):
         held.create(attempt(tmp_path, number))
     held.create(attempt(tmp_path, 3, zones=["europe-west4-a"]))
-    other = GcpTpu(tmp_path / "other", "them", QueuedResources(cloud.address), vms(tmp_path))
+    other = GcpTpuBackend(tmp_path / "other", "them", QueuedResources(cloud.address), vms(tmp_path))
     theirs = attempt(tmp_path, 4)
     other.create(type(theirs)(**{**vars(theirs), "owner": "them"}))
     # another process, which shares the home of jobs alone
@@ -281,7 +282,7 @@ def test_a_list_that_tells_a_part_is_none(cloud, tmp_path):
     held = backend(cloud, tmp_path)
     held.create(attempt(tmp_path))
     cloud.world.unreachable = [f"projects/p/locations/{ZONE}"]
-    with pytest.raises(Unavailable, match="could not reach"):
+    with pytest.raises(UnavailableError, match="could not reach"):
         held.list()
 
 
@@ -299,7 +300,7 @@ def test_a_node_is_an_orphan_only_when_its_queued_resource_is_gone(cloud, tmp_pa
 def test_what_was_made_by_a_create_without_an_answer_is_deleted_without_a_handle(cloud, tmp_path):
     held, one = backend(cloud, tmp_path), attempt(tmp_path)
     cloud.world.faults.append("lost")
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         held.create(one)
     assert cloud.world.live()
     held.delete(Resource(one.name, one.zone))
@@ -315,7 +316,7 @@ def test_flex_start_is_asked_of_gcloud(cloud, tmp_path):
 
     def run(words, given, timeout):
         asked.append(words)
-        return Done(0, b"", "")
+        return SshResult(0, b"", "")
 
     one = attempt(tmp_path, tier="flex-start", accelerator="2 x v6e-16", ceiling={"hours": 4})
     assert backend(cloud, tmp_path, run=run).create(one) == NAME
@@ -331,11 +332,11 @@ def test_flex_start_is_asked_of_gcloud(cloud, tmp_path):
     ("says", "error"),
     [
         ("ERROR: INVALID_ARGUMENT: no", ValueError),
-        ("ERROR: could not reach", Unavailable),
-        ("ERROR: Quota exceeded", Unavailable),
+        ("ERROR: could not reach", UnavailableError),
+        ("ERROR: Quota exceeded", UnavailableError),
     ],
 )
 def test_what_gcloud_says_of_it(cloud, tmp_path, says, error):
-    held = backend(cloud, tmp_path, run=lambda *_: Done(1, b"", says))
+    held = backend(cloud, tmp_path, run=lambda *_: SshResult(1, b"", says))
     with pytest.raises(error):
         held.create(attempt(tmp_path, tier="flex-start"))

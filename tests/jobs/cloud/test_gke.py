@@ -10,12 +10,13 @@ from jobs.cloud.loopback import FAULTS
 from jobs.cloud.slices import OWNER
 from jobs.cloud.test_jobset import attempt
 
+from dovetail.core.errors import UserError
 from dovetail.jobs import secrets
-from dovetail.jobs.attempt import Attempt, Resource
-from dovetail.jobs.backends.backend import Unavailable
-from dovetail.jobs.backends.gke import Gke, preview, render
-from dovetail.jobs.backends.kube import Namespace
-from dovetail.jobs.backends.tpu_ssh import Done
+from dovetail.jobs.backends.backend import UnavailableError
+from dovetail.jobs.backends.gke import GkeBackend, preview, render
+from dovetail.jobs.backends.kube import KubeNamespace
+from dovetail.jobs.backends.tpu_ssh import SshResult
+from dovetail.jobs.job import Attempt, Resource
 
 pytest.importorskip("kubernetes", reason="pip install 'dovetail[gke]'")
 NAME = "dt-a1b2-1"
@@ -27,11 +28,11 @@ def cluster():
         yield server
 
 
-def backend(cluster, tmp_path, owner=OWNER, **given) -> Gke:
-    def connect(context: str, name: str) -> Namespace:
-        return Namespace(context, name, cluster.address, timeout=5.0)
+def backend(cluster, tmp_path, owner=OWNER, **given) -> GkeBackend:
+    def connect(context: str, name: str) -> KubeNamespace:
+        return KubeNamespace(context, name, cluster.address, timeout=5.0)
 
-    return Gke(tmp_path / "root", owner, connect, **{"current": lambda: "", **given})
+    return GkeBackend(tmp_path / "root", owner, connect, **{"current": lambda: "", **given})
 
 
 def changed(one: Attempt, **more) -> Attempt:
@@ -142,14 +143,14 @@ def test_a_create_is_repeated_and_makes_one(cluster, tmp_path, fault, after):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
     held._space(one)._timeout = 0.2 if fault == "slow" else 5.0
     cluster.world.faults.extend(["ok"] * after + [fault])
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         held.create(one)
     held._space(one)._timeout = 5.0
     held.create(one)
     assert sorted(cluster.world.made) == [("ConfigMap", NAME), ("JobSet", NAME)]
 
 
-@pytest.mark.parametrize(("refusal", "error"), [((403, "exceeded quota"), Unavailable), ((422, "no"), ValueError)])
+@pytest.mark.parametrize(("refusal", "error"), [((403, "exceeded quota"), UnavailableError), ((422, "no"), UserError)])
 def test_what_a_cluster_refuses(cluster, tmp_path, refusal, error):
     cluster.world.refusal = refusal
     with pytest.raises(error, match=refusal[1]):
@@ -159,7 +160,7 @@ def test_what_a_cluster_refuses(cluster, tmp_path, refusal, error):
 def test_what_is_somebody_elses_is_neither_used_nor_deleted(cluster, tmp_path):
     backend(cluster, tmp_path).create(attempt(tmp_path / "home"))
     theirs, one = backend(cluster, tmp_path / "other", "them"), changed(attempt(tmp_path), owner="them")
-    with pytest.raises(ValueError, match="another owner"):
+    with pytest.raises(UserError, match="another owner"):
         theirs.create(one)
     assert theirs.observe(one).state == "absent" and theirs.list() == []
     theirs.delete(one.resource)
@@ -171,7 +172,7 @@ def test_what_is_listed_is_ours_and_can_be_deleted_by_that_alone(cluster, tmp_pa
     held.create(attempt(tmp_path / "home"))
     held.create(changed(attempt(tmp_path / "home", gke={"namespace": "lab"}), number=2))
     cluster.world.faults.extend(["ok", "500"])  # of the third, only the ConfigMap is made
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         held.create(changed(attempt(tmp_path / "home"), number=3))
     listed = backend(cluster, tmp_path).list()
     assert sorted(one.attempt for one in listed) == [("a1b2", 1), ("a1b2", 2), ("a1b2", 3)]
@@ -224,13 +225,13 @@ def test_small_code_travels_in_the_config_map_and_large_by_the_bucket(cluster, t
 
     def run(words, given, timeout):
         copied.append(list(words))
-        return Done(0, b"", "")
+        return SshResult(0, b"", "")
 
     with_code(home, 1000)
     backend(cluster, tmp_path, run=run).create(attempt(home, snapshot="d"))
     assert "code.tar.gz" in cluster.world.held["default", "ConfigMap", NAME]["binaryData"] and not copied
     with_code(home, 2_000_000)
-    with pytest.raises(ValueError, match=r"gke\.bucket"):
+    with pytest.raises(UserError, match=r"gke\.bucket"):
         backend(cluster, tmp_path, run=run).create(changed(attempt(home, snapshot="d"), number=2))
     large = changed(attempt(home, snapshot="d", gke={"bucket": "gs://b/x"}), number=3)
     backend(cluster, tmp_path, run=run).create(large)

@@ -10,8 +10,9 @@ import pytest
 from jobs.cloud.jobset_schema import JOBSET
 from jobs.cloud.slices import OWNER, spec
 
-from dovetail.jobs.attempt import Attempt
+from dovetail.core.errors import UserError
 from dovetail.jobs.backends import jobset as manifests
+from dovetail.jobs.job import Attempt
 from dovetail.train.distributed import detect
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -153,7 +154,7 @@ def test_a_single_host_is_alone(tmp_path):
     ],
 )
 def test_what_a_jobset_cannot_be(tmp_path, given, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         manifests.check(attempt(tmp_path, **given).spec)
 
 

@@ -3,6 +3,7 @@
 import pytest
 from jobs.cloud.slices import spec
 
+from dovetail.core.errors import UserError
 from dovetail.jobs.terraform import hcl, terraform
 
 hcl2 = pytest.importorskip("hcl2")
@@ -142,7 +143,7 @@ def test_what_else_a_spec_says(given, words):
     ],
 )
 def test_what_there_is_no_terraform_for(given, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         terraform(spec(**given))
 
 

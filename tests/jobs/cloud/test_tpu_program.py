@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 from jobs.cloud.slices import attempt, vms
 
-from dovetail.jobs import parcel, secrets
-from dovetail.jobs.backends import log_copy, tpu_ssh, tpu_worker
-from dovetail.jobs.backends.backend import Unavailable
-from dovetail.jobs.backends.tpu_program import Program
-from dovetail.jobs.backends.tpu_ssh import Done, Worker
+from dovetail.core.errors import UserError
+from dovetail.jobs import call, secrets
+from dovetail.jobs.backends import log_file, tpu_program, tpu_ssh
+from dovetail.jobs.backends.backend import UnavailableError
+from dovetail.jobs.backends.tpu_program import TpuProgram
+from dovetail.jobs.backends.tpu_ssh import SshResult, TpuHost
 
 NODE = "projects/p/locations/z/nodes/n0"
 
 
 def program(tmp_path, command, ranks=2, run=tpu_ssh.run, **given):
     one = attempt(tmp_path / "home", command=command, **given)
-    workers = [Worker(rank, NODE, rank, f"10.0.0.{rank}") for rank in range(ranks)]
-    return Program(one, workers, vms(tmp_path), run), one
+    workers = [TpuHost(rank, NODE, rank, f"10.0.0.{rank}") for rank in range(ranks)]
+    return TpuProgram(one, workers, vms(tmp_path), run), one
 
 
 def until_over(held, seconds=30.0):
@@ -115,13 +116,13 @@ def test_the_code_and_the_secrets_are_there_and_the_secrets_in_no_file(tmp_path,
 
 def test_a_host_that_does_not_answer_is_unknown_and_nothing_is_started(tmp_path):
     def half(words, given, timeout):
-        return Done(255, b"", "Connection refused") if "vm1" in words[2] else tpu_ssh.run(words, given, timeout)
+        return SshResult(255, b"", "Connection refused") if "vm1" in words[2] else tpu_ssh.run(words, given, timeout)
 
     held, _ = program(tmp_path, 'touch "$HOME/ran"', run=half)
     seen = held.observe()
     assert seen.state == "unknown" and "rank 1" in seen.detail and "Connection refused" in seen.detail
     assert not (tmp_path / "vm0" / "ran").exists()
-    with pytest.raises(Unavailable, match="1 of 2 hosts"):
+    with pytest.raises(UnavailableError, match="1 of 2 hosts"):
         held.stop(1)
 
 
@@ -142,9 +143,9 @@ def test_a_long_log_comes_whole(tmp_path):
 
 
 def test_a_part_that_two_have_brought_is_kept_once(tmp_path):
-    log_copy.append(tmp_path / "log", 0, b"one two ")
-    log_copy.append(tmp_path / "log", 4, b"two three")  # by one who began to look before
-    log_copy.append(tmp_path / "log", 90, b"a gap")
+    log_file.append(tmp_path / "log", 0, b"one two ")
+    log_file.append(tmp_path / "log", 4, b"two three")  # by one who began to look before
+    log_file.append(tmp_path / "log", 90, b"a gap")
     assert (tmp_path / "log").read_bytes() == b"one two three"
 
 
@@ -162,12 +163,12 @@ def test_hosts_at_fault_and_curves_are_brought_here_at_the_end(tmp_path):
 def remote_function(tmp_path, function, *args):
     """A program that calls it, as `@dt.remote` packs it."""
     home = tmp_path / "home"
-    parcel.write(home / "call" / "call.pkl", parcel.packed(function, args, {}), parcel.make_key(home / "call"))
+    call.write(home / "call" / "call.pkl", call.packed(function, args, {}), call.make_key(home / "call"))
     return program(tmp_path, 'exec python -m dovetail.jobs.call "$DOVETAIL_JOB_DIR"/call')
 
 
 def result(one):
-    return parcel.read(one.home / "call" / "1.result.pkl", parcel.key_of(one.home / "call"))
+    return call.read(one.home / "call" / "1.result.pkl", call.read_key(one.home / "call"))
 
 
 def test_what_a_remote_function_returns_comes_back(tmp_path):
@@ -185,7 +186,7 @@ def test_and_so_does_what_it_raises(tmp_path):
 
 
 def test_a_function_that_was_never_called_has_no_answer(tmp_path):
-    parcel.make_key(tmp_path / "home" / "call")
+    call.make_key(tmp_path / "home" / "call")
     held, _ = program(tmp_path, "true", 1, environment={"setup": ["false"]})
     assert until_over(held).exit_code == 91
 
@@ -196,7 +197,11 @@ def test_an_answer_that_cannot_be_fetched_is_asked_for_again(tmp_path):
 
     def run(words, given, timeout):
         done = tpu_ssh.run(words, given, timeout)
-        return Done(done.code, cuts.pop(0)(done.out), done.err) if "tar cf" in words[-1] and "vm0" in words[2] else done
+        return (
+            SshResult(done.code, cuts.pop(0)(done.out), done.err)
+            if "tar cf" in words[-1] and "vm0" in words[2]
+            else done
+        )
 
     held._run = run
     end = time.monotonic() + 30
@@ -213,8 +218,8 @@ def test_a_result_that_another_wrote_on_the_machine_is_not_loaded(tmp_path):
     path.with_suffix(".pkl.mac").rename(path.with_name("2.result.pkl.mac"))
     path.rename(path.with_name("2.result.pkl"))
     for name in ("2.result.pkl", "call.pkl"):  # one of another attempt; the call with a digest in place of a MAC
-        with pytest.raises(ValueError, match="its MAC is wrong"):
-            parcel.read(path.with_name(name), "another key" if name == "call.pkl" else parcel.key_of(path.parent))
+        with pytest.raises(UserError, match="its MAC is wrong"):
+            call.read(path.with_name(name), "another key" if name == "call.pkl" else call.read_key(path.parent))
 
 
 def test_what_comes_back_is_what_was_asked_for(tmp_path):
@@ -235,7 +240,7 @@ def test_what_comes_back_is_what_was_asked_for(tmp_path):
         "code/x.py",
         "../x",
     ]
-    assert tpu_worker.take(one, tpu_worker._tar(dict.fromkeys([*hostile, *wanted], b"{}\n"), "w"), 0)
+    assert tpu_program.take_results(one, tpu_program._tar(dict.fromkeys([*hostile, *wanted], b"{}\n"), "w"), 0)
     found = sorted(str(path.relative_to(one.home)) for path in one.home.rglob("*") if path.is_file())
     assert found == sorted(wanted) and not (one.home.parent / "x").exists()
 
@@ -247,15 +252,15 @@ def test_a_setup_that_fails_ends_it(tmp_path):
 
 
 def test_noise_before_the_answer_is_passed_over_and_half_an_answer_is_none():
-    mark = tpu_worker.MARK
-    assert tpu_worker.standing(b"Welcome!\n" + mark + b"running\nlog").log == b"log"
-    assert tpu_worker.standing(mark + b"exited 3 1700000000\n").code == 3
+    mark = tpu_program.MARK
+    assert tpu_program.parse_status(b"Welcome!\n" + mark + b"running\nlog").log == b"log"
+    assert tpu_program.parse_status(mark + b"exited 3 1700000000\n").code == 3
     for cut in (b"", b"Welcome!\n", mark + b"run", mark + b"exited 3", mark + b"exi\n"):
-        assert tpu_worker.standing(cut) is None
+        assert tpu_program.parse_status(cut) is None
 
 
 def test_the_commands_of_ssh():
-    worker = Worker(5, "projects/p/locations/us-east5-b/nodes/n1", 1, "34.1.2.3")
+    worker = TpuHost(5, "projects/p/locations/us-east5-b/nodes/n1", 1, "34.1.2.3")
     words = tpu_ssh.gcloud()(worker, "echo hi")
     assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "n1"]
     assert {"--zone=us-east5-b", "--project=p", "--worker=1", "--command=echo hi"} <= set(words)
@@ -266,7 +271,7 @@ def test_the_commands_of_ssh():
     assert words[0] == "ssh" and words[-3:] == ["--", "ada@34.1.2.3", "echo hi"]
     assert {"StrictHostKeyChecking=accept-new", 'UserKnownHostsFile="/a b/100%%/known_hosts"'} <= set(words)
     assert tpu_ssh.plain(known)(worker, None)[-1] == "34.1.2.3"
-    with pytest.raises(ValueError, match="no address"):
-        tpu_ssh.plain(known)(Worker(0, worker.node, 0), "true")
+    with pytest.raises(UserError, match="no address"):
+        tpu_ssh.plain(known)(TpuHost(0, worker.node, 0), "true")
     assert tpu_ssh.run(["no-such-program-at-all"], b"", 1.0).code == 255
     assert "no answer within" in tpu_ssh.run(["sleep", "5"], b"", 0.05).err

@@ -13,11 +13,11 @@ from jobs.cloud.fake_tpu import FakeTpu, Story
 from jobs.cloud.slices import spec
 
 import dovetail as dt
+from dovetail.core.errors import RecipeError
 from dovetail.jobs import call
-from dovetail.jobs.backends.choose import chooser
-from dovetail.jobs.reaper import orphans
-from dovetail.jobs.store import Store
-from dovetail.jobs.supervisor import Supervisor
+from dovetail.jobs.backends import chooser
+from dovetail.jobs.store import JobStore
+from dovetail.jobs.supervisor import JobSupervisor, orphans
 
 # gcloud compute tpus tpu-vm ssh NODE ...: a folder for each VM. gcloud storage cp: a folder for all buckets.
 GCLOUD = """#!/bin/sh
@@ -32,13 +32,13 @@ export HOME="$VMS/$5-$worker"; mkdir -p "$HOME"; exec sh -c "$line"
 
 @pytest.fixture
 def store(tmp_path):
-    made = Store(tmp_path / "root")
+    made = JobStore(tmp_path / "root")
     yield made
     made.close()
 
 
-def supervise(store: Store, id: str, step, seconds=40.0) -> None:
-    supervisor, end = Supervisor(store, chooser(store.root, store.owner), looks=0.0), time.monotonic() + seconds
+def supervise(store: JobStore, id: str, step, seconds=40.0) -> None:
+    supervisor, end = JobSupervisor(store, chooser(store.root, store.owner), looks=0.0), time.monotonic() + seconds
     while not store.job(id).is_over:
         assert time.monotonic() < end, store.job(id)
         supervisor.tick()
@@ -81,7 +81,7 @@ def test_a_function_runs_on_a_slice(store, remote, tmp_path, monkeypatch):
         supervise(store, handle.id, lambda last: setattr(cloud.world, "now", cloud.world.now + 1))
         value, home = handle.result()
         assert np.array_equal(value, 2 * scale) and home.startswith(str(tmp_path / "vms"))
-    with pytest.raises(ValueError, match="on gcp-tpu needs an environment with dovetail"):
+    with pytest.raises(RecipeError, match="on gcp-tpu needs an environment with dovetail"):
         remote(**where)(print)
 
 
@@ -108,7 +108,7 @@ def test_a_function_runs_on_gke(store, remote, tmp_path, monkeypatch):
         supervise(store, handle.id, step)
         with pytest.raises(KeyError, match="nothing"):
             handle.result()
-    with pytest.raises(ValueError, match=r"on gke needs .*'bucket'"):
+    with pytest.raises(RecipeError, match=r"on gke needs .*'bucket'"):
         remote(**where)(print)
 
 
