@@ -152,9 +152,7 @@ def check_delete(store: JobStore, job: Job) -> None:
     """Raise UserError if the job may not be deleted, or not by this user."""
     store.refuse_elsewhere(job, "delete it")
     if job.user != store.user:
-        raise NotPermittedError(
-            f"job {job.id} is {job.user}'s, and only {job.user} may delete it; you are {store.user}"
-        )
+        raise NotPermittedError(f"only {job.user} may delete job {job.id}; you are {store.user}")
     if not job.is_over:
         raise UserError(
             f"job {job.id} is {job.status}: cancel it first, then delete it when it is over", param="JOB",

@@ -136,7 +136,7 @@ def test_cancel_and_clean(job, home):
     (row,) = store.jobs()
     store.change(row.id, status="cancelled", ended=1.0)
     assert job("clean", "--dry-run", "--json")["deleted"] == [row.id] and len(store.jobs()) == 1
-    assert "1 jobs deleted; nothing is held for no job" in job("clean", "--yes") and store.jobs() == []
+    assert "1 jobs deleted; no resource without a job" in job("clean", "--yes") and store.jobs() == []
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_dry_run_shows_the_request_and_every_warning(job):
     words = ["create", *TPU, "zones=[us-east5-b,europe-west4-a]", "--dry-run"]
     words.append("mounts=[{source: gs://corpus, path: /data, region: us-east5}]")
     shown = job(*words)
-    assert "warning: gs://corpus is in us-east5: read from europe-west4-a it costs $80 per TB" in shown
+    assert "warning: gs://corpus is in us-east5: reading it from europe-west4-a costs $80 per TB" in shown
     assert '"parent": "projects/lab/locations/us-east5-b"' in shown and "every process runs" in shown
     found = job(*words, "tier=spot", "--json")
     assert found["request"]["queued_resource"]["spot"] == {} and len(found["warnings"]) == 1
@@ -299,7 +299,9 @@ def test_a_supervisor_of_another_machine_is_stopped_there(job, home, monkeypatch
     with only_one(home):
         monkeypatch.setattr("dovetail.jobs.presence.platform.node", lambda: "elsewhere")
         done = CliRunner().invoke(app, ["supervise", "--stop"])
-    assert isinstance(done.exception, ValueError) and "and this is elsewhere: stop it there" in str(done.exception)
+    assert isinstance(done.exception, ValueError) and "and this machine is elsewhere: stop it there" in str(
+        done.exception
+    )
 
 
 def test_a_task_by_command(job, home):

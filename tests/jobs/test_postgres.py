@@ -112,7 +112,7 @@ def test_two_sites_see_each_others_jobs_and_look_after_their_own(home, tmp_path)
         db.execute("UPDATE specs SET text = replace(text, 'command:', 'notify: id\ncommand:')")
     actions.resume(here, here.job(job))
     theirs.run()
-    assert there.job(job).status == "failed" and "is not the one that" in there.job(job).detail
+    assert there.job(job).status == "failed" and "differs from the one that" in there.job(job).detail
     assert not (there.home(job) / "notify.log").exists()
     here.quarantine("gke", "bad", job, "two results")
     assert there.quarantined("gke") == ["bad"]
@@ -205,7 +205,7 @@ def test_a_connection_that_breaks_is_an_error_once_and_then_another_is_made(stor
         ("postgresql://me:hunter2%zz@127.0.0.1:1/jobs", "cannot be used: invalid percent-encoded token"),
         ("postgresql://me:x@hunter2@127.0.0.1:1/jobs", "in a password, @ / ? # and % are written"),
         ("postgresql://me:x/hunter2@127.0.0.1:1/jobs", "in a password, @ / ? # and % are written"),
-        ("postgresql:me:hunter2", "DOVETAIL_JOBS must be a folder or postgresql://"),
+        ("postgresql:me:hunter2", "must be a folder or postgresql://"),
     ],
 )
 def test_a_url_that_does_not_serve_is_one_sentence_without_its_password(tmp_path, monkeypatch, url, says):

@@ -18,9 +18,7 @@ from dovetail.core.errors import UserError
 from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.store import JobStore
 
-WORK = (
-    "from dovetail.jobs.store import Store; from dovetail.jobs.queue import Tasks; from dovetail.jobs.queue import *; "
-)
+WORK = "from dovetail.jobs.store import JobStore; from dovetail.jobs.queue import *; "
 WORK += "import sys; QueueWorker(TaskQueue(JobStore(Path(sys.argv[1])), 'q'), lease=1.0, grace=5.0).run()"
 
 

@@ -79,7 +79,7 @@ def test_run_prints_while_the_function_runs_and_ctrl_c_says_what_becomes_of_it(t
         waits.run(tmp_path)
     (job,) = store.jobs()
     said = printed[-1]
-    assert f"job {job.id} goes on (running)" in said and f"dovetail job cancel {job.id}" in said
+    assert f"job {job.id} continues (running)" in said and f"dovetail job cancel {job.id}" in said
     assert f"attach('{job.id}').result()" in said
     (tmp_path / "seen").touch()
     assert attach(job.id).result(60) is None
@@ -135,7 +135,7 @@ def test_what_cannot_travel_is_named(store):
     ("options", "message"),
     [
         ({"hots": 2}, "hots is not a key. Did you mean hosts"),
-        ({"command": "ls"}, "command is not for a remote function"),
+        ({"command": "ls"}, "`command` is not an option of a remote function"),
         ({"backend": "gke", "accelerator": "v6e-8"}, "on gke needs environment={'image'"),
         ({"backend": "gcp-tpu", "accelerator": "v6e-8", "zones": ["us-east5"]}, "such as us-east5-a; got 'us-east5'$"),
     ],

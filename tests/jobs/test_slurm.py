@@ -103,7 +103,7 @@ def test_a_request_that_cannot_be_met_says_so(store):
     news = waiting(store, id)
     assert news().startswith(f"job {id} waits: Slurm: PENDING: PartitionConfig") and news() == ""  # said once
     shown = CliRunner().invoke(app, ["list"]).stdout
-    assert f"{id} large: Slurm: PENDING: PartitionConfig: the partition cannot meet the request" in shown
+    assert f"{id} large: Slurm: PENDING: PartitionConfig: the partition cannot satisfy the request" in shown
     actions.cancel(store, store.job(id))
     until(lambda: store.job(id).is_over)
 
@@ -111,7 +111,7 @@ def test_a_request_that_cannot_be_met_says_so(store):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("hosts=9", "cannot meet this request (9 nodes): allocation failure: Requested node configuration"),
+        ("hosts=9", "cannot satisfy this request (9 nodes): allocation failure: Requested node configuration"),
         ("slurm.partition=none", "in partition none (2 nodes): invalid partition specified"),
         ("zones=[low, none]", "in partition none"),
     ],

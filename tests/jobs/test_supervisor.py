@@ -353,7 +353,7 @@ def test_of_several_codes_one_decides(codes, order, found):
 def test_whose_fault_it_was(seen, tail, kind):
     assert outcome(seen, SPEC, tail).kind == kind
     if kind in ("preemption", "fault"):
-        assert outcome(seen, SPEC, tail, asked=True).kind == "stopped"
+        assert outcome(seen, SPEC, tail, stop_sent=True).kind == "stopped"
 
 
 def test_the_last_error_is_the_one_shown():

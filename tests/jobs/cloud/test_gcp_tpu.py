@@ -7,7 +7,7 @@ from jobs.cloud.fake_tpu import FakeTpu, Story
 from jobs.cloud.loopback import FAULTS
 from jobs.cloud.slices import OWNER, PROJECT, ZONE, attempt, vms
 
-from dovetail.core.errors import RecipeError, UserError
+from dovetail.core.errors import UserError
 from dovetail.jobs.backends.backend import UnavailableError
 from dovetail.jobs.backends.gcp_tpu import GcpTpuBackend
 from dovetail.jobs.backends.queued_resources import QueuedResources
@@ -119,7 +119,7 @@ def test_a_topology_without_a_name_and_everything_that_gcp_may_say(cloud, tmp_pa
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"zones": []}, "needs zones"),
+        ({"zones": []}, "needs `zones`"),
         ({"accelerator": "tpu7x-2x2x2"}, "backend gke"),
         ({"environment": {"image": "x"}}, "environment.image"),
         ({"mounts": [{"source": "/data", "path": "/data"}]}, "gs://"),
@@ -135,7 +135,7 @@ def test_what_cannot_be_is_refused_before_anything_is_asked(cloud, tmp_path, giv
 
 def test_a_project_must_be_known(cloud, tmp_path, monkeypatch):
     monkeypatch.delenv("GOOGLE_CLOUD_PROJECT", raising=False)
-    with pytest.raises(RecipeError, match="GOOGLE_CLOUD_PROJECT"):
+    with pytest.raises(UserError, match="GOOGLE_CLOUD_PROJECT"):
         backend(cloud, tmp_path).create(attempt(tmp_path, gcp={}))
 
 

@@ -76,7 +76,7 @@ def test_a_pod_that_took_anothers_place_goes_on_in_the_same_log(cluster, tmp_pat
         held.logs(one, 0)
     assert held.logs(one, 0).text == "first\nsecond\n"
     seen = held.observe(one)
-    assert "started again 1 times" in seen.detail and seen.restarts == 1
+    assert "restarted 1 times" in seen.detail and seen.restarts == 1
 
 
 def test_the_first_rank_that_failed_is_named(cluster, tmp_path):

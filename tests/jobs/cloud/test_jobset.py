@@ -176,12 +176,12 @@ def test_the_container_runs_it_and_says_how_it_ended(tmp_path):
     assert (process.communicate(timeout=30)[0], process.returncode) == ("rank 6\n", 7)
 
 
-def test_hosts_at_fault_are_told_in_the_pods_status(tmp_path):
+def test_hosts_at_fault_are_in_the_pods_status(tmp_path):
     process = start(
         tmp_path, 'mkdir "$DOVETAIL_JOB_DIR/run"; echo found > "$DOVETAIL_JOB_DIR/run/health.jsonl"; exit 86'
     )
     assert process.communicate(timeout=30) == ("", None) and process.returncode == 86
-    assert (tmp_path / "told").read_text() == "found\n"
+    assert (tmp_path / "message").read_text() == "found\n"
 
 
 def test_the_containers_signal_reaches_the_program_which_may_save(tmp_path):
