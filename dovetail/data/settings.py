@@ -23,10 +23,10 @@ class Source:
     text_key: str = "text"  # the field that holds the text, where a record has fields
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path must name a file, a folder or a corpus; it is empty")
+        require(bool(self.path), "path must name a file, a folder or a corpus; it is empty", param="path")
         _check_weight(self.weight)
         one_of("format", self.format, FILE_FORMATS)
-        require(bool(self.text_key), "text_key must name the field that holds the text; it is empty")
+        require(bool(self.text_key), "text_key must name the field of the text; it is empty", param="text_key")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class Data:
     held_out: float = 0.0  # for evaluation: below 1 a share of the documents, from 1 on a number of rows
 
     def __post_init__(self) -> None:
-        require(bool(self.sources), "sources must list at least one source, such as `- path: my-texts`; it is empty")
+        require(
+            bool(self.sources), "sources must list at least one source, such as `- path: my-texts`; it is empty",
+            param="sources",
+        )  # fmt: skip
         one_of("packing", self.packing, PACKINGS)
         _check_split(self.seed, self.held_out, "documents")
 
@@ -85,7 +88,7 @@ class TuningSource:
     keys: Keys = Keys()  # override the keys of `data.keys`
 
     def __post_init__(self) -> None:
-        require(bool(self.path), "path must name a file or a folder of records; it is empty")
+        require(bool(self.path), "path must name a file or a folder of records; it is empty", param="path")
         _check_weight(self.weight)
 
 
@@ -110,6 +113,7 @@ class TuningData:
         require(
             not (self.path and self.sources),
             f"path is for one source and sources for several; got both (path is {self.path!r}): leave one out",
+            param="path",
         )
         one_of("format", self.format, RECORD_FORMATS)
         one_of("overlong", self.overlong, OVERLONG)
@@ -126,12 +130,14 @@ def _check_weight(weight: float) -> None:
     require(
         0 < weight < float("inf"),
         f"weight must be above 0; got {weight} (leave a source out of the list to use none of it)",
+        param="weight",
     )
 
 
 def _check_split(seed: int, held_out: float, what: str) -> None:
-    require(seed >= 0, f"seed must be 0 or more; got {seed}")
+    require(seed >= 0, f"seed must be 0 or more; got {seed}", param="seed")
     require(
         held_out >= 0 and (held_out < 1 or held_out == int(held_out)),
         f"held_out must be a share of the {what} (0 to 1) or a whole number of rows; got {held_out}",
+        param="held_out",
     )

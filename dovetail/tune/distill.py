@@ -37,7 +37,7 @@ from dovetail.train.objective import (
     loads_of,
 )
 from dovetail.train.objective import export as export_model
-from dovetail.tune.features import attention_map, map_divergence, places, projections, states_after, unlikeness
+from dovetail.tune.features import attention_map, layer_pairs, map_divergence, projections, state_distance, states_after
 from dovetail.tune.policy import Model, Policy, frozen_model, head_of, policy_of, unembed_of
 from dovetail.tune.sections import Distillation, check_teacher
 
@@ -87,7 +87,7 @@ class _Taught:
         if not self.settings.features.weight:
             return {}
         assert self.teacher_cfg is not None, "settings.teacher is live"
-        number = len(places(self.settings.features, cfg, self.teacher_cfg))
+        number = len(layer_pairs(self.settings.features, cfg, self.teacher_cfg))
         return {PROJECTIONS: projections(number, cfg, self.teacher_cfg)}
 
     def measure(self, params: Params, cfg: ModelConfig, batch: Batch, weight: jax.Array, ctx: StepContext) -> Measured:
@@ -101,7 +101,7 @@ class _Taught:
         loss = wanted.alpha * wanted.temperature**2 * apart + (1 - wanted.alpha) * nll / weight
         metrics = {"divergence": apart, "nll": nll / weight, "token_accuracy": parts["correct"] / weight}
         if wanted.features.weight:
-            unlike = self._unlikeness(params[PROJECTIONS], own, cfg, hidden, batch, ctx, theirs)
+            unlike = self._feature_distance(params[PROJECTIONS], own, cfg, hidden, batch, ctx, theirs)
             metrics["features"] = _mean(unlike, batch, weight)
             loss = loss + wanted.features.weight * metrics["features"]
         if wanted.attention.weight:
@@ -140,7 +140,7 @@ class _Taught:
             hidden, head, states, head_of(model, of), teacher_scale=scale, teacher_softcap=softcap, **how
         )
 
-    def _unlikeness(
+    def _feature_distance(
         self, projected: tuple, own: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext,
         theirs: Any,
     ) -> jax.Array:  # fmt: skip
@@ -148,17 +148,17 @@ class _Taught:
         (model, states), of, wanted = theirs, self.teacher_cfg, self.settings.features
         assert of is not None
         plain, total = dataclasses.replace(ctx, remat="none"), jnp.zeros(hidden.shape[:2])
-        for (i, j), projection in zip(places(wanted, cfg, of), projected, strict=True):
+        for (i, j), projection in zip(layer_pairs(wanted, cfg, of), projected, strict=True):
             ours = states_after(i, own, cfg, batch, ctx, hidden)
             target = jax.lax.stop_gradient(states_after(j, model, of, batch, plain, states))
-            total += unlikeness(ours, target, projection, wanted.kind)
+            total += state_distance(ours, target, projection, wanted.kind)
         return total / len(projected)
 
     def _inattention(self, own: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, theirs: Any) -> jax.Array:
         """[B, T], the mean over the layers that are compared."""
         (model, _), of = theirs, self.teacher_cfg
         assert of is not None
-        plain, layers = dataclasses.replace(ctx, remat="none"), places(self.settings.attention, cfg, of)
+        plain, layers = dataclasses.replace(ctx, remat="none"), layer_pairs(self.settings.attention, cfg, of)
         total = jnp.zeros(batch.tokens.shape)
         for i, j in layers:
             target = jax.lax.stop_gradient(attention_map(j, model, of, batch, plain))

@@ -1,14 +1,9 @@
-"""Hidden states of a student made like a teacher's of another width: through a projection that is learnt with it.
+"""Compare the inside of a student with that of a teacher: hidden states and attention maps of chosen layers.
 
-Hidden states after i layers are those of the model that ends there: its first i layers and its last norm. To get them
-short of the last layer, these i layers run once more.
+Hidden states after i layers are those of the model that ends there: its first i layers and its last norm. Before the
+last layer, these i layers run a second time. Hidden states of another width are compared through a learnt projection.
 
-D the student's model dim, E the teacher's.
-
-What a layer attends to, written out: for learning from a teacher, where the maps [T, T] of chosen layers are the
-target. Nothing else makes them.
-
-B rows, T tokens, N heads.
+B rows, T tokens, N heads, D the student's model dim, E the teacher's.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.choice import require
-from dovetail.core.errors import UserError
+from dovetail.core.errors import UnsupportedError
 from dovetail.core.spec import ParamSpec, Stored
 from dovetail.core.types import Batch, Packed, Params
 from dovetail.models.attention import Attention
@@ -32,18 +27,23 @@ from dovetail.train.objective import StepContext, hidden_states
 from dovetail.tune.sections import AttentionLoss
 
 LEAST_NORM = 1e-6
+LEAST = 1e-9  # attention weights below this are raised to it before the logarithm
 
 
-def places(settings: AttentionLoss, cfg: ModelConfig, teacher_cfg: ModelConfig) -> list[tuple[int, int]]:
-    """(layer of the student, layer of the teacher), from 1, that are compared."""
+def layer_pairs(settings: AttentionLoss, cfg: ModelConfig, teacher_cfg: ModelConfig) -> list[tuple[int, int]]:
+    """Return the layers that are compared, from 1: (student's, teacher's)."""
     for name, model in (("student", cfg), ("teacher", teacher_cfg)):
         deepest, has = max(getattr(settings, name), default=0), len(model.layers)
-        require(deepest <= has, f"{name} must name some of the {has} layers of that model; got {deepest}")
+        require(deepest <= has, f"{name} must name some of the {has} layers of that model; got {deepest}", param=name)
     last = (len(cfg.layers), len(teacher_cfg.layers))
     return list(zip(settings.student, settings.teacher, strict=True)) or [last]
 
 
+# --- hidden states ----------------------------------------------------------------------------------------------------
+
+
 def projections(number: int, cfg: ModelConfig, teacher_cfg: ModelConfig) -> tuple[ParamSpec, ...]:
+    """Declare the projections [E, D] from the student's states to the teacher's."""
     shape = (teacher_cfg.dim, cfg.dim)
     return tuple(
         ParamSpec(shape, (None, "embed"), Stored((f"distillation.projections.{i}.weight",), shape))
@@ -54,16 +54,15 @@ def projections(number: int, cfg: ModelConfig, teacher_cfg: ModelConfig) -> tupl
 def states_after(
     layers: int, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, last: jax.Array | None
 ) -> jax.Array:
-    """[B, T, D]; `last` is what the whole model gives, where it is known."""
+    """Return the hidden states after some layers, [B, T, D]; `last`: those of the whole model, where they are known."""
     if layers == len(cfg.layers) and last is not None:
         return last
     first = dataclasses.replace(cfg, layers=cfg.layers[:layers])
     return hidden_states({**params, "layers": params["layers"][:layers]}, first, batch, ctx)[0]
 
 
-def unlikeness(ours: jax.Array, theirs: jax.Array, projection: Any, kind: str) -> jax.Array:
-    """Of the student's states [..., D] and the teacher's [..., E], [...] in f32: 1 - cos, or the mean square of the
-    difference."""
+def state_distance(ours: jax.Array, theirs: jax.Array, projection: Any, kind: str) -> jax.Array:
+    """Return the distance of the student's states [..., D] from the teacher's [..., E]: [...] f32, 1 - cos or mse."""
     a, b = matmul(ours, projection).astype(jnp.float32), theirs.astype(jnp.float32)
     if kind == "mse":
         return jnp.mean((a - b) ** 2, axis=-1)
@@ -71,20 +70,21 @@ def unlikeness(ours: jax.Array, theirs: jax.Array, projection: Any, kind: str) -
     return 1.0 - jnp.sum(a * b, axis=-1) / norms
 
 
-LEAST = 1e-9  # a weight below it counts as this much: the logarithm of what is not attended to is not needed
+# --- attention maps ---------------------------------------------------------------------------------------------------
 
 
 def attention_map(number: int, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array:
-    """[B, T, T] in f32: what each token of layer `number`, from 1, gives to each, the mean over its heads."""
+    """Return the attention weights of layer `number`, from 1, averaged over its heads: [B, T, T] in f32."""
     layer, p = cfg.layers[number - 1], params["layers"][number - 1]
     attn = layer.attn
     if not isinstance(attn, Attention) or attn.kv_from is not None or not layer.pre_norm:
-        raise UserError(
-            f"attention is compared in layers with keys and a norm of their own; layer {number} of this {cfg.family} "
-            "model has none: set attention.weight=0, or name other layers"
+        raise UnsupportedError(
+            f"attention can be compared in layers with their own keys and pre-norm only, got layer {number} of a "
+            f"{cfg.family} model: set distillation.attention.weight=0, or name other layers",
+            param="distillation.attention",
         )
-    # The layer norms its input, so the input's own length does not matter: that of a model which ends before it, with
-    # a norm that has no weight, will do.
+    # The layer normalises its input, so the scale of the input does not matter: the states of the model that ends
+    # before this layer, with a norm without weight, give the same result.
     flat = jnp.full((cfg.dim,), 1.0 - cfg.norm_offset, params["norm"].dtype)
     x = states_after(number - 1, {**params, "norm": flat}, cfg, batch, ctx, None)
     table = attn.rope.tables(batch.positions) if attn.rope else ()
@@ -95,14 +95,14 @@ def attention_map(number: int, params: Params, cfg: ModelConfig, batch: Batch, c
 
 
 def _weights(attn: Attention, q: jax.Array, k: jax.Array, packed: Packed, sinks: jax.Array | None) -> jax.Array:
-    """[B, T, N, T]: of values that each stand for their own place, attention gives its weights."""
+    """Return the attention weights [B, T, N, T]: the output of attention for values that are one-hot positions."""
     B, T, K, _ = k.shape
-    places = jnp.broadcast_to(jnp.eye(T)[:, None, :], (B, T, K, T))
+    one_hot = jnp.broadcast_to(jnp.eye(T)[:, None, :], (B, T, K, T))
     how: dict[str, Any] = dict(window=attn.window, softcap=attn.softcap, sinks=sinks)
-    return packed_attention(q, k, places, dataclasses.replace(packed, placement=None), scale=attn.scale, **how)
+    return packed_attention(q, k, one_hot, dataclasses.replace(packed, placement=None), scale=attn.scale, **how)
 
 
 def map_divergence(ours: jax.Array, theirs: jax.Array) -> jax.Array:
-    """KL(theirs || ours) of each token's weights [..., T], [...]."""
+    """Return KL(theirs || ours) of each token's attention weights [..., T], [...]."""
     p, q = jnp.maximum(theirs, LEAST), jnp.maximum(ours, LEAST)
     return jnp.sum(theirs * (jnp.log(p) - jnp.log(q)), axis=-1)

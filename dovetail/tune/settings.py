@@ -1,4 +1,4 @@
-"""What every fine-tuning recipe says besides what every training's does (core.training)."""
+"""Recipes of fine-tuning: `Sft`, `Dpo`, `Reward` and `Distill`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from dovetail.core.choice import not_negative, one_of, require
+from dovetail.core.choice import one_of, require
 from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.training import Optimizer, Precision, Training
@@ -15,48 +15,39 @@ from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD, SCHEMES
 from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names
-from dovetail.tune.sections import Distillation, Preference, ReferenceSettings, RewardLoss, check_teacher
+from dovetail.tune.sections import (
+    Distillation,
+    Preference,
+    ReferenceSettings,
+    RewardLoss,
+    SampleSettings,
+    check_teacher,
+)
 
 OPTIMIZER = Optimizer(lr=1e-4, beta2=0.999, weight_decay=0.0)
-EPOCHS = 3.0  # unless a recipe says how long to train; as transformers' num_train_epochs
+EPOCHS = 3.0  # where a recipe does not say how long to train; as transformers' num_train_epochs
 SUMMED = Precision(logits="f32")  # log-probabilities are summed over completions, and bf16's errors with them
 SMALL_STEPS, SCORED = replace(OPTIMIZER, lr=1e-6), replace(OPTIMIZER, lr=1e-5)
 DATA, PREFERENCE, REWARD, DISTILLATION = TuningData(), Preference(), RewardLoss(), Distillation()
-REFERENCE = ReferenceSettings()
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """What the model says to a few prompts as it learns, for the report."""
-
-    every: int = 0  # steps between samples of what the model answers; 0: never
-    prompts: tuple[str, ...] = ()  # what to ask: as a user's message, where the tokenizer has a chat template
-    tokens: int = 64  # the most tokens of an answer
-
-    def __post_init__(self) -> None:
-        not_negative(self, "every")
-        require(self.tokens >= 1, f"tokens must be at least 1; got {self.tokens}")
-        require(
-            bool(self.every) == bool(self.prompts),
-            "every and prompts belong together: what to ask, and every how many steps; "
-            f"got every={self.every}, prompts={list(self.prompts)}",
-        )
+REFERENCE, SAMPLES = ReferenceSettings(), SampleSettings()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Training):
+    """The keys that all recipes of fine-tuning share, besides those of `Training`."""
+
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
 
     epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
-    batch: int = 8  # examples of one step, or pairs; with packing, rows
+    batch: int = 8  # examples (or pairs) of one step; with packing, rows
     length: int = 1024  # the most tokens of an example; with packing, tokens of a row
     packing: bool = False  # several examples share a row of `length` tokens
     optimizer: Optimizer = OPTIMIZER
     data: TuningData = DATA
-    lora: Lora | None = None  # adapters are trained, and the weights stay as they are
+    lora: Lora | None = None  # train adapters; the weights below them are frozen
     quantization: str = ""  # storage of the frozen weights: bf16, f32, int8 or nf4 (QLoRA); default: as compute
     from_adapter: str = ""  # the folder of an adapter to train further, in place of a new one
-    samples: SampleSettings = SampleSettings()
+    samples: SampleSettings = SAMPLES
 
     def __post_init__(self) -> None:
         if not (self.steps or self.tokens or self.epochs):
@@ -67,18 +58,21 @@ class Tuning(Training):
             self.lora is not None or self.quantization not in SCHEMES,
             f"quantization={self.quantization} requires lora, because without it all weights are trained: set "
             "lora.r=16, or leave quantization out",
+            param="quantization",
         )
         require(
             self.lora is not None or not self.from_adapter,
-            f"from_adapter={self.from_adapter} are adapters to go on with, and lora is not set: set lora.r",
+            f"from_adapter={self.from_adapter} requires lora, which is not set: set lora.r",
+            param="from_adapter",
         )
         require(
             self.eval.every == 0 or self.data.held_out > 0,
-            "eval.every measures the held-out loss, and nothing is held out: set data.held_out, such as 0.01",
+            "eval.every requires held-out data, and data.held_out is 0: set data.held_out, such as 0.01",
+            param="data.held_out",
         )
 
     def with_steps(self, rows: int) -> Self:
-        """The same with its epochs counted in steps. One epoch is so many rows, and no batch holds rows of two."""
+        """Return the settings with epochs converted to steps; an epoch has so many rows, and no batch spans two."""
         if not self.epochs:
             return self
         whole, rest = divmod(self.epochs, 1)
@@ -87,51 +81,58 @@ class Tuning(Training):
 
     @property
     def weights(self) -> str:
+        """Return where the weights to start from are."""
         return self.init or self.model
 
     @property
     def examples(self) -> str:
-        """The kind that the rows are made of: see data.open_examples."""
+        """Return the kind of examples: see data.example_rows."""
         return "sft"
 
     @property
     def trained_tokens(self) -> TrainedTokens:
-        """Which of an example's tokens count."""
+        """Return which tokens of an example count in the loss."""
         return TrainedTokens()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What the records are to bring besides: see data.open_examples."""
+        """Return the further columns that the records must give: see data.example_rows."""
         return ()
 
     @property
     def exports_at_end(self) -> bool:
+        """Return whether a finished run exports its weights."""
         return True
 
     @property
     def adapter(self) -> Any:
+        """Return the settings of the adapters; None where all weights are trained."""
         return self.lora
 
     @property
     def held(self) -> str:
-        """How weights that are not trained are held."""
+        """Return the storage format of the frozen weights."""
         return self.quantization or ("bf16" if self.precision.compute == "bf16" else "f32")
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
+        """Return the frozen models of a step, each with its storage format; None in a model's place: this one."""
         return ((None, self.held),) if self.lora else ()
 
     def beside(self, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
-        """An adapted embedding or head is added to its base in every step: the sum and its gradient."""
+        """Return further bytes per device: an adapted embedding or head is added to its base, with a gradient."""
         names = outer_names(cfg, self.lora) if self.lora else []
         itemsize = compute_of(self.precision.compute).dtype.itemsize
         return {f"{OUTER[name]} with its adapter": cfg.vocab * cfg.dim * (itemsize + 4) for name in names}
 
     @property
     def rows_key(self) -> dict[str, Any]:
-        return {"data": dump(self.data), "packing": self.packing, **super().rows_key}
+        """Return the keys that decide which rows a batch holds."""
+        data = {name: value for name, value in dump(self.data).items() if name != "cache"}
+        return {"data": data, "packing": self.packing, **super().rows_key}
 
     def check_model(self, cfg: ModelConfig) -> None:
+        """Refuse settings that this model cannot be trained with."""
         super().check_model(cfg)
         if self.lora:
             lora_spec(cfg, self.lora)
@@ -139,23 +140,25 @@ class Tuning(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(Tuning):
-    """Supervised fine-tuning: the assistant's tokens alone count, unless told otherwise."""
+    """Supervised fine-tuning, by default on the assistant's tokens alone."""
 
-    assistant_only_loss: bool = True  # false: every token of a conversation is trained
-    completion_only_loss: bool = True  # false: the prompt is trained as the completion is
+    assistant_only_loss: bool = True  # false: train every token of a conversation
+    completion_only_loss: bool = True  # false: train the prompt as well as the completion
 
     @property
     def trained_tokens(self) -> TrainedTokens:
+        """Return which tokens of an example count in the loss."""
         return TrainedTokens(self.assistant_only_loss, self.completion_only_loss)
 
     @property
     def rows_key(self) -> dict[str, Any]:
+        """Return the keys that decide which rows a batch holds."""
         return {**super().rows_key, "trained": list(self.trained_tokens)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Tuning):
-    """Learning from preferences, by DPO's loss or one of its relatives."""
+    """Preference training, with DPO's loss or a related one."""
 
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
@@ -167,38 +170,43 @@ class Dpo(Tuning):
         source, reference = self.preference.source, self.reference
         require(
             source != "none" or reference == REFERENCE,
-            f"reference is not used by preference.loss_type={self.preference.told}, which has none: leave it out.",
+            f"reference is not read with preference.loss_type={self.preference.loss_name}, which has no reference: "
+            "leave it out",
+            param="reference",
         )
         require(
             source == "live" or not reference.sync_every,
-            f"reference.sync_every={reference.sync_every} changes the reference, which preference.reference=disk "
-            "computes once: set preference.reference=live.",
+            f"reference.sync_every must be 0 with preference.reference=disk, which is computed once; got "
+            f"{reference.sync_every}: set preference.reference=live",
+            param="reference.sync_every",
         )
         reference.check(self.lora is not None, self.from_adapter)
 
     @property
     def kept_reference(self) -> ReferenceSettings | None:
+        """Return the settings of a reference that is part of the training state; None where it is not."""
         return self.reference.kept(self.from_adapter) if self.preference.source == "live" else None
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """A new adapter's base is its reference too: no second copy."""
+        """Return the frozen models of a step. The base of a new adapter is its reference too: no second copy."""
         beside = self.preference.source == "live" and not self.kept_reference
         return ((None, self.held),) if self.lora or beside else ()
 
     @property
     def examples(self) -> str:
+        """Return the kind of examples: see data.example_rows."""
         return "unpaired" if self.preference.is_kto else "preference"
 
     @property
     def most_documents(self) -> int:
-        """Of a row: one that is to be judged has two tokens at least, and they come in pairs."""
+        """Return the most documents of a row: each has at least two tokens, and they come in pairs."""
         return self.length // 4 * 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(Tuning):
-    """A reward model: a score of texts, learnt from pairs of which one is better."""
+    """Training of a reward model, which scores texts, on pairs of a better and a worse text."""
 
     optimizer: Optimizer = SCORED
     reward: RewardLoss = REWARD
@@ -207,39 +215,45 @@ class Reward(Tuning):
         super().__post_init__()
         require(
             not self.samples.every,
-            "samples.every asks the model for answers, and a reward model gives scores: leave samples out",
+            "samples.every must be 0: a reward model does not generate text; leave samples out",
+            param="samples.every",
         )
 
     @property
     def examples(self) -> str:
+        """Return the kind of examples: see data.example_rows."""
         return "preference"
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Return the further columns that the records must give."""
         return ("margin",) if self.reward.margin else ()
 
     @property
     def scores(self) -> bool:
+        """Return whether the model gives scores in place of tokens."""
         return True
 
     @property
     def most_documents(self) -> int:
-        """Of a row: as Dpo's."""
+        """Return the most documents of a row: each has at least two tokens, and they come in pairs."""
         return self.length // 4 * 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distill(Tuning):
-    """Learning from a teacher's distribution of the next word."""
+    """Training of a student on the token distributions of a teacher."""
 
     teacher: str  # the model to learn from: a folder, a name or a hub id
     distillation: Distillation = DISTILLATION
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
+        """Return the frozen models of a step: the base of an adapter, and a live teacher."""
         live = ((config_of(self.teacher), self.held),) if self.distillation.teacher == "live" else ()
         return (*super().frozen, *live)
 
     def check_model(self, cfg: ModelConfig) -> None:
+        """Refuse settings that this model cannot be trained with, and a teacher that does not fit it."""
         super().check_model(cfg)
         check_teacher(cfg, config_of(self.teacher))

@@ -81,7 +81,7 @@ def drawn(teacher: str) -> str:
 
 def test_another_vocabulary_is_refused(tmp_path):
     teacher = model_folder(tmp_path, 2, vocab_size=400)
-    with pytest.raises(ValueError, match="must have the student's vocabulary, of 320 words; it has 400"):
+    with pytest.raises(ValueError, match="must have the student's vocabulary of 320 tokens, got 400"):
         dt.distill(
             model=model_folder(tmp_path), teacher=teacher, data=chats(), steps=1, length=48, run_dir=tmp_path / "run"
         )

@@ -11,6 +11,7 @@ import pytest
 from tune.small_models import CONFIG, LORA, RUN, metrics, model_folder, pairs
 
 import dovetail as dt
+from dovetail.core.errors import RecipeError
 from dovetail.core.recipe import create
 from dovetail.core.spec import init
 from dovetail.io.peft import save_adapter
@@ -130,21 +131,19 @@ def test_a_synced_reference_follows_the_policy_and_is_resumed(how, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "param"),
     [
-        ({"reference": {"model": "base"}}, "from_adapter, which is not set"),
-        ({"reference": {"mixup_alpha": 0.5}}, "set sync_every"),
-        ({"reference": {"sync_every": 4}, "lora": LORA}, "reference.mixup_alpha must be 1 with lora, got 0.6"),
-        ({"reference": {"sync_every": 4}, "preference": {"reference": "disk"}}, "preference.reference=live"),
-        (
-            {"reference": {"sync_every": 4}, "preference": {"loss_type": "orpo"}},
-            "not used by preference.loss_type=orpo",
-        ),
+        ({"reference": {"model": "base"}}, "reference.model"),
+        ({"reference": {"mixup_alpha": 0.5}}, "reference.mixup_alpha"),
+        ({"reference": {"sync_every": 4}, "lora": LORA}, "reference.mixup_alpha"),
+        ({"reference": {"sync_every": 4}, "preference": {"reference": "disk"}}, "reference.sync_every"),
+        ({"reference": {"sync_every": 4}, "preference": {"loss_type": "orpo"}}, "reference"),
     ],
 )
-def test_a_reference_that_means_nothing_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
+def test_reference_settings_are_checked(given, param):
+    with pytest.raises(RecipeError) as refused:
         create(Dpo, {"model": "tiny", "steps": 1, **given})
+    assert refused.value.param == param
 
 
 def test_rl_has_the_same_reference():

@@ -104,7 +104,7 @@ def test_margins_of_records(tmp_path):
 
 
 def test_what_a_recipe_may_not_say():
-    with pytest.raises(ValueError, match="a reward model gives scores: leave samples out"):
+    with pytest.raises(ValueError, match="a reward model does not generate text"):
         recipe.create(Reward, {"model": "llama", "steps": 1, "samples": {"every": 1, "prompts": ["Hi"]}})
     with pytest.raises(ValueError, match=r"reward\.centering must"):
         recipe.create(Reward, {"model": "llama", "steps": 1, "reward": {"centering": -1.0}})

@@ -226,7 +226,7 @@ def test_packed_weights_take_less_memory_in_the_plan(tmp_path):
         ({"quantization": "nf4"}, "requires lora"),
         ({"lora": {"target_modules": ["c_attn"]}}, "no projection of this model is called so"),
         ({"lora": {"rnk": 4}}, "Did you mean lora.r"),
-        ({"samples": {"every": 2}}, "every and prompts belong together"),
+        ({"samples": {"every": 2}}, "every and prompts must be set together"),
         ({"data": []}, "expected at least one"),
     ],
 )

@@ -20,8 +20,8 @@ from dovetail.models.spec import kv_bytes_per_token, spec
 from dovetail.tune.rl.advantages import SCALED
 from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, TAUGHT, Loss, loss_of
 from dovetail.tune.rl.parts import Critic, Engine, Exam, Reference, Sampling
-from dovetail.tune.sections import Distillation, check_teacher
-from dovetail.tune.settings import SMALL_STEPS, SUMMED, SampleSettings, Tuning
+from dovetail.tune.sections import Distillation, SampleSettings, check_teacher
+from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning
 
 TRUNCATED = ("keep", "mask")
 MOST_SEQUENCES = 512  # of a step of the engine
