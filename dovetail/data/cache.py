@@ -21,10 +21,11 @@ import numpy as np
 from dovetail.core.errors import UserError
 from dovetail.core.files import locked
 from dovetail.core.fingerprint import fingerprint as digest
+from dovetail.core.reporter import Progress
 from dovetail.data import corpus
 from dovetail.data.settings import Source
 from dovetail.data.sources import Files, find
-from dovetail.io.hub import Progress, home
+from dovetail.io.hub import home
 
 WHOLE = 64 << 20  # bytes of files, or of tokens, that are fingerprinted whole
 VERSION = 2  # increase it when the written files change

@@ -28,6 +28,7 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.core.fingerprint import of_sources
+from dovetail.core.reporter import Progress
 from dovetail.data.cache import CacheMeta, TokenStore, cached, part_path, token_dtype
 from dovetail.data.example_encoder import (
     LEFT_OUT,
@@ -40,7 +41,6 @@ from dovetail.data.example_encoder import (
 from dovetail.data.examples import Example, example
 from dovetail.data.records import FROM_PROGRAM, BadRecords, Record, find_files, open_records
 from dovetail.data.settings import Keys, Source, TuningData
-from dovetail.io.hub import Progress
 
 MASK, LABELS, MARGINS, UNIT_RECORDS, STATS = "mask.bin", "labels.npy", "margins.npy", "records.npy", "stats.json"
 COUNTED = ("records", "unanswered", "shortened", "cut", "left_out", "split", "opening")

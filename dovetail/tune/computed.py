@@ -1,5 +1,8 @@
-"""What a model that is not trained says of every example, computed once and kept in the run's folder: a reference's
-log-probabilities, a teacher's likeliest words. With them on disk no second model is in memory during the training."""
+"""Compute columns of all examples with a frozen model, once, and keep them in the run's folder.
+
+They are a reference's log-probabilities, or a teacher's likeliest tokens. With them on disk, no second model is in
+memory during the training.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import UnsupportedError
 from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
@@ -25,20 +28,22 @@ from dovetail.tune.policy import frozen_model, policy_of
 from dovetail.tune.preference import target_logprobs
 from dovetail.tune.settings import Distill, Dpo, Tuning
 
-Values = dict[str, np.ndarray]  # by column: a number, or several, for each token of the examples, one after another
+Values = dict[str, np.ndarray]  # by column: [tokens, ...] for the tokens of all examples, end to end
 
 
 @dataclass(frozen=True)
 class Computed:
+    """A column to compute."""
+
     name: str  # of its file
-    said: str  # by which setting, for an error
-    weights: str  # a folder or a name
+    key: str  # the setting that asks for it, for an error
+    weights: str  # the frozen model: a folder or a name
     score: Callable[[Params, Batch, StepContext], dict[str, jax.Array]]
-    on_adapter: bool = False  # with the adapters that the run starts from
+    on_adapter: bool = False  # whether the frozen model has the adapters that the run starts from
 
 
 def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
-    """What the rows are to hold besides; None: nothing."""
+    """Return the columns that the rows need; None: none."""
     if isinstance(settings, Dpo) and settings.preference.source == "disk":
         on_adapter = bool(settings.from_adapter) and settings.reference.model == "policy"
         return Computed(
@@ -48,19 +53,22 @@ def computed_for(settings: Tuning, ready: Ready) -> Computed | None:
     if isinstance(settings, Distill) and settings.distillation.teacher == "disk":
         cfg, k = config_of(settings.teacher), settings.distillation.top_k
 
-        def words(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
-            return dict(zip(("teacher_words", "teacher_logprobs"), likeliest(params, cfg, batch, ctx, k), strict=True))
+        def top_tokens(params: Params, batch: Batch, ctx: StepContext) -> dict[str, jax.Array]:
+            return dict(zip(("teacher_tokens", "teacher_logprobs"), likeliest(params, cfg, batch, ctx, k), strict=True))
 
-        return Computed("teacher.npz", "distillation.teacher", settings.teacher, words)
+        return Computed("teacher.npz", "distillation.teacher", settings.teacher, top_tokens)
     return None
 
 
 def with_columns(
     wanted: Computed, rows: ExampleLoader, held_out: ExampleLoader | None, settings: Tuning, ready: Ready, folder: Path
 ) -> tuple[ExampleLoader, ExampleLoader | None]:
-    """The rows with what was computed, which is done now unless an earlier start has."""
+    """Return the rows with the computed columns, from the run's folder or computed now."""
     if jax.process_count() > 1:
-        raise UserError(f"{wanted.said}=disk is for one process: set it to live where several train together")
+        raise UnsupportedError(
+            f"{wanted.key}=disk works in one process only, got {jax.process_count()}: set {wanted.key}=live",
+            param=wanted.key,
+        )
     adapters = _adapters(wanted, settings, ready)
     content = [np.asarray(leaf) for leaf in jax.tree.leaves(adapters)]
     key = fingerprint(settings.rows_key, rows.fingerprints, wanted.weights, settings.held, *content)
@@ -74,7 +82,7 @@ def with_columns(
 
 
 def _adapters(wanted: Computed, settings: Tuning, ready: Ready) -> Params | None:
-    """Return the adapters that the run starts with, where the model to ask has them."""
+    """Return the adapters that the run starts with, if the frozen model has them."""
     if not wanted.on_adapter:
         return None
     initial = policy_of(settings).initial
@@ -83,7 +91,7 @@ def _adapters(wanted: Computed, settings: Tuning, ready: Ready) -> Params | None
 
 
 def _compute(wanted: Computed, adapters: Params | None, rows: ExampleLoader, settings: Tuning, ready: Ready) -> Values:
-    """`rows` have the column `document`."""
+    """Score all documents; `rows` have the column `document`."""
     same = wanted.weights == settings.weights
     cfg = ready.cfg if same else config_of(wanted.weights)
     frozen = ready.frozen if same and settings.lora else None
@@ -110,9 +118,9 @@ def _compute(wanted: Computed, adapters: Params | None, rows: ExampleLoader, set
 
 
 def _put(batch: Batch, ready: Ready) -> Batch:
-    form = ready.abstract_batch
+    abstract = ready.abstract_batch
     usual = {name: getattr(batch, name) for name in ("tokens", "targets", "positions", "segment_ids", "loss_mask")}
-    put = {n: jax.device_put(np.asarray(x, (f := getattr(form, n)).dtype), f.sharding) for n, x in usual.items()}
+    put = {n: jax.device_put(np.asarray(x, (f := getattr(abstract, n)).dtype), f.sharding) for n, x in usual.items()}
     return Batch(**put)
 
 
@@ -122,7 +130,7 @@ def _keep(path: Path, key: str, values: Values) -> None:
 
 
 def _kept(path: Path, key: str) -> Values | None:
-    """What an earlier start computed; None: nothing, or for other rows."""
+    """Return what an earlier start computed for the same rows; None where there is nothing."""
     if not path.exists():
         return None
     found = dict(np.load(path))

@@ -1,11 +1,8 @@
-"""The objective of distillation: the student's distribution of each next word made like the teacher's, beside the cross
-entropy of the word itself.
+"""Define the objective of distillation: the divergence from a teacher's token distributions, and cross entropy.
 
-The teacher is another model with the same vocabulary, run beside the student, or its likeliest words and their
-log-probabilities are columns of the rows (`teacher_words`, `teacher_logprobs`, [B, T, K]), as `likeliest` gives them.
-Rows that the student itself has sampled make it on-policy (GKD): the loss is the same.
-
-Learning from a teacher: a recipe's student and teacher, and how they meet in one step.
+The teacher is a model with the same vocabulary that runs beside the student, or its likeliest tokens and their
+log-probabilities are columns of the rows (`teacher_tokens`, `teacher_logprobs`, [B, T, K]), as `likeliest` returns
+them. Rows that the student has sampled itself make the distillation on-policy (GKD).
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from dovetail.tune.features import attention_map, layer_pairs, map_divergence, p
 from dovetail.tune.policy import Model, Policy, frozen_model, head_of, policy_of, unembed_of
 from dovetail.tune.sections import Distillation, check_teacher
 
-PROJECTIONS = "projections"  # the weights that only the training needs
+PROJECTIONS = "projections"  # weights that only the training needs
 
 
 def divergence_objective(
@@ -53,13 +50,21 @@ def divergence_objective(
     export: Callable[..., None] = export_model,
     trains_head: bool = True,
 ) -> Objective:
-    """`policy` and `teacher` make models of the weights that `specs` declares and of the context's frozen ones.
-    `teacher` and `teacher_cfg` may be None where the rows have the teacher's words. `trains_head`: else its gradient
-    is not computed."""
-    taught = _Taught(settings, policy, teacher, teacher_cfg, trains_head)
+    """Return the objective of distillation settings.
+
+    Args:
+        settings: The loss.
+        policy: Returns the student's weights from the trained ones and the step's context.
+        teacher: The same for a live teacher; None where the rows have the teacher's tokens.
+        teacher_cfg: The teacher's config.
+        specs: Declares the trained weights.
+        export: Exports the trained weights.
+        trains_head: Whether the output head is trained; otherwise its gradient is not computed.
+    """
+    taught = _Distilled(settings, policy, teacher, teacher_cfg, trains_head)
     K, from_rows = settings.top_k, {}
     if settings.teacher == "disk":
-        from_rows = {"teacher_words": Column("int32", width=K), "teacher_logprobs": Column(width=K)}
+        from_rows = {"teacher_tokens": Column("int32", width=K), "teacher_logprobs": Column(width=K)}
     return Objective(
         taught.measure,
         columns=from_rows,
@@ -70,13 +75,15 @@ def divergence_objective(
 
 
 def likeliest(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, k: int) -> tuple[jax.Array, jax.Array]:
-    """(a teacher's k likeliest words, their log-probabilities) in each place, [B, T, K]: what the rows are to hold."""
+    """Return a teacher's k likeliest tokens and their log-probabilities at each position, [B, T, K] each."""
     hidden, _ = hidden_states(params, cfg, batch, dataclasses.replace(ctx, remat="none"))
     return token_top_k(hidden, head_of(params, cfg), k, **unembed_of(cfg, ctx))
 
 
 @dataclass(frozen=True)
-class _Taught:
+class _Distilled:
+    """The loss and metrics of a student."""
+
     settings: Distillation
     policy: Model
     teacher: Model | None
@@ -84,6 +91,7 @@ class _Taught:
     trains_head: bool = True
 
     def projections(self, cfg: ModelConfig) -> dict[str, Any]:
+        """Declare the projections of the student's hidden states."""
         if not self.settings.features.weight:
             return {}
         assert self.teacher_cfg is not None, "settings.teacher is live"
@@ -91,6 +99,7 @@ class _Taught:
         return {PROJECTIONS: projections(number, cfg, self.teacher_cfg)}
 
     def measure(self, params: Params, cfg: ModelConfig, batch: Batch, weight: jax.Array, ctx: StepContext) -> Measured:
+        """Measure a microstep."""
         wanted, own = self.settings, self.policy(_without_projections(params), ctx)
         hidden, stats = hidden_states(own, cfg, batch, ctx)
         theirs = self._teachers(params, cfg, batch, ctx)
@@ -101,16 +110,16 @@ class _Taught:
         loss = wanted.alpha * wanted.temperature**2 * apart + (1 - wanted.alpha) * nll / weight
         metrics = {"divergence": apart, "nll": nll / weight, "token_accuracy": parts["correct"] / weight}
         if wanted.features.weight:
-            unlike = self._feature_distance(params[PROJECTIONS], own, cfg, hidden, batch, ctx, theirs)
-            metrics["features"] = _mean(unlike, batch, weight)
+            distance = self._feature_distance(params[PROJECTIONS], own, cfg, hidden, batch, ctx, theirs)
+            metrics["features"] = _mean(distance, batch, weight)
             loss = loss + wanted.features.weight * metrics["features"]
         if wanted.attention.weight:
-            metrics["attention"] = _mean(self._inattention(own, cfg, batch, ctx, theirs), batch, weight)
+            metrics["attention"] = _mean(self._attention_divergence(own, cfg, batch, ctx, theirs), batch, weight)
             loss = loss + wanted.attention.weight * metrics["attention"]
         return Measured(loss, jax.tree.map(jax.lax.stop_gradient, metrics), loads_of(stats))
 
     def _teachers(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> Any:
-        """(weights, hidden states) of a live teacher."""
+        """Return (weights, hidden states) of a live teacher; None where the rows have its tokens."""
         if self.settings.teacher == "disk":
             return None
         assert self.teacher is not None and self.teacher_cfg is not None, "settings.teacher is live"
@@ -121,20 +130,20 @@ class _Taught:
     def _divergence(
         self, own: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext, theirs: Any
     ) -> jax.Array:
-        """[B, T]."""
+        """Return the divergence of the student from the teacher at each position, [B, T]."""
         wanted, head = self.settings, head_of(own, cfg)
         how: dict[str, Any] = dict(
             kind=wanted.kind, beta=wanted.beta, temperature=wanted.temperature, **unembed_of(cfg, ctx)
         )
         if theirs is None:
             return top_k_divergence(
-                hidden, head, batch.columns["teacher_words"], batch.columns["teacher_logprobs"], **how
+                hidden, head, batch.columns["teacher_tokens"], batch.columns["teacher_logprobs"], **how
             )
         (model, states), of = theirs, self.teacher_cfg
         assert of is not None
         if wanted.top_k:
-            words = token_top_k(states, head_of(model, of), wanted.top_k, **unembed_of(of, ctx))
-            return top_k_divergence(hidden, head, *words, **how)
+            likely = token_top_k(states, head_of(model, of), wanted.top_k, **unembed_of(of, ctx))
+            return top_k_divergence(hidden, head, *likely, **how)
         scale, softcap = of.logit_scale, of.logit_softcap
         return token_divergence(
             hidden, head, states, head_of(model, of), teacher_scale=scale, teacher_softcap=softcap, **how
@@ -144,7 +153,7 @@ class _Taught:
         self, projected: tuple, own: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: StepContext,
         theirs: Any,
     ) -> jax.Array:  # fmt: skip
-        """[B, T], the mean over the places where hidden states are compared."""
+        """Return the distance of the hidden states, averaged over the compared layers, [B, T]."""
         (model, states), of, wanted = theirs, self.teacher_cfg, self.settings.features
         assert of is not None
         plain, total = dataclasses.replace(ctx, remat="none"), jnp.zeros(hidden.shape[:2])
@@ -154,8 +163,10 @@ class _Taught:
             total += state_distance(ours, target, projection, wanted.kind)
         return total / len(projected)
 
-    def _inattention(self, own: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, theirs: Any) -> jax.Array:
-        """[B, T], the mean over the layers that are compared."""
+    def _attention_divergence(
+        self, own: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, theirs: Any
+    ) -> jax.Array:
+        """Return the divergence of the attention maps, averaged over the compared layers, [B, T]."""
         (model, _), of = theirs, self.teacher_cfg
         assert of is not None
         plain, layers = dataclasses.replace(ctx, remat="none"), layer_pairs(self.settings.attention, cfg, of)
@@ -166,17 +177,18 @@ class _Taught:
         return total / len(layers)
 
     def held_out(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
+        """Return sums over the targets of held-out rows, and the number of targets."""
         found = self.measure(params, cfg, batch, jnp.ones(()), ctx)
         return {"loss": found.loss, **found.metrics}, batch.loss_mask.sum()
 
 
 def _learnt(counts: bool, own: Params, cfg: ModelConfig, hidden: jax.Array) -> tuple[Params, ModelConfig, jax.Array]:
-    """What only a metric is made of has no backward pass."""
+    """Return the arguments without a gradient, unless they count in the loss: metrics need no backward pass."""
     return (own, cfg, hidden) if counts else (jax.lax.stop_gradient(own), cfg, jax.lax.stop_gradient(hidden))
 
 
 def _mean(values: jax.Array, batch: Batch, weight: jax.Array) -> jax.Array:
-    """A part's share, over targets alone: what stands elsewhere is not a number to rely on."""
+    """Return the microstep's share of the mean over targets; values elsewhere are undefined."""
     return jnp.sum(jnp.where(batch.loss_mask > 0, batch.loss_mask * values, 0.0)) / weight
 
 
@@ -185,8 +197,8 @@ def _without_projections(params: Params) -> Params:
 
 
 def distill_objective(settings: Any) -> Objective:
-    """Of Distill, or of what names a teacher and a distillation as it does (tune.rl)."""
-    resolve(settings.teacher)  # one that cannot be fetched is an error now, not after the step was compiled
+    """Return the objective of a recipe for distillation, also of RL's with `teacher` and `distillation`."""
+    resolve(settings.teacher)  # fails now if it cannot be fetched, not after the step is compiled
     policy, teacher = policy_of(settings), None
     if settings.distillation.teacher == "live":
         teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)
@@ -205,9 +217,9 @@ def _student(policy: Policy, params: Params, ctx: StepContext) -> Params:
 
 
 def _both(base: Frozen | None, teacher: Frozen | None, teacher_cfg: ModelConfig) -> Frozen:
-    """The student's base and the teacher, by name."""
+    """Return the student's base and the teacher as one frozen tree, by name."""
 
-    def form(cfg: ModelConfig, placement: Placement) -> Any:
+    def abstract(cfg: ModelConfig, placement: Placement) -> Any:
         own = {"base": base.abstract(cfg, placement)} if base else {}
         return own | ({"teacher": teacher.abstract(teacher_cfg, placement)} if teacher else {})
 
@@ -215,4 +227,4 @@ def _both(base: Frozen | None, teacher: Frozen | None, teacher_cfg: ModelConfig)
         own = {"base": base.load(cfg, placement)} if base else {}
         return own | ({"teacher": teacher.load(teacher_cfg, placement)} if teacher else {})
 
-    return Frozen(form, load)
+    return Frozen(abstract, load)

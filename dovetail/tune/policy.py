@@ -1,9 +1,4 @@
-"""The model that a fine-tuning trains: all of its weights, or adapters on weights that stay as they are.
-
-The output head of a model in a step, as ops.token_loss takes it.
-
-An adapter written into the weights that it belongs to, as a Hugging Face folder.
-"""
+"""Define which weights a fine-tuning trains: all weights of the model, or adapters on frozen weights."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.compute import compute_of
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
 from dovetail.core.types import Params
@@ -39,10 +34,10 @@ Model = Callable[[Params, StepContext], Params]  # (trained weights, step contex
 
 @dataclass(frozen=True)
 class Policy:
-    """What an objective needs to know of it: the fields are those of train.objective.Objective."""
+    """The trained model, for an objective; the fields are those of train.objective.Objective."""
 
     specs: Callable[[ModelConfig], Any]
-    params: Callable[[Params, StepContext], Params]  # what is trained -> the model's weights
+    params: Model
     frozen: Frozen | None = None
     initial: Callable[..., Params] | None = None
     export: Callable[..., None] = export
@@ -50,6 +45,7 @@ class Policy:
 
 
 def policy_of(settings: Tuning) -> Policy:
+    """Return the policy of a recipe: with `lora`, adapters on frozen weights."""
     lora = settings.lora
     if lora is None:
         return Policy(spec, lambda params, ctx: params)
@@ -64,7 +60,7 @@ def policy_of(settings: Tuning) -> Policy:
 
 
 def _begins(settings: Tuning) -> bool:
-    """Whether adapters begin with more than random numbers: those of a folder, or weights of the base."""
+    """Return whether adapters start from a folder, or with values of the base weights."""
     lora = settings.lora
     return lora is not None and bool(settings.from_adapter or lora.use_dora or lora.modules_to_save)
 
@@ -75,7 +71,7 @@ def _trains_head(settings: Tuning) -> bool:
     return ("embed" if cfg.tied else "head") in (*outer_names(cfg, lora), *saved_names(cfg, lora))
 
 
-def kept_model(policy: Policy) -> Callable[[Params, StepContext], Params]:
+def kept_model(policy: Policy) -> Model:
     """Return the model of the training state's reference (`StepContext.reference`), without dropout."""
 
     def model(params: Params, ctx: StepContext) -> Params:
@@ -86,7 +82,7 @@ def kept_model(policy: Policy) -> Callable[[Params, StepContext], Params]:
 
 
 def frozen_model(weights: str, held: str, compute: str) -> Frozen:
-    """The weights of a folder or a name, held as said (models.frozen.HELD)."""
+    """Return the frozen weights of a folder or a name, in a storage format of models.frozen.HELD."""
     dtype = compute_of(held if held in ("bf16", "f32") else compute).dtype
 
     def load(cfg: ModelConfig, placement: Placement) -> Params:
@@ -103,15 +99,17 @@ def frozen_model(weights: str, held: str, compute: str) -> Frozen:
 
 
 def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambda ready: ready.frozen) -> Params:
-    """Adapters from a folder, with what else it holds of what is trained; or new ones whose magnitudes are those of the
-    base's rows. All else that is trained is new (train.state). `base`: where the base is, if there is more that is
-    frozen."""
+    """Return initial values of adapters: those of a folder, or new ones with the base's row norms as magnitudes.
+
+    Other trained weights are initialised in train.state. `base` returns the base weights, where there are further
+    frozen weights.
+    """
     lora, dtype = settings.lora, compute_of(settings.precision.params).dtype
     assert lora is not None
     if settings.from_adapter:
         given = _read_adapter(settings.from_adapter, ready.cfg, lora)
-        form = {name: ready.abstract_state.params[name] for name in given}
-        return jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, form)
+        abstract = {name: ready.abstract_state.params[name] for name in given}
+        return jax.tree.map(lambda x, leaf: jax.device_put(np.asarray(x, leaf.dtype), leaf.sharding), given, abstract)
     saved = saved_names(ready.cfg, lora)
     adapters = {name: ready.specs[name] for name in lora_spec(ready.cfg, lora) if name not in saved}
     places = {name: jax.tree.map(lambda leaf: leaf.sharding, ready.abstract_state.params[name]) for name in adapters}
@@ -127,13 +125,13 @@ def _initial(ready: Any, settings: Tuning, base: Callable[[Any], Params] = lambd
     return jax.tree_util.tree_map_with_path(one, new) | whole
 
 
-def _copied(weight: jax.Array, form: Any) -> jax.Array:
-    """Return a copy in the form's dtype and place: a step gives its own buffers away."""
-    return jax.device_put(jnp.array(weight, form.dtype, copy=True), form.sharding)
+def _copied(weight: jax.Array, abstract: Any) -> jax.Array:
+    """Return a copy with the abstract array's dtype and sharding: a step donates its buffers."""
+    return jax.device_put(jnp.array(weight, abstract.dtype, copy=True), abstract.sharding)
 
 
 def _projections(ready: Any, base: Params) -> list[tuple[str, Any, int]]:
-    """(path, the base's weight, its input dims) of the weights that have an adapter."""
+    """Return (path, the base's weight, its input dims) of each weight with an adapter."""
     specs, found = dict(leaves(spec(ready.cfg))), []
     ends = [path.rpartition(".") for path, _ in leaves(ready.specs)]
     adapted = {above for above, _, last in ends if last == "lora_a"}
@@ -146,26 +144,29 @@ def _projections(ready: Any, base: Params) -> list[tuple[str, Any, int]]:
 
 
 def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
+    """Return the adapter of a folder; refuse one that does not match the settings."""
     from dovetail.io.peft import read_adapter
 
     theirs, tree = read_adapter(folder, cfg, score=cfg.scored)
     for what in ("r", "use_dora"):
         if getattr(theirs, what) != getattr(lora, what):
-            raise UserError(
-                f"from_adapter={folder} has {what} {getattr(theirs, what)} and lora.{what} is {getattr(lora, what)}: "
-                f"set it to the adapter's"
+            raise CheckpointError(
+                f"lora.{what} must be {getattr(theirs, what)}, as in from_adapter={folder}; got {getattr(lora, what)}",
+                param=f"lora.{what}",
             )
     adapters, wanted = {name: part for name, part in tree.items() if name != "score"}, lora_spec(cfg, lora)
     if jax.tree.structure(wanted, is_leaf=is_spec) != jax.tree.structure(adapters):
-        raise UserError(
+        raise CheckpointError(
             f"from_adapter={folder} adapts other weights than lora.target_modules and modules_to_save: set them to "
-            f"[{', '.join(theirs.target_modules)}] and [{', '.join(theirs.modules_to_save)}]"
+            f"[{', '.join(theirs.target_modules)}] and [{', '.join(theirs.modules_to_save)}]",
+            param="lora.target_modules",
         )
     for (path, leaf), x in zip(leaves(wanted), jax.tree.leaves(adapters), strict=True):
         if x.shape != leaf.shape:
-            raise UserError(
-                f"from_adapter={folder} has {list(x.shape)} for {path}, and {list(leaf.shape)} is trained: go on with "
-                f"an adapter that has r={lora.r} everywhere"
+            raise CheckpointError(
+                f"{path} must have shape {list(leaf.shape)}, got {list(x.shape)} in from_adapter={folder}: use an "
+                f"adapter with r={lora.r} everywhere",
+                param="from_adapter",
             )
     scale = theirs.scale / lora.scale  # the same update at another alpha
     return jax.tree_util.tree_map_with_path(lambda path, x: x * scale if path[-1].key == "lora_b" else x, tree)
@@ -174,7 +175,7 @@ def _read_adapter(folder: str, cfg: ModelConfig, lora: Lora) -> Params:
 def _export_adapter(
     folder: Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, dtype: Any, *, lora: Lora, base: str
 ) -> None:
-    """In PEFT's format. Adapters are small, and stay in f32."""
+    """Write adapters in PEFT's format, in f32."""
     from dovetail.io.peft import save_adapter
 
     host = jax.tree.map(lambda x: np.asarray(whole(x.astype(jnp.float32))), params)
@@ -185,9 +186,10 @@ def _export_adapter(
 
 
 def head_of(params: Params, cfg: ModelConfig) -> Any:
+    """Return the output head [vocab, D]."""
     return params["embed"] if cfg.tied else params["head"]
 
 
 def unembed_of(cfg: ModelConfig, ctx: StepContext) -> dict[str, Any]:
-    """ops.token_loss.Unembed."""
+    """Return the keywords of ops.token_loss that describe the unembedding."""
     return dict(scale=cfg.logit_scale, softcap=cfg.logit_softcap, dtype=ctx.logits, placement=ctx.placement)

@@ -1,13 +1,11 @@
-"""The objective of preferences: a policy's log-probabilities of whole completions, compared with each other and with a
-reference's.
+"""Define the objective of preference training: DPO and related losses.
 
-Rows are packed as tune.segments says. Where there is a reference it is a second model, run beside the first
-(`reference: live`), or its log-probabilities are a column of the rows (`reference: disk`, as `target_logprobs` gives
-them). KTO has no pairs: each document is good or bad by itself, by a column `label` of 1 or -1 at each of its tokens.
+The log-probabilities of whole completions are compared with each other and with those of a reference. The reference is
+a second model that runs beside the policy (`preference.reference: live`), or a column of the rows that was computed
+before (`disk`, by `target_logprobs`). Rows are packed as in tune.segments. KTO has no pairs: the column `label` says of
+each document whether it is desirable (1 or -1).
 
-B rows, T tokens, S documents of a row at most.
-
-Learning from preferences: DPO and its relatives, with a reference that is run, read from disk or not needed.
+B rows, T tokens, S the most documents of a row.
 """
 
 from __future__ import annotations
@@ -32,31 +30,37 @@ from dovetail.tune.sections import Preference
 from dovetail.tune.segments import Pair, are_there, is_chosen, is_last, num_pairs, pairs, segment_sums
 from dovetail.tune.settings import Dpo
 
+# Losses of the ratios and beta alone.
 PLAIN = {
     "hinge": losses.hinge, "apo_zero": losses.apo_zero, "apo_down": losses.apo_down, "bco_pair": losses.bco_pair,
 }  # fmt: skip
-#  # of ratios and beta alone
 
 
 class PreferenceWeight(NamedTuple):
-    """Of a whole batch. Neither is 0: what there is none of adds 0."""
+    """Counts of a whole batch, at least 1 each."""
 
     judged: jax.Array  # pairs; of KTO, documents
-    learnt: jax.Array  # targets of the completions to learn
+    learnt: jax.Array  # targets of the chosen (KTO: desirable) completions
 
 
-class Sums(NamedTuple):
-    """Of the documents of a part."""
+class DocumentSums(NamedTuple):
+    """Sums over the documents of a microstep."""
 
     logps: jax.Array  # [B, S]
-    ratios: jax.Array  # [B, S]: with the reference's taken off, where there is one
+    ratios: jax.Array  # [B, S] logps minus those of the reference, if there is one
     lengths: jax.Array  # [B, S] targets
-    correct: jax.Array  # [] targets of the completions to learn that no other word outdoes
+    correct: jax.Array  # [] targets of the chosen completions that are the likeliest token
 
 
 def preference_objective(settings: Preference, policy: Model, reference: Model | None, most: int) -> Objective:
-    """`policy` and `reference` make models of the trained weights and the context's frozen ones; no row holds more than
-    `most` documents."""
+    """Return the objective of preference settings.
+
+    Args:
+        settings: The loss.
+        policy: Returns the policy's weights from the trained ones and the step's context.
+        reference: The same for a live reference.
+        most: The most documents of a row.
+    """
     compared, is_kto = _Compared(settings, policy, reference, most), settings.is_kto
     columns = {"reference": Column()} if settings.source == "disk" else {}
     return Objective(
@@ -68,8 +72,7 @@ def preference_objective(settings: Preference, policy: Model, reference: Model |
 
 
 def target_logprobs(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array:
-    """A model's log-probability of each target, [B, T] in f32, 0 where there is none; without a gradient. What a row's
-    column `reference` holds."""
+    """Return a model's log-probability of each target, [B, T] f32, 0 elsewhere, without a gradient."""
     scores, _ = _scores(params, cfg, batch, dataclasses.replace(ctx, remat="none"))
     return jax.lax.stop_gradient(jnp.where(batch.loss_mask > 0, scores.logprobs, 0.0))
 
@@ -84,6 +87,8 @@ def _scores(
 
 @dataclass(frozen=True)
 class _Compared:
+    """The loss and metrics of pairs, or of KTO's documents."""
+
     settings: Preference
     policy: Model
     reference: Model | None
@@ -92,10 +97,11 @@ class _Compared:
     def pairs(
         self, params: Params, cfg: ModelConfig, batch: Batch, weight: PreferenceWeight, ctx: StepContext
     ) -> Measured:
+        """Measure the pairs of a microstep."""
         sums, loads = self._sums(params, cfg, batch, ctx, is_chosen(batch.segment_ids))
         there = pairs(are_there(batch.segment_ids, self.most)).rejected
         judged = _judge(self.settings, pairs(sums.ratios), pairs(sums.lengths))
-        written = _written(self.settings, pairs(sums.logps), there)
+        nll = _chosen_nll(self.settings, pairs(sums.logps), there)
         logps = pairs(jax.lax.stop_gradient(sums.logps))
         numbers = {
             "chosen_reward": judged.chosen, "rejected_reward": judged.rejected,
@@ -103,14 +109,17 @@ class _Compared:
             "chosen_logp": logps.chosen, "rejected_logp": logps.rejected,
         }  # fmt: skip
         found = _measured(judged.loss, numbers, there, sums, weight, loads)
-        return dataclasses.replace(found, loss=found.loss + written / weight.learnt)
+        return dataclasses.replace(found, loss=found.loss + nll / weight.learnt)
 
     def documents(
         self, params: Params, cfg: ModelConfig, batch: Batch, weight: PreferenceWeight, ctx: StepContext
     ) -> Measured:
-        """Measure a part by KTO's loss. The policy's KL from the reference is max(0, the mean ratio) over the part's
-        documents of label 0 (with `accumulate`, not over the whole batch, as in TRL). They serve the estimate alone:
-        prompts with completions of other prompts (data.example_store.mismatched)."""
+        """Measure the documents of a microstep by KTO's loss.
+
+        The KL of the policy from the reference is max(0, the mean ratio) over the microstep's documents of label 0, as
+        in TRL. They are prompts with completions of other prompts (data.example_store.mismatched), and count in this
+        estimate only.
+        """
         wanted, label = self.settings, batch.columns["label"]
         sums, loads = self._sums(params, cfg, batch, ctx, label > 0)
         there = are_there(batch.segment_ids, self.most)
@@ -131,17 +140,17 @@ class _Compared:
 
     def _sums(
         self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext, learnt: jax.Array
-    ) -> tuple[Sums, Loads]:
+    ) -> tuple[DocumentSums, Loads]:
         scores, stats = _scores(self.policy(params, ctx), cfg, batch, ctx)
         counts = batch.loss_mask > 0
         logps = jnp.where(counts, scores.logprobs, 0.0)
         ratios = logps - self._reference(params, cfg, batch, ctx)
         of = functools.partial(segment_sums, segment_ids=batch.segment_ids, most=self.most)
         correct = jnp.sum(jnp.where(counts & learnt, scores.best, 0.0))
-        return Sums(of(logps), of(ratios), of(counts), correct), loads_of(stats)
+        return DocumentSums(of(logps), of(ratios), of(counts), correct), loads_of(stats)
 
     def _reference(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> jax.Array | float:
-        """Log-probabilities of the targets, [B, T]; 0 elsewhere."""
+        """Return the reference's log-probabilities of the targets, [B, T]; 0 elsewhere."""
         if self.settings.source == "none":
             return 0.0
         if self.settings.source == "disk":
@@ -150,7 +159,7 @@ class _Compared:
         return target_logprobs(self.reference(params, ctx), cfg, batch, ctx)
 
     def held_out(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
-        """Sums over pairs or documents: the accuracy of tokens, which is none of these, is left out."""
+        """Return sums over pairs or documents. Token accuracy is left out, because it is a mean over tokens."""
         is_kto, one = self.settings.is_kto, jnp.ones(())
         measure, count, of = (
             (self.documents, _num_documents, _documents_weight) if is_kto else (self.pairs, _num_pairs, _pairs_weight)
@@ -162,15 +171,15 @@ class _Compared:
 
 
 def _judge(settings: Preference, ratios: Pair, lengths: Pair) -> Judged:
-    """Return the weighted sum of the losses of pairs (sft is one of tokens), with the rewards of the first."""
+    """Return the weighted sum of the pair losses (all but sft), with the rewards of the first."""
     each = [
         (weight, _one(name, settings, ratios, lengths)) for name, weight in settings.weights.items() if name != "sft"
     ]
     return each[0][1]._replace(loss=sum((weight * judged.loss for weight, judged in each), jnp.zeros(())))
 
 
-def _written(settings: Preference, logps: Pair, there: jax.Array) -> jax.Array:
-    """Return the cross entropy of the chosen completions, summed over their tokens, times the weight of sft."""
+def _chosen_nll(settings: Preference, logps: Pair, there: jax.Array) -> jax.Array:
+    """Return the weight of sft times the cross entropy of the chosen completions, summed over their tokens."""
     return settings.weights.get("sft", 0.0) * jnp.sum(jnp.where(there, -logps.chosen, 0.0))
 
 
@@ -193,9 +202,9 @@ def _one(name: str, settings: Preference, ratios: Pair, lengths: Pair) -> Judged
 
 
 def _measured(
-    loss: jax.Array, numbers: Metrics, there: jax.Array, sums: Sums, weight: PreferenceWeight, loads: Loads
+    loss: jax.Array, numbers: Metrics, there: jax.Array, sums: DocumentSums, weight: PreferenceWeight, loads: Loads
 ) -> Measured:
-    """The part's share of means over what is `there`."""
+    """Return the microstep's share of the means over the documents that are `there`."""
 
     def mean(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(there, x.astype(jnp.float32), 0.0)) / weight.judged
@@ -222,11 +231,12 @@ def _num_pairs(batch: Batch) -> jax.Array:
 
 
 def _num_documents(batch: Batch) -> jax.Array:
-    """That are judged."""
+    """Return the number of documents with a label."""
     return (is_last(batch.segment_ids) & (batch.columns["label"] != 0)).sum().astype(jnp.float32)
 
 
 def dpo_objective(settings: Dpo) -> Objective:
+    """Return the objective of a recipe for preferences."""
     policy, kept = policy_of(settings), settings.kept_reference
     reference = kept_model(policy) if kept else lambda params, ctx: ctx.frozen
     found = preference_objective(settings.preference, policy.params, reference, settings.most_documents)

@@ -1,9 +1,6 @@
-"""The objective of a reward model: a score of each document, read off the hidden state of its last token, learnt from
-pairs of which one is better.
+"""Define the objective of a reward model: a score per document, trained on pairs of a better and a worse document.
 
-The model is one that gives scores (models.score).
-
-Reward models: from pairs of answers to a model that gives texts a score.
+The score is a projection of the hidden state of a document's last token.
 """
 
 from __future__ import annotations
@@ -35,8 +32,13 @@ from dovetail.tune.settings import Reward
 
 
 def score_objective(settings: RewardLoss, policy: Model, most: int) -> Objective:
-    """`policy` makes a model of the trained weights without `score`, which is trained besides. No row holds more than
-    `most` documents."""
+    """Return the objective of reward settings.
+
+    Args:
+        settings: The loss.
+        policy: Returns the model's weights from the trained ones without `score`, which is always trained.
+        most: The most documents of a row.
+    """
     scored = _Scored(settings, policy, most)
     return Objective(
         scored.measure,
@@ -48,11 +50,14 @@ def score_objective(settings: RewardLoss, policy: Model, most: int) -> Objective
 
 @dataclass(frozen=True)
 class _Scored:
+    """The loss and metrics of scored pairs."""
+
     settings: RewardLoss
     policy: Model
     most: int
 
     def measure(self, params: Params, cfg: ModelConfig, batch: Batch, weight: jax.Array, ctx: StepContext) -> Measured:
+        """Measure the pairs of a microstep."""
         scores, loads = self._scores(params, cfg, batch, ctx)
         judged = bradley_terry(*pairs(scores), margin=self._margin(batch), centering=self.settings.centering)
         there = pairs(are_there(batch.segment_ids, self.most)).rejected
@@ -67,7 +72,7 @@ class _Scored:
         return Measured(mean(judged.loss), {name: mean(x) for name, x in numbers.items()}, loads)
 
     def _scores(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[jax.Array, Loads]:
-        """([B, S], the loads of routers)."""
+        """Return the scores [B, S], and the loads of routers."""
         own = {name: x for name, x in params.items() if name != "score"}
         hidden, stats = hidden_states(self.policy(own, ctx), cfg, batch, ctx)
         return self._at_ends(batch, score(params, hidden)), loads_of(stats)
@@ -76,10 +81,11 @@ class _Scored:
         return pairs(self._at_ends(batch, batch.columns["margin"])).chosen if self.settings.margin else 0.0
 
     def _at_ends(self, batch: Batch, values: jax.Array) -> jax.Array:
-        """The number at each document's last token, [B, S]."""
+        """Return the value at each document's last token, [B, S]."""
         return segment_sums(jnp.where(is_last(batch.segment_ids), values, 0.0), batch.segment_ids, self.most)
 
     def held_out(self, params: Params, cfg: ModelConfig, batch: Batch, ctx: StepContext) -> tuple[Metrics, jax.Array]:
+        """Return sums over the pairs of held-out rows, and the number of pairs."""
         found = self.measure(params, cfg, batch, jnp.ones(()), ctx)
         return {"loss": found.loss, **found.metrics}, num_pairs(batch.segment_ids)
 
@@ -92,6 +98,7 @@ HEADS = ("head", "score")
 
 
 def reward_objective(settings: Reward) -> Objective:
+    """Return the objective of a recipe for a reward model."""
     policy = policy_of(settings)
     found = score_objective(settings.reward, policy.params, settings.most_documents)
     found = dataclasses.replace(found, initial=partial(_initial, settings=settings, policy=policy))
@@ -104,7 +111,7 @@ def reward_objective(settings: Reward) -> Objective:
 
 
 def _without_head(base: Frozen, settings: Reward) -> Frozen:
-    """An adapter's base: what is below the score, of a model that writes or of one that has a score already."""
+    """Return an adapter's base without its head: of a causal language model, or of a reward model."""
 
     def load(cfg: ModelConfig, placement: Any) -> Params:
         return _trunk(base.load(open_checkpoint(resolve(settings.weights))[1], placement))
@@ -117,8 +124,10 @@ def _trunk(params: Params) -> Params:
 
 
 def _initial(ready: Ready, settings: Reward, policy: Policy) -> Params:
-    """What there is to begin with, of a model that writes or of a reward model. A score that is not there is random
-    (train.state), as new adapters are."""
+    """Return the initial weights: of a causal language model, or of a reward model.
+
+    A missing score and new adapters are initialised in train.state.
+    """
     path = resolve(settings.weights)
     source, cfg, _ = open_checkpoint(path)
     if settings.lora is None:
@@ -128,5 +137,8 @@ def _initial(ready: Ready, settings: Reward, policy: Policy) -> Params:
     given = policy.initial(ready) if policy.initial else {}
     if not cfg.scored:
         return given
-    form: Any = ready.abstract_state.params["score"]
-    return {"score": jax.device_put(np.asarray(source.read("score.weight"), form.dtype), form.sharding), **given}
+    abstract: Any = ready.abstract_state.params["score"]
+    return {
+        "score": jax.device_put(np.asarray(source.read("score.weight"), abstract.dtype), abstract.sharding),
+        **given,
+    }

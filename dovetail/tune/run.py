@@ -1,7 +1,4 @@
-"""A fine-tuning from a recipe, or a program's arguments, to its end: what every kind of it shares.
-
-What a model answers to a few prompts as it learns: the likeliest tokens, by the weights of the moment.
-"""
+"""Run a fine-tuning from its settings to its end: data, columns, samples. All kinds of fine-tuning share it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import jax
 
 from dovetail.core import recipe as recipes
 from dovetail.core.compute import compute_of
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.files import write_atomic
 from dovetail.core.reporter import Reporter
 from dovetail.core.types import Params
@@ -63,7 +60,7 @@ def tune(
 def given_settings(
     cls: type[S], recipe: str | Path | Tuning | None, data: Any, run_dir: str | Path, overrides: Mapping[str, Any]
 ) -> tuple[S, list[Any] | None, Path]:
-    """(what a program's arguments say, its own records, the run's folder)."""
+    """Return the settings of a program's arguments, its own records (None: files), and the folder of the run."""
     records, keys = _taken(data)
     given = {**keys, **overrides}
     if recipe is None:
@@ -93,7 +90,7 @@ def tune_settings(
 
 
 def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
-    """(a program's own records, what the recipe's `data` is to say)."""
+    """Return a program's own records (None: files), and the keys of the recipe's `data` section."""
     if data is None:
         return None, {}
     if isinstance(data, Mapping):
@@ -106,12 +103,13 @@ def _taken(data: Any) -> tuple[list[Any] | None, dict[str, Any]]:
 
 
 class _Data:
-    """A run's examples, read once before its plan: they decide how long rows are and how many steps an epoch has."""
+    """The examples of a run, read once before its plan: they decide the length of rows and the steps of an epoch."""
 
     def __init__(self, records: list[Any] | None, reporter: Reporter):
         self._records, self._reporter, self._read = records, reporter, None
 
     def settle(self, settings: S) -> S:
+        """Return the settings with the steps and the row length that the examples decide."""
         rows = self.read(settings)[0]
         if settings.tokens:  # counted without padding
             per_step = rows.tokens_per_epoch / rows.steps_per_epoch
@@ -119,7 +117,7 @@ class _Data:
         return replace(settings.with_steps(rows.rows_per_epoch), length=rows.length)
 
     def read(self, settings: Tuning) -> tuple[ExampleLoader, ExampleLoader | None, ExampleStats]:
-        """The rows of all processes, those held out, and what became of the records."""
+        """Return the rows of all processes, the held-out rows, and the counts of the records."""
         if self._read is None:
             with self._reporter.progress() as progress:
                 self._read = open_examples(
@@ -136,9 +134,9 @@ def _open_rows(settings: Tuning, ready: Ready, *, folder: Path, data: _Data, rep
     rows, held_out = (each and each.of_host(*ready.rows_here()) for each in (whole, apart))
     assert rows is not None
     if tokenizer.vocab_size > ready.cfg.vocab:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size:,} ids and the model's vocabulary {ready.cfg.vocab:,}: they do "
-            "not belong together; name the model's own folder"
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids and the model's vocabulary only {ready.cfg.vocab:,}: use "
+            "the model's own tokenizer"
         )
     if jax.process_index() == 0:
         reporter.line(f"{stats}\n{_pass(settings, whole)}")
@@ -158,7 +156,7 @@ def _list_bad(bad: Sequence[str], path: Path, reporter: Reporter) -> None:
 
 
 def _pass(settings: Tuning, rows: ExampleLoader) -> str:
-    """Return a line on how many examples a step takes, and how many steps a pass over them."""
+    """Return a line with the examples of a step and the steps of a pass over the data."""
     unit = "pairs" if settings.examples == "preference" else "examples"
     steps, total = rows.steps_per_epoch, rows.examples_per_epoch
     number = f"about {total / steps:,.0f} {unit}" if settings.packing else f"{min(settings.batch, total):,} {unit}"
@@ -170,19 +168,25 @@ def _pass(settings: Tuning, rows: ExampleLoader) -> str:
 
 
 def tokenizer_of(settings: Tuning) -> Tokenizer:
-    """Return the tokenizer that examples, samples and exports share. Its chat template is that of `data.template`, of
-    the adapter that the run goes on with, or of the model."""
+    """Return the tokenizer of examples, samples and exports.
+
+    Its chat template is that of `data.template`, of the adapter in `from_adapter`, or of the model.
+    """
     found = open_checkpoint(resolve(settings.weights))[2]
     if settings.from_adapter:
         found = adapter_tokenizer(settings.from_adapter, found)
     if found is None:
-        raise UserError(f"{settings.weights} has no tokenizer.json beside its weights: fine-tuning reads text")
+        raise CheckpointError(
+            f"{settings.weights} has no tokenizer.json, which fine-tuning needs: add it to the folder"
+        )
     template = template_source(settings.data)
     return found if template is None else found.with_templates(template)
 
 
 @dataclass(frozen=True)
 class PromptSampler:
+    """Generate greedy answers to `samples.prompts` with the current weights."""
+
     every: int  # steps
     settings: Tuning
     ready: Ready
@@ -190,12 +194,13 @@ class PromptSampler:
 
     @classmethod
     def of(cls, settings: Tuning, ready: Ready, tokenizer: Tokenizer) -> PromptSampler | None:
-        """None where no samples are asked for, or several processes share the weights."""
+        """Return a sampler; None where `samples.every` is 0, or several processes share the weights."""
         if not settings.samples.every or jax.process_count() > 1:
             return None
         return cls(settings.samples.every, settings, ready, tokenizer)
 
     def __call__(self, params: Params, step: int) -> Sampled:
+        """Return an answer to each prompt."""
         settings, ready = self.settings, self.ready
         compute = compute_of(settings.precision.compute)
         ctx = replace(step_context(ready.settings, ready.placement, ready.platform), frozen=ready.frozen)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross entropy on the assistant's tokens."""
+"""Define the objective of supervised fine-tuning: cross entropy of the trained tokens."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dovetail.tune.settings import Sft
 
 
 def sft_objective(settings: Sft) -> Objective:
+    """Return the objective of a recipe for supervised fine-tuning."""
     policy = policy_of(settings)
     return Objective(
         partial(_measure, policy=policy), specs=policy.specs, held_out=partial(_held_out, policy=policy),

@@ -224,7 +224,7 @@ def test_a_mesh_gives_what_one_device_gives():
 def test_the_teachers_words_from_the_rows_are_the_live_teachers():
     batch, ctx = some_batch(0), context()
     words, logprobs = jax.jit(lambda b: likeliest(ctx.frozen, TEACHER, b, ctx, 7))(batch)
-    stored = dataclasses.replace(batch, columns={"teacher_words": words, "teacher_logprobs": logprobs})
+    stored = dataclasses.replace(batch, columns={"teacher_tokens": words, "teacher_logprobs": logprobs})
     from_rows = dataclasses.replace(CASES["likeliest words"], teacher="disk")
     close(measured(from_rows, stored), measured(CASES["likeliest words"]), tol=1e-5)
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dovetail.core.errors import RecipeError
 from dovetail.train.step import synced
-from dovetail.tune.preference import _judge, _written
+from dovetail.tune.preference import _chosen_nll, _judge
 from dovetail.tune.preference_losses import Judged, bradley_terry, kto
 from dovetail.tune.sections import Preference, ReferenceSettings
 from dovetail.tune.segments import are_there, is_last, num_pairs, pairs, segment_sums
@@ -83,7 +83,7 @@ def compared(settings: Preference, seed: int = 0) -> tuple[float, np.ndarray, An
         lengths = pairs(segment_sums(mask, ids, MOST))
         judged = _judge(settings, pairs(sums), lengths)
         logps = pairs(segment_sums(jnp.where(mask > 0, policy, 0.0), ids, MOST))
-        written = _written(settings, logps, there) / lengths.chosen.sum()
+        written = _chosen_nll(settings, logps, there) / lengths.chosen.sum()
         return jnp.sum(jnp.where(there, judged.loss, 0.0)) / num_pairs(ids) + written, judged
 
     (value, judged), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy)

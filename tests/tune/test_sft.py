@@ -164,7 +164,7 @@ def test_it_goes_on_with_an_adapter(tmp_path):
         run_dir=tmp_path / "again", **RUN,
     )  # fmt: skip
     assert losses(again)[0] < 0.7 * losses(first)[0]
-    with pytest.raises(ValueError, match=r"has r 8 and lora\.r is 4"):
+    with pytest.raises(ValueError, match=r"lora\.r must be 8, as in from_adapter=.* got 4"):
         dt.sft(
             model=folder, data=chats(), lora={"r": 4}, from_adapter=str(first.folder / "export/step_6"), steps=2,
             run_dir=tmp_path / "other", **RUN,

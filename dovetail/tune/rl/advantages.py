@@ -39,7 +39,8 @@ class Estimated(NamedTuple):
 def grpo(rewards: ArrayLike, *, scale: str = "group") -> np.ndarray:
     """(r - mean of the group) / (std + 1e-4), std with Bessel's correction: of the group (arXiv 2402.03300), of the
     whole batch (arXiv 2508.08221), or with scale "none" r - mean, which does not favour prompts that are nearly always
-    or nearly never answered (Dr. GRPO)."""
+    or nearly never answered (Dr. GRPO).
+    """
     one_of("scale_rewards", scale, SCALES)
     r = _rewards(rewards)
     off = r - _mean(r, axis=1)
@@ -49,12 +50,12 @@ def grpo(rewards: ArrayLike, *, scale: str = "group") -> np.ndarray:
 
 
 def dr_grpo(rewards: ArrayLike) -> np.ndarray:
-    """r - mean of the group (arXiv 2503.20783)."""
+    """R - mean of the group (arXiv 2503.20783)."""
     return grpo(rewards, scale="none")
 
 
 def rloo(rewards: ArrayLike) -> np.ndarray:
-    """r - the mean of the group's others (arXiv 2402.14740), which is n / (n - 1) times r - the mean of all."""
+    """R - the mean of the group's others (arXiv 2402.14740), which is n / (n - 1) times r - the mean of all."""
     r = _rewards(rewards)
     n = _count(r, axis=1)
     return np.where(_plays(r), (r - _mean(r, axis=1)) * n / np.maximum(n - 1, 1), 0.0)
@@ -62,13 +63,14 @@ def rloo(rewards: ArrayLike) -> np.ndarray:
 
 def reinforce_pp(rewards: ArrayLike) -> np.ndarray:
     """Rewards whitened over the whole batch (REINFORCE++, arXiv 2501.03262). A completion counts once, whatever its
-    length: to whiten tokens, as is done too, lets long ones draw the mean."""
+    length: to whiten tokens, as is done too, lets long ones draw the mean.
+    """
     r = _rewards(rewards)
     return whiten(r, ~np.isnan(r))
 
 
 def reinforce_pp_baseline(rewards: ArrayLike) -> np.ndarray:
-    """r - mean of the group, whitened over the whole batch: REINFORCE++ with a group's baseline."""
+    """R - mean of the group, whitened over the whole batch: REINFORCE++ with a group's baseline."""
     return whiten(dr_grpo(rewards), ~np.isnan(_rewards(rewards)))
 
 
@@ -84,7 +86,8 @@ ADVANTAGES: dict[str, Advantage] = {
 def group_advantages(rewards: ArrayLike, by: str | Advantage, scale: str | None = None) -> np.ndarray:
     """[N, G], of rewards [N, G] in which None or NaN is no reward; `by` one of ADVANTAGES or the user's own function,
     which is given NaN for what has none and whose answer there is not read. `scale`, one of SCALES, is for those in
-    SCALED; None: their own."""
+    SCALED; None: their own.
+    """
     r = _rewards(rewards)
     require(
         scale is None or by in SCALED,
@@ -114,7 +117,8 @@ def group_advantages(rewards: ArrayLike, by: str | Advantage, scale: str | None 
 
 def all_equal(rewards: ArrayLike) -> np.ndarray:
     """[N]: whether a group's rewards are all the same, so that nothing is to be learnt from it: DAPO samples another in
-    its place. True of a group with fewer than two rewards."""
+    its place. True of a group with fewer than two rewards.
+    """
     r = _rewards(rewards)
     absent = np.isnan(r)
     return np.where(absent, -np.inf, r).max(axis=1) <= np.where(absent, np.inf, r).min(axis=1)
@@ -122,7 +126,8 @@ def all_equal(rewards: ArrayLike) -> np.ndarray:
 
 def overlong_penalty(lengths: ArrayLike, max_tokens: int, buffer: int) -> np.ndarray:
     """What DAPO adds to the reward of a completion of so many tokens (arXiv 2503.14476, equation 13): 0 up to
-    max_tokens - buffer, from there evenly down to -1 at max_tokens, and -1 beyond."""
+    max_tokens - buffer, from there evenly down to -1 at max_tokens, and -1 beyond.
+    """
     require(
         1 <= buffer <= max_tokens,
         f"buffer must be from 1 to max_tokens, which is {max_tokens}; got {buffer}: over so many tokens the penalty"
@@ -152,7 +157,8 @@ def gae(rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1
     delta_t = r_t + gamma V_t+1 - V_t, A_t = delta_t + gamma lam A_t+1, returns A + V; after the last token V is 0.
 
     The next token is the next that counts: what a tool wrote between two turns is stepped over. Advantages are not
-    whitened."""
+    whitened.
+    """
     for name, share in (("gamma", gamma), ("lam", lam)):
         require(0 <= share <= 1, f"{name} must be from 0 to 1; got {share}")
     counts = np.asarray(mask) > 0
@@ -179,7 +185,8 @@ def whiten(values: ArrayLike, mask: ArrayLike) -> np.ndarray:
 
 def pass_at_k(correct: ArrayLike, n: ArrayLike, k: int) -> np.ndarray:
     """The chance that one at least of k completions is right, where `correct` of n were, for each prompt; without bias
-    1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374)."""
+    1 - C(n - correct, k) / C(n, k) (arXiv 2107.03374).
+    """
     correct, n = np.broadcast_arrays(np.asarray(correct, np.int64), np.asarray(n, np.int64))
     require(k >= 1, f"k must be 1 or more; got {k}")
     fewest = int(n.min(initial=np.iinfo(np.int64).max))
@@ -194,7 +201,8 @@ def pass_at_k(correct: ArrayLike, n: ArrayLike, k: int) -> np.ndarray:
 
 def maj_at_k(answers: Sequence[Hashable], correct: Sequence[bool | float]) -> float:
     """Whether the answer that most of a prompt's k completions give is right; where several are given equally often,
-    the share of them that is. None is no answer, and has no vote; 0 where nobody votes."""
+    the share of them that is. None is no answer, and has no vote; 0 where nobody votes.
+    """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     right = [float(ok) for answer, ok in zip(answers, correct, strict=True) if votes[answer] == most > 0]
@@ -216,7 +224,8 @@ def _rewards(rewards: ArrayLike) -> np.ndarray:
 
 def _plays(r: np.ndarray) -> np.ndarray:
     """[N, G]: has a reward, and another than somebody in its group. Where all are equal a mean's rounding is not to
-    become an advantage."""
+    become an advantage.
+    """
     return ~np.isnan(r) & ~all_equal(r)[:, None]
 
 

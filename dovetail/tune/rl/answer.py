@@ -59,7 +59,8 @@ class Listener:
         self, before: np.ndarray, tokens: np.ndarray, tools: Sequence[dict[str, Any]], turn: int, truncated: bool
     ) -> Answer:
         """`before`: the tokens that it follows. `turn` numbers the calls: ids that chance chose would differ when a run
-        is repeated, and some templates write them."""
+        is repeated, and some templates write them.
+        """
         wanted = self.tools if tools else None
         keep = frozenset(special_ids(self._tokenizer, wanted, self.reasoning).values())
         text = self._text(tokens[:-1] if self.ended(tokens) else tokens, keep)
@@ -72,7 +73,8 @@ class Listener:
 
     def grammar(self, before: np.ndarray, tools: Sequence[dict[str, Any]], choice: str, parallel: bool) -> str:
         """That keeps an answer to what can be heard of these tools: the server's, of its tool_choice (auto: with strict
-        tools)."""
+        tools).
+        """
         assert self.tools is not None, "tools are shown by a chat template"
         special = special_ids(self._tokenizer, self.tools, self.reasoning)
         inside = bool(self._is_inside(before))

@@ -59,7 +59,8 @@ class Calls:
 
     def columns(self, layout: Layout, episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
         """`masks` [R, M, W] uint32, the different ones of each row, and `mask` [R, T] int32, which of them a place's
-        target was drawn from; the first allows all words."""
+        target was drawn from; the first allows all words.
+        """
         found = [{b"": 0} for _ in range(layout.rows)]  # of each row: a mask and its number
         numbers = []
         for (row, _, _), episode in zip(layout.at, episodes, strict=True):
@@ -107,7 +108,8 @@ class Calls:
 
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:
     """With no arguments but those that it declares, unless it says otherwise: JSON Schema would allow any, and a Python
-    function takes no other."""
+    function takes no other.
+    """
     function = tool.get("function", tool)
     wanted = {"additionalProperties": False, **(function.get("parameters") or {"type": "object", "properties": {}})}
     return {"type": "function", "function": {**function, "parameters": wanted}}

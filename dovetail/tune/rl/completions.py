@@ -32,7 +32,8 @@ class Completions:
 
     def add(self, step: int, groups: Sequence[Sequence[Episode]]) -> Passage | None:
         """Of the step that they are trained in first; what was said of this step and later ones before goes. What to
-        show of them, if it is time."""
+        show of them, if it is time.
+        """
         if self._last is None or step <= self._last:  # after a resume, or a rollback
             drop_after(self._path, step - 1)
         self._last = step

@@ -72,7 +72,8 @@ def _joined(before: list[Scores] | None, more: list[Scores] | None) -> list[Scor
 
 def to_json(drafts: Sequence[Draft]) -> str:
     """All in a few arrays: a fast engine writes a hundred thousand tokens per second, and this must not slow it
-    down."""
+    down.
+    """
     parts = [part for each in drafts for part in each.written.scores or ()]
     count = sum(len(each.written.tokens) for each in drafts)
     arrays = {

@@ -45,7 +45,8 @@ class Drafts:
 
     def turn_over(self, id: str, index: int, completion: CompletionOutput, goes_on: bool) -> None:
         """Before the episode has it and the engine forgets it. `goes_on`: the episode may, and its turn is worth
-        keeping."""
+        keeping.
+        """
         followed = self._followed.pop((id, index), None)
         if followed and goes_on:
             rest = self._rest(id, index, followed, completion.finish_reason, completion.text)

@@ -51,7 +51,8 @@ class Environment:
 
     def reset(self, random: np.random.Generator) -> Said:
         """The start, once for each object. `random` is the task's: a group is compared, so its episodes start alike.
-        What is returned is said after the prompt, in every episode of the task."""
+        What is returned is said after the prompt, in every episode of the task.
+        """
         return None
 
     def step(self, answer: Answer) -> Step:

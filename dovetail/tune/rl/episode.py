@@ -108,7 +108,8 @@ def from_json(entry: dict[str, Any]) -> list[Episode]:
 
 def with_arrays(told: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
     """JSON of both, arrays as base64, past json.dumps: a rollout has hundreds of thousands of numbers, and their digits
-    would take longer to write than they took to sample; of base64 nothing must be escaped, so nobody need look."""
+    would take longer to write than they took to sample; of base64 nothing must be escaped, so nobody need look.
+    """
     texts = (f', "{name}": "{base64.b64encode(array.tobytes()).decode()}"' for name, array in arrays.items())
     return f"{json.dumps(told, ensure_ascii=False)[:-1]}{''.join(texts)}}}"
 

@@ -29,7 +29,8 @@ class Layout:
 
     def put(self, values: Sequence[np.ndarray], dtype: Any = np.float32, empty: float = 0) -> np.ndarray:
         """[R, T, ...] of numbers of each episode's tokens [n, ...]: those of the first, which follows nothing, are left
-        out."""
+        out.
+        """
         array = np.full((self.rows, self.length, *values[0].shape[1:]), empty, dtype)
         for (row, _, start), size, own in zip(self.at, self.sizes, values, strict=True):
             array[row, start : start + size] = own[1:]
@@ -61,7 +62,8 @@ class Layout:
 
 def lay_out(episodes: Sequence[Episode], length: int, sizes: Sequence[int]) -> Layout:
     """In the fewest rows that `sizes`, the numbers of rows that there may be, have room in; and there as few in a row
-    as can be: each that a row may hold costs the attention."""
+    as can be: each that a row may hold costs the attention.
+    """
     needed = [len(episode.tokens) - 1 for episode in episodes]
     order = sorted(range(len(needed)), key=lambda i: -needed[i])
     tight = _packed(needed, order, length)
@@ -105,7 +107,8 @@ def _dealt(
 
 def row_sizes(batch: int, devices: int, accumulate: int) -> list[int]:
     """The numbers of rows that a step is compiled for: the whole batch, its half and its quarter, where these are whole
-    microsteps, or less than one that is whole on every device."""
+    microsteps, or less than one that is whole on every device.
+    """
     sizes = [batch]
     for part in (batch // 2, batch // 4):
         micro = batch // accumulate

@@ -43,7 +43,8 @@ FARTHEST = 20.0  # a difference of log-probabilities counts no more than this: e
 class Clipped:
     """-min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A): PPO's (arXiv 1707.06347), and with it GRPO's, RLOO's and
     REINFORCE++'s; DAPO's eps_high is 0.28. With delta, min(rho, delta) A in the first term, so that a token with a
-    negative advantage has a bounded loss too (arXiv 2505.07291)."""
+    negative advantage has a bounded loss too (arXiv 2505.07291).
+    """
 
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -62,7 +63,8 @@ class Clipped:
 @dataclass(frozen=True)
 class Gspo:
     """The same with one ratio for a sequence, s = exp(mean of log rho), clipped as a whole (arXiv 2507.18071). In the
-    form of tokens, log s_t = sg(mean of log rho) + log pi_t - sg(log pi_t), each may have an advantage of its own."""
+    form of tokens, log s_t = sg(mean of log rho) + log pi_t - sg(log pi_t), each may have an advantage of its own.
+    """
 
     eps_low: float = 3e-4
     eps_high: float = 4e-4
@@ -88,7 +90,8 @@ class Gspo:
 @dataclass(frozen=True)
 class Cispo:
     """-sg(min(rho, eps_high)) A log pi: a ratio is clipped, a token never loses its gradient (arXiv 2506.13585).
-    eps_high is the greatest ratio itself, not how far it may be above 1."""
+    eps_high is the greatest ratio itself, not how far it may be above 1.
+    """
 
     eps_high: float = 5.0
 
@@ -107,7 +110,8 @@ class Cispo:
 @dataclass(frozen=True)
 class Sapo:
     """-sigmoid(tau (rho - 1)) 4 / tau A: a smooth gate in place of a clip, whose gradient at rho = 1 is PPO's; tau is
-    higher for tokens to avoid, so that their gradient fades sooner (arXiv 2511.20347)."""
+    higher for tokens to avoid, so that their gradient fades sooner (arXiv 2511.20347).
+    """
 
     sapo_temperature_pos: float = 1.0  # where A > 0
     sapo_temperature_neg: float = 1.05
@@ -191,7 +195,8 @@ def _ratio(difference: jax.Array) -> jax.Array:
 
 def kl(logprobs: jax.Array, reference: jax.Array, mask: jax.Array, kind: str = "k3") -> jax.Array:
     """An estimate of KL(pi || ref) at each token that pi sampled, 0 where the mask is: k1 = log pi - log ref,
-    k2 = k1^2 / 2, k3 = e^-k1 + k1 - 1. For PPO's rewards and for metrics; as a loss: kl_loss."""
+    k2 = k1^2 / 2, k3 = e^-k1 + k1 - 1. For PPO's rewards and for metrics; as a loss: kl_loss.
+    """
     one_of("kl", kind, KL_ESTIMATES)
     logps, reference = _counted(mask, logprobs, reference)
     k1 = logps - reference
@@ -205,7 +210,8 @@ def kl(logprobs: jax.Array, reference: jax.Array, mask: jax.Array, kind: str = "
 
 def kl_loss(logprobs: jax.Array, reference: jax.Array, mask: jax.Array, kind: str = "k3") -> jax.Array:
     """The same as a loss at each token: in the mean over samples the gradient of k2 is that of KL(pi || ref), the
-    gradient of k3 that of KL(ref || pi)."""
+    gradient of k3 that of KL(ref || pi).
+    """
     check_kl_loss(kind)
     return kl(logprobs, reference, mask, kind)
 
@@ -236,7 +242,8 @@ def importance(
     min(exp(log pi_trainer - log pi_sampler), cap), without a gradient; 1 where the mask is 0.
 
     level="sequence" takes the ratio of whole sequences, by the sums that `sequence_sum` gives each token.
-    beyond="drop" gives 0, not the cap, to what is above it."""
+    beyond="drop" gives 0, not the cap, to what is above it.
+    """
     one_of("level", level, LEVELS)
     one_of("beyond", beyond, BEYOND)
     require(cap >= 1, f"cap must be 1 or more, for 1 is a sampler that agrees; got {cap}")
@@ -258,7 +265,8 @@ def value_loss(
     values: jax.Array, old_values: jax.Array, returns: jax.Array, mask: jax.Array, clip: float = 0.2
 ) -> tuple[jax.Array, Diagnostics]:
     """max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2 at each token, and `clipped`: where v has left the
-    range on its way to R, and has no gradient. An infinite clip is none."""
+    range on its way to R, and has no gradient. An infinite clip is none.
+    """
     require(clip > 0, f"clip must be above 0, or infinite for none; got {clip}")
     v, old, returns = _counted(mask, values, old_values, returns)
     free, held = (v - returns) ** 2, (jnp.clip(v, old - clip, old + clip) - returns) ** 2
@@ -277,7 +285,8 @@ def token_weights(
 
     grpo is the mean over sequences of their tokens' mean; dapo, which is bnpo where the batch is whole, the mean over
     all tokens; dr_grpo the sum over B max_tokens, a constant (it alone reads max_tokens). B is num_sequences, or where
-    that is not given all there are, those without a token too; dapo does not ask."""
+    that is not given all there are, those without a token too; dapo does not ask.
+    """
     one_of("aggregation", aggregation, AGGREGATIONS)
     lengths = np.asarray(lengths, np.float64)
     total, filled = len(lengths) if num_sequences is None else num_sequences, int(np.count_nonzero(lengths))
@@ -297,7 +306,8 @@ def token_weights(
 
 def top_entropy(entropy: np.ndarray, counts: np.ndarray, quantile: float) -> np.ndarray:
     """[B, T] f32: 1 at the share `quantile` of the tokens that count (a mask) with the highest entropy, 0 at the others
-    (arXiv 2506.01939)."""
+    (arXiv 2506.01939).
+    """
     if not counts.any():
         return np.zeros(entropy.shape, np.float32)
     least = np.quantile(entropy[counts].astype(np.float64), 1 - quantile)

@@ -69,7 +69,8 @@ class Player:
         drafted: Callable[[list[Draft]], object] | None = None,
     ) -> None:
         """To their ends; `ended` is given those that a step brought to it, and `drafted` from time to time what is new
-        of the others. `begun`: drafts to go on from."""
+        of the others. `begun`: drafts to go on from.
+        """
         with without_collection(), ThreadPoolExecutor(8, "environment") as threads:
             table = _Table(self, starts, version, ended, threads, Drafts(self.engine, begun, drafted))
             try:
@@ -220,7 +221,8 @@ class _Table:
 
 def write_texts(episodes: Sequence[Episode], tokenizer: Tokenizer) -> None:
     """Of those that have none yet, without the token that ended a turn. All at once: one by one it takes a good part of
-    the time that the engine takes to sample them."""
+    the time that the engine takes to sample them.
+    """
     bare = [episode for episode in episodes if not episode.text]
     sampled = [e.tokens[e.sampled].tolist() for e in bare]
     told = [tokens[:-1] if e.finish == "stop" else tokens for e, tokens in zip(bare, sampled, strict=True)]
@@ -230,7 +232,8 @@ def write_texts(episodes: Sequence[Episode], tokenizer: Tokenizer) -> None:
 
 def support_of(logprobs: Logprobs, tokens: Sequence[int], settings: Rl) -> np.ndarray:
     """[tokens, top_k] int32: the words that each was drawn from, as the sampler cuts: the likeliest top_k, and of these
-    those before whom less than top_p's share lies; -1 beyond."""
+    those before whom less than top_p's share lies; -1 beyond.
+    """
     wanted, (ids, top) = settings.sampling, logprobs.top
     values = top.astype(np.float64)
     p = np.exp((values - values[:, :1]) / wanted.temperature)

@@ -32,7 +32,8 @@ class Scene:
 
     def environment(self, task: int, columns: Mapping[str, Any], place: Place) -> tuple[Environment, Said]:
         """At its start, and what it says there. It depends on the run's seed, the task and the episode's place alone,
-        so an episode that a killed run had not ended is played again as it would have been."""
+        so an episode that a killed run had not ended is played again as it would have been.
+        """
         made = self.make(columns, np.random.default_rng((self.seed, task, *place)))
         if not isinstance(made, Environment):
             raise UserError(

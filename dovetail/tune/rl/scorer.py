@@ -38,12 +38,14 @@ class Scorer:
     def before(self, params: Params, batch: Batch) -> dict[str, np.ndarray]:
         """By the weights before the first update, each [B, T]: `old`, log-probabilities of the policy; where its
         sampling reshapes them `plain` too, those of the model, which the sampler reports; the policy's `entropy`, where
-        only the tokens with the highest are trained; a critic's `values`."""
+        only the tokens with the highest are trained; a critic's `values`.
+        """
         return jax.device_get(self._before(params, batch, self._ready.frozen))
 
     def reference(self, batch: Batch, kept: Params | None = None) -> jax.Array:
         """Return the reference's log-probabilities, [B, T], without waiting for them: on devices of its own it computes
-        while others do. kept: the training state's reference, where it has one; else it is a frozen model."""
+        while others do. kept: the training state's reference, where it has one; else it is a frozen model.
+        """
         if self._reference is None:
             self._reference = self._load()
         rows = batch

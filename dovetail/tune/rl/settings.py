@@ -280,7 +280,8 @@ class Rl(Tuning):
     @property
     def scores_first(self) -> bool:
         """Whether the trainer's log-probabilities before the first update are wanted: where there are several, and
-        where the policy that is trained is not the very distribution that the sampler reports."""
+        where the policy that is trained is not the very distribution that the sampler reports.
+        """
         return self.updates_per_rollout > 1 or self.has_critic or self.is_reshaped or self.selects_tokens
 
     @property
@@ -291,7 +292,8 @@ class Rl(Tuning):
     @property
     def is_reshaped(self) -> bool:
         """Whether the policy is another distribution than the model's own (among the words that a grammar
-        allows), which the sampler reports."""
+        allows), which the sampler reports.
+        """
         return self.has_support or self.sampling.temperature != 1.0
 
     @property
@@ -319,7 +321,8 @@ class Rl(Tuning):
 
     def pool_bytes(self, cfg: ModelConfig, hbm: int | None) -> int:
         """Of the engine's KV pages beside the trainer: for all its sequences at their longest, but no more than a share
-        of the device."""
+        of the device.
+        """
         if self.engine.kv_gib:
             return int(self.engine.kv_gib * 2**30)
         itemsize = compute_of(self.precision.compute).dtype.itemsize

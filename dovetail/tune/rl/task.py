@@ -55,7 +55,8 @@ def open_tasks(
     scene: Scene | None = None,
 ) -> tuple[Tasks, list[Task], int]:
     """(to learn from, held out, how many prompts of more than `most` tokens were left out). `scene`: of agents, whose
-    environment adds to the prompts."""
+    environment adds to the prompts.
+    """
     encoder, found, long = example_encoder(settings, tokenizer), [], 0
     for name, keys, each in open_records(settings, records, progress):
         bad = BadRecords(settings.skip_bad_records, name)

@@ -37,7 +37,8 @@ IGNORED = {
 @dataclass(frozen=True)
 class Json:
     """The completion, or its last fenced block, is JSON that fits the schema: a mapping, a file of one, or a column of
-    them. Without a schema, any JSON will do."""
+    them. Without a schema, any JSON will do.
+    """
 
     schema: Any = None
     column: str = ""

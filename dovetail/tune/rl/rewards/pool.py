@@ -74,7 +74,8 @@ class Rewards:
 
     def close(self) -> None:
         """Ends the workers with all that they have started. A call that runs ends as a None; one that waits is
-        cancelled."""
+        cancelled.
+        """
         with self._lock:
             threads, here, workers = self._threads, self._here, self._all
             self._threads, self._here, self._all = None, None, set()

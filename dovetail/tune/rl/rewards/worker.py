@@ -104,7 +104,8 @@ class Worker:
 
 def forms_of(function: Callable[..., Any]) -> list[bytes]:
     """How a function can travel: by its name, which is quickest, and by what it consists of, which takes cloudpickle.
-    None where it cannot."""
+    None where it cannot.
+    """
     found = []
     with contextlib.suppress(Exception):
         found.append(pickle.dumps(function))
