@@ -1,4 +1,4 @@
-"""The body of `dovetail bench forward`: the same documents through our packed forward and through transformers."""
+"""`dovetail bench forward`: the same documents through the packed forward pass and through transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDS = 5
 
 
 def run(model: str, peer: str, tokens: int, seed: int) -> None:
-    """Print tokens per second on documents of mixed and of one length, ours and the peer's by turns in one run."""
+    """Print tokens per second on documents of mixed and of equal lengths, ours and the peer's in alternation."""
     from rich.console import Console
     from rich.table import Table
 
@@ -22,7 +22,7 @@ def run(model: str, peer: str, tokens: int, seed: int) -> None:
     from dovetail.core.reporter import bar
 
     if peer not in ("transformers", "none"):
-        raise UserError(f"--peer is transformers or none; got {peer!r}")
+        raise UserError(f"--peer must be transformers or none, got {peer!r}", param="--peer")
     with bar() as progress:
         ours = dt.load(model, dtype="f32", progress=progress)
     theirs = _transformers(ours) if peer == "transformers" else None
@@ -37,7 +37,7 @@ def run(model: str, peer: str, tokens: int, seed: int) -> None:
 
 
 def _workloads(tokens: int, seed: int) -> dict[str, list[int]]:
-    """Ragged documents as a corpus has them, and equal ones, where padding costs the peer nothing."""
+    """Return document lengths: mixed as in a corpus, and equal ones, for which the peer needs no padding."""
     import numpy as np
 
     rng, ragged = np.random.default_rng(seed), []
@@ -73,7 +73,7 @@ def _packed_call(model, docs: list[list[int]]) -> Callable[[], None]:
 
 
 def _pack(docs: list[list[int]], width: int):
-    """First fit into rows of `width`: tokens, positions and segment ids [rows, width]."""
+    """Pack first-fit into rows of `width` and return tokens, positions and segment ids [rows, width]."""
     import numpy as np
 
     rows: list[list[list[int]]] = []
@@ -93,7 +93,7 @@ def _pack(docs: list[list[int]], width: int):
 
 
 def _transformers(model):
-    """The same weights in transformers, by way of an exported folder."""
+    """Return the same weights in transformers, through an exported folder."""
     try:
         import torch
         import transformers
@@ -124,7 +124,7 @@ def _padded_call(peer, docs: list[list[int]]) -> Callable[[], None]:
 
 
 def _time_by_turns(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Median seconds of each, taken in alternation so that a busy moment of the machine hits both."""
+    """Return the median seconds of each call, measured in alternation so that other load affects both."""
     from rich.progress import track
 
     for call in calls.values():

@@ -1,4 +1,4 @@
-"""A load on a server: requests that come at random moments whether or not it keeps up, or so many at a time."""
+"""The load of `dovetail bench serve`: requests at random times (open loop), or a fixed number at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Exactly one of rate and concurrency is not 0."""
+    """Describe a load; exactly one of `rate` and `concurrency` is not 0."""
 
     requests: int
     rate: float = 0.0  # requests per second, Poisson; inf: all at once
@@ -31,16 +31,16 @@ class Load:
 
     def __post_init__(self):
         if bool(self.rate) == bool(self.concurrency):
-            raise UserError("give --rate (open loop) or --concurrency (so many at a time), and not both")
+            raise UserError("--rate (open loop) and --concurrency (closed loop) exclude each other: give one of them")
 
     def describe(self) -> dict[str, Any]:
-        """For JSON, which has no infinity."""
+        """Return the load as JSON types; JSON has no infinity."""
         unused = "concurrency" if self.rate else "rate"
         values = {name: value for name, value in vars(self).items() if name != unused}
         return values | ({"rate": "inf"} if math.isinf(self.rate) else {})
 
     def moments(self) -> list[float]:
-        """When each request comes, in seconds since the start. A Poisson process waits exponentially."""
+        """Return the arrival time of each request in seconds, from a Poisson process."""
         rng, now, moments = random.Random(f"arrivals {self.seed}"), 0.0, []
         for _ in range(self.requests):
             moments.append(now)
@@ -48,7 +48,7 @@ class Load:
         return moments
 
     def bodies(self, model: str, vocab: int, count: int, purpose: str = "load") -> list[bytes]:
-        """Made before the clock starts. The first ids are often special tokens, so they are left out."""
+        """Return the request bodies; ids below 100 are left out because they are often special tokens."""
         rng = random.Random(f"{purpose} {self.seed}")
         same = {
             "model": model, "max_tokens": self.output, "ignore_eos": True, "temperature": 0, "stream": True,
@@ -61,36 +61,43 @@ class Load:
 
 @dataclass
 class Record:
-    """One request. Times are in seconds since the load began; `due` is when it should have been sent: a wait that the
-    sender itself caused counts, or a slow server would look better the more it holds up."""
+    """One request, with times in seconds since the load began.
+
+    `due` is when it should have been sent. Latencies count from there, so that a server that blocks the sender does
+    not look faster.
+    """
 
     due: float
     sent: float
-    events: list[float] = field(default_factory=list)  # when tokens came
-    end: float | None = None  # None: it never did
+    events: list[float] = field(default_factory=list)  # when tokens arrived
+    end: float | None = None  # None: not finished
     tokens: int = 0
-    error: str | None = None  # its kind
-    said: str = ""  # its sentence
+    error: str | None = None  # the kind of the error
+    said: str = ""  # its message
 
     @property
     def ok(self) -> bool:
+        """Whether the request was answered."""
         return self.end is not None and self.error is None
 
     @property
     def ttft(self) -> float:
+        """Return the time to the first token."""
         return self.events[0] - self.due
 
     @property
     def e2e(self) -> float:
+        """Return the time to the end."""
         assert self.end is not None
         return self.end - self.due
 
     def gaps(self) -> Iterator[float]:
+        """Return the times between events."""
         return (later - earlier for earlier, later in zip(self.events, self.events[1:], strict=False))
 
 
 class Generator:
-    """Sends a load. `records` fills as requests are sent, so an interrupted load can still be reported."""
+    """Send a load; `records` grows as requests are sent, so that an interrupted load can be reported."""
 
     def __init__(self, client: httpx.AsyncClient, load: Load, tick: Callable[[Record], None] = lambda record: None):
         self._client, self._load, self._tick = client, load, tick
@@ -98,10 +105,11 @@ class Generator:
         self._start = 0.0
 
     async def run(self, bodies: list[bytes]) -> None:
+        """Send all bodies as the load prescribes."""
         self._start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             if self._load.concurrency:
-                waiting = iter(bodies)  # shared: a client that is free takes the next
+                waiting = iter(bodies)  # shared: the next free worker takes the next body
                 for _ in range(min(self._load.concurrency, len(bodies))):
                     tasks.create_task(self._worker(waiting))
             else:
@@ -110,6 +118,7 @@ class Generator:
                     tasks.create_task(self.send(body, due))
 
     def now(self) -> float:
+        """Return the seconds since the load began."""
         return time.perf_counter() - self._start
 
     async def _worker(self, waiting: Iterator[bytes]) -> None:
@@ -117,13 +126,14 @@ class Generator:
             await self.send(body, self.now())
 
     async def send(self, body: bytes, due: float) -> Record:
+        """Send one request and read its stream."""
         record = Record(due, self.now())
         self.records.append(record)
         try:
             with explained(self._client.base_url):
                 await self._read(record, body)
             if not record.events:
-                raise ServerError("no tokens", "the answer held no token")
+                raise ServerError("no tokens", "the answer had no token")
         except ServerError as error:
             record.error, record.said = error.kind, str(error)
         record.end = self.now()
@@ -143,11 +153,11 @@ class Generator:
                 if event:
                     self._take(record, event)
             else:
-                raise ServerError("cut off", "the server closed a connection before the answer's end")
-        record.tokens = record.tokens or len(record.events)  # a server that sends no usage, one token per event
+                raise ServerError("cut off", "the server closed the connection before the end of the answer")
+        record.tokens = record.tokens or len(record.events)  # without usage: one token per event
 
     def _take(self, record: Record, event: dict[str, Any]) -> None:
-        """Text may be held back (half a character), so an event without any is a token too; but not a mere ending."""
+        """Count an event as a token even without text (half a character is held back), unless it only finishes."""
         for choice in event.get("choices", ()):
             if choice.get("text") or not choice.get("finish_reason") or not record.events:
                 record.events.append(self.now())

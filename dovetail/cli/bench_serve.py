@@ -1,4 +1,4 @@
-"""The body of `dovetail bench serve`: a load on a running server, and the latencies that its users would see."""
+"""`dovetail bench serve`: put a load on a running server and measure the latencies that users would see."""
 
 from __future__ import annotations
 
@@ -15,26 +15,43 @@ from typing import Any
 from dovetail.cli.bench_load import Generator, Load, Record
 from dovetail.core.errors import UserError
 
-ROUNDS = 4  # of warming up, at most
-OPEN_LOOP = 8  # requests at a time that a load by --rate is warmed up with
-_COMPILED = re.compile(r"^dovetail:(compiled_steps|compile_seconds)_total(?:\{[^}]*\})? (\S+)$", re.M)
+ROUNDS = 4  # maximum rounds of warming up
+OPEN_LOOP = 8  # concurrent requests of the warm-up for a load with --rate
+EVERY = 1.0  # seconds between two readings of the server's metrics
+PERCENTILES = (50, 90, 99)
+SOME_VOCAB = 1000  # assumed vocabulary where the server does not report one
+LATE = 0.02  # seconds by which the p99 arrival may be late before this machine counts as too slow
+BUSY = 0.8  # share of a core above which the generator's own work distorts the measurement
+_METRIC = re.compile(r"^(?:dovetail|vllm):(\w+)(?:\{[^}]*\})? (\S+)$", re.M)
 
 
-async def read_compiled(client: Any) -> tuple[float, float] | None:
-    """Return how many steps the server has compiled since its start, and the seconds; None: it does not say."""
+async def read_metrics(client: Any) -> dict[str, float]:
+    """Return the server's gauges and counters by name; empty if it has no /metrics."""
     import httpx
 
     try:
-        text = (await client.get("/metrics")).text
+        return parse_metrics((await client.get("/metrics")).text)
     except httpx.HTTPError:
-        return None
-    found = {name: float(value) for name, value in _COMPILED.findall(text)}
-    return (found["compiled_steps"], found["compile_seconds"]) if len(found) == 2 else None
+        return {}
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return the values of Prometheus text by name, without the prefix."""
+    return {name: float(value) for name, value in _METRIC.findall(text)}
+
+
+async def read_compiled(client: Any) -> tuple[float, float] | None:
+    """Return the steps that the server has compiled and the seconds it took; None if it does not report them."""
+    found = await read_metrics(client)
+    both = found.get("compiled_steps_total"), found.get("compile_seconds_total")
+    return None if None in both else both  # type: ignore[return-value]
 
 
 async def warm_up(client: Any, load: Load, model: str, vocab: int, count: int | None) -> None:
-    """Send one request, which shows whether any will be answered, then the other `count` - 1 at once. Without a count:
-    rounds with as many at a time as the load has, until one compiles nothing."""
+    """Send warm-up requests: one first, to see that the server answers, then the other `count` - 1 at once.
+
+    Without a count, send rounds with the load's concurrency until a round compiles nothing.
+    """
     generator = Generator(client, load)
     if count is not None:
         bodies = load.bodies(model, vocab, count, "warm-up")
@@ -58,30 +75,19 @@ async def warm_up(client: Any, load: Load, model: str, vocab: int, count: int | 
 def _check(generator: Generator) -> None:
     for record in generator.records:
         if record.error:
-            raise UserError(f"a first request failed: {record.said}")
-
-
-EVERY = 1.0  # seconds between two looks
-_DECODE = re.compile(r"^(dovetail:\w*decode_step_seconds\w*|vllm:num_requests_running)\{[^}]*\} (\S+)$", re.M)
+            raise UserError(f"a warm-up request failed: {record.said}")
 
 
 async def watch(client: Any, found: list[dict[str, float]]) -> None:
-    """Look at the server's metrics until cancelled."""
-    import httpx
-
+    """Append the server's decode step time every second until cancelled."""
     while True:
         await asyncio.sleep(EVERY)
-        try:
-            text = (await client.get("/metrics")).text
-        except httpx.HTTPError:
-            continue
-        if seen := _read(text):
+        if seen := decode_step(await read_metrics(client)):
             found.append(seen)
 
 
-def _read(text: str) -> dict[str, float] | None:
-    """None while nothing runs, or where the server predicts nothing."""
-    values = {name.partition(":")[2]: float(value) for name, value in _DECODE.findall(text)}
+def decode_step(values: dict[str, float]) -> dict[str, float] | None:
+    """Return the measured and predicted decode step; None while nothing runs or if nothing is predicted."""
     least, most = (values.get(f"predicted_decode_step_seconds_{bound}", 0.0) for bound in ("least", "most"))
     measured = values.get("decode_step_seconds", 0.0)
     if not (measured and most):
@@ -90,22 +96,17 @@ def _read(text: str) -> dict[str, float] | None:
 
 
 def busiest(found: list[dict[str, float]]) -> dict[str, float]:
-    """The look with most sequences running, the later of two; empty where there was none."""
+    """Return the last reading with the most running sequences; empty if there was none."""
     return max(enumerate(found), key=lambda each: (each[1]["running"], each[0]))[1] if found else {}
 
 
 def describe(seen: dict[str, float]) -> str:
+    """Return a sentence on the measured and predicted decode step."""
     ms = {name: f"{seen[name] * 1e3:.3g}" for name in ("measured", "least", "most")}
     return (
         f"the server's decode step with {seen['running']:.0f} running: {ms['measured']} ms, predicted {ms['least']} to "
         f"{ms['most']}"
     )
-
-
-PERCENTILES = (50, 90, 99)
-SOME_VOCAB = 1000  # assumed where the server does not say: every model has as many
-LATE = 0.02  # seconds by which the p99 arrival may be late before we say that this machine is too slow
-BUSY = 0.8  # the share of a core from which the generator's own work shows in the figures
 
 
 def run(
@@ -119,9 +120,11 @@ def run(
     plot: str,
     json_file: str,
 ) -> None:
-    """Raises KeyboardInterrupt after the table of what there was, if interrupted."""
+    """Run the benchmark and print its table; if interrupted, print what there is and raise KeyboardInterrupt."""
     if plot and Path(plot).suffix != ".svg":
-        raise UserError(f"--plot draws SVG, which browsers show: name it {Path(plot).with_suffix('.svg')}")
+        raise UserError(
+            f"--plot must be an .svg file, got {plot}: use {Path(plot).with_suffix('.svg')}", param="--plot"
+        )
     _more_files()
     bench = Bench(url, api_key, load, timeout)
     interrupted = False
@@ -139,6 +142,8 @@ def run(
 
 
 class Bench:
+    """One measurement of a server under a load."""
+
     def __init__(self, url: str, api_key: str, load: Load, timeout: float):
         from dovetail.cli.remote import client_options
 
@@ -146,10 +151,11 @@ class Bench:
         self._model = ""
         self._seconds = self._cpu = 0.0
         self._seen: list[dict[str, float]] = []
-        self._compiled: dict[str, float] = {}  # during the measurement; empty: the server does not say
+        self._compiled: dict[str, float] = {}  # during the measurement; empty if not reported
         self.records: list[Record] = []
 
     async def run(self, model: str, vocab: int, count: int | None) -> None:
+        """Warm the server up and send the load."""
         import httpx
 
         async with httpx.AsyncClient(**self._options) as client:
@@ -171,7 +177,7 @@ class Bench:
                 self._compiled = {"steps": after[0] - before[0], "seconds": after[1] - before[1]}
 
     async def _ask(self, client, model: str, vocab: int) -> tuple[str, int]:
-        """The model's name and the size of its vocabulary, as far as they were not given."""
+        """Return the model's name and vocabulary size, from the server unless given."""
         from dovetail.cli.remote import ServerError, explained, read_models
 
         try:
@@ -181,13 +187,16 @@ class Bench:
             raise UserError(str(error)) from None
         found = next((each for each in models if each["id"] == model), None) if model else models[0]
         if found is None:
-            raise UserError(f"{self._url} has no model {model}; it has {', '.join(each['id'] for each in models)}")
+            raise UserError(
+                f"{self._url} has no model {model}: choose one of {', '.join(each['id'] for each in models)}"
+            )
         longest, asked = found.get("max_model_len"), self._load.input + self._load.output
         if longest and asked > longest:
-            raise UserError(f"--input and --output are {asked} tokens, and {found['id']} takes at most {longest}")
+            raise UserError(f"--input plus --output must be at most {longest} tokens for {found['id']}, got {asked}")
         return found["id"], vocab or found.get("vocab_size") or SOME_VOCAB
 
     def figures(self) -> dict[str, Any]:
+        """Return everything that was measured."""
         ok = [record for record in self.records if record.ok]
         tokens = sum(record.tokens for record in ok)
         later = [r for r in ok if r.tokens > 1]
@@ -216,7 +225,7 @@ class Bench:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """In ms; empty for nothing."""
+    """Return mean, percentiles and maximum in ms; empty for no values."""
     if not seconds:
         return {}
     found = {f"p{q}": percentile(seconds, q) * 1e3 for q in PERCENTILES}
@@ -224,7 +233,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """Between two values it lies on the line through them, as numpy has it."""
+    """Return a percentile, interpolated linearly as numpy does."""
     ordered = sorted(values)
     at = q / 100 * (len(ordered) - 1)
     low = int(at)
@@ -233,7 +242,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def rates(records: Sequence[Record], seconds: float, bins: int = 60) -> list[float]:
-    """Output tok/s in each part of the run. Where an event holds several tokens, each holds as many as the others."""
+    """Return output tok/s in each part of the run, assuming that all events of a request have equally many tokens."""
     each = seconds / bins or 1.0
     counts = [0.0] * bins
     for record in records:
@@ -253,7 +262,7 @@ def _show(figures: dict[str, Any], records: list[Record]) -> None:
     table.add_column("ms", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right")
-    rows = {"TTFT": "to the first token", "ITL": "between events", "TPOT": "per later token", "E2E": "to the end"}
+    rows = {"TTFT": "time to first token", "ITL": "between events", "TPOT": "per later token", "E2E": "whole request"}
     for key, meaning in rows.items():
         values = figures[f"{key.lower()}_ms"]
         table.add_row(f"{key:<5}[dim]{meaning}[/dim]", *(_number(values.get(c)) for c in columns))
@@ -287,24 +296,26 @@ def _describe(figures: dict[str, Any]) -> str:
 
 
 def _remarks(figures: dict[str, Any]) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Return warnings about what distorted the measurement."""
     remarks = []
     if (compiled := figures["compiled"]) and compiled["steps"]:
         remarks.append(
             f"the server compiled {compiled['steps']:.0f} steps during the measurement ({compiled['seconds']:.1f} s), "
-            "and requests waited for them: run it again for figures without that"
+            "and requests waited for them: run the benchmark again"
         )
     if figures["shorter_than_asked"]:
-        remarks.append(f"{figures['shorter_than_asked']} answers were shorter than --output: is ignore_eos honoured?")
+        remarks.append(
+            f"{figures['shorter_than_asked']} completions were shorter than --output: is ignore_eos supported?"
+        )
     if figures["tokens_per_event"] > 1.05:
-        remarks.append(f"an event brought {figures['tokens_per_event']:.1f} tokens on average: TPOT says more than ITL")
+        remarks.append(f"events had {figures['tokens_per_event']:.1f} tokens on average: compare TPOT, not ITL")
     if figures["late_ms"] and figures["late_ms"]["p99"] > LATE * 1e3:
         remarks.append(
-            f"requests were sent up to {figures['late_ms']['p99']:,.0f} ms late (p99): the sender was too slow"
+            f"requests were sent up to {figures['late_ms']['p99']:,.0f} ms late (p99): this machine was too slow"
         )
     if figures["generator_busy"] > BUSY:
         remarks.append(
-            f"the sender was busy {figures['generator_busy']:.0%} of the time: the figures are partly its own"
+            f"the load generator was busy {figures['generator_busy']:.0%} of the time, which distorts the latencies"
         )
     return remarks
 
@@ -328,7 +339,7 @@ def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file:
 
 
 class _bar:
-    """A bar of answered requests on stderr."""
+    """A progress bar of finished requests on stderr."""
 
     def __init__(self, total: int):
         from rich.console import Console
@@ -336,7 +347,7 @@ class _bar:
 
         console = Console(stderr=True)
         columns = (TextColumn("  requests"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
-        # Drawn rarely: drawing takes Python's lock from the thread that takes the times.
+        # Drawn rarely, because drawing holds the GIL while times are taken.
         self._display = Progress(
             *columns, TimeElapsedColumn(), console=console, refresh_per_second=4, transient=True,
             disable=not console.is_terminal,
@@ -357,7 +368,7 @@ class _bar:
 
 
 def _more_files() -> None:
-    """Each open request is a socket, and the usual limit of 1,024 would look like a server that refuses."""
+    """Raise the limit of open files: each open request is a socket, and the usual limit is 1,024."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The body of `dovetail bench throughput`: output tokens per second through LLM.generate, beside a peer in one run."""
+"""`dovetail bench throughput`: output tokens per second of the engine, optionally beside transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.core.errors import UserError
 def run(
     model: str, engine: dict[str, Any], streams: list[int], prompt: int, output: int, peer: str, arrivals: float
 ) -> None:
-    """One row per number of streams: requests come at once, or over `arrivals` seconds at random moments."""
+    """Print one row per number of streams; requests arrive at once or at random times over `arrivals` seconds."""
     from rich.console import Console
     from rich.table import Table
 
@@ -25,10 +25,10 @@ def run(
     from dovetail.engine.options import EngineOptions
 
     if peer not in ("transformers", "none"):
-        raise UserError(f"--peer is transformers or none; got {peer!r}")
+        raise UserError(f"--peer must be transformers or none, got {peer!r}", param="--peer")
     console = Console()
     length, rows = engine["max_model_len"] or prompt + output, engine["max_num_seqs"] or max(streams)
-    options = EngineOptions(**engine | dict(max_model_len=length, max_num_seqs=rows))
+    options = EngineOptions.of(engine | dict(max_model_len=length, max_num_seqs=rows))
     with bar() as progress:
         llm = LLM.from_options(model, options, progress=progress)
     console.print(f"started in {llm.start_seconds:.1f} s; {llm.describe()}")
@@ -51,7 +51,7 @@ def run(
 
 
 def _predicted(expected, n: int, prompt: int, output: int) -> str:
-    """Output tok/s: bounds, or what earlier runs here make likely."""
+    """Return the predicted output tok/s: bounds, or a calibrated value from earlier runs."""
     from dovetail.engine.schedule.step_time import rates
 
     return rates(expected.replica.per_token(n, prompt, output), n) if expected.replica else "-"
@@ -68,7 +68,7 @@ Measured = tuple[float, list[float], list[float]]  # output tok/s, seconds to ea
 
 def _at_once(llm, prompt: int, output: int) -> Callable[[int], Measured]:
     def measure(n: int) -> Measured:
-        _run(llm, n, prompt, output, [0.0] * n, seed=1)  # compiles what is not compiled yet
+        _run(llm, n, prompt, output, [0.0] * n, seed=1)  # warm-up: compile
         return _run(llm, n, prompt, output, [0.0] * n, seed=2)
 
     return measure
@@ -80,20 +80,19 @@ def _arriving(llm, n: int, prompt: int, output: int, window: float) -> Measured:
     llm.reset_prefix_cache()  # the same prompts may have run before
     moments = np.sort(np.random.default_rng(7).uniform(0, window, n)).tolist()
     _run(llm, n, prompt, output, moments, seed=1)
-    while llm.runner.is_compiling:  # what the first run asked for: XLA tries products out on the device
+    while llm.runner.is_compiling:  # XLA benchmarks products on the device while it compiles
         time.sleep(0.1)
     return _run(llm, n, prompt, output, moments, seed=2)
 
 
 def _run(llm, n: int, prompt: int, output: int, moments: list[float], seed: int) -> Measured:
-    """Drive the engine as LLM.generate does, or a server where they come one by one, with a clock at each request's
-    first and last token."""
+    """Drive the engine as LLM.generate or, with arrival times, a server does; time each first and last token."""
     from dovetail.engine.request.params import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     prompts = _prompts(n, prompt, llm.config.vocab, seed)
     gc.collect()
-    gc.freeze()  # as a server does, and generate: a garbage collection amid the run would hold up every request
+    gc.freeze()  # a garbage collection during the run would delay every request
     engine, at_once, start = llm.engine, moments[-1] == 0, time.perf_counter()
     asked: dict[str, float] = {}
     first, last = {}, {}

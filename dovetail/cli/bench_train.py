@@ -1,4 +1,4 @@
-"""`dovetail bench train`: tokens per second of the training step, and its share of the chip's peak."""
+"""`dovetail bench train`: tokens per second of the training step and its MFU."""
 
 import time
 
@@ -12,6 +12,7 @@ def run(
     overrides: list[str],
     trace: str,
 ) -> None:
+    """Compile the training step, time it and print a table."""
     import jax
     from rich.console import Console
 
@@ -31,7 +32,7 @@ def run(
     state = ready.init()
     data = [ready.put(_batch(settings, ready.cfg.vocab, documents, seed)) for seed in range(2)]
     losses = []
-    for i in range(2):  # the first runs hold the allocator's growth
+    for i in range(2):  # warm-up: the allocator grows in the first runs
         state, metrics = step(state, data[i % 2])
         losses.append(float(metrics["loss"]))
     if trace:
@@ -66,7 +67,7 @@ def run(
 
 
 def _training(model: str, batch: int, length: int, overrides: list[str]):
-    """(settings, objective): pretraining's; or those of adapters, where a key of theirs is given."""
+    """Return (settings, objective) of pretraining, or of LoRA if one of its keys is given."""
     from dovetail.core.overrides import place, split
     from dovetail.core.recipe import read
     from dovetail.train.next_token import next_token
@@ -110,7 +111,7 @@ def _adapters(given: dict):
 
 
 def _batch(settings, vocab: int, documents: int, seed: int):
-    """Random tokens in rows of `documents` documents each, of random lengths."""
+    """Return random tokens in rows of `documents` documents of random lengths."""
     import jax.numpy as jnp
     import numpy as np
 

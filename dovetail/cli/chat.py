@@ -1,4 +1,4 @@
-"""`dovetail chat`: a conversation in the terminal, with an engine in this process or with a server."""
+"""`dovetail chat`: chat in the terminal with an engine in this process or with a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.cli.options import takes_engine_options
 from dovetail.core.errors import UserError
 
 if TYPE_CHECKING:
-    from dovetail.cli.chat_partner import Messages, Options, Partner
+    from dovetail.cli.chat_partner import ChatOptions, Messages, Partner
 
 
 QUOTES = '"""'
@@ -23,15 +23,20 @@ QUOTES = '"""'
 
 @dataclass(frozen=True)
 class Said:
+    """A message or command that was typed."""
+
     text: str
     is_command: bool = False
 
 
 def read_said(read: Callable[[bool], str]) -> Said:
-    """Read one message. `read(more)` gives a line, `more` where it continues a message; EOFError at the end.
+    """Read one message of one or more lines.
 
-    A line that ends with a backslash goes on in the next one. A line that begins with three quotes begins a message of
-    all lines up to one that ends with three quotes. Lines that were pasted into a terminal come as one.
+    A line that ends with a backslash continues on the next one. A message in triple quotes may have many lines. Lines
+    pasted into a terminal arrive together.
+
+    Args:
+        read: Returns the next line, given whether it continues a message; raises EOFError at the end.
     """
     first = read(False).strip()
     if first.startswith(QUOTES):
@@ -52,7 +57,7 @@ def _quoted(first: str, read: Callable[[bool], str]) -> str:
 
 
 def _next(read: Callable[[bool], str], at_end: str) -> str:
-    """The next line; `at_end` where the input ends amid a message, which is then taken as it is."""
+    """Return the next line, or `at_end` if the input ends inside a message."""
     try:
         return read(True)
     except EOFError:
@@ -61,34 +66,34 @@ def _next(read: Callable[[bool], str], at_end: str) -> str:
 
 MODEL = "smollm2-135m"
 COMMANDS = {
-    "/system TEXT": "set the system message; without a text, have none",
+    "/system TEXT": "set the system message; without TEXT, remove it",
     "/save FILE": "write the conversation as JSON",
-    "/clear": "forget the conversation; the system message stays",
-    "/help": "show this",
-    "/quit": "end; so does ctrl-D",
-    '"""': "begin a message of several lines, which ends with three quotes; a \\ at a line's end continues it too",
+    "/clear": "clear the conversation but keep the system message",
+    "/help": "show this list",
+    "/quit": "quit; so does ctrl-D",
+    '"""': "start a message of several lines, up to the next three quotes; a \\ at the end of a line continues it too",
 }
-# What a model says goes to a terminal, which would obey the escape sequences in it. \n and \t may pass.
+# Control characters are removed from a model's text, so that it cannot send escape sequences to the terminal.
 _UNPRINTABLE = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
 @takes_engine_options(defaults={"max_num_seqs": 1, "seed": None})
 def chat(
     engine: dict[str, Any],
-    place: str = typer.Argument("", metavar="MODEL_OR_URL", help=f"What to load here ({MODEL}), or http://HOST:PORT."),
-    url: str = typer.Option("", help="A server's address: the same as giving it first."),
-    model: str = typer.Option("", help="What the server calls the model; otherwise its first."),
-    system: str = typer.Option("", help="The system message."),
-    temperature: float = typer.Option(0.7, min=0.0, help="0: the most probable token, always."),
-    max_tokens: int = typer.Option(None, min=1, help="The longest answer; otherwise what the context holds."),
-    api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="The server's key."),
+    place: str = typer.Argument("", metavar="MODEL_OR_URL", help=f"Model to load ({MODEL}), or http://HOST:PORT."),
+    url: str = typer.Option("", help="Address of a server; the same as MODEL_OR_URL."),
+    model: str = typer.Option("", help="Name of the model on the server. Default: the first one."),
+    system: str = typer.Option("", help="System message."),
+    temperature: float = typer.Option(0.7, min=0.0, help="Sampling temperature; 0: greedy."),
+    max_tokens: int = typer.Option(None, min=1, help="Maximum tokens of an answer. Default: up to the context length."),
+    api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="API key of the server."),
 ) -> None:
-    """Talk with a model in the terminal."""
-    from dovetail.cli.chat_partner import Options
+    """Chat with a model in the terminal."""
+    from dovetail.cli.chat_partner import ChatOptions
 
     partner = _partner(place, url, model, api_key, engine)
     try:
-        ok = Chat(partner, Options(temperature, max_tokens), system).run()
+        ok = Chat(partner, ChatOptions(temperature, max_tokens), system).run()
     finally:
         partner.close()
     if not ok:
@@ -100,32 +105,36 @@ def _partner(place: str, url: str, model: str, api_key: str, engine: dict[str, A
 
     if place.startswith(("http://", "https://")):
         if url:
-            raise UserError(f"two servers: {place} and --url {url}; give one")
+            raise UserError(f"got two servers, {place} and --url {url}: give one", param="--url")
         place, url = "", place
     if place and model:
-        raise UserError(f"two models: {place} and --model {model}; give one")
+        raise UserError(f"got two models, {place} and --model {model}: give one", param="--model")
     return Remote(url, place or model, api_key) if url else Local(place or model or MODEL, **engine)
 
 
 class Chat:
-    """The conversation and its loop. Answers go to stdout; everything else goes to stderr."""
+    """The conversation and its loop; answers go to stdout, everything else to stderr."""
 
-    def __init__(self, partner: Partner, options: Options, system: str = ""):
+    def __init__(self, partner: Partner, options: ChatOptions, system: str = ""):
         from rich.console import Console
 
         self._partner, self._options = partner, options
         self.system, self.turns = system, []
-        self._unreachable = False  # no server answered when it was last asked
+        self._unreachable = False  # the last request found no server
         self._is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._out, self._err = Console(highlight=False), Console(stderr=True, highlight=False)
 
     @property
     def messages(self) -> Messages:
+        """Return the system message and the turns."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def run(self) -> bool:
-        """Talk until the end of the input. False where no server answers, and where a script (a pipe) must know that an
-        answer failed."""
+        """Chat until the end of the input.
+
+        Returns:
+            False if no server answers, or if the input is a pipe and an answer failed.
+        """
         if not self._greet():
             return False
         failed = False
@@ -163,8 +172,7 @@ class Chat:
             return None
 
     def _read(self) -> Said | None:
-        """What the person says; None at the end."""
-
+        """Return the next message, or None at the end of the input."""
         try:
             return read_said(self._line)
         except (EOFError, KeyboardInterrupt):
@@ -174,12 +182,12 @@ class Chat:
 
     def _line(self, more: bool) -> str:
         line = input(_prompt(self._out.no_color, more) if self._is_terminal else "")
-        return line.encode("utf-8", "replace").decode()  # half a character in the input is no text
+        return line.encode("utf-8", "replace").decode()  # replace incomplete characters
 
     # --- an answer ----------------------------------------------------------------------------------------------------
 
     def _answer(self, line: str) -> bool:
-        """An interrupted answer stays as far as it came; a question without any answer is taken back."""
+        """Print the answer to `line`; keep a partial answer, and drop a question that got none."""
         from dovetail.cli.remote import NO_CONNECTION, ServerError
 
         self.turns.append({"role": "user", "content": line})
@@ -191,7 +199,7 @@ class Chat:
                 self._note(_cut_off(self._options.max_tokens))
         except KeyboardInterrupt:
             self._note("(stopped)")
-        except (ServerError, ValueError) as caught:
+        except (ServerError, UserError) as caught:
             error = caught
             self._fail(str(caught))
         self._unreachable = isinstance(error, ServerError) and error.kind == NO_CONNECTION
@@ -215,7 +223,7 @@ class Chat:
                     if not isinstance(piece, Thought):
                         said.append(piece)
                     self._show(piece, dim=isinstance(piece, Thought))
-            finally:  # however it ended, what comes next begins a line
+            finally:  # the next output starts on a new line
                 if said:
                     print(flush=True)
 
@@ -228,7 +236,7 @@ class Chat:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _command(self, line: str) -> bool:
-        """Whether it was the last."""
+        """Run a command and return whether to quit."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:
@@ -236,25 +244,25 @@ class Chat:
                 return True
             case "/system":
                 self.system = rest
-                self._note("the system message is set" if rest else "there is no system message now")
+                self._note("system message set" if rest else "system message removed")
             case "/save":
                 self._save(rest)
             case "/clear":
                 self.turns.clear()
-                self._note("the conversation is forgotten")
+                self._note("conversation cleared")
             case "/help":
                 for command, what in COMMANDS.items():
                     self._note(f"  {command:<13} {what}")
             case _:
                 names = ", ".join(each.partition(" ")[0] for each in COMMANDS if each.startswith("/"))
-                self._fail(f"there is no command {name}; there are {names}")
+                self._fail(f"there is no command {name}: use one of {names}")
         return False
 
     def _save(self, path: str) -> None:
         from dovetail.core.files import write_atomic
 
         if not path:
-            self._fail("/save needs a file's name: /save chat.json")
+            self._fail("/save needs a file name: /save chat.json")
             return
         try:
             saved = write_atomic(path, json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
@@ -272,11 +280,11 @@ class Chat:
 
 def _cut_off(most: int | None) -> str:
     if most is None:
-        return "(cut off: the context is full, or the server has a limit of its own; /clear makes room)"
-    return f"(cut off at {most} tokens: --max-tokens sets it)"
+        return "(cut off: the context is full, or the server has a lower limit; /clear frees the context)"
+    return f"(cut off at {most} tokens: raise --max-tokens)"
 
 
 def _prompt(plain: bool, more: bool) -> str:
-    """readline counts a line's width without what stands between \\1 and \\2."""
+    r"""Readline does not count as width what is between \1 and \2."""
     sign = "… " if more else "› "
     return sign if plain else f"\001\x1b[1;36m\002{sign}\001\x1b[0m\002"

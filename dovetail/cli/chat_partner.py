@@ -1,4 +1,4 @@
-"""What answers in `dovetail chat`: an engine in this process, or a server."""
+"""The model that answers in `dovetail chat`: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -13,35 +13,48 @@ from dovetail.cli.remote import DONE, ServerError, client_options, explained, re
 
 Messages = list[dict[str, str]]
 Pieces = Generator[str, None, None]
-ADAPTER = "adapter"  # what the engine in this process calls the only one it has
-SILENCE = 600.0  # seconds; a person waits as long as they like, and has ctrl-C
+ADAPTER = "adapter"  # name of the adapter whose folder was given
+SILENCE = 600.0  # seconds without data; ctrl-C stops earlier
 
 
 class Thought(str):
-    """A piece of a model's reasoning: shown, and not part of the answer."""
+    """A piece of reasoning, which is shown but is not part of the answer."""
 
 
 @dataclass(frozen=True)
-class Options:
+class ChatOptions:
+    """Sampling options of the chat."""
+
     temperature: float
-    max_tokens: int | None  # None: what the context holds
+    max_tokens: int | None  # None: up to the context length
 
 
 class Partner(Protocol):
-    finish_reason: str | None  # of the last answer: length where max_tokens cut it off
+    """A model to chat with."""
+
+    finish_reason: str | None  # of the last answer
 
     def describe(self) -> str:
-        """What it is, in one line."""
+        """Return one line about the model."""
         ...
 
-    def answer(self, messages: Messages, options: Options) -> Pieces:
-        """The next message in pieces. Closing the iterator aborts it. ServerError and ValueError are sentences."""
+    def answer(self, messages: Messages, options: ChatOptions) -> Pieces:
+        """Yield the next message in pieces; closing the iterator aborts it.
+
+        Raises:
+            ServerError: The server failed.
+            UserError: The messages do not fit the model.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the connection."""
+        ...
 
 
 class Local:
+    """An engine in this process."""
+
     def __init__(self, model: str, **engine: Any):
         from dovetail.core.reporter import bar
         from dovetail.engine.llm import LLM
@@ -49,23 +62,25 @@ class Local:
         from dovetail.io.adapter_folder import adapter_tokenizer, base_of
 
         base, self._adapter = base_of(model), None
-        if base:  # an adapter's folder: its base, with the adapter on it
+        if base:  # an adapter's folder: load its base and the adapter
             self._adapter = ADAPTER
             engine["lora_modules"] = {**engine.get("lora_modules", {}), ADAPTER: model}
-        options = EngineOptions(**{"max_num_seqs": 1, "seed": None} | engine)
+        options = EngineOptions.of({"max_num_seqs": 1, "seed": None} | engine)
         with bar() as progress:
             self._llm = LLM.from_options(base or model, options, progress=progress)
         self._tokenizer = adapter_tokenizer(model, self._llm.tokenizer) if base else self._llm.tokenizer
         self._model, self.finish_reason = f"{model} on {base}" if base else model, None
 
     def describe(self) -> str:
+        """Return the model and its start time."""
         return f"{self._model}, in this process, started in {self._llm.start_seconds:.1f} s"
 
-    def answer(self, messages: Messages, options: Options) -> Pieces:
+    def answer(self, messages: Messages, options: ChatOptions) -> Pieces:
+        """Yield the text of the next message."""
         from dovetail.engine.request.params import SamplingParams, check_room
 
         params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-        assert self._tokenizer is not None  # only dummy weights have none
+        assert self._tokenizer is not None  # only dummy weights lack one
         prompt = self._tokenizer.encode_chat(messages)
         check_room("max_tokens", options.max_tokens, len(prompt), self._llm.engine.scheduler.config.context)
         self.finish_reason = None
@@ -79,10 +94,12 @@ class Local:
                     self.finish_reason = update.finish_reason
 
     def close(self) -> None:
-        pass
+        """Do nothing: there is no connection."""
 
 
 class Remote:
+    """An OpenAI-compatible server."""
+
     def __init__(self, url: str, model: str, api_key: str):
         import httpx
 
@@ -90,14 +107,16 @@ class Remote:
         self._url, self._model, self.finish_reason = url, model, None
 
     def describe(self) -> str:
+        """Return the model and the server's address."""
         return f"{self._name()} at {self._url}"
 
-    def answer(self, messages: Messages, options: Options) -> Pieces:
+    def answer(self, messages: Messages, options: ChatOptions) -> Pieces:
+        """Yield the text and reasoning of the next message."""
         body = {"model": self._name(), "messages": messages, "stream": True, "temperature": options.temperature}
         if options.max_tokens is not None:
             body["max_tokens"] = options.max_tokens
         self.finish_reason = None
-        # Leaving in the middle closes the connection, by which the server knows to stop.
+        # Leaving early closes the connection, and the server stops.
         with explained(self._url), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 response.read()
@@ -107,7 +126,7 @@ class Remote:
                 if event is DONE:
                     return
                 yield from self._pieces(event)
-        raise ServerError("cut off", "the server closed the connection before the answer's end")
+        raise ServerError("cut off", "the server closed the connection before the end of the answer")
 
     def _pieces(self, event: Any) -> Iterator[str]:
         for choice in (event or {}).get("choices", ()):
@@ -119,20 +138,23 @@ class Remote:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def _name(self) -> str:
-        """Unless it was given, the server's first. Asked for when needed: a chat may begin before its server."""
+        """Return the given model or the server's first, asked for when needed: the server may start later."""
         if not self._model:
             with explained(self._url):
                 self._model = read_models(self._client.get("/v1/models"))[0]["id"]
         return self._model
 
     def close(self) -> None:
+        """Close the connection."""
         self._client.close()
 
 
 @contextmanager
 def _between_steps() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of raising: an exception amid a step would leave the engine's state half updated.
-    Pressed again it ends the program, for the step may be long: it may be compiling."""
+    """Let Ctrl-C set an event, because an exception inside a step would leave the engine's state half updated.
+
+    A second Ctrl-C ends the program: the step may be compiling for long.
+    """
     asked = threading.Event()
 
     def handler(*_: Any) -> None:

@@ -105,7 +105,7 @@ def compile_serve(
 
     (cfg, dtype), devices = outline(model), topologies.tpu_devices(wanted)
     degree = engine["tensor_parallel_size"] or len(devices)
-    given = EngineOptions(**engine | dict(dtype=engine["dtype"] or dtype, tensor_parallel_size=degree))
+    given = EngineOptions.of(engine | dict(dtype=engine["dtype"] or dtype, tensor_parallel_size=degree))
     console, reports = Console(highlight=False, stderr=as_json), []
     with console.status(f"compiling the largest step of {model} for {wanted}") as status:
         made, *_ = compiled(lambda _: abstract_engine(cfg, given, devices))

@@ -121,10 +121,9 @@ def plain(report: Report) -> dict[str, Any]:
 
 def table(report: Report):
     """Return a table of what the compiler counted beside the estimate, per device."""
-    from rich import box
-    from rich.table import Table
+    from dovetail.cli.tables import framed
 
-    out = Table(title=report.title, title_justify="left", title_style="bold", box=box.ROUNDED)
+    out = framed(report.title)
     out.add_column("per device", style="cyan")
     out.add_column("compiled", justify="right")
     out.add_column("estimated", justify="right")

@@ -1,4 +1,4 @@
-"""`dovetail data`: tokenise a corpus once, and look at the rows that training will read, or at an example of tuning."""
+"""`dovetail data`: tokenize a corpus, show the rows that training reads, or show an example of fine-tuning."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError, UserError
 
-if TYPE_CHECKING:
-    from dovetail.data.settings import Data
 if TYPE_CHECKING:
     from rich.text import Text
 
     from dovetail.data.example_encoder import ExampleEncoder, MaskedTokens
     from dovetail.data.records import Record
-    from dovetail.data.settings import Keys, TuningData
+    from dovetail.data.settings import Data, Keys, TuningData
     from dovetail.io.tokenizer import Tokenizer
     from dovetail.tune.settings import Tuning
 
 
-app = typer.Typer(help="Tokenise a corpus once; look at the rows that training reads.", no_args_is_help=True)
+app = typer.Typer(help="Tokenize a corpus; show the rows or examples that training reads.", no_args_is_help=True)
 
-WHAT = typer.Argument(help="A recipe and key=value, or files, folders, patterns and built-in corpora (fables).")
-TOKENIZER = typer.Option(
-    "", help="bytes, a folder with a tokenizer.json, or a model's name; a recipe's own if not given."
-)
-OUT = typer.Option("", help="The folder of the cache; the recipe's, or the package's own, if not given.")
-FORMAT = typer.Option("auto", "--format", help="text, jsonl, parquet, arrayrecord, hf or corpus; else by the files.")
-TEXT_KEY = typer.Option("text", help="The field that holds the text, where a record has fields.")
-LENGTH = 256  # tokens of a row that `show` shows when no recipe says
+WHAT = typer.Argument(help="Recipe and overrides; or files, folders, patterns and built-in corpora (fables).")
+TOKENIZER = typer.Option("", help="bytes, folder with a tokenizer.json, or model name. Default: the recipe's.")
+OUT = typer.Option("", help="Folder of the cache. Default: the recipe's, or the package's cache.")
+FORMAT = typer.Option("auto", "--format", help="text, jsonl, parquet, arrayrecord, hf or corpus; auto: by file name.")
+TEXT_KEY = typer.Option("text", help="Field of a record that has the text.")
+LENGTH = 256  # tokens per row without a recipe
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red")
 
 
@@ -41,9 +37,9 @@ def prepare(
     out: str = OUT,
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
-    processes: int = typer.Option(0, min=0, help="How many processes tokenise; one per core if not given."),
+    processes: int = typer.Option(0, min=0, help="Number of processes. Default: one per core."),
 ) -> None:
-    """Tokenise a recipe's data, or files, into a cache."""
+    """Tokenize the data of a recipe, or files, into the cache."""
     from rich.console import Console
 
     from dovetail.core.reporter import bar
@@ -61,28 +57,31 @@ def prepare(
 @app.command()
 def show(
     what: list[str] = WHAT,
-    rows: int = typer.Option(2, min=1, help="How many rows."),
-    first: int = typer.Option(0, min=0, help="The number of the first row of the run to show."),
-    length: int = typer.Option(0, min=0, help=f"Tokens of a row; the recipe's, or {LENGTH}, if not given."),
-    packing: str = typer.Option("", help="concat or best_fit; the recipe's, or concat, if not given."),
-    held_out: bool = typer.Option(False, help="Rows of the held-out documents, not those of training."),
+    rows: int = typer.Option(2, min=1, help="Number of rows."),
+    first: int = typer.Option(0, min=0, help="Index of the first row."),
+    length: int = typer.Option(0, min=0, help=f"Tokens per row. Default: the recipe's, or {LENGTH}."),
+    packing: str = typer.Option("", help="concat or best_fit. Default: the recipe's, or concat."),
+    held_out: bool = typer.Option(False, "--held-out", help="Show rows of the held-out documents."),
     tokenizer: str = TOKENIZER,
     out: str = OUT,
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
-    model: str = typer.Option("", help="Show an example for fine-tuning this model; model=NAME does the same."),
-    index: int = typer.Option(0, min=0, help="Of an example: the number of its record."),
-    use: str = typer.Option("", "--kind", help="Of an example: sft, preference, unpaired, prompts; else by its keys."),
+    model: str = typer.Option("", help="Show a fine-tuning example for this model; short for model=NAME."),
+    index: int = typer.Option(0, min=0, help="Index of the example's record."),
+    use: str = typer.Option(
+        "", "--kind", help="Kind of example: sft, preference, unpaired or prompts. Default: by its keys."
+    ),
 ) -> None:
-    """Show rows as training reads them, a colour per document; or, of a recipe for fine-tuning or with a model, one
-    example and what it trains. Keys are those of `dovetail sft`: model=NAME data.path=chats.jsonl data.template=FILE"""
+    """Show rows of pretraining, a colour per document, or an example of fine-tuning with its trained tokens.
 
+    An example is shown for a fine-tuning recipe or with a model: model=NAME data.path=chats.jsonl data.template=FILE.
+    """
     if recipe := tuning_recipe(what, model):
         _refuse_with_model(tokenizer=tokenizer, packing=packing, first=first, held_out=held_out, out=out)
         show_example(recipe, model, index, use, length)
         return
     if index or use:
-        raise UserError("expected --model with --index and --kind: whose tokenizer and chat template to use")
+        raise UserError("--index and --kind need --model, whose tokenizer and chat template are used")
     _show_rows(what, rows, first, length, packing, held_out, tokenizer, out, kind, text_key)
 
 
@@ -90,9 +89,7 @@ def _refuse_with_model(**given: object) -> None:
     for name, value in given.items():
         if value:
             option = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{option} is about rows of text, and an example for fine-tuning is shown: leave it out, or --model"
-            )
+            raise UserError(f"{option} applies to rows of text, not to a fine-tuning example: leave it or --model out")
 
 
 def _show_rows(
@@ -121,7 +118,7 @@ def _show_rows(
         found = open_data(data, length or recipe_length or LENGTH, 1, model, directory=out, progress=progress)
     loader = found[1] if held_out else found[0]
     if loader is None:
-        raise UserError("expected held-out documents to show, and data.held_out is 0; set it, such as 0.01")
+        raise UserError("--held-out needs held-out documents, but data.held_out is 0: set it, such as 0.01")
     encoder, console = make(data.tokenizer, model), Console(highlight=False)
     for i in range(first, first + rows):
         source, _ = loader.rows.locate(i)
@@ -131,7 +128,7 @@ def _show_rows(
 
 
 def _read(what: list[str], tokenizer: str, kind: str, text_key: str):
-    """(data, the model's own tokenizer or None, tokens of a row or 0) of a recipe, or of paths."""
+    """Return (data, the model's tokenizer or None, tokens per row or 0) of a recipe or of paths."""
     import dataclasses
 
     from dovetail.core.recipe import load, shipped
@@ -141,7 +138,7 @@ def _read(what: list[str], tokenizer: str, kind: str, text_key: str):
         from dovetail.train.settings import Pretrain
 
         if kind != "auto" or text_key != "text":
-            raise UserError("expected --format and --text-key with paths; a recipe says them for each of its sources")
+            raise UserError("--format and --text-key apply to paths: a recipe sets them for each source")
         recipe = load(what[0], what[1:], Pretrain)
         data = dataclasses.replace(recipe.data, tokenizer=tokenizer or recipe.data.tokenizer)
         return data, beside_model(recipe.model, recipe.init), recipe.length
@@ -152,19 +149,17 @@ def _from_paths(paths: list[str], tokenizer: str, kind: str, text_key: str) -> D
     from dovetail.data.settings import Data, Source
 
     if not tokenizer:
-        raise UserError("expected --tokenizer with paths: bytes, a folder with a tokenizer.json, or a model's name")
+        raise UserError("paths need --tokenizer: bytes, a folder with a tokenizer.json, or a model name")
     return Data(tuple(Source(path, format=kind, text_key=text_key) for path in paths), tokenizer)
 
 
 def _table(stores):
     import numpy as np
-    from rich import box
-    from rich.table import Table
 
-    out = Table(title="tokens", title_justify="left", title_style="bold", box=box.ROUNDED)
-    out.add_column("source")
-    for column in ("documents", "empty", "tokens", "text", "tokens per document, p50", "p99"):
-        out.add_column(column, justify="right")
+    from dovetail.cli.tables import framed
+
+    right = ("documents", "empty", "tokens", "text", "tokens per document, p50", "p99")
+    out = framed("tokens", "source", right=right)
     for store in stores:
         meta, (p50, p99) = store.meta, np.percentile(store.lengths, [50, 99])
         text = f"{meta.text_bytes / 1e6:,.1f} MB"
@@ -175,7 +170,7 @@ def _table(stores):
 
 
 def _row(row, encoder, title: str):
-    """A heading and the row's text; each document in the next colour, its end as a mark."""
+    """Yield a heading and the text of a row, with a colour per document and a mark at its end."""
     from rich.text import Text
 
     segments = int(row.segment_ids.max())
@@ -186,20 +181,19 @@ def _row(row, encoder, title: str):
         ended = ids[-1] == encoder.eos_id
         text.append(encoder.decode(ids[:-1] if ended else ids), style=COLOURS[(segment - 1) % len(COLOURS)])
         text.append("⏹" if ended else "…", style="bold reverse")
-    heading = f"{title}: {segments} documents or parts of them, {used} tokens, {len(row.tokens) - used} padding, "
+    heading = f"{title}: {segments} documents or parts, {used} tokens, {len(row.tokens) - used} padding, "
     yield Text(f"{heading}{int(row.loss_mask.sum())} targets", style="bold")
     yield text
 
 
-TUNING = ("lora", "samples", "epochs", "preference", "teacher", "reward", "algo")  # keys of fine-tuning's recipes alone
+TUNING = ("lora", "samples", "epochs", "preference", "teacher", "reward", "algo")  # keys that only fine-tuning has
 READ_KEYS = ("model", "init", "length", "data", "assistant_only_loss", "completion_only_loss")
 TRAINED, READ = "bold green", "dim"
-OPEN, CLOSE = "⟦", "⟧"  # around what is trained, where there are no colours
+OPEN, CLOSE = "⟦", "⟧"  # around trained text on a terminal without colours
 
 
 def tuning_recipe(what: list[str], model: str = "") -> Tuning | None:
-    """Return what says how examples are made: a recipe for fine-tuning with key=value, or a path with the keys of such
-    a recipe or of its data; None: it is about the rows of a corpus."""
+    """Return the fine-tuning settings of a recipe, or of a path with keys; None if `what` is a corpus."""
     from dovetail.core.overrides import place, split
     from dovetail.core.recipe import raw, training_of
     from dovetail.tune.settings import Sft
@@ -219,7 +213,7 @@ def tuning_recipe(what: list[str], model: str = "") -> Tuning | None:
 
 
 def _of_recipe(path: list[str]) -> list[str]:
-    """Return a key as a recipe has it: those of the data may be given without `data`."""
+    """Return the key's path in a recipe; keys of the data may be given without `data`."""
     from dataclasses import fields
 
     from dovetail.data.settings import TuningData
@@ -240,16 +234,16 @@ def _read_tuning(mapping: dict[str, Any], where: str = "") -> Tuning:
     known = {field.name for cls in (Sft, Dpo, Reward, Distill, Rl) for field in fields(cls)}
     for key in mapping:
         if key not in known:
-            raise UserError(f"{where}{key} is not a key.{did_you_mean(key, sorted(known | {'keys', 'template'}))}")
+            raise RecipeError(f"{where}{key} is not a key.{did_you_mean(key, sorted(known | {'keys', 'template'}))}")
     wanted = {name: mapping[name] for name in READ_KEYS if name in mapping}
-    try:  # whatever kind of fine-tuning it is for: all are alike in these
+    try:  # these keys are the same in every kind of fine-tuning
         return read(Sft, wanted | {"steps": 1})
-    except ValueError as error:
-        raise UserError(f"{where}{error}") from error
+    except UserError as error:
+        raise RecipeError(f"{where}{error}", param=error.param) from error
 
 
 def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int) -> None:
-    """Print an example, shortened to `length` tokens or, where that is 0, to the recipe's."""
+    """Print an example, truncated to `length` tokens, or to the recipe's length if that is 0."""
     from rich.console import Console
 
     from dovetail.data.encoder import find_tokenizer
@@ -258,7 +252,7 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
     model = model or recipe.weights
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
-        raise UserError(f"{model!r} has no tokenizer: name a model, or a folder with a tokenizer.json, by --model")
+        raise UserError(f"{model!r} has no tokenizer: set --model to a model or a folder with a tokenizer.json")
     settings, length = recipe.data, length or recipe.length
     record, keys = _record(settings, index)
     console = Console(highlight=False)
@@ -277,9 +271,7 @@ def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
             count += 1
             if count == index + 1:
                 return record, keys
-    raise UserError(
-        f"expected an --index below {count}, for {' and '.join(names)} holds {count:,} records; got {index}"
-    )
+    raise UserError(f"--index must be below {count:,}, the number of records in {' and '.join(names)}, got {index}")
 
 
 def _parts(
@@ -293,7 +285,9 @@ def _parts(
     kind = kind or kind_of(record, keys)
     found = example(record, kind, settings.format, keys)
     if found is None:
-        raise UserError(f"{record.where()}: nothing is trained, for the assistant does not speak; try another --index")
+        raise UserError(
+            f"{record.where()}: no token is trained, because there is no assistant message: try another --index"
+        )
     if kind == "prompts":
         yield Text(f"{record.where()} ({kind})", style="bold")
         yield Text(encoder.decode(encoder.prompt(found.sides[0])), style=READ)
@@ -319,7 +313,7 @@ def _counts(what: str, documents: list[MaskedTokens]) -> str:
 
 
 def _coloured(document: MaskedTokens, tokenizer: Tokenizer, colour: bool) -> Text:
-    """The text in runs of tokens that are trained or not; without colours, marks are around those that are."""
+    """Return the text with trained tokens coloured or, without colours, between marks."""
     from rich.text import Text
 
     stream, text = tokenizer.stream(skip_special=False), Text()

@@ -116,9 +116,7 @@ def _summary(findings) -> None:
 
 
 def _compare(paths: list[Path], as_json: bool) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     from dovetail.doctor import differences, read_report
 

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees when something goes wrong: one line and an exit code, not a traceback."""
+"""Errors on the command line: one line and exit code 2 for a UserError, a traceback and 1 for anything else."""
 
 import sys
 import warnings
@@ -9,7 +9,7 @@ from dovetail.core.errors import report_failure
 
 
 def run(command: Callable[[], object]) -> None:
-    """Call `command`, turning exceptions into messages: exit 2 for a user's error, 1 for ours, 130 for ctrl-C."""
+    """Call `command` and exit with 2 for a user's error, 1 for a fault of Dovetail, 130 for ctrl-C."""
     try:
         command()
     except KeyboardInterrupt:
@@ -22,7 +22,7 @@ def _explain(error: Exception) -> NoReturn:
     code, line = report_failure(error)
     label, _, message = line.partition(": ")
     _say(f"{label}:", message)
-    # what the error broke off (a library's write under way) is collected at the exit, and would have the last word
+    # a library's unfinished write would otherwise print a warning after the error
     warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""The engine as a judge of text: log-probabilities and completions, for our own tasks and for lm-eval's."""
+"""Score text with the engine: log-probabilities and completions for `dovetail eval` and lm-eval."""
 
 from __future__ import annotations
 
@@ -9,79 +9,86 @@ from typing import Any, NamedTuple
 
 from dovetail.core.errors import UserError
 
-AT_ONCE = 2048  # prompts handed to the engine together: their log-probabilities are kept until all are done
-MAX_NEW = 256  # tokens of an answer, where a task does not say
+AT_ONCE = 2048  # prompts per call, whose log-probabilities are held until all are done
+MAX_NEW = 256  # default tokens of a completion
 
 
 class Score(NamedTuple):
+    """The score of a continuation."""
+
     logprob: float
-    greedy: bool  # whether each token was the most probable one
+    greedy: bool  # whether every token was the most probable one
 
 
 class Bytes:
-    """A tokenizer for models of raw UTF-8 bytes: ids 0 to 255, and 256 between documents."""
+    """Tokenize into raw UTF-8 bytes: ids 0 to 255, and 256 between documents."""
 
     bos_id, eos_id = None, 256
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the bytes as ids."""
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
+        """Return the byte of an id."""
         return bytes([token_id])
 
 
 class Judge:
-    """`tokenizer`: the model's own, if None."""
+    """Score and complete texts with an LLM; `tokenizer` defaults to the model's."""
 
     def __init__(self, llm: Any, tokenizer: Any = None):
         self.llm, self.tokenizer = llm, tokenizer or llm.tokenizer
         if self.tokenizer is None:
-            raise UserError(
-                "the model has no tokenizer, so text cannot be judged: give --tokenizer bytes if it reads raw bytes"
-            )
-        self.longest = llm.engine.scheduler.config.max_model_len - 1  # the engine samples a token after every prompt
+            raise UserError("the model has no tokenizer: set --tokenizer bytes if it reads raw bytes")
+        self.longest = llm.engine.scheduler.config.max_model_len - 1  # the engine samples one token after every prompt
         self._bos = self._before_text()
         self._known = self._padded_to()
 
     def _padded_to(self) -> tuple[int, ...] | None:
-        """The ids that have a text, where a model has more of them: one that is hardly trained samples the others too,
-        and the engine cannot write them."""
+        """Return the ids of the tokenizer if the model has more.
+
+        A model with little training samples the other ids too, which have no text.
+        """
         own = self.llm.tokenizer
         if own is None or own.vocab_size >= self.llm.config.vocab:
             return None
         return tuple(own.backend.get_vocab().values())
 
     def _before_text(self) -> list[int]:
-        """[BOS], where the tokenizer puts it. Seen on a text: BOS and EOS may be one token."""
+        """Return [BOS] if the tokenizer adds it, found by encoding a text: BOS and EOS may be the same token."""
         bare, framed = (self.tokenizer.encode("a", add_special=special) for special in (False, True))
         bos = self.tokenizer.bos_id
         return [bos] if bos is not None and framed[: len(bare) + 1] == [bos, *bare] else []
 
     def encode(self, text: str) -> list[int]:
-        """With BOS in front where the tokenizer puts one (once: a chat template writes its own), and no EOS behind."""
+        """Encode with one BOS if the tokenizer adds it (a chat template may have written it), and without EOS."""
         ids = self.tokenizer.encode(text, add_special=False)
         return ids if ids[:1] == self._bos else self._bos + ids
 
     def document(self, text: str) -> list[int]:
-        """As a text stands in training: the end token is one of those to predict."""
+        """Encode as in training, with the end token, which is predicted too."""
         ids, end = self.encode(text), self.tokenizer.eos_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     @property
     def prefix(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """Return the token to put before a text without context."""
         config = self.llm.config
         for token in (self.tokenizer.bos_id, self.tokenizer.eos_id, config.bos_id, *config.eos_ids):
             if token is not None:
                 return token
-        raise UserError("the model names neither a BOS nor an EOS token, so a text's first token cannot be scored")
+        raise UserError("the model has neither a BOS nor an EOS token, so the first token of a text cannot be scored")
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Both as ids. They are tokenized together and cut where the context ends; spaces between them belong to the
-        continuation, for so it was when the model was trained."""
+        """Encode context and continuation together and split them where the context ends.
+
+        Spaces between them belong to the continuation, as in training.
+        """
         if not context:
             ids = self.tokenizer.encode(continuation, add_special=False)
             return ([self.prefix], ids) if ids[:1] != [self.prefix] else (ids[:1], ids[1:])
@@ -92,27 +99,29 @@ class Judge:
         return whole[: len(first)], whole[len(first) :]
 
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """Of each continuation after its context. A context that is too long loses its beginning."""
+        """Return the score of each continuation; a context that is too long is cut at its beginning."""
         return [
             Score(math.fsum(e.logprob for e in entries), all(e.rank == 1 for e in entries))
             for entries in self.entries(pairs)
         ]
 
     def entries(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Sequence[Any]]:
-        """A TokenLogprob for each token of each continuation."""
+        """Return a TokenLogprob for each token of each continuation."""
         for _, continuation in pairs:
             if len(continuation) >= self.longest:
                 raise UserError(
-                    f"a continuation of {len(continuation):,} tokens cannot be scored: with a token before it at most "
-                    f"{self.longest:,} fit; raise --max-model-len or split it"
+                    f"a continuation must be below {self.longest:,} tokens, got {len(continuation):,}: raise "
+                    "--max-model-len or split it"
                 )
         whole = [[*context, *continuation][-self.longest :] for context, continuation in pairs]
         found = self._prompt_logprobs(whole)
         return [each[len(each) - len(after) :] for (_, after), each in zip(pairs, found, strict=True)]
 
     def windows(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """(context, continuation) pairs in which each token but the first is scored once. Full windows follow each
-        other, and the last one reaches back as far as it can."""
+        """Yield (context, continuation) pairs that score each token but the first once.
+
+        Full windows follow each other, and the last one reaches back as far as it can.
+        """
         done = 1
         while done < len(ids):
             end = min(len(ids), done + self.longest - 1)
@@ -121,7 +130,7 @@ class Judge:
             done = end
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """The log-probability of each whole text, from its first token on."""
+        """Return the log-probability of each whole text, including its first token."""
         pairs = [(i, pair) for i, text in enumerate(texts) for pair in self.windows(self._prefixed(text))]
         totals = [0.0] * len(texts)
         for (i, _), score in zip(pairs, self.score([pair for _, pair in pairs]), strict=True):
@@ -133,7 +142,7 @@ class Judge:
         return ids if ids[:1] == [self.prefix] else [self.prefix, *ids]
 
     def complete(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """The answer to each (text, lm-eval's generation arguments)."""
+        """Return the completion of each (text, generation arguments of lm-eval)."""
         prompts, params, stops = [], [], []
         for text, options in asked:
             each, until = sampling(options, self.llm.tokenizer is not None, self._known)
@@ -161,7 +170,7 @@ class Judge:
 def sampling(
     options: Mapping[str, Any], engine_stops: bool = True, allowed: tuple[int, ...] | None = None
 ) -> tuple[Any, list[str]]:
-    """(SamplingParams, stop strings) of lm-eval's generation arguments. What cannot be honoured is refused."""
+    """Return (SamplingParams, stop strings) for lm-eval's generation arguments; refuse unsupported ones."""
     from dovetail.engine.request.params import SamplingParams
 
     rest = dict(options)
@@ -171,15 +180,13 @@ def sampling(
     longest = next((rest[name] for name in named if rest.get(name) is not None), MAX_NEW)
     sample, temperature = rest.pop("do_sample", None), float(rest.pop("temperature", None) or 0.0)
     if sample and not temperature:
-        temperature = 1.0  # sampling was asked for without a temperature
+        temperature = 1.0  # do_sample without a temperature
     if int(rest.pop("num_beams", 1)) != 1:
-        raise UserError(f"num_beams={options['num_beams']}: the engine samples one token at a time; leave it at 1")
+        raise UserError(f"num_beams must be 1, because the engine has no beam search, got {options['num_beams']}")
     kept = {name: rest.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in rest}
     unknown = sorted(set(rest) - set(named))
     if unknown:
-        raise UserError(
-            f"the task asks for {', '.join(unknown)} in its generation_kwargs, which the engine does not know"
-        )
+        raise UserError(f"the task's generation_kwargs have {', '.join(unknown)}, which the engine does not support")
     params = SamplingParams(
         max_tokens=int(longest), temperature=temperature if sample is not False else 0.0,
         stop=tuple(until) if engine_stops else (), allowed_token_ids=allowed, **kept,
@@ -192,8 +199,8 @@ def _until(text: str, stops: Sequence[str]) -> str:
 
 
 def lm_eval_model(judge: Judge, name: str) -> Any:
-    """The judge, as lm-eval asks a model."""
-    LM: Any = import_module("lm_eval.api.model").LM  # an extra: type checkers may not find it
+    """Return the judge as a model of lm-eval."""
+    LM: Any = import_module("lm_eval.api.model").LM  # an optional package, unknown to type checkers
 
     class DovetailLM(LM):
         tokenizer_name = name

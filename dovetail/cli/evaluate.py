@@ -1,4 +1,4 @@
-"""`dovetail eval`: how good a model is. Held-out loss needs nothing more; lm-eval's tasks need the `eval` extra."""
+"""`dovetail eval`: held-out loss, or tasks of lm-eval, which need the `eval` extra."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ LOSS = "loss"
 
 
 class Result(NamedTuple):
+    """One metric of one task."""
+
     task: str
     metric: str
     value: float | None
@@ -29,17 +31,17 @@ class Result(NamedTuple):
 @takes_engine_options()
 def evaluate(
     engine: dict[str, Any],
-    model: str = typer.Argument(help="A folder, run folder, .gguf file, hub id or catalogue name."),
-    tasks: str = typer.Option(..., help="With commas between: loss, an lm-eval task, or a task's .yaml file."),
-    data: str = typer.Option("", help="For the task loss: a .jsonl file, or a text."),
-    text_key: str = typer.Option("text", help="Where a line of --data has its text."),
-    limit: int = typer.Option(None, min=1, help="Documents of each task; otherwise all."),
-    num_fewshot: int = typer.Option(None, min=0, help="Examples before each question; otherwise as the task says."),
-    chat: bool = typer.Option(False, help="Ask through the model's chat template."),
-    tokenizer: str = typer.Option("", help="bytes: the model reads raw bytes. Otherwise its own."),
-    json: str = typer.Option("", help="Write the results into this file too."),
+    model: str = typer.Argument(help="Folder, run folder, .gguf file, hub id or catalogue name."),
+    tasks: str = typer.Option(..., help="Comma-separated: loss, lm-eval tasks, or .yaml files of tasks."),
+    data: str = typer.Option("", help="Text or .jsonl file for the task loss."),
+    text_key: str = typer.Option("text", help="Field of a --data record that has the text."),
+    limit: int = typer.Option(None, min=1, help="Maximum documents per task. Default: all."),
+    num_fewshot: int = typer.Option(None, min=0, help="Few-shot examples. Default: the task's."),
+    chat: bool = typer.Option(False, "--chat", help="Apply the model's chat template."),
+    tokenizer: str = typer.Option("", help="bytes for a model of raw bytes. Default: the model's tokenizer."),
+    json: str = typer.Option("", help="Also write the results to this file."),
 ) -> None:
-    """Measure a model: held-out loss, or tasks of lm-eval."""
+    """Evaluate a model: held-out loss, or tasks of lm-eval."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     _check(names, data, tokenizer)
     judge = _judge(model, tokenizer, engine)
@@ -58,13 +60,13 @@ def evaluate(
 
 
 def _check(names: list[str], data: str, tokenizer: str) -> None:
-    """Checked before a model is loaded, which takes long."""
+    """Check the arguments before the model is loaded."""
     if not names:
-        raise UserError("--tasks is empty: give loss, an lm-eval task, or a task's .yaml file")
+        raise UserError("--tasks must name loss, an lm-eval task or a .yaml file of a task", param="--tasks")
     if (LOSS in names) != bool(data):
-        raise UserError("the task loss and --data belong together: the one is measured on the other")
+        raise UserError("the task loss and --data must be given together", param="--data")
     if tokenizer not in ("", "bytes"):
-        raise UserError(f"--tokenizer is bytes, or not given for the model's own; got {tokenizer!r}")
+        raise UserError(f"--tokenizer must be bytes or left out, got {tokenizer!r}", param="--tokenizer")
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise MissingFileError(f"there is no task file {name}")
@@ -84,7 +86,7 @@ def _judge(model: str, tokenizer: str, engine: dict[str, Any]):
 
 
 def newest_export(model: str) -> str:
-    """Of a run's folder, the last export; anything else unchanged."""
+    """Return the last export of a run's folder; return anything else unchanged."""
     folder = Path(model)
     if not folder.is_dir() or (folder / "config.json").exists():
         return model
@@ -95,7 +97,7 @@ def newest_export(model: str) -> str:
     if steps:
         return str(steps[max(steps)])
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
-        raise UserError(f"the run {folder} has no export to judge: set checkpoint.export_hf to the steps between two")
+        raise UserError(f"the run {folder} has no export to evaluate: train with --export-hf STEPS")
     return model
 
 
@@ -103,9 +105,10 @@ def newest_export(model: str) -> str:
 
 
 def documents(path: str, text_key: str, limit: int | None) -> list[str]:
+    """Return the texts of a file, at most `limit`."""
     found = list(islice((text for text in _documents(Path(path), text_key) if text), limit))
     if not found:
-        raise UserError(f"{path} holds no text to measure on")
+        raise UserError(f"{path} has no text")
     return found
 
 
@@ -121,7 +124,7 @@ def _documents(path: Path, text_key: str) -> Iterator[str]:
                 text = json_module.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f'line {number} of {path} is not {{"{text_key}": ...}}: name the key with --text-key'
+                    f"line {number} of {path} must be a record with the field {text_key!r}: set --text-key"
                 ) from None
             if not isinstance(text, str):
                 raise UserError(f"line {number} of {path}: {text_key} is not text")
@@ -129,8 +132,11 @@ def _documents(path: Path, text_key: str) -> Iterator[str]:
 
 
 def held_out(judge, texts: list[str]) -> list[Result]:
-    """Loss as training measures it, the end token among what is predicted. A document's first token has nothing before
-    it unless the tokenizer puts BOS there, and is not scored then. Bits per byte are of the text's own tokens."""
+    """Return the loss as training measures it, perplexity and bits per byte.
+
+    The end token is predicted too. A document's first token is scored only if the tokenizer adds BOS. Bits per byte
+    count the text's own tokens.
+    """
     pairs, size, special = [], 0, {judge.tokenizer.bos_id, judge.tokenizer.eos_id}
     for text in texts:
         ids = judge.document(text)
@@ -138,7 +144,7 @@ def held_out(judge, texts: list[str]) -> list[Result]:
         size += len(text.encode()) - (0 if ids[0] in special else len(judge.tokenizer.token_bytes(ids[0])))
     entries = [entry for each in judge.entries(pairs) for entry in each]
     if not entries:
-        raise UserError("the texts are of one token each: there is nothing to predict")
+        raise UserError("every text has one token: there is nothing to predict")
     loss = -math.fsum(entry.logprob for entry in entries) / len(entries)
     nats = -math.fsum(entry.logprob for entry in entries if entry.token not in special)
     values = [("loss", loss), ("perplexity", math.exp(min(loss, 700.0)))]
@@ -154,26 +160,26 @@ def _lm_eval(module: str = "lm_eval") -> Any:
         return import_module(module)
     except ImportError as error:
         raise MissingPackageError(
-            f"tasks other than {LOSS} are lm-eval's, which is not installed ({error}): pip install 'dovetail[eval]'"
+            f"tasks other than {LOSS} need lm-eval, which is not installed ({error}): pip install 'dovetail[eval]'"
         ) from None
 
 
 def run_tasks(
     judge, names: list[str], model: str, *, limit: int | None = None, num_fewshot: int | None = None, chat: bool = False
 ) -> list[Result]:
-    """The metrics of lm-eval's tasks, by name or from files."""
+    """Return the metrics of lm-eval's tasks, given by name or file."""
     from dovetail.cli.eval_model import lm_eval_model
 
     lm_eval = _lm_eval()
     loaded = load_tasks(names)
     for task in loaded["tasks"].values():
         _settle(task, num_fewshot)
-    # Not its simple_evaluate, which imports torch to describe the machine.
+    # Not simple_evaluate, which imports torch.
     found = lm_eval.evaluate(
         lm_eval_model(judge, Path(model).name), loaded, limit=limit, bootstrap_iters=1000, log_samples=False,
         apply_chat_template=chat, fewshot_as_multiturn=chat,
     )  # fmt: skip
-    assert found is not None  # that is what processes other than the first get
+    assert found is not None  # None is for processes other than the first
     counts = found.get("n-samples", {})
     return [
         row
@@ -183,15 +189,15 @@ def run_tasks(
 
 
 def _settle(task, num_fewshot: int | None) -> None:
-    """The number of examples (a task that says 0 means it) and which ones."""
+    """Set the number of few-shot examples, unless the task requires 0, and their seed."""
     own = task.get_config("num_fewshot")
     if own is None or (num_fewshot is not None and own != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
-    task.set_fewshot_seed(seed=1234)  # lm-eval's own, so that figures can be compared
+    task.set_fewshot_seed(seed=1234)  # lm-eval's default, for comparable numbers
 
 
 def _rows(task: str, values: dict[str, Any], count: int | None) -> list[Result]:
-    """lm-eval names a metric `acc,none` or `exact_match,flexible-extract`: the second part is its filter."""
+    """Return the rows of a task; lm-eval names a metric `acc,none` or `exact_match,FILTER`."""
     rows = []
     for key, value in values.items():
         metric, _, kind = key.partition(",")
@@ -203,9 +209,9 @@ def _rows(task: str, values: dict[str, Any], count: int | None) -> list[Result]:
 
 
 def load_tasks(names: list[str]) -> Any:
-    """What lm-eval evaluates. A file's own data are looked for beside it, then in the working directory."""
+    """Return lm-eval's tasks; a file's data is looked up beside it, then in the working directory."""
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
-    # Only names need lm-eval's own tasks, and reading their thousands of files takes long.
+    # Only names need lm-eval's own tasks, whose thousands of files take long to read.
     manager = _lm_eval("lm_eval.tasks").TaskManager(include_defaults=len(files) < len(names))
     found: list[Any] = []
     for name in names:
@@ -214,7 +220,7 @@ def load_tasks(names: list[str]) -> Any:
         elif name in manager.all_tasks:
             found.append(name)
         else:
-            raise UserError(f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them, or give a .yaml file")
+            raise UserError(f"lm-eval has no task {name!r}: `lm-eval ls tasks` lists them, or give a .yaml file")
     return manager.load(found)
 
 
@@ -232,15 +238,15 @@ def _from_file(manager, path: Path) -> list[Any]:
         return load()
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _show(model: str, rows: list[Result]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=model, title_justify="left", title_style="bold", box=box.ROUNDED)
+    from dovetail.cli.tables import framed
+
+    table = framed(model)
     table.add_column("task", style="cyan")
     table.add_column("metric")
     for name in ("value", "±", "documents"):

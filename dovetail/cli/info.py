@@ -1,6 +1,8 @@
-"""`dovetail info`: what this machine has, or what a model is."""
+"""`dovetail info` and `dovetail report`: describe this machine, a model or a run."""
 
 import typer
+
+from dovetail.cli.tables import framed, pairs
 
 PACKAGES = (
     "jax",
@@ -17,19 +19,19 @@ PACKAGES = (
 
 def info(
     model: str = typer.Argument(
-        None, help="A folder, .gguf file, hub id (its config alone is fetched), catalogue name or shipped architecture."
+        None, help="Folder, .gguf file, hub id (only its config is downloaded), catalogue name or shipped architecture."
     ),
-    kernels: str = typer.Option("", help="tpu: which attention kernel takes what on each generation of TPUs."),
-    watch: bool = typer.Option(False, help="Show what each chip is doing, again every second, until Ctrl-C."),
+    kernels: str = typer.Option("", help="tpu: the attention kernels of each TPU generation."),
+    watch: bool = typer.Option(False, "--watch", help="Show the use of each chip every second until Ctrl-C."),
 ) -> None:
-    """Show versions, devices, dtypes and kernels; with MODEL, what it is."""
+    """Show versions, devices, dtypes and kernels; with MODEL, describe it."""
     from rich.console import Console
 
     from dovetail.core.choice import one_of
 
     console = Console(highlight=False)
     if model is not None:
-        console.print(table(model, _model(model)))
+        console.print(pairs(model, _model(model)))
         return
     if kernels:
         one_of("--kernels", kernels, ("tpu",))
@@ -38,29 +40,15 @@ def info(
     if watch:
         _watch(console)
         return
-    console.print(table("versions", _versions()))
-    console.print(table("devices", _devices()))
+    console.print(pairs("versions", _versions()))
+    console.print(pairs("devices", _devices()))
     console.print(_usages())
-    console.print(table("dtypes here", _dtypes()))
+    console.print(pairs("dtypes here", _dtypes()))
     console.print(_kernels())
 
 
-def table(title: str, rows: list[tuple[str, str]]):
-    """Two columns, a name and its value, as `info` and `tour` show them."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    out = Table(title=title, title_justify="left", title_style="bold", box=box.ROUNDED, show_header=False)
-    out.add_column(style="cyan", no_wrap=True)
-    out.add_column()
-    for name, value in rows:
-        out.add_row(Text(name), Text(str(value)))
-    return out
-
-
 def _model(name: str) -> list[tuple[str, str]]:
-    """Return rows of what a model is, without reading its weights; a catalogue name is fetched first."""
+    """Describe a model without reading its weights; a catalogue name is downloaded first."""
     import os
 
     from dovetail.core.compute import compute_of
@@ -82,7 +70,7 @@ def _model(name: str) -> list[tuple[str, str]]:
 
 
 def _adapter(folder: str) -> list[tuple[str, str]]:
-    """Return rows of what an adapter is."""
+    """Describe an adapter."""
     import math
     from pathlib import Path
 
@@ -141,14 +129,9 @@ def _peak(chip) -> str:
 
 
 def _usages():
-    from rich import box
-    from rich.table import Table
-
     from dovetail.doctor.usage import usages
 
-    out = Table(title="in use now", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for column in ("chip", "kind", "memory", "busy", ""):
-        out.add_column(column)
+    out = framed("in use now", "chip", "kind", "memory", "busy", "")
     for one in usages():
         memory = f"{one.used / 2**30:.1f} of {one.total / 2**30:.1f} GiB" if one.total else "not known"
         out.add_row(one.chip, one.kind, memory, "not known" if one.busy is None else f"{one.busy:.0%}", one.more)
@@ -173,25 +156,17 @@ def _dtypes() -> list[tuple[str, str]]:
 
 
 def _kernels():
-    from rich import box
-    from rich.table import Table
-
     from dovetail.ops.dispatch import describe
 
-    out = Table(title="kernels", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for column in ("operation", "platform", "implementation"):
-        out.add_column(column)
+    out = framed("kernels", "operation", "platform", "implementation")
     for row in describe():
         out.add_row(*map(str, row))
     return out
 
 
 def _kernels_of_tpus():
-    """Generations that have all in common share a row."""
+    """Return the attention kernels of TPUs; generations with the same kernels share a row."""
     import re
-
-    from rich import box
-    from rich.table import Table
 
     from dovetail.ops.dispatch import describe_tpu
 
@@ -199,19 +174,19 @@ def _kernels_of_tpus():
     for what, generation, packed, paged, why in describe_tpu():
         why = re.sub(r", and this is TPU \w+", "", why)  # the row says so
         shared.setdefault((what, packed, paged, why), []).append(generation)
-    out = Table(title="attention on TPUs", title_justify="left", title_style="bold", box=box.ROUNDED)
-    for column in ("what", "generation", "packed (training)", "paged (serving)", "why not a better one"):
-        out.add_column(column)
+    out = framed(
+        "attention on TPUs", "what", "generation", "packed (training)", "paged (serving)", "why not a better one"
+    )
     for (what, packed, paged, why), generations in shared.items():
         out.add_row(what, ", ".join(generations), packed, paged, why)
     return out
 
 
 def report(
-    run_dir: str = typer.Argument(help="The folder of a run, finished or not."),
-    out: str = typer.Option("", help="Where to write the page; otherwise RUN_DIR/report.html."),
+    run_dir: str = typer.Argument(help="Folder of a run, finished or not."),
+    out: str = typer.Option("", help="File to write the page to. Default: RUN_DIR/report.html."),
 ) -> None:
-    """Show a run's figures and write its page, with the curves."""
+    """Show a run's metrics and write its HTML report with the curves."""
     from rich.console import Console
 
     from dovetail.train.report.page import write
@@ -220,5 +195,5 @@ def report(
     run = read(run_dir)
     page = write(run_dir, out or None)
     console = Console(highlight=False)
-    console.print(table(run.name, summary(run)))
-    console.print(f"curves, losses of time and recipe: {page}", markup=False, soft_wrap=True)
+    console.print(pairs(run.name, summary(run)))
+    console.print(f"report with curves, lost time and recipe: {page}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`dovetail`: the app, and the list of its commands."""
+"""The `dovetail` command and the list of its subcommands."""
 
 import logging
 
@@ -25,10 +25,10 @@ from dovetail.cli.options import OptionCommand
 
 app = typer.Typer(
     name="dovetail",
-    help="The whole life of a language model in JAX: pretrain, post-train, serve, run on machines.",
+    help="Pretrain, fine-tune, serve and operate language models with JAX.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # errors.py says what went wrong in one line
+    pretty_exceptions_enable=False,  # errors.py prints errors
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -48,33 +48,40 @@ def _root(
     pass
 
 
-app.command("tour")(tour.tour)
-app.command("pull")(models.pull)
-app.command("convert")(models.convert)
-app.command("info")(info.info)
-app.command("doctor")(doctor.doctor)
-app.command("serve", cls=OptionCommand)(serve.serve)
-app.command("chat", cls=OptionCommand)(chat.chat)
-app.command("pretrain")(train.pretrain)
-app.command("sft")(train.sft)
-app.command("dpo")(train.dpo)
-app.command("distill")(train.distill)
-app.command("reward")(train.reward)
-app.command("rl")(train.rl)
-app.command("merge")(models.merge)
-app.command("recipes")(recipes.recipes)
-app.command("report")(info.report)
-app.command("eval", cls=OptionCommand)(evaluate.evaluate)
-app.add_typer(plan.app, name="plan")
-app.add_typer(compile.app, name="compile")
-app.add_typer(data.app, name="data")
-app.add_typer(bench.app, name="bench")
-app.add_typer(job.app, name="job")
+_MODELS, _TRAINING, _SERVING, _TOOLS = "Models", "Training", "Serving and evaluation", "Planning and operation"
+
+for command, panel in (
+    (tour.tour, _MODELS),
+    (models.pull, _MODELS),
+    (models.convert, _MODELS),
+    (models.merge, _MODELS),
+    (info.info, _MODELS),
+    (train.pretrain, _TRAINING),
+    (train.sft, _TRAINING),
+    (train.dpo, _TRAINING),
+    (train.distill, _TRAINING),
+    (train.reward, _TRAINING),
+    (train.rl, _TRAINING),
+    (recipes.recipes, _TRAINING),
+    (info.report, _TRAINING),
+    (serve.serve, _SERVING),
+    (chat.chat, _SERVING),
+    (evaluate.evaluate, _SERVING),
+    (doctor.doctor, _TOOLS),
+):
+    app.command({"evaluate": "eval"}.get(command.__name__), cls=OptionCommand, rich_help_panel=panel)(command)
+
+app.add_typer(data.app, name="data", rich_help_panel=_TRAINING)
+app.add_typer(bench.app, name="bench", rich_help_panel=_SERVING)
+app.add_typer(plan.app, name="plan", rich_help_panel=_TOOLS)
+app.add_typer(compile.app, name="compile", rich_help_panel=_TOOLS)
+app.add_typer(job.app, name="job", rich_help_panel=_TOOLS)
 
 
 def main() -> None:
+    """Run the command line."""
     from dovetail.core.libtpu import quiet_libtpu
 
     quiet_libtpu()
-    logging.basicConfig(format="%(message)s")  # before a library sets its own, with names of modules
+    logging.basicConfig(format="%(message)s")  # before a library sets another format
     errors.run(app)

@@ -8,6 +8,7 @@ import typer
 from dovetail.cli import plan_rl, plan_serve, plan_train
 from dovetail.cli.options import OptionCommand
 from dovetail.cli.plan_recipe import RECIPE_OR_MODEL, outline_of, settings_of
+from dovetail.cli.tables import pairs
 from dovetail.core.errors import UserError
 
 app = typer.Typer(
@@ -114,7 +115,6 @@ def storage(
 
 
 def _table(what: str, found: Any, hosts: int, bandwidth: float):
-    from dovetail.cli.info import table as two_columns
     from dovetail.train.report.live import clock_text
 
     each = f"{hosts} host{'s' if hosts > 1 else ''} at {bandwidth:g} GB/s each"
@@ -131,7 +131,7 @@ def _table(what: str, found: Any, hosts: int, bandwidth: float):
         ("operations", f"${found.operations:,.2f}"),
         ("transfer", f"${found.carried:,.2f} between regions"),
     ]
-    return two_columns(f"storage of {what}: estimated, list prices of Google Cloud, 2026-08", rows)
+    return pairs(f"storage of {what}: estimated, list prices of Google Cloud, 2026-08", rows)
 
 
 def _size(count: float) -> str:

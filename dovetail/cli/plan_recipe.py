@@ -1,4 +1,4 @@
-"""What the commands of `dovetail plan` share: reading a recipe or a model, the options of prices, pages, tables."""
+"""What the commands of `dovetail plan` share: reading a recipe or a model, the options of prices, pages of plots."""
 
 import functools
 from pathlib import Path
@@ -83,14 +83,3 @@ def write_page(path: str, page: Any) -> None:
     from dovetail.plan.page import html
 
     print(f"plots: {write_atomic(path, html(page))}", file=sys.stderr)
-
-
-def new_table(title: str):
-    """Return an empty table without a frame."""
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`dovetail plan rl RECIPE_OR_MODEL`: actor, reference, critic and rollout on one budget, colocated or split."""
+"""`dovetail plan rl`: policy, reference, critic and sampling engine on one set of devices, colocated or split."""
 
 from typing import Any
 
@@ -11,28 +11,29 @@ from dovetail.cli.plan_recipe import (
     REGION,
     SPOT,
     checked_region,
-    new_table,
     outline_of,
     without_warmup,
 )
+from dovetail.cli.tables import frameless, pairs
 from dovetail.core.errors import UserError
 
-STEPS = 1000  # whose time and dollars are shown, where the recipe does not say how many
-WIDE = 180  # columns from which one table holds all
+STEPS = 1000  # of the run whose time and cost are shown, unless the recipe has a number
+WIDE = 180  # columns of a terminal that holds everything in one table
 
 
 class RlRun:
-    """How many steps a run has, and what they cost. A recipe's steps are updates, of which a step may have several."""
+    """The steps of a run and their cost; a recipe counts updates, of which a step may have several."""
 
     def __init__(self, settings: Any, chips: int, paid: Any, spot: bool) -> None:
         self.steps = -(-settings.steps // settings.updates) or STEPS
         self.chips, self.paid, self.spot = chips, paid, spot
 
     def seconds(self, plan: Any) -> Any:
+        """Return the bounds of the run's time."""
         return plan.step.times(self.steps)
 
     def dollars(self, plan: Any) -> Any:
-        """Return bounds, or None where no price is known."""
+        """Return the bounds of the run's cost, or None without a price."""
         each = self.paid.dollars
         return None if each is None else self.seconds(plan).times(each * self.chips / 3600)
 
@@ -43,9 +44,8 @@ class RlRun:
 def show(
     what: str, settings: Any, accelerator: Any, plans: list[Any], refused: dict[str, str], known: Any, run: RlRun
 ) -> None:
+    """Print the answer, the tables and the plans that do not fit."""
     from rich.console import Console
-
-    from dovetail.cli.info import table
 
     console = Console(highlight=False)
     keys, best = plans[0]
@@ -54,9 +54,9 @@ def show(
     console.print()
     for line in (
         accelerator.explain(),
-        f"{what}, {settings.algo}: {settings.prompts} prompts x {settings.group_size} answers of up to "
+        f"{what}, {settings.algo}: {settings.prompts} prompts x {settings.group_size} completions of up to "
         f"{settings.max_tokens} tokens ({best.rollout.mean:,.0f} on average), {_updates(settings.updates)} per step",
-        "bounds: at the peaks, all overlapped - at half of them, nothing overlapped, every launch waited for",
+        "bounds: at peak rates with full overlap - at half of them without overlap, with every launch",
         run.paid.says,
         *([known.describe()] if known else []),
     ):
@@ -65,19 +65,19 @@ def show(
         console.print(one)
     total, limit = sum(best.memory.values()), best.trainer.limit
     rows = [(name, f"{size / 2**30:,.2f} GiB") for name, size in best.memory.items()]
-    rows.append(("total", f"{total / 2**30:,.2f} GiB" + (f" of {limit / 2**30:,.1f} to plan with" if limit else "")))
+    rows.append(("total", f"{total / 2**30:,.2f} GiB" + (f" of {limit / 2**30:,.1f} available" if limit else "")))
     if best.rollout.devices:
         engine = best.engine
-        rows.append(("each of the engine's", f"{engine.weights / 2**30:,.2f} GiB weights, {engine.tokens:,} KV tokens"))
-    console.print(table(f"memory of a trainer's device, {best.name}", rows))
-    console.print(f"the recipe lines of the first: {keys}", markup=False, soft_wrap=True)
+        rows.append(("each engine device", f"{engine.weights / 2**30:,.2f} GiB weights, {engine.tokens:,} KV tokens"))
+    console.print(pairs(f"memory of a trainer device, {best.name}", rows))
+    console.print(f"recipe keys of the first: {keys}", markup=False, soft_wrap=True)
     for why in dict.fromkeys(refused.values()):
         ways = "; ".join(line for line, reason in refused.items() if reason == why)
-        console.print(f"not {ways}: {why}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"does not fit: {ways}: {why}", style="dim", markup=False, soft_wrap=True)
 
 
 def answer(accelerator: Any, plans: list[Any], run: RlRun) -> list[str]:
-    """Return whether it fits, the fastest way to share the devices, its step, and the time and dollars of the run."""
+    """Return whether it fits, the fastest way to share the devices, its step time, and the run's time and cost."""
     from dovetail.cli.plan_serve_table import span
     from dovetail.plan.cost import unit_of
 
@@ -88,12 +88,13 @@ def answer(accelerator: Any, plans: list[Any], run: RlRun) -> list[str]:
     ways = f"{len(plans)} way{'s' if len(plans) > 1 else ''} to share {accelerator.name}"
     return [
         f"fits: {ways}; fastest: {_name(best)}",
-        f"step: {span(best.step)} s, {span(best.tokens_per_second)} tok/s of answers",
+        f"step: {span(best.step)} s, {span(best.tokens_per_second)} tok/s of completions",
         f"run:  {run}: {span(run.seconds(best), 1 / each)} {unit}, {paid}",
     ]
 
 
 def dollar_span(bounds: Any) -> str:
+    """Return cost bounds as text."""
     from dovetail.cli.plan_serve_table import short
 
     return f"${short(bounds.best)} - ${short(bounds.worst)}"
@@ -104,12 +105,12 @@ def _updates(count: int) -> str:
 
 
 def _name(plan: Any) -> str:
-    sleeps = ", asleep meanwhile" if not plan.rollout.devices and plan.rollout.kv_bytes is None else ""
+    sleeps = ", engine asleep during training" if not plan.rollout.devices and plan.rollout.kv_bytes is None else ""
     return plan.name + sleeps + (", overlapped" if plan.rollout.overlaps else "")
 
 
 def _times(plans: list[Any], run: RlRun, wide: bool) -> list[Any]:
-    """Return the parts of a step, and the step with the run; on a narrow screen in two tables."""
+    """Return tables of the parts of a step, and of step and run; one table on a wide terminal."""
     from dovetail.cli.plan_serve_table import span
     from dovetail.plan.cost import unit_of
 
@@ -120,21 +121,21 @@ def _times(plans: list[Any], run: RlRun, wide: bool) -> list[Any]:
         ("sampling", lambda plan: part(plan.sampling)),
         ("scoring", lambda plan: part(plan.scoring)),
         ("training", lambda plan: part(plan.training)),
-        ("handing\nover", lambda plan: part(plan.sync)),
+        ("weight\nsync", lambda plan: part(plan.sync)),
     ]
     whole = [
         ("step\ns", lambda plan: span(plan.step)),
-        ("answer\ntok/s", lambda plan: span(plan.tokens_per_second)),
+        ("sampled\ntok/s", lambda plan: span(plan.tokens_per_second)),
         (f"{run},\n{unit}", lambda plan: span(run.seconds(plan), 1 / each)),
     ]
     if run.paid.dollars is not None:
         whole.append((f"{run},\n$", lambda plan: span(run.dollars(plan))))
-    halves = [("seconds of a step, by its parts", parts), ("the same: the step and the run", whole)]
+    halves = [("seconds per step, by part", parts), ("the same plans: step and run", whole)]
     if wide:
-        halves = [("seconds of a step, and the run", parts + whole)]
+        halves = [("seconds per step, and the run", parts + whole)]
     made = []
     for title, columns in halves:
-        out = new_table(title)
+        out = frameless(title)
         for name in ("", *(name for name, _ in columns)):
             out.add_column(name, justify="right" if name else "left")
         for i, plan in enumerate(plans, 1):
@@ -144,6 +145,7 @@ def _times(plans: list[Any], run: RlRun, wide: bool) -> list[Any]:
 
 
 def as_json(plans: list[Any], run: RlRun) -> str:
+    """Return the plans as JSON."""
     import json
 
     return json.dumps([_plain(plan, keys, run) for keys, plan in plans], indent=2)
@@ -163,15 +165,17 @@ def _plain(plan: Any, keys: str, run: RlRun) -> dict[str, Any]:
 
 def rl(
     what: str = RECIPE_OR_MODEL,
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Such as group_size=16 algo=ppo."),
-    on: str = typer.Option(..., "--on", help="Such as h200x1, h200x8, v6e-8."),
-    answer: int = typer.Option(0, min=0, help="Tokens of an answer on average; max_tokens if not given."),
+    overrides: list[str] = typer.Argument(
+        None, metavar="[KEY=VALUE]...", help="Overrides, such as group_size=16 algo=ppo."
+    ),
+    on: str = typer.Option(..., "--on", help="Accelerator: h200x1, h200x8, v6e-8."),
+    answer: int = typer.Option(0, min=0, help="Mean tokens of a completion. Default: max_tokens."),
     price: float = PRICE,
     spot: bool = SPOT,
     region: str = REGION,
     json: bool = JSON,
 ) -> None:
-    """Memory of a device by what lies there, a step's time by its parts, and the time and dollars of a run."""
+    """Estimate memory per device, time per step by part, and time and cost of an RL run."""
     from dovetail.core.accelerator import parse
     from dovetail.core.prices import rate
     from dovetail.plan.calibration import fractions
@@ -202,7 +206,7 @@ def _settings(what: str, overrides: list[str]) -> Any:
 
 
 def _ways(settings: Any, devices: int) -> list[Any]:
-    """As the recipe says it; and with the engine beside the trainer, asleep meanwhile, or on devices of its own."""
+    """Return engine settings to compare: the recipe's, colocated, colocated and asleep, and on its own devices."""
     from dataclasses import replace
 
     engine = settings.engine
@@ -214,7 +218,7 @@ def _ways(settings: Any, devices: int) -> list[Any]:
 
 
 def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[list[Any], dict[str, str]]:
-    """(recipe lines, plan) each, the quickest step first; and why others are none."""
+    """Return (recipe keys, plan) sorted by step time, and why other settings do not fit."""
     from dataclasses import replace
 
     from dovetail.plan.rl_plan import plan_rl
@@ -233,13 +237,13 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
 
 
 def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> Any:
-    """What a recipe (tune.rl.settings.Rl, filled) asks of the engine in a step, in numbers."""
+    """Return the sampling work per step of a filled RL recipe."""
     from dovetail.plan.rl_plan import RolloutWorkload
 
     engine, hbm = settings.engine, accelerator.chip.device_hbm if accelerator.chip else None
     alone = engine.devices or engine.sleep
     if answer > settings.max_tokens:
-        raise UserError(f"--answer is at most max_tokens, {settings.max_tokens}; got {answer}")
+        raise UserError(f"--answer must be at most max_tokens ({settings.max_tokens}), got {answer}", param="--answer")
     return RolloutWorkload(
         settings.prompts, settings.group_size, settings.max_prompt, settings.max_tokens,
         float(answer or settings.max_tokens), settings.sequences, engine.devices,

@@ -1,18 +1,24 @@
-"""A serving plan as `dovetail plan serve` shows it: tables and arithmetic for people, JSON for programs."""
+"""Tables, arithmetic and JSON of `dovetail plan serve`."""
 
 import json
 from typing import Any
 
-from dovetail.cli.plan_recipe import new_table
+from dovetail.cli.tables import frameless
 
-MOST_ROWS = 12  # of the frontier
-WIDE = 104  # columns from which one table holds all
+MOST_ROWS = 12  # rows of the frontier table
+WIDE = 104  # columns of a terminal that holds everything in one table
 
 
 def show(model: str, plans: list[Any], requests: int, explain: bool, price: str, start: Any) -> None:
     """Print the answer, then the tables.
 
-    `plans`: plan.serve_plan's, the best first. `price`: whose the dollars are, in words. `start`: how to start a plan.
+    Args:
+        model: The model's name.
+        plans: The plans of plan.serve_plan, the best first.
+        requests: Requests per day, or 0.
+        explain: Whether to print the arithmetic.
+        price: The source of the price, in words.
+        start: Returns how to start a plan.
     """
     from rich.console import Console
 
@@ -37,7 +43,7 @@ def show(model: str, plans: list[Any], requests: int, explain: bool, price: str,
 
 
 def answer(plans: list[Any]) -> list[str]:
-    """Return whether it fits, the fastest way, its speed, and what a token costs."""
+    """Return whether it fits, the fastest plan, its speed, and the cost of a token."""
     best, work = plans[0], plans[0].workload
     where = best.replica.accelerator.name
     fits = f"fits: on {where}"
@@ -62,10 +68,12 @@ def answer(plans: list[Any]) -> list[str]:
 
 
 def at_a_time(plan: Any) -> str:
+    """Return the concurrent sequences, with the requested number if not all fit."""
     return f"{plan.chosen.sequences:,}" + ("" if plan.holds_all else f" of {plan.workload.concurrency:,}")
 
 
 def head(model: str, plans: list[Any], price: str) -> list[str]:
+    """Return lines about accelerator, model, bounds and price."""
     from dovetail.core.spec import num_params
     from dovetail.models.spec import spec
 
@@ -76,7 +84,7 @@ def head(model: str, plans: list[Any], price: str) -> list[str]:
         replica.accelerator.explain(),
         f"{model}: {many:.3g}B weights in {replica.dtype}, KV in {kv}; {work.prompt:,} in + {work.output:,} out, "
         f"{work.concurrency} at a time",
-        "bounds: at the peaks, all overlapped - at half of them, nothing overlapped, every launch waited for",
+        "bounds: at peak rates with full overlap - at half of them without overlap, with every launch",
         price,
     ]
     if replica.fractions:
@@ -85,8 +93,8 @@ def head(model: str, plans: list[Any], price: str) -> list[str]:
 
 
 def ways(plans: list[Any], wide: bool) -> list[Any]:
-    """Return a row for each way to deal the devices out; on a narrow screen in two tables."""
-    title = "replicas x devices of each"
+    """Return a table with a row per plan; two tables on a narrow terminal."""
+    title = "replicas x devices per replica"
     memory = [
         ("weights\nGiB", lambda plan: _gib(plan.held.weights)),
         ("KV\nGiB", lambda plan: _gib(plan.held.room)),
@@ -101,12 +109,12 @@ def ways(plans: list[Any], wide: bool) -> list[Any]:
     if plans[0].dollars is not None:
         speed.append(("$/M\nin", lambda plan: span(plan.per_million_input)))
         speed.append(("$/M\nout", lambda plan: span(plan.per_million_output)))
-    parts = [(title, memory + speed)] if wide else [(title, memory), ("the same: speed and cost", speed)]
+    parts = [(title, memory + speed)] if wide else [(title, memory), ("the same plans: speed and cost", speed)]
     return [_columns(name, plans, columns) for name, columns in parts]
 
 
 def _columns(title: str, plans: list[Any], columns: list[tuple[str, Any]]) -> Any:
-    out = new_table(title)
+    out = frameless(title)
     for name in ("", *(name for name, _ in columns)):
         out.add_column(name, justify="right")
     for plan in plans:
@@ -115,11 +123,10 @@ def _columns(title: str, plans: list[Any], columns: list[tuple[str, Any]]) -> An
 
 
 def frontier_table(plans: list[Any], wide: bool):
-    """Return what no other way beats in both latency and throughput; a narrow screen has no room for each stream's
-    own rate."""
+    """Return a table of the points that no other plan beats in both latency and throughput."""
     from dovetail.plan.serve_plan import frontier
 
-    out = new_table("latency against throughput: what no other way beats in both")
+    out = frameless("latency against throughput: points that no other plan beats in both")
     priced = plans[0].dollars is not None
     names = ("", "at a\ntime", "decode step\nms", "between\ntokens ms", *(("tok/s\nof each",) if wide else ()))
     for name in (*names, "out\ntok/s", *(("$/M out,\nwith prompts",) if priced else ())):
@@ -132,7 +139,7 @@ def frontier_table(plans: list[Any], wide: bool):
 
 
 def _whole_cost(plan: Any, point: Any) -> Any:
-    """Dollars per million output tokens with their prompts."""
+    """Return dollars per million output tokens, prompts included."""
     return point.per_token.times(plan.dollars / 3600 * 1e6 / point.sequences)
 
 
@@ -144,7 +151,7 @@ def _thinned(points: list[Any]) -> list[Any]:
 
 
 def per_day(plan: Any, requests: int) -> list[str]:
-    """How many such accelerators a day's requests take, and what they cost."""
+    """Return how many accelerators the requests of a day need, and their cost."""
     import math
 
     need = plan.accelerators_for(requests)
@@ -166,7 +173,7 @@ def per_day(plan: Any, requests: int) -> list[str]:
 
 
 def arithmetic(plan: Any) -> list[str]:
-    """The best plan's numbers, filled into their formulas."""
+    """Return the formulas of the best plan with their numbers."""
     from dovetail.plan.serve_memory import MEMORY_UTILIZATION, SLACK, USABLE
     from dovetail.plan.serve_time import HOST, KERNELS, LAUNCH, WORST
 
@@ -211,6 +218,7 @@ def arithmetic(plan: Any) -> list[str]:
 
 
 def as_json(model: str, plans: list[Any], requests: int, start: Any) -> str:
+    """Return the plans as JSON."""
     from dataclasses import asdict
 
     from dovetail.plan.serve_plan import frontier
@@ -254,13 +262,14 @@ def _point(point: Any) -> dict[str, Any]:
 
 
 def span(bounds: Any, factor: float = 1.0) -> str:
-    """`3.1 - 9.9`; as calibrated where that is known: `3.1 - 9.9 (4.2)`."""
+    """Return bounds as `3.1 - 9.9`, with the calibrated value if known: `3.1 - 9.9 (4.2)`."""
     low, high = sorted((bounds.best * factor, bounds.worst * factor))
     likely = "" if bounds.likely is None else f" ({short(bounds.likely * factor)})"
     return f"{short(low)} - {short(high)}{likely}"
 
 
 def short(value: float) -> str:
+    """Return a number with about three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1 else f"{value:.2g}"
 
 

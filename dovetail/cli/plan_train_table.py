@@ -1,17 +1,23 @@
-"""Training plans as `dovetail plan train` shows them: tables and a recipe for people, JSON for programs."""
+"""Tables, arithmetic, recipe lines and JSON of `dovetail plan train`."""
 
 import json
 from typing import Any
 
-from dovetail.cli.plan_recipe import new_table
+from dovetail.cli.tables import frameless
 
-WIDE = 140  # columns from which one table holds all
+WIDE = 140  # columns of a terminal that holds everything in one table
 
 
 def show(what: str, plans: list[Any], top: int, spot: bool, whose: str, explain: bool) -> None:
     """Print the answer, then the tables.
 
-    `plans`: plan.train_plan's, the best first. `whose`: where the tokens of the run are from, if nobody said them.
+    Args:
+        what: The recipe or model.
+        plans: The plans of plan.train_plan, the best first.
+        top: Number of plans to show.
+        spot: Whether to use spot prices.
+        whose: Where the run's number of tokens comes from, unless it was given.
+        explain: Whether to print the arithmetic of the best plan.
     """
     from rich.console import Console
 
@@ -31,15 +37,15 @@ def show(what: str, plans: list[Any], top: int, spot: bool, whose: str, explain:
         console.print(_exchanges(plans[0]))
     _show_losers(console, plans)
     if explain:
-        console.print("\nthe arithmetic of the first", style="bold")
+        console.print("\narithmetic of the first", style="bold")
         for line in arithmetic(plans[0]):
             console.print(line, markup=False, soft_wrap=True)
-    console.print("\nto paste into the recipe", style="bold")
+    console.print("\nrecipe lines", style="bold")
     console.print(recipe_lines(plans[0]), markup=False, end="")
 
 
 def answer(plans: list[Any], spot: bool, whose: str) -> list[str]:
-    """Return whether it fits, the fastest plan, its step, and the time and dollars of the run."""
+    """Return whether it fits, the fastest plan, its step time, and the run's time and cost."""
     best = plans[0]
     held, limit = best.plan.memory.total / 2**30, best.limit / 2**30
     mfu = "{:.0f} - {:.0f}".format(*(100 * share for share in best.mfu))
@@ -58,7 +64,7 @@ def _plans(count: int) -> str:
 
 
 def _paid(one: Any, spot: bool) -> str:
-    """Return the dollars of the run, in words."""
+    """Return the cost of the run as text."""
     price = one.prices.spot if spot else one.prices.on_demand
     if price.dollars is None:
         return price.says
@@ -72,13 +78,14 @@ def _tokens(one: Any) -> str:
 
 
 def _unit(plans: list[Any]) -> tuple[str, float]:
-    """Return the unit that the runs' times are shown in, and its seconds."""
+    """Return the unit for the runs' times, and its seconds."""
     from dovetail.plan.cost import unit_of
 
     return unit_of(max(one.seconds[1] for one in plans))
 
 
 def head(what: str, best: Any, spot: bool) -> list[str]:
+    """Return lines about accelerator, training, bounds and price."""
     from dovetail.core.spec import num_params
     from dovetail.models.spec import spec
 
@@ -89,7 +96,7 @@ def head(what: str, best: Any, spot: bool) -> list[str]:
         best.accelerator.explain(),
         f"{what}: {many} weights, {settings.batch:,} rows of {settings.length:,} tokens per step "
         f"({_short(settings.tokens_per_step)}), {settings.optimizer.name}, computed in {settings.precision.compute}",
-        "bounds, lower - upper: at the peaks and all at once - at what machines usually reach, one after another",
+        "bounds: at peak rates with full overlap - at usual rates without overlap",
         price.says,
     ]
     if best.known:
@@ -100,13 +107,13 @@ def head(what: str, best: Any, spot: bool) -> list[str]:
 
 
 def _columns(spot: bool, plans: list[Any]) -> list[tuple[str, Any]]:
-    """Return (title, cell) of each; the first seven stand alone on a narrow screen."""
+    """Return (title, cell) of each column; a narrow terminal shows the first seven in their own table."""
     unit, seconds = _unit(plans)
     return [
         ("mesh", lambda one: mesh_text(one.plan.mesh)),
         ("remat", lambda one: one.plan.remat),
         ("rows x\nparts", lambda one: f"{one.plan.rows} x {one.plan.microsteps}"),
-        ("GiB of\na device", lambda one: f"{one.plan.memory.total / 2**30:.1f}"),
+        ("GiB per\ndevice", lambda one: f"{one.plan.memory.total / 2**30:.1f}"),
         ("products\ns", lambda one: _figure(one.time.products)),
         ("links\ns", lambda one: _figure(one.time.links)),
         ("step\ns", lambda one: span((one.time.lower, one.time.upper))),
@@ -120,7 +127,7 @@ def _columns(spot: bool, plans: list[Any]) -> list[tuple[str, Any]]:
 
 def _table(plans: list[Any], columns: list[tuple[str, Any]], title: str):
 
-    out = new_table(title)
+    out = frameless(title)
     out.add_column("")
     for name, _ in columns:
         is_text = name in ("mesh", "remat", "bound by")
@@ -136,15 +143,15 @@ def _memory(one: Any) -> str:
     kinds = {name: size for name, size in asdict(one.plan.memory).items() if size}
     parts = ", ".join(f"{name} {_figure(size / 2**30)}" for name, size in kinds.items())
     total, limit = one.plan.memory.total / 2**30, one.limit / 2**30
-    return f"memory of a device in the first, GiB, estimated: {parts}; {total:.1f} of {limit:.1f} to plan with"
+    return f"estimated memory per device of the first, GiB: {parts}; {total:.1f} of {limit:.1f} available"
 
 
 def _exchanges(one: Any):
 
-    out = new_table("what a device sends in a step of the first, at the links' peak")
+    out = frameless("what a device sends per step in the first, at peak link rates")
     for name in ("", "collective", "over"):
         out.add_column(name)
-    for name in ("GB", "s", "may\nhide"):
+    for name in ("GB", "s", "can\noverlap"):
         out.add_column(name, justify="right", no_wrap=True)
     for each in one.time.exchanges:
         where, hides = f"{each.axis}, {each.over}", "yes" if each.overlaps else "no"
@@ -159,13 +166,13 @@ def _show_losers(console: Any, plans: list[Any]) -> None:
 
     found = [*losers(plans)[:6], *misfits(plans[0])[:2]]
     if found:
-        console.print("why others lose", style="bold")
+        console.print("why others are slower", style="bold")
     for one in found:
         console.print(f"  {one.what}: {one.why}", markup=False)
 
 
 def recipe_lines(one: Any) -> str:
-    """What pins the plan down, for a recipe or as overrides."""
+    """Return the recipe keys that fix the plan."""
     mesh, settings = one.plan.mesh, one.settings
     axes = {name: getattr(mesh, name) for name in ("data", "fsdp", "expert", "context", "tensor")}
     whole = ", ".join(f"{name}: {size}" for name, size in axes.items())
@@ -176,6 +183,7 @@ def recipe_lines(one: Any) -> str:
 
 
 def show_stages(one: Any, stages: int) -> None:
+    """Print the estimate of a pipeline with this many stages."""
     from rich.console import Console
 
     from dovetail.plan.train_plan import staged
@@ -185,7 +193,7 @@ def show_stages(one: Any, stages: int) -> None:
 
 
 def as_json(what: str, plans: list[Any], count: int) -> str:
-    """Return the plans for programs; `count`: of all that fit."""
+    """Return the plans as JSON; `count` is the number of all plans that fit."""
     from dataclasses import asdict
 
     def plain(one: Any) -> dict[str, Any]:
@@ -216,12 +224,13 @@ def as_json(what: str, plans: list[Any], count: int) -> str:
 
 
 def mesh_text(mesh: Any) -> str:
-    """`fsdp 64, tensor 4`."""
+    """Return the mesh as `fsdp 64, tensor 4`."""
     axes = {name: getattr(mesh, name) for name in ("data", "fsdp", "expert", "context", "tensor")}
     return ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
 
 
 def span(bounds: tuple[float, float]) -> str:
+    """Return bounds as text."""
     low, high = bounds
     return f"{_short(low)} - {_short(high)}"
 
@@ -236,7 +245,7 @@ def _figure(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    """1234567 -> 1.23M."""
+    """Return a number with three digits and a unit: 1234567 is 1.23M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size * (10 if unit == "k" else 1):
             return f"{value / size:.3g}{unit}"
@@ -244,6 +253,7 @@ def _short(value: float) -> str:
 
 
 def arithmetic(one: Any) -> list[str]:
+    """Return the formulas of a training plan with their numbers."""
     return [*_products(one), *_traffic(one), *_links(one), *_bounds(one), *_run(one)]
 
 
@@ -339,7 +349,7 @@ def _run(one: Any) -> list[str]:
 
 
 def _at_peak(one: Any, name: str) -> float:
-    """Before a calibration's share."""
+    """Return the time at peak rates, without the calibration."""
     return getattr(one.time, name) * (getattr(one.known, name, None) or 1.0)
 
 

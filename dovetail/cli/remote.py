@@ -62,7 +62,9 @@ def explained(url: Any) -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise ServerError(NO_CONNECTION, f"no server answers at {url} ({error}); `dovetail serve` starts one") from None
+        raise ServerError(
+            NO_CONNECTION, f"no server answers at {url} ({error}): start one with `dovetail serve`"
+        ) from None
     except httpx.TimeoutException as error:
         raise ServerError("timeout", f"{url} did not answer in time ({type(error).__name__})") from None
     except httpx.HTTPError as error:

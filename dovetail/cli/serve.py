@@ -75,7 +75,7 @@ def serve(
             raise UserError(
                 f"--lora-modules: the name {name!r} is already used: choose another one", param="lora_modules"
             )
-    options = EngineOptions(**engine | {"lora_modules": of_base | engine["lora_modules"]})
+    options = EngineOptions.of(engine | {"lora_modules": of_base | engine["lora_modules"]})
     check_start(config, options)
     with listening_socket(config.host, config.port) as sock, bar() as progress:
         path = resolve(model, progress)

@@ -1,4 +1,4 @@
-"""`dovetail tour`: a real model fetched, loaded and asked, a small one trained, taught and paid, in minutes."""
+"""`dovetail tour`: download and prompt a real model, then pretrain, fine-tune and reward a tiny one, in minutes."""
 
 import typer
 
@@ -8,18 +8,18 @@ ANIMALS = {"cat": "small", "dog": "loyal", "fox": "clever", "owl": "wise", "bear
 
 
 def tour(
-    prompt: str = typer.Option(QUESTION, help="What to ask the model."),
-    max_tokens: int = typer.Option(96, min=1, help="The longest answer, in tokens."),
-    steps: int = typer.Option(200, min=0, help="Steps to train a model of a million weights; 0: train none."),
+    prompt: str = typer.Option(QUESTION, help="Prompt for the model."),
+    max_tokens: int = typer.Option(96, min=1, help="Maximum tokens of the answer."),
+    steps: int = typer.Option(200, min=0, help="Steps of training a model of a million weights; 0: do not train."),
 ) -> None:
-    """Fetch a small real model and ask it something, then train and teach a tiny one."""
+    """Download and prompt a small model, then pretrain, fine-tune and reward a tiny one."""
     from rich.console import Console
 
     console = Console(highlight=False)
     console.print("[bold]Dovetail[/bold]: one model definition from pretraining to serving\n")
-    path = _fetch(console)
+    path = _download(console)
     model = _load(console, path)
-    _ask(console, model, prompt, max_tokens)
+    _prompt(console, model, prompt, max_tokens)
     if steps:
         del model
         _pretrain(console, steps)
@@ -29,12 +29,12 @@ def _step(console, number: int, what: str) -> None:
     console.print(f"[bold cyan]{number}[/bold cyan] [bold]{what}[/bold]")
 
 
-def _fetch(console):
+def _download(console):
     from dovetail.core.reporter import bar
     from dovetail.io import hub
 
     entry = hub.CATALOGUE[MODEL]
-    _step(console, 1, f"Fetch {entry.hub_id}")
+    _step(console, 1, f"Download {entry.hub_id}")
     with bar() as progress:
         path = hub.resolve(MODEL, progress)
     console.print(f"  {path} ({entry.licence})\n", style="dim", markup=False, soft_wrap=True)
@@ -45,7 +45,7 @@ def _load(console, path):
     import time
 
     import dovetail
-    from dovetail.cli.info import table
+    from dovetail.cli.tables import pairs
     from dovetail.core.reporter import bar
 
     _step(console, 2, "Load")
@@ -53,15 +53,15 @@ def _load(console, path):
     with bar() as progress:
         model = dovetail.load(path, progress=progress)
     rows = model.summary()
-    console.print(table(f"loaded in {time.perf_counter() - start:.1f} s", rows))
+    console.print(pairs(f"loaded in {time.perf_counter() - start:.1f} s", rows))
     console.print()
     return model
 
 
-def _ask(console, model, prompt: str, max_tokens: int) -> None:
+def _prompt(console, model, prompt: str, max_tokens: int) -> None:
     import time
 
-    _step(console, 3, "Ask")
+    _step(console, 3, "Prompt")
     console.print("  [bold]you[/bold]    ", end="")
     console.print(prompt, markup=False, soft_wrap=True)
     console.print("  [bold]model[/bold]  ", end="")
@@ -76,7 +76,7 @@ def _ask(console, model, prompt: str, max_tokens: int) -> None:
 
 
 def _speed(times: list[float], prompt_tokens: int) -> str:
-    """The first token pays for compiling and for the prompt, so the rate is of the tokens after it."""
+    """Return the rate after the first token, whose time includes compiling and the prompt."""
     new = len(times) - 1
     if new < 2:
         return f"  {new} tokens"
@@ -94,45 +94,45 @@ def _pretrain(console, steps: int) -> None:
     console.print()
     _step(console, 4, "Pretrain a model of a million weights on generated stories: dovetail pretrain tiny")
     folder = home() / "tour" / "tiny"
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier tour's: it would only be continued
+    shutil.rmtree(folder, ignore_errors=True)  # a run that exists would be continued
     overrides = [f"steps={steps}", f"schedule.warmup={steps // 10}", f"eval.every={-(-steps // 4)}"]
     run("pretrain", "tiny", [*overrides, f"checkpoint.export_hf={steps}"], str(folder))
     exported = folder / "export" / f"step_{steps}"
-    _speak(console, exported, "One day ", 120)
-    _teach(console, exported, max(1, steps * 2 // 5))
+    _complete(console, exported, "One day ", 120)
+    _fine_tune(console, exported, max(1, steps * 2 // 5))
 
 
-def _teach(console, model, steps: int) -> None:
+def _fine_tune(console, model, steps: int) -> None:
     import shutil
 
     import dovetail
     from dovetail.io.hub import home
 
     console.print()
-    _step(console, 5, "Teach it to answer: dovetail sft")
+    _step(console, 5, "Fine-tune it on questions: dovetail sft")
     folder, question = home() / "tour" / "sft", "What is the owl like?"
     shutil.rmtree(folder, ignore_errors=True)
-    lessons = [
+    examples = [
         {"prompt": f"What is the {animal} like?", "completion": f" The {animal} is {kind}."}
         for animal, kind in ANIMALS.items()
     ]
-    _speak(console, model, question, 24, "before")
+    _complete(console, model, question, 24, "before")
     dovetail.sft(
-        model=str(model), data=lessons, steps=steps, batch=8, length=64, packing=True, run_dir=folder,
+        model=str(model), data=examples, steps=steps, batch=8, length=64, packing=True, run_dir=folder,
         optimizer={"lr": 2e-3}, precision={"compute": "f32"},
     )  # fmt: skip
-    _speak(console, folder / "export" / f"step_{steps}", question, 24, "after")
-    _pay(console, folder / "export" / f"step_{steps}", max(1, steps // 5))
+    _complete(console, folder / "export" / f"step_{steps}", question, 24, "after")
+    _reward(console, folder / "export" / f"step_{steps}", max(1, steps // 5))
 
 
-def _pay(console, model, steps: int) -> None:
+def _reward(console, model, steps: int) -> None:
     import shutil
 
     import dovetail
     from dovetail.io.hub import home
 
     console.print()
-    _step(console, 6, "Pay it for every letter e: dovetail rl")
+    _step(console, 6, "Reward it for every letter e: dovetail rl")
     folder, question = home() / "tour" / "rl", "What is the owl like?"
     shutil.rmtree(folder, ignore_errors=True)
     ended = dovetail.rl(
@@ -140,13 +140,13 @@ def _pay(console, model, steps: int) -> None:
         prompts=6, group_size=8, max_prompt=32, max_tokens=24, steps=steps, run_dir=folder, optimizer={"lr": 1e-3},
         precision={"compute": "f32"}, show_every=0,
     )  # fmt: skip
-    console.print(f"  reward {_first(folder):.2f} at first, {ended.metrics['reward']:.2f} in the end")
-    _speak(console, folder / "export" / f"step_{steps}", question, 24, "after")
+    console.print(f"  reward {_first(folder):.2f} at the start, {ended.metrics['reward']:.2f} at the end")
+    _complete(console, folder / "export" / f"step_{steps}", question, 24, "after")
     console.print(f"\n  [bold]dovetail serve {folder / 'export' / f'step_{steps}'}[/bold] serves it", soft_wrap=True)
 
 
 def letters_e(prompts, completions, **columns) -> list[float]:
-    """The reward of the tour: the share of an answer's letters that are an e."""
+    """Return the share of letters e in each completion, the reward of the tour."""
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 
@@ -156,7 +156,7 @@ def _first(folder) -> float:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["reward"]
 
 
-def _speak(console, folder, start: str, tokens: int, when: str = "it says") -> None:
+def _complete(console, folder, start: str, tokens: int, when: str = "output") -> None:
     import dovetail
 
     model = dovetail.load(folder)

@@ -57,7 +57,10 @@ def _command(name: str, help: str) -> Callable[..., None]:
         if code:
             raise typer.Exit(code)
 
-    command.__name__, command.__doc__ = name, f"{help} Run it again to continue an interrupted run."
+    command.__name__, command.__doc__ = (
+        name,
+        f"{help}\n\n    Run the same command again to continue an interrupted run.",
+    )
     return command
 
 
@@ -142,7 +145,7 @@ def run(name: str, recipe: str, overrides: list[str], run_dir: str = "", show: b
 
 def _print_end(console, ended) -> None:
     """Print how a training ended."""
-    from dovetail.cli.info import table
+    from dovetail.cli.tables import pairs
     from dovetail.train.guard.exits import meaning
     from dovetail.train.report.summary import read, summary
 
@@ -157,7 +160,7 @@ def _print_end(console, ended) -> None:
     page = ended.folder / "report.html"
     if page.exists():
         found = read(ended.folder)
-        console.print(table(found.name, summary(found)))
+        console.print(pairs(found.name, summary(found)))
         console.print(f"report with curves, lost time and recipe: {page}", markup=False, soft_wrap=True)
 
 

@@ -182,7 +182,7 @@ def test_misuse_is_refused_before_the_load(tmp_path):
     for options in ({}, {"rate": 1.0, "concurrency": 1}):
         with pytest.raises(ValueError, match=r"--rate .* or --concurrency"):
             Load(requests=1, **options)
-    with pytest.raises(ValueError, match=r"draws SVG.*name it a\.svg"):
+    with pytest.raises(ValueError, match=r"--plot must be an \.svg file.*use a\.svg"):
         run("http://x", "", "", Load(requests=1, rate=1.0), 0, 0, 1.0, "a.png", "")
 
 

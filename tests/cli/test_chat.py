@@ -19,7 +19,7 @@ from fake_openai import Reply, says, serving
 
 from dovetail.cli import chat as module
 from dovetail.cli.chat import Chat
-from dovetail.cli.chat_partner import Local, Options, Remote, Thought, _between_steps
+from dovetail.cli.chat_partner import ChatOptions, Local, Remote, Thought, _between_steps
 from dovetail.core.files import write_atomic
 
 
@@ -90,7 +90,7 @@ def test_save(talk, tmp_path):
     assert "é☃" in path.read_text() and os.listdir(tmp_path) == ["a chat.json"]
     lines = err.splitlines()
     assert lines[1] == f"3 messages saved in {path}"
-    assert "needs a file's name" in lines[2] and "is a folder" in lines[3] and "no folder /no/such" in lines[4]
+    assert "needs a file name" in lines[2] and "is a folder" in lines[3] and "no folder /no/such" in lines[4]
 
 
 def test_what_was_saved_before_stays_when_a_write_fails(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_help_and_unknown_commands(talk):
     with serving(lambda i: says("a")) as fake:
         _, err = talk(fake.url, "/nope x", "/help")
     first, *rest = err.splitlines()
-    assert first == "there is no command /nope; there are /system, /save, /clear, /help, /quit"
+    assert first == "there is no command /nope: use one of /system, /save, /clear, /help, /quit"
     names = ["/system", "/save", "/clear", "/help", "/quit", '"""']
     assert [line.split()[0] for line in rest] == names and not fake.bodies
 
@@ -124,7 +124,7 @@ ERRORS = {
         Reply([(0, b'data: {"error": {"message": "the engine has stopped"}}\n\n')]),
         "the server ended the answer: the engine has stopped",
     ),
-    "cut off": (Reply(ends=False), "closed the connection before the answer's end"),
+    "cut off": (Reply(ends=False), "closed the connection before the end of the answer"),
     "not JSON": (Reply([(0, b"data: {oops\n\n")]), "not JSON: {oops"),
 }
 
@@ -225,7 +225,7 @@ def test_ctrl_c_stops_the_answer_and_the_server_sees_the_client_leave(talk):
 def test_an_answer_that_is_cut_off_says_so(talk):
     with serving(lambda i: says("a", finish_reason="length")) as fake:
         _, err = talk(fake.url, "one")
-    assert err == "(cut off at 9 tokens: --max-tokens sets it)\n"
+    assert err == "(cut off at 9 tokens: raise --max-tokens)\n"
 
 
 def test_without_a_limit_the_answer_is_as_long_as_the_server_has_room(talk):
@@ -239,7 +239,7 @@ def test_reasoning_is_shown_and_not_sent_back(talk):
     with serving(lambda i: thought) as fake:
         out, _ = talk(fake.url, "one", "two")
         with closing(Remote(fake.url, "", "")) as partner:
-            pieces = list(partner.answer([user("x")], Options(0, 5)))
+            pieces = list(partner.answer([user("x")], ChatOptions(0, 5)))
     assert out == "hmm. 42\n" * 2 and fake.bodies[1]["messages"][1] == assistant("42")
     assert [type(piece) for piece in pieces] == [Thought, str]
 
@@ -284,7 +284,7 @@ class Steps:
 def test_a_local_engine_is_stopped_between_steps(monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
-    chat = Chat(Steps(), Options(0, 5))  # type: ignore[arg-type]
+    chat = Chat(Steps(), ChatOptions(0, 5))  # type: ignore[arg-type]
     assert chat.run() and chat.turns == [user("hi"), assistant("one step, to its end")]
     assert signal.getsignal(signal.SIGINT) is before
     assert capsys.readouterr().err == "(stopped)\n"
@@ -297,7 +297,7 @@ def test_a_local_engine_refuses_a_limit_beyond_its_context():
     local._llm = SimpleNamespace(engine=SimpleNamespace(scheduler=SimpleNamespace(config=config)))
     local._tokenizer = tokenizer
     with pytest.raises(ValueError, match="max_tokens=12 after a prompt of 5 tokens"):
-        next(local.answer([user("hi")], Options(0, 12)))
+        next(local.answer([user("hi")], ChatOptions(0, 12)))
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step():

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from dovetail.cli.bench_serve import _read, busiest, describe
+from dovetail.cli.bench_serve import busiest, decode_step, describe, parse_metrics
 from dovetail.cli.info import info
 from dovetail.cli.main import app as main
 from dovetail.cli.plan import app
@@ -146,7 +146,7 @@ def test_the_cpu_here_is_planned_in_f32(home):
 
 def test_rl_shares_the_devices(home):
     said = run("rl", "smollm2-135m", "--on", "h200x8", "group_size=16", "loss.beta=0.01")
-    for words in ("colocated on 8", "split: 4 train, 4 sample, overlapped", "reference", "handing", "engine.devices="):
+    for words in ("colocated on 8", "split: 4 train, 4 sample, overlapped", "reference", "sync", "engine.devices="):
         assert words in said, words
     lines = said.splitlines()
     assert lines[0].startswith("fits: 8 ways to share h200x8; fastest: split: ") and lines[1].startswith("step: ")
@@ -217,9 +217,9 @@ def test_a_benchs_look_at_a_server():
         'dovetail:predicted_decode_step_seconds_least{engine="0"} 0.003\n'
         'dovetail:predicted_decode_step_seconds_most{engine="0"} 0.01\n'
     )
-    seen = _read(text)
+    seen = decode_step(parse_metrics(text))
     assert seen and seen == {"running": 8, "measured": 0.004, "least": 0.003, "most": 0.01}
-    assert _read("vllm:num_requests_running 1\n") is None and busiest([]) == {}
+    assert decode_step(parse_metrics("vllm:num_requests_running 1\n")) is None and busiest([]) == {}
     assert describe(busiest([seen, {**seen, "running": 2}])) == (
         "the server's decode step with 8 running: 4 ms, predicted 3 to 10"
     )

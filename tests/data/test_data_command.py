@@ -74,7 +74,7 @@ def test_show_paths(dovetail):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["prepare", "fables"], "expected --tokenizer with paths"),
+        (["prepare", "fables"], "paths need --tokenizer"),
         (["prepare", "fables", "--tokenizer", "bytes", "--format", "csv"], "format must be one of"),
         (["show", "fables:9", "--tokenizer", "bytes", "--packing", "tight"], "packing must be one of"),
         (["show", "fables:9", "--tokenizer", "bytes", "--held-out"], "data.held_out is 0"),
@@ -87,7 +87,7 @@ def test_mistakes_are_said(dovetail, args, message):
 
 
 def test_a_recipes_formats_are_its_own(dovetail, recipe):
-    with pytest.raises(ValueError, match="a recipe says them for each of its sources"):
+    with pytest.raises(ValueError, match="a recipe sets them for each source"):
         dovetail("prepare", recipe, "--format", "text")
 
 
@@ -135,10 +135,10 @@ def test_show_a_preference_and_a_prompt(tuning):
 @pytest.mark.parametrize(
     ("record", "args", "message"),
     [
-        ({"messages": CHAT[:1]}, [], "nothing is trained, for the assistant does not speak"),
-        ({"messages": CHAT}, ["--index", "5"], "expected an --index below 2"),
+        ({"messages": CHAT[:1]}, [], "no token is trained"),
+        ({"messages": CHAT}, ["--index", "5"], "--index must be below 2"),
         ({"messages": CHAT}, ["--kind", "dpo"], "kind must be one of"),
-        ({"messages": CHAT}, ["--packing", "concat"], "--packing is about rows of text"),
+        ({"messages": CHAT}, ["--packing", "concat"], "--packing applies to rows of text"),
         ({"messages": CHAT}, ["key.messages=x"], "key is not a key. Did you mean 'keys'"),
     ],
 )
@@ -148,7 +148,7 @@ def test_mistakes_about_examples_are_said(tuning, record, args, message):
 
 
 def test_examples_need_a_model(dovetail):
-    with pytest.raises(ValueError, match="expected --model with --index and --kind"):
+    with pytest.raises(ValueError, match="--index and --kind need --model"):
         dovetail("show", "fables:9", "--tokenizer", "bytes", "--kind", "sft")
 
 
@@ -175,7 +175,7 @@ def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp
         dovetail("show", *data, "data.template=nowhere")
     with pytest.raises(ValueError, match=r"modle is not a key. Did you mean 'model'"):
         dovetail("show", *data, "modle=x")
-    with pytest.raises(ValueError, match="--packing is about rows of text"):
+    with pytest.raises(ValueError, match="--packing applies to rows of text"):
         dovetail("show", str(recipe), *listed, "--packing", "concat")
     with pytest.raises(ValueError, match=r"recipe .*judge.yaml: data.pth is not a key. Did you mean data.path"):
         dovetail("show", str(recipe), "data.pth=x")

@@ -13,7 +13,7 @@ from tune.small_models import chats, model_folder
 from typer.testing import CliRunner
 
 from dovetail import __version__
-from dovetail.cli.chat_partner import Local, Options
+from dovetail.cli.chat_partner import ChatOptions, Local
 from dovetail.cli.main import app
 from dovetail.core import reporter, yaml_text
 from dovetail.engine import llm
@@ -133,7 +133,7 @@ def test_chat_with_an_adapter_uses_it(first, monkeypatch):
     monkeypatch.setattr(llm, "LLM", FakeEngine)
     monkeypatch.setattr("dovetail.engine.request.params.check_room", lambda *given: None)
     partner = Local("runs/first/export/step_2")
-    assert list(partner.answer([{"role": "user", "content": "Hi"}], Options(0.0, 4))) == []
+    assert list(partner.answer([{"role": "user", "content": "Hi"}], ChatOptions(0.0, 4))) == []
     assert asked == [("org/tiny", {"adapter": "runs/first/export/step_2"}), "adapter"]
     assert partner.describe().startswith("runs/first/export/step_2 on org/tiny")
 
