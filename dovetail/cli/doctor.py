@@ -14,11 +14,11 @@ def doctor(
     numerics: bool = typer.Option(
         False, help="Check how exactly the devices compute: top-k, argmax, products, repeatability."
     ),
-    burn: float = typer.Option(0.0, min=0.0, help="Seconds of a burn-in, in which all chips must compute equal bits."),
-    coordinator: str = typer.Option("", help="host:port of the coordinator of a run with several processes."),
-    bucket: str = typer.Option("", help="gs://NAME that runs here read or write: check its region against --zone."),
-    zone: str = typer.Option("", help="The zone of this machine, such as us-central1-a; with --bucket."),
-    compare: list[Path] = typer.Option([], help="Output of `dovetail doctor --json` on a host; may be repeated."),
+    burn: float = typer.Option(0.0, min=0.0, help="Seconds of a burn-in that compares all chips bit for bit."),
+    coordinator: str = typer.Option("", help="host:port of the coordinator of a multi-host run, to test."),
+    bucket: str = typer.Option("", help="Bucket gs://NAME whose region is compared with that of --zone."),
+    zone: str = typer.Option("", help="Zone of this machine, such as us-central1-a; for --bucket."),
+    compare: list[Path] = typer.Option([], help="Output of `dovetail doctor --json` of one host; repeat it per host."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Check this machine for faults. Exit code 0: no problem; 1: a warning; 2: a fault."""

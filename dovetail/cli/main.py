@@ -1,6 +1,9 @@
 """The `dovetail` command and the list of its subcommands."""
 
 import logging
+import sys
+import warnings
+from collections.abc import Callable
 
 import typer
 
@@ -10,7 +13,6 @@ from dovetail.cli import (
     compile,
     data,
     doctor,
-    errors,
     evaluate,
     info,
     job,
@@ -22,13 +24,14 @@ from dovetail.cli import (
     train,
 )
 from dovetail.cli.options import OptionCommand
+from dovetail.core.errors import report_failure
 
 app = typer.Typer(
     name="dovetail",
     help="Pretrain, fine-tune, serve and operate language models with JAX.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # errors.py prints errors
+    pretty_exceptions_enable=False,  # `run` prints errors
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -84,4 +87,30 @@ def main() -> None:
 
     quiet_libtpu()
     logging.basicConfig(format="%(message)s")  # before a library sets another format
-    errors.run(app)
+    run(app)
+
+
+def run(command: Callable[[], object]) -> None:
+    """Call `command`; exit with 2 for a user's error, 1 and a traceback for any other, 130 for ctrl-C."""
+    try:
+        command()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        code, line = report_failure(error)
+        _print_error(line)
+        # a library's unfinished write would otherwise print a warning after the error
+        warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+        sys.exit(code)
+
+
+def _print_error(line: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from dovetail.core.printable import printable
+
+    label, _, message = line.partition(": ")
+    # Text, because a message may have [brackets]; soft_wrap, so that a piped or copied error stays on one line
+    text = Text(f"{label}: ", style="bold red").append(printable(message), style="default not bold")
+    Console(stderr=True, highlight=False).print(text, soft_wrap=True)

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dovetail.cli import errors
 from dovetail.cli.info import info
 from dovetail.cli.main import app
 from dovetail.cli.models import parse_bytes
@@ -203,41 +202,6 @@ def test_one_bar_for_one_piece_of_work(capsys):
     said = capsys.readouterr().err
     assert said.startswith("  a remark\n") and "…" in said and "300/300" in said
     assert len(said.splitlines()) == 2
-
-
-def explain(error: BaseException, capsys) -> tuple[int, str]:
-    def command():
-        raise error
-
-    with pytest.raises(SystemExit) as stop:
-        errors.run(command)
-    return stop.value.code, capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [ValueError, OSError, FileNotFoundError, ImportError])
-def test_a_users_error(kind, capsys, monkeypatch):
-    monkeypatch.delenv("DOVETAIL_TRACEBACK", raising=False)
-    assert explain(kind("what was expected [not markup]"), capsys) == (2, "error: what was expected [not markup]\n")
-
-
-def test_an_error_of_ours(capsys, monkeypatch):
-    monkeypatch.delenv("DOVETAIL_TRACEBACK", raising=False)
-    code, said = explain(KeyError("oops"), capsys)
-    assert code == 1 and "internal error: KeyError: 'oops'" in said and "DOVETAIL_TRACEBACK=1" in said
-
-
-def test_interrupted(capsys):
-    assert explain(KeyboardInterrupt(), capsys) == (130, "")
-
-
-def test_the_traceback_on_request(monkeypatch):
-    monkeypatch.setenv("DOVETAIL_TRACEBACK", "1")
-
-    def command():
-        raise ValueError("shown")
-
-    with pytest.raises(ValueError, match="shown"):
-        errors.run(command)
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("2GiB", 2**31), ("1.5 mb", 1_500_000), ("77", 77)])
