@@ -5,6 +5,7 @@ from typing import Any
 import typer
 
 from dovetail.cli.options import OptionCommand, takes_engine_options
+from dovetail.core.errors import UserError
 
 app = typer.Typer(
     help="Measure speed; forward and throughput can compare with transformers in the same run.", no_args_is_help=True
@@ -45,7 +46,10 @@ def throughput(
     """Measure output tokens per second of the engine in this process."""
     from dovetail.cli.bench_throughput import run
 
-    run(config or model, engine, [int(n) for n in streams.split(",")], prompt, output, peer, arrivals)
+    numbers = streams.split(",")
+    if not all(each.strip().isdigit() and int(each) for each in numbers):
+        raise UserError(f"--streams must be numbers with commas between, such as 1,8,64, got {streams!r}")
+    run(config or model, engine, [int(each) for each in numbers], prompt, output, peer, arrivals)
 
 
 @app.command()
@@ -59,7 +63,9 @@ def serve(
     prompt: int = typer.Option(128, "--input", min=1, help="Tokens per prompt."),
     output: int = typer.Option(64, min=1, help="Tokens per completion."),
     model: str = typer.Option("", help="Name of the model on the server. Default: the first one."),
-    vocab: int = typer.Option(0, min=0, help="Vocabulary of the random prompts. Default: the server's, or 1,000."),
+    vocab: int = typer.Option(
+        0, min=0, show_default=False, help="Vocabulary of the random prompts. Default: the server's, or 1,000."
+    ),
     api_key: str = typer.Option("", envvar="DOVETAIL_API_KEY", show_envvar=True, help="API key of the server."),
     seed: int = typer.Option(0, help="Seed of the prompts and arrival times."),
     warm_up: int = typer.Option(

@@ -125,14 +125,16 @@ def _padded_call(peer, docs: list[list[int]]) -> Callable[[], None]:
 
 def _time_by_turns(calls: dict[str, Callable[[], None]]) -> dict[str, float]:
     """Return the median seconds of each call, measured in alternation so that other load affects both."""
-    from rich.progress import track
+    from dovetail.core.reporter import bar
 
     for call in calls.values():
         call()
     seconds: dict[str, list[float]] = {key: [] for key in calls}
-    for _ in track(range(ROUNDS), "  measuring", transient=True):
-        for key, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[key].append(time.perf_counter() - start)
+    with bar() as progress:
+        for i in range(ROUNDS):
+            for key, call in calls.items():
+                start = time.perf_counter()
+                call()
+                seconds[key].append(time.perf_counter() - start)
+            progress("measuring", i + 1, ROUNDS)
     return {key: statistics.median(values) for key, values in seconds.items()}

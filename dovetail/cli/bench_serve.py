@@ -158,12 +158,20 @@ class Bench:
         """Warm the server up and send the load."""
         import httpx
 
+        from dovetail.core.reporter import bar
+
         async with httpx.AsyncClient(**self._options) as client:
             self._model, vocab = await self._ask(client, model, vocab)
             await warm_up(client, self._load, self._model, vocab, count)
             before = await read_compiled(client)
             bodies = self._load.bodies(self._model, vocab, self._load.requests)
-            with _bar(len(bodies)) as tick:
+            with bar() as progress:
+                ended: list[bool] = []  # whether each finished request failed
+
+                def tick(record: Record) -> None:
+                    ended.append(record.error is not None)
+                    progress(f"requests, {sum(ended)} failed" if any(ended) else "requests", len(ended), len(bodies))
+
                 generator = Generator(client, self._load, tick)
                 self.records = generator.records
                 cpu, watching = time.process_time(), asyncio.create_task(watch(client, self._seen))
@@ -336,35 +344,6 @@ def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file:
             waits.append((name, [value * 1e3 for value in values], marks))
         title = f"{figures['model']}: {_describe(figures)}"
         write_atomic(plot, draw_load(title, waits, rates(ok, figures["seconds"]), figures["seconds"]))
-
-
-class _bar:
-    """A progress bar of finished requests on stderr."""
-
-    def __init__(self, total: int):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        columns = (TextColumn("  requests"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
-        # Drawn rarely, because drawing holds the GIL while times are taken.
-        self._display = Progress(
-            *columns, TimeElapsedColumn(), console=console, refresh_per_second=4, transient=True,
-            disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task, self._failed = self._display.add_task("", total=total, failed=""), 0
-
-    def __enter__(self):
-        self._display.start()
-        return self._tick
-
-    def _tick(self, record: Record) -> None:
-        self._failed += record.error is not None
-        failed = f"[red]{self._failed} failed[/red]" if self._failed else ""
-        self._display.update(self._task, advance=1, failed=failed)
-
-    def __exit__(self, *_) -> None:
-        self._display.stop()
 
 
 def _more_files() -> None:

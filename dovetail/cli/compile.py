@@ -32,7 +32,9 @@ def compile_recipe(
     recipe: str = typer.Argument(help="Name or file of a recipe."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE]...", help="Overrides, such as per_device=2."),
     topology: str = typer.Option(..., help=f"{TOPOLOGY.help} Or gpu: the GPUs of this machine."),
-    slices: int = typer.Option(0, min=0, help="Number of slices, connected by the data-center network. Default: 1."),
+    slices: int = typer.Option(
+        0, min=0, show_default=False, help="Number of slices, connected by the data-center network. Default: 1."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Compile the training step of RECIPE; `dovetail compile RECIPE` is short for it."""

@@ -37,7 +37,7 @@ def prepare(
     out: str = OUT,
     kind: str = FORMAT,
     text_key: str = TEXT_KEY,
-    processes: int = typer.Option(0, min=0, help="Number of processes. Default: one per core."),
+    processes: int = typer.Option(0, min=0, show_default=False, help="Number of processes. Default: one per core."),
 ) -> None:
     """Tokenize the data of a recipe, or files, into the cache."""
     from rich.console import Console
@@ -59,7 +59,9 @@ def show(
     what: list[str] = WHAT,
     rows: int = typer.Option(2, min=1, help="Number of rows."),
     first: int = typer.Option(0, min=0, help="Index of the first row."),
-    length: int = typer.Option(0, min=0, help=f"Tokens per row. Default: the recipe's, or {LENGTH}."),
+    length: int = typer.Option(
+        0, min=0, show_default=False, help=f"Tokens per row. Default: the recipe's, or {LENGTH}."
+    ),
     packing: str = typer.Option("", help="concat or best_fit. Default: the recipe's, or concat."),
     held_out: bool = typer.Option(False, "--held-out", help="Show rows of the held-out documents."),
     tokenizer: str = TOKENIZER,

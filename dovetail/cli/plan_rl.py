@@ -169,7 +169,7 @@ def rl(
         None, metavar="[KEY=VALUE]...", help="Overrides, such as group_size=16 algo=ppo."
     ),
     on: str = typer.Option(..., "--on", help="Accelerator: h200x1, h200x8, v6e-8."),
-    answer: int = typer.Option(0, min=0, help="Mean tokens of a completion. Default: max_tokens."),
+    answer: int = typer.Option(0, min=0, show_default=False, help="Mean tokens of a completion. Default: max_tokens."),
     price: float = PRICE,
     spot: bool = SPOT,
     region: str = REGION,

@@ -54,7 +54,9 @@ def serve(
     concurrency: int = typer.Option(64, min=1, help="Concurrent requests, over all devices."),
     dtype: str = typer.Option("", help="Type of the weights: bf16, f16, f32, tf32; int8, fp8, int4 for planning only."),
     kv: str = typer.Option("", help="Type of the KV cache. Default: that of the weights, at least bf16."),
-    tensor_parallel_size: int = typer.Option(0, min=0, help="Devices per replica. Default: try each number."),
+    tensor_parallel_size: int = typer.Option(
+        0, min=0, show_default=False, help="Devices per replica. Default: try each number."
+    ),
     price: float = PRICE,
     spot: bool = SPOT,
     region: str = REGION,

@@ -25,7 +25,7 @@ def train(
     ),
     on: str = typer.Option(..., "--on", help="Accelerator: v5e-256, v5p-128, h100x64, 2 x v6e-256, cpu."),
     batch: str = typer.Option("", help="Tokens per step, such as 4M. Default: the recipe's."),
-    seq: int = typer.Option(0, min=0, help="Tokens per row. Default: the recipe's, or 4096."),
+    seq: int = typer.Option(0, min=0, show_default=False, help="Tokens per row. Default: the recipe's, or 4096."),
     tokens: str = typer.Option("", help="Tokens of the run, such as 1T. Default: the recipe's, or 20 per weight."),
     remat: str = typer.Option("", help="none, dots, attention or full. Default: try each."),
     stages: int = typer.Option(1, min=1, help="Estimate a pipeline of this many stages, which the trainer lacks."),

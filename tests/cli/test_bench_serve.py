@@ -146,17 +146,17 @@ def test_several_tokens_per_event(tmp_path, capsys):
     gap = figures["itl_ms"]["p50"]  # a busy machine may read the first event late
     assert 40 <= gap < 320 and figures["tpot_ms"]["p50"] == pytest.approx(gap / 8, rel=0.05)
     out = capsys.readouterr().out
-    assert "TPOT says more than ITL" in out and "1 answers were shorter" in out
+    assert "compare TPOT, not ITL" in out and "1 completions were shorter" in out
 
 
 REFUSED = {
     "a key": ({"models": Reply(status=401, message="a key is needed")}, {}, "a key is needed; give the key"),
-    "another model": ({}, {"model": "other"}, "has no model other; it has fake"),
-    "too long": ({}, {"load": Load(requests=1, concurrency=1, input=500, output=64)}, "takes at most 512"),
+    "another model": ({}, {"model": "other"}, "has no model other: choose one of fake"),
+    "too long": ({}, {"load": Load(requests=1, concurrency=1, input=500, output=64)}, "must be at most 512 tokens"),
     "a bad first": (
         {"reply": Reply(status=400, message="ignore_eos: unknown")},
         {"warm_up": 1},
-        "first request failed",
+        "warm-up request failed",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_a_server_that_is_not_there(tmp_path):
 
 def test_misuse_is_refused_before_the_load(tmp_path):
     for options in ({}, {"rate": 1.0, "concurrency": 1}):
-        with pytest.raises(ValueError, match=r"--rate .* or --concurrency"):
+        with pytest.raises(ValueError, match=r"--rate .* and --concurrency"):
             Load(requests=1, **options)
     with pytest.raises(ValueError, match=r"--plot must be an \.svg file.*use a\.svg"):
         run("http://x", "", "", Load(requests=1, rate=1.0), 0, 0, 1.0, "a.png", "")
