@@ -12,6 +12,7 @@ import typer
 
 from dovetail.core.errors import UserError
 from dovetail.core.printable import printable
+from dovetail.core.units import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,17 +43,9 @@ def row(job: Job, now: float, handle: str = "") -> tuple[str, ...]:
 
     accelerator = "cpu" if job.accelerator in ("", "cpu") else job.accelerator
     place = where(job.backend, job.zone, handle), job.host or "-"
-    times = duration(now - job.created), duration(job.seconds) if job.seconds else "-"
+    times = format_duration(now - job.created), format_duration(job.seconds) if job.seconds else "-"
     dollars = f"{job.dollars:,.2f}" if job.dollars else "-"
     return (job.id, job.user, job.name, accelerator, *place, job.status, str(job.attempts), *times, dollars)
-
-
-def duration(seconds: float) -> str:
-    """Return `3 m`, `2.5 h`, `4 d`."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def show(store: JobStore, statuses: Sequence[str], limit: int) -> None:
@@ -163,7 +156,7 @@ def _attempts(store: JobStore, job: Job) -> Table:
     for column in ("attempt", "where", "hosts", "ran", "outcome", "exit", "detail"):
         out.add_column(column)
     for one in store.attempts(job.id):
-        ran = duration(one.seconds(time.time())) if one.started or one.ran else "-"
+        ran = format_duration(one.seconds(time.time())) if one.started or one.ran else "-"
         place = " ".join(filter(None, (one.accelerator, where(job.backend, one.zone, one.handle))))
         hosts = one.hosts if len(one.hosts) < 40 else f"{one.hosts.partition(',')[0]} and {one.hosts.count(',')} more"
         code = "-" if one.exit_code is None else str(one.exit_code)
@@ -183,12 +176,12 @@ def show_cost(jobs: Sequence[Job], hourly: dict[str, float]) -> None:
     for job in jobs:
         if job.dollars or hourly.get(job.id):
             now = f"{hourly[job.id]:,.2f}" if job.id in hourly else "-"
-            out.add_row(job.id, job.name, job.accelerator, duration(job.seconds), now, f"{job.dollars:,.2f}")
+            out.add_row(job.id, job.name, job.accelerator, format_duration(job.seconds), now, f"{job.dollars:,.2f}")
     console = _console()
     if out.row_count:
         console.print(out)
     total, rate = sum(job.dollars for job in jobs), sum(hourly.values())
-    ran = duration(sum(job.seconds for job in jobs))
+    ran = format_duration(sum(job.seconds for job in jobs))
     console.print(f"{len(jobs)} jobs: ${total:,.2f} so far, ${rate:,.2f} per hour now, {ran} running time")
 
 
@@ -293,7 +286,7 @@ def show_deleted(store: JobStore, jobs: Sequence[Job], kept: Sequence[Job] = (),
 
     sizes = {job.id: actions.size(store, job) for job in (*jobs, *kept)}
     for job in jobs:
-        ago = duration(time.time() - (job.ended or job.changed))
+        ago = format_duration(time.time() - (job.ended or job.changed))
         typer.echo(f"{job.id}  {amount(sizes[job.id]):>8}  {job.status:<9}  {ago:>6} ago  {job.name}", err=err)
     if len(jobs) > 1:
         typer.echo(f"{len(jobs)} jobs, {amount(sum(sizes[job.id] for job in jobs))}", err=err)

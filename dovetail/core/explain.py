@@ -1,4 +1,4 @@
-"""Every key of a recipe with its value, its default and its meaning: for `--show-config`.
+"""List the keys of a recipe with value, default and meaning, for `--show-config`.
 
 A key's meaning is the comment beside it, or above it, in the class that declares it; a section's is the class's
 docstring.

@@ -1,4 +1,4 @@
-"""What transformers, TRL, PEFT and Unsloth call the keys of a recipe: an unknown key gets the right one proposed."""
+"""Map the key names of transformers, TRL, PEFT and Unsloth, and old names, to this package's, for error messages."""
 
 from __future__ import annotations
 

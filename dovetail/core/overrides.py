@@ -1,5 +1,4 @@
-"""`optimizer.lr=1e-3`, `data.sources.0.path=texts`: values typed at a terminal, put in their places in a recipe; and
-those of a program, `{"optimizer": {"lr": 1e-3}, "data.seed": 1}`."""
+"""Put overrides into a recipe: `optimizer.lr=1e-3` from a terminal, `{"data.seed": 1}` from a program."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from dovetail.core.errors import RecipeError
 
 @dataclass(frozen=True)
 class Typed:
-    """A value as it was typed: what it means depends on the field it is for (007 may be a folder)."""
+    """Hold the text of a value; the type of its key decides what it means (007 may be a folder)."""
 
     text: str
 
 
 def split(text: str) -> tuple[list[str], Typed]:
-    """`a.0.b=value` -> (["a", "0", "b"], the value)."""
+    """Split `a.0.b=value` into (["a", "0", "b"], value)."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -29,7 +28,7 @@ def split(text: str) -> tuple[list[str], Typed]:
 
 
 def flat(overrides: Mapping[str, Any], path: Sequence[str] = ()) -> list[tuple[list[str], Any]]:
-    """A program's overrides as (path, value): a mapping changes the keys it names and leaves the others."""
+    """Return a program's overrides as (path, value); a nested mapping changes only the keys that it names."""
     found = []
     for key, value in overrides.items():
         at = [*path, *key.split(".")]
@@ -42,7 +41,7 @@ def _text_of_path(value: Any) -> Any:
 
 
 def place(mapping: Mapping[str, Any], pairs: Iterable[tuple[list[str], Any]]) -> dict[str, Any]:
-    """A copy of the mapping with each value at its path."""
+    """Return a copy of the mapping with each value at its path."""
     tree = _copied(dict(mapping))
     for path, value in pairs:
         _put(tree, path, value)
@@ -65,28 +64,30 @@ def _put(tree: dict, path: list[str], value: Any) -> None:
             below = [] if path[depth + 1].isdecimal() else {}
         if not isinstance(below, dict | list):
             here = ".".join(path[: depth + 1])
-            raise RecipeError(f"{'.'.join(path)} has no place: {here} is {kind_of(below)}, which has no keys")
+            whole = ".".join(path)
+            raise RecipeError(f"{whole} is not a key: {here} is {kind_of(below)}, which has no keys", param=whole)
         node[key] = below
         node = below
     node[_key(node, path[-1], path[:-1])] = value
 
 
 def _key(node: dict | list, part: str, path: list[str]) -> Any:
-    """A key, or a place in a list; one past the list's end adds an element."""
+    """Return a key, or an index into a list; one past the list's end adds an element."""
     if isinstance(node, dict):
         return part
     at = ".".join(path)
     if not part.isdecimal():
-        raise RecipeError(f"{at} is a list: give a place in it, such as {at}.0; got {at}.{part}")
+        raise RecipeError(f"{at} is a list: use an index, such as {at}.0; got {at}.{part}", param=at)
     if int(part) > len(node):
-        raise RecipeError(f"{at}.{part} is past the end: {at} has {len(node)}, and {at}.{len(node)} would add one")
+        end = len(node)
+        raise RecipeError(f"{at}.{part} is past the end of {at}, which has {end}: {at}.{end} adds one", param=at)
     if int(part) == len(node):
         node.append(None)
     return int(part)
 
 
 def parsed(value: Typed) -> Any:
-    """As YAML; nothing after the = is an empty text."""
+    """Return the value read as YAML; empty text stays empty text."""
     return yaml_text.parse(value.text) if value.text else ""
 
 
@@ -94,7 +95,7 @@ _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def kind_of(value: Any) -> str:
-    """A value and what it is, for a message."""
+    """Describe a value and its type, for a message."""
     if isinstance(value, Typed):
         value = value.text
     if value is None:

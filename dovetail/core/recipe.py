@@ -1,12 +1,13 @@
-"""Recipes: YAML to frozen dataclasses and back, for any settings class.
+"""Read recipes from YAML into frozen dataclasses and write them back, for any settings class.
 
-Nothing is ignored: an unknown key is refused with a suggestion, a wrong type with its dotted path. A recipe may start
-from another (`base: tiny`), and `key=value` overrides come last. Recipes that ship with the package are found by name.
+No key is ignored: an unknown one is refused with a suggestion, a wrong type with its dotted path. A recipe may extend
+another one (`base: tiny`), and `key=value` overrides come last. Recipes that ship with the package are found by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 import types
@@ -22,7 +23,7 @@ from dovetail.core.foreign_names import IN_SECTION, OURS
 from dovetail.core.overrides import Typed, flat, kind_of, parsed, place, split
 
 T = TypeVar("T")
-Count = Annotated[int, "count"]  # an int that may be written 10B, 300M or 4k
+Count = Annotated[int, "count"]  # an int that may be written as 10B, 300M or 4k
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 TRAININGS = ("pretrain", "sft", "dpo", "reward", "distill", "rl")  # each is a command, and a class of settings
@@ -45,8 +46,13 @@ def training_of(name: str) -> str | None:
 
 
 def find(name_or_path: str, beside: Path | None = None, training: str = "") -> Path:
-    """Return a recipe's file: a shipped name, or a path (relative to `beside`, for the base of a recipe in a file).
-    `training`: the one that asks, whose recipes an error lists."""
+    """Return the file of a recipe.
+
+    Args:
+        name_or_path: A shipped name, or a path.
+        beside: The folder that a path is relative to, for the base of a recipe.
+        training: The training that asks; an error lists its recipes alone.
+    """
     if found := training_of(name_or_path):
         return (SHIPPED if found == "pretrain" else SHIPPED / found) / f"{name_or_path}.yaml"
     path = (beside or Path()) / Path(name_or_path).expanduser()
@@ -59,7 +65,16 @@ def find(name_or_path: str, beside: Path | None = None, training: str = "") -> P
 
 
 def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: type[T]) -> T:
-    """The recipe, with overrides on top, as `cls`: `key=value` each, or a mapping of a program's own values."""
+    """Read a recipe as settings of class `cls`.
+
+    Args:
+        name_or_path: A shipped name, or a path.
+        overrides: `key=value` texts, or a mapping of values.
+        cls: The settings class.
+
+    Raises:
+        RecipeError: With the dotted path of the key at fault in `param`.
+    """
     wanted = cls.__name__.lower() if cls.__name__.lower() in TRAININGS else ""
     meant = training_of(name_or_path)
     if wanted and meant and wanted != meant:
@@ -75,17 +90,17 @@ def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: t
 
 
 def raw(name_or_path: str, cls: type = object) -> dict[str, Any]:
-    """The recipe's keys and those of its bases, not yet read as any settings; `cls`: one of those they may be for."""
+    """Return the keys of a recipe and of its bases as a mapping; `cls` is a settings class that has them."""
     return _with_base(find(name_or_path), cls, ())
 
 
 def create(cls: type[T], given: Sequence[str] | Mapping[str, Any]) -> T:
-    """Settings from these values alone: see `load`."""
+    """Return settings of class `cls` from these values alone (see `load`)."""
     return _overridden(cls, {}, given)
 
 
 def change(settings: T, overrides: Sequence[str] | Mapping[str, Any]) -> T:
-    """The same settings with some keys changed."""
+    """Return a copy of the settings with some keys changed."""
     return _overridden(type(settings), dump(settings), overrides)
 
 
@@ -97,7 +112,7 @@ def _overridden(cls: type[T], mapping: Mapping[str, Any], overrides: Sequence[st
 
 
 def _whole_path(cls: type, path: list[str], value: Any) -> list[str]:
-    """The path of a section's main key, where text is given for the section itself: `data=chats.jsonl` is data.path."""
+    """Return the path of a section's main key if text is given for the section: `data=chats.jsonl` sets data.path."""
     text = parsed(value) if isinstance(value, Typed) else value
     if len(path) > 1 or not isinstance(text, str) or not has_key(cls, path[0]):
         return path
@@ -108,11 +123,11 @@ def _whole_path(cls: type, path: list[str], value: Any) -> list[str]:
 def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]:
     if path in above:
         chain = " -> ".join(p.name for p in (*above, path))
-        raise RecipeError(f"recipe {path.name}: `base` runs in a circle: {chain}")
+        raise RecipeError(f"recipe {path.name}: `base` must not form a cycle, got {chain}", param="base")
     try:
         mapping = yaml_text.parse(path.read_text())
     except RecipeError as error:
-        raise RecipeError(f"recipe {path}: {error}") from error
+        raise RecipeError(f"recipe {path}: {error}", param=error.param) from error
     if not isinstance(mapping, dict):
         raise RecipeError(f"recipe {path}: a recipe is a mapping of keys to values; this is {kind_of(mapping)}")
     if dataclasses.is_dataclass(cls):
@@ -122,7 +137,7 @@ def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]
     if base is None:
         return mapping
     if not isinstance(base, str):
-        raise RecipeError(f"recipe {path}: base must be a recipe's name or path; got {base!r}")
+        raise RecipeError(f"recipe {path}: base must be a recipe's name or path; got {base!r}", param="base")
     if base in _QUANTIZATIONS:
         raise RecipeError(
             f"recipe {path}: base is the name of a parent recipe, got {base!r}: set quantization: {base}", param="base"
@@ -131,13 +146,12 @@ def _with_base(path: Path, cls: type, above: tuple[Path, ...]) -> dict[str, Any]
 
 
 def layer(cls: type, below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: mappings merge, everything else is replaced."""
+    """Return `below` with the values of `above`: mappings are merged, everything else is replaced."""
     return _merge(_without_rivals(cls, below, above), above)
 
 
 def _without_rivals(cls: type, below: Mapping[str, Any], given: Collection[str]) -> Mapping[str, Any]:
-    """Of keys that `cls` calls ALTERNATIVES, one that is given puts away the others below it: `steps=10` over a recipe
-    that counts tokens."""
+    """Remove from `below` the alternatives of given keys (`cls.ALTERNATIVES`): `steps=10` replaces `tokens`."""
     for group in getattr(cls, "ALTERNATIVES", ()):
         if any(key in given for key in group):
             below = {k: v for k, v in below.items() if k not in group}
@@ -156,15 +170,25 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> T:
-    """`cls` from a mapping. Keys not given keep the value of `start`, or the class's default."""
+    """Return settings of class `cls` from a mapping.
+
+    Args:
+        cls: A dataclass.
+        mapping: Keys and values, as YAML or overrides give them.
+        path: The dotted path of this section, for errors.
+        start: Settings that give the values of keys that are missing; without it, the class's defaults.
+
+    Raises:
+        RecipeError: `param` is the dotted path of the key at fault.
+    """
     if isinstance(mapping, Typed):
         mapping = parsed(mapping)
     if not isinstance(mapping, Mapping):
-        raise RecipeError(f"{path or 'the recipe'} must be a mapping of keys to values; got {kind_of(mapping)}")
+        raise _wrong(path or "the recipe", "a mapping of keys to values", mapping)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # pyright: ignore[reportArgumentType]
     for key in mapping:
         if key not in fields:
-            raise RecipeError(_unknown(cls, path, key, fields))
+            raise RecipeError(_unknown(cls, path, key, fields), param=_join(path, key), code="unknown_key")
     hints = typing.get_type_hints(cls, include_extras=True)
     given = {
         key: _convert(hints[key], value, _join(path, key), _default(fields[key], start))
@@ -172,11 +196,13 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
     }
     missing = [f.name for f in fields.values() if start is None and f.name not in given and _is_required(f)]
     if missing:
-        raise RecipeError(f"{_join(path, missing[0])} is missing: it must be given ({_name(hints[missing[0]])})")
+        key = _join(path, missing[0])
+        raise RecipeError(f"{key} is required ({_name(hints[missing[0]])}): set it", param=key, code="missing_key")
     try:
         return cls(**given) if start is None else dataclasses.replace(start, **given)  # pyright: ignore
-    except UserError as error:  # a class's own checks start with the field's name
-        raise RecipeError(_join(path, str(error)), param=_join(path, error.param) if error.param else None) from error
+    except UserError as error:  # the message of a class's own check starts with the key's name
+        param = _join(path, error.param) if error.param else path or None
+        raise RecipeError(_join(path, str(error)), param=param, code=error.code) from error
 
 
 def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
@@ -186,11 +212,10 @@ def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
         return f"{full} is not a key. Use the option {ours}."
     if ours and has_key(cls, ours):
         return f"{full} is not a key. Did you mean {_join(path, ours)}?"
-    close = did_you_mean(key, fields)
-    where = f"the keys of {path}" if path else "the keys of a recipe"
-    known = "" if close else f" {where[0].upper()}{where[1:]} are {', '.join(fields)}."
-    hint = re.sub(r"'(.*)'", lambda m: _join(path, m[1]), close)
-    return f"{full} is not a key.{hint}{known}"
+    close = difflib.get_close_matches(str(key), list(fields), n=1)
+    if close:
+        return f"{full} is not a key. Did you mean {_join(path, close[0])}?"
+    return f"{full} is not a key. The keys of {path or 'a recipe'} are {', '.join(fields)}."
 
 
 def has_key(cls: type, dotted: str) -> bool:
@@ -202,7 +227,7 @@ def has_key(cls: type, dotted: str) -> bool:
 
 
 def section_of(hint: Any) -> type | None:
-    """Return the settings class of a key that is a section, also of one that may be null; None of any other key."""
+    """Return the settings class of a section's type hint, which may include None; None for any other hint."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return next((member for member in members if dataclasses.is_dataclass(member)), None)  # pyright: ignore
 
@@ -216,7 +241,7 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def _default(field: dataclasses.Field, start: Any) -> Any:
-    """What the field holds when it is not given: a section given in part keeps the rest of it."""
+    """Return the value of a field that is not given; a section that is given in part keeps the rest of it."""
     if start is not None:
         return getattr(start, field.name)
     if field.default_factory is not dataclasses.MISSING:
@@ -245,7 +270,7 @@ def _convert(hint: Any, value: Any, path: str, default: Any = None) -> Any:
 
 
 def _member(args: tuple, value: Any, path: str, default: Any) -> Any:
-    """Of a union, the first member that takes the value."""
+    """Convert the value to the first member of a union that accepts it."""
     plain = parsed(value) if isinstance(value, Typed) else value
     if plain is None and type(None) in args:
         return None
@@ -257,31 +282,31 @@ def _member(args: tuple, value: Any, path: str, default: Any) -> Any:
             return _convert(member, value, path, default)
         except UserError:
             continue
-    raise RecipeError(_wrong(path, " or ".join(_name(a) for a in args), plain))
+    raise _wrong(path, " or ".join(_name(a) for a in args), plain)
 
 
 def _tuple(args: tuple, value: Any, path: str) -> tuple:
     if not isinstance(value, list | tuple):
-        raise RecipeError(_wrong(path, "a list", value))
+        raise _wrong(path, "a list", value)
     if len(args) == 2 and args[1] is Ellipsis:
         args = (args[0],) * len(value)
     if len(args) != len(value):
-        raise RecipeError(_wrong(path, f"a list of {len(args)}", value))
+        raise _wrong(path, f"a list of {len(args)}", value)
     return tuple(_convert(a, v, f"{path}.{i}") for i, (a, v) in enumerate(zip(args, value, strict=True)))
 
 
 def _mapping(value: Any, path: str) -> dict[str, Any]:
-    """Keys that belong to someone else, who checks them (a reward of `rewards`): any values that YAML can hold."""
+    """Return a free mapping, whose keys its reader checks (a reward of `rewards`)."""
     if not isinstance(value, Mapping):
-        raise RecipeError(_wrong(path, "a mapping of keys to values", value))
+        raise _wrong(path, "a mapping of keys to values", value)
     for key in value:
         if not isinstance(key, str):
-            raise RecipeError(f"{path} must have text as keys; got {kind_of(key)}")
+            raise RecipeError(f"{path} must have text as keys; got {kind_of(key)}", param=path)
     return {key: _untyped(each) for key, each in value.items()}
 
 
 def _untyped(value: Any) -> Any:
-    """The same value with everything that was typed at a terminal read as YAML."""
+    """Return the value with overrides in it read as YAML."""
     if isinstance(value, Typed):
         return parsed(value)
     if isinstance(value, Mapping):
@@ -297,7 +322,7 @@ def _scalar(hint: Any, value: Any, path: str) -> Any:
     if hint not in (bool, int, float, str):
         raise TypeError(f"{path}: a recipe cannot hold a {hint}")
     if type(value) is not hint:
-        raise RecipeError(_wrong(path, _name(hint), value))
+        raise _wrong(path, _name(hint), value)
     return value
 
 
@@ -306,18 +331,18 @@ def _count(value: Any, path: str) -> int:
     match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)\s*", text)
     number = float(match[1].replace("_", "")) * _SUFFIXES[match[2]] if match else math.nan
     if isinstance(value, bool) or number != round(number, 0):
-        raise RecipeError(_wrong(path, "a whole number such as 4096, 300M, 10B or 1e9", value))
+        raise _wrong(path, "a whole number such as 4096, 300M, 10B or 1e9", value)
     exact = match and re.fullmatch(r"[0-9_]+", match[1])
     return int(match[1].replace("_", "")) * _SUFFIXES[match[2]] if exact and match else round(number)
 
 
 def read_count(text: str, name: str) -> int:
-    """`4M`, `1T`: a count as a recipe has it, of an option `name`."""
+    """Return the count that an option's text means, such as 4M or 1T; `name` is the option's, for errors."""
     return _count(Typed(text), name)
 
 
-def _wrong(path: str, expected: str, value: Any) -> str:
-    return f"{path} must be {expected}; got {kind_of(value)}"
+def _wrong(path: str, expected: str, value: Any) -> RecipeError:
+    return RecipeError(f"{path} must be {expected}; got {kind_of(value)}", param=path)
 
 
 def _name(hint: Any) -> str:
@@ -329,11 +354,11 @@ def _name(hint: Any) -> str:
     return plain.get(hint, getattr(hint, "__name__", str(hint)).lower())
 
 
-# --- and back ---------------------------------------------------------------------------------------------------------
+# --- dataclass to mapping --------------------------------------------------------------------------------------------
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) wherever two settings of one class differ; values as YAML holds them."""
+    """Return (dotted key, old value, new value) for each difference between two settings of one class."""
     found = []
     for field in dataclasses.fields(after):
         old, new, key = getattr(before, field.name), getattr(after, field.name), _join(path, field.name)
@@ -345,7 +370,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[tuple[str, Any,
 
 
 def dump(settings: Any) -> dict[str, Any]:
-    """What differs from the defaults, as a mapping that `read` turns into the same settings."""
+    """Return what differs from the defaults, as a mapping that `read` turns into the same settings."""
     return _differing(settings, None)
 
 
@@ -359,6 +384,7 @@ def whole(settings: Any) -> Any:
 
 
 def to_yaml(settings: Any) -> str:
+    """Return what differs from the defaults as YAML."""
     return yaml_text.write(dump(settings))
 
 

@@ -42,6 +42,7 @@ def _refuse_unread(settings: Any, keys: Mapping[str, tuple[tuple[str, ...], tupl
             settings.name in readers or value in defaults,
             f"{key} is read by {' and '.join(readers)} only, got {value} with {settings.name}: leave it at "
             f"{defaults[0]}",
+            param=key,
         )
 
 
@@ -58,11 +59,11 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         one_of("name", self.name, OPTIMIZERS)
-        require(0 < self.lr < math.inf, f"lr must be above 0, such as 3e-4; got {self.lr}")
+        require(0 < self.lr < math.inf, f"lr must be above 0, such as 3e-4; got {self.lr}", param="lr")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
-            require(0 <= value < 1, f"{name} must be at least 0 and below 1; got {value}")
-        require(self.eps > 0, f"eps must be above 0, such as 1e-8; got {self.eps}")
+            require(0 <= value < 1, f"{name} must be at least 0 and below 1; got {value}", param=name)
+        require(self.eps > 0, f"eps must be above 0, such as 1e-8; got {self.eps}", param="eps")
         not_negative(self, "weight_decay", "max_grad_norm")
         _refuse_unread(self, OPTIMIZER_KEYS)
 
@@ -79,8 +80,10 @@ class Schedule:
     def __post_init__(self) -> None:
         one_of("name", self.name, SCHEDULES)
         not_negative(self, "warmup")
-        require(0 < self.decay < 1, f"decay must be a share of the run between 0 and 1; got {self.decay}")
-        require(0 <= self.final <= 1, f"final must be a share of lr from 0 to 1; got {self.final}")
+        require(
+            0 < self.decay < 1, f"decay must be a share of the run between 0 and 1; got {self.decay}", param="decay"
+        )
+        require(0 <= self.final <= 1, f"final must be a share of lr from 0 to 1; got {self.final}", param="final")
         _refuse_unread(self, SCHEDULE_KEYS)
 
 
@@ -107,8 +110,10 @@ class Health:
     lost_seconds: float = 20.0  # end all processes after so long without a sign of life from one
 
     def __post_init__(self) -> None:
-        require(self.lost_seconds >= 2, f"lost_seconds must be at least 2; got {self.lost_seconds}")
-        require(self.spike > 1, f"spike must be a multiple above 1, such as 10; got {self.spike}")
+        require(
+            self.lost_seconds >= 2, f"lost_seconds must be at least 2; got {self.lost_seconds}", param="lost_seconds"
+        )
+        require(self.spike > 1, f"spike must be a multiple above 1, such as 10; got {self.spike}", param="spike")
         not_negative(self, "warmup", "replays", "max_skips", "max_rollbacks", "hang_seconds")
 
 
@@ -126,12 +131,15 @@ class Checkpoint:
     def __post_init__(self) -> None:
         not_negative(self, "every", "minutes", "keep_every", "durable_every", "export_hf")
         require(
-            self.keep >= 1, f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {self.keep}"
+            self.keep >= 1,
+            f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {self.keep}",
+            param="keep",
         )
         require(
             bool(self.durable) == bool(self.durable_every),
             "durable_every and durable belong together: a folder or bucket, and the steps between two copies into it; "
             f"got durable={self.durable!r}, durable_every={self.durable_every}",
+            param="durable_every",
         )
 
 
@@ -144,11 +152,16 @@ class Eval:
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "command_every")
-        require(self.batches >= 1, f"batches must be at least 1; got {self.batches} (every=0 measures nothing)")
+        require(
+            self.batches >= 1,
+            f"batches must be at least 1; got {self.batches} (every=0 measures nothing)",
+            param="batches",
+        )
         require(
             bool(self.command) == bool(self.command_every),
             "command_every and command belong together: what to run, and every how many steps; "
             f"got command={self.command!r}, command_every={self.command_every}",
+            param="command_every",
         )
 
 
@@ -165,11 +178,12 @@ class Mesh:
 
     def __post_init__(self) -> None:
         not_negative(self, "data", "fsdp", "expert", "tensor", "context")
-        require(self.slices >= 1, f"slices must be at least 1 (it is not derived); got {self.slices}")
+        require(self.slices >= 1, f"slices must be at least 1 (it is not derived); got {self.slices}", param="slices")
         require(
             self.data % self.slices == 0,
             f"data must be a multiple of the {self.slices} slices, for it alone crosses from one to another; "
             f"got {self.data}",
+            param="data",
         )
 
 
@@ -204,7 +218,7 @@ class Training:
     init: str = ""  # weights to start from, if they are not the model's: a folder, a name or a hub id
 
     def __post_init__(self) -> None:
-        require(bool(self.model), "model must name a model or a config.json; it is empty")
+        require(bool(self.model), "model must name a model or a config.json; it is empty", param="model")
         self._check_rows()
         self._check_duration()
         if self.remat:
@@ -213,16 +227,19 @@ class Training:
         require(
             self.accumulate == 0 or self.batch % self.accumulate == 0,
             f"accumulate must divide batch, so that microsteps are equal; got {self.accumulate} and {self.batch} rows",
+            param="accumulate",
         )
-        require(0 <= self.ema < 1, f"ema must be a decay below 1, such as 0.999, or 0 for none; got {self.ema}")
-        require(self.log_every >= 1, f"log_every must be at least 1 step; got {self.log_every}")
+        require(
+            0 <= self.ema < 1, f"ema must be a decay below 1, such as 0.999, or 0 for none; got {self.ema}", param="ema"
+        )
+        require(self.log_every >= 1, f"log_every must be at least 1 step; got {self.log_every}", param="log_every")
         for name in self.report_to:
             one_of("report_to", name, LOGGERS)
         _ = self.profile_window
 
     def _check_rows(self) -> None:
-        require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}")
-        require(self.length >= 2, f"length must be at least 2 tokens; got {self.length}")
+        require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}", param="batch")
+        require(self.length >= 2, f"length must be at least 2 tokens; got {self.length}", param="length")
 
     def _check_duration(self) -> None:
         names = self.ALTERNATIVES[0]
@@ -238,6 +255,7 @@ class Training:
             warmup <= self.total_steps or not self.total_steps,
             f"schedule.warmup must end within the run, which has {self.total_steps:,} steps; it is {warmup:,}: "
             f"lower it, as with schedule.warmup={self.total_steps // 10}, or train longer",
+            param="schedule.warmup",
         )
 
     @property
@@ -256,7 +274,11 @@ class Training:
             return None
         first, colon, end = self.profile.partition(":")
         good = bool(colon) and first.isdecimal() and end.isdecimal() and int(first) < int(end)
-        require(good, f"profile must be two steps, first:end with first < end, such as 10:13; got {self.profile!r}")
+        require(
+            good,
+            f"profile must be two steps, first:end with first < end, such as 10:13; got {self.profile!r}",
+            param="profile",
+        )
         return int(first), int(end)
 
     # --- what each kind of training says of itself --------------------------------------------------------------------
@@ -324,6 +346,7 @@ class Training:
             self.scores or not cfg.scored,
             f"model {self.model!r} gives texts a score and has no head for words: name a model that writes, or train "
             "this one further as the reward model that it is (dovetail reward)",
+            param="model",
         )
 
 

@@ -1,7 +1,6 @@
-"""YAML as people expect it: `1e-3` is a number, `10:13` and `no` are text, and a key given twice is refused.
+"""Read and write YAML 1.2 scalars: `1e-3` is a number, `10:13` and `no` are text; a duplicate key is refused.
 
-PyYAML follows YAML 1.1, in which 1e-3 is text, 10:13 is 613 and no is false. These are the plain scalars of YAML 1.2,
-with underscores between digits.
+PyYAML follows YAML 1.1, in which 1e-3 is text, 10:13 is 613 and no is false. Digits may have underscores between them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise RecipeError(f"line {key.start_mark.line + 1}: {key.value!r} is given twice; keep one of them")
+                line = key.start_mark.line + 1
+                raise RecipeError(f"line {line}: {key.value!r} is given twice: keep one of them", param=str(key.value))
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -56,7 +56,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def parse(text: str) -> Any:
-    """A document's contents; ValueError where it is not YAML, with the line."""
+    """Return the contents of a document; raise RecipeError with the line if it is not YAML."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -64,6 +64,7 @@ def parse(text: str) -> Any:
 
 
 def write(mapping: Any) -> str:
+    """Return the mapping as a YAML document."""
     return yaml.dump(mapping, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dovetail.core.chips import Chip, chip_of
+from dovetail.core.units import format_number
 from dovetail.doctor import Finding
 
 POOR = 0.6  # of a peak: below this something is wrong (an H200 reaches 80% in products and 87% in copies)
@@ -61,12 +62,12 @@ def _measured(size: Size | None) -> list[Finding]:
 
 def _beside(about: str, rates: list[float], peak: float | None, unit: float, word: str) -> Finding:
     typical = statistics.median(rates)
-    text = f"{_number(typical / unit)} {word}" + (f" on each of {len(rates)} devices" if len(rates) > 1 else "")
+    text = f"{format_number(typical / unit)} {word}" + (f" on each of {len(rates)} devices" if len(rates) > 1 else "")
     values = {"measured": typical, **({"peak": peak} if peak else {})}
     if not peak:
         return Finding("note", about, f"{text}; the peak of this device is not known", values=values)
     share = typical / peak
-    text += f", {share:.0%} of the peak ({_number(peak / unit)})"
+    text += f", {share:.0%} of the peak ({format_number(peak / unit)})"
     if share >= POOR:
         return Finding("good", about, text, values=values)
     return Finding(
@@ -74,10 +75,6 @@ def _beside(about: str, rates: list[float], peak: float | None, unit: float, wor
         "look for another program on the chip (dovetail info --watch), a power or clock limit, or a shared machine",
         values,
     )  # fmt: skip
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _uneven(about: str, rates: list[float]) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from dovetail.core.mesh import Placement
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
+from dovetail.core.units import format_bytes, format_count
 from dovetail.io.added_tokens import add_special_tokens
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
 from dovetail.io.hub import resolve
@@ -65,16 +66,14 @@ class Model:
 
 def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute) -> list[tuple[str, str]]:
     """Return rows of what a model is, with weights held in `dtype`, for a table."""
-    params, size = num_params(spec(cfg)), num_bytes(spec(cfg), dtype)
-    held = f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
     return [
         ("family", cfg.family),
         ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
         ("attention heads", _heads(cfg)),
-        ("parameters", f"{params / 1e9:,.2f} B" if params >= 1e9 else f"{params / 1e6:,.1f} M"),
-        ("weights", f"{held} in {dtype.name}"),
+        ("parameters", format_count(num_params(spec(cfg)))),
+        ("weights", f"{format_bytes(num_bytes(spec(cfg), dtype))} in {dtype.name}"),
         ("dtype here", f"{compute.name}: {compute.describe()}"),
-        ("KV cache", f"{kv_bytes_per_token(cfg, dtype.itemsize) / 2**10:,.1f} KiB per token"),
+        ("KV cache", f"{format_bytes(kv_bytes_per_token(cfg, dtype.itemsize))} per token"),
         ("compute", f"{flops_per_token(cfg) / 1e6:,.0f} MFLOP per token"),
         ("context", f"{cfg.max_len:,} tokens"),
         ("vocabulary", f"{cfg.vocab:,} tokens"),

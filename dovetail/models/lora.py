@@ -45,10 +45,18 @@ class Lora:
     modules_to_save: tuple[str, ...] = ()  # weights to train whole and save with the adapters: embed_tokens, lm_head
 
     def __post_init__(self) -> None:
-        require(self.r >= 1, f"r must be at least 1; got {self.r}")
-        require(self.lora_alpha > 0, f"lora_alpha must be above 0; got {self.lora_alpha}")
-        require(0 <= self.lora_dropout < 1, f"lora_dropout must be at least 0 and below 1; got {self.lora_dropout}")
-        require(bool(self.target_modules), "target_modules must name projections (q_proj) or all-linear; it is empty")
+        require(self.r >= 1, f"r must be at least 1; got {self.r}", param="r")
+        require(self.lora_alpha > 0, f"lora_alpha must be above 0; got {self.lora_alpha}", param="lora_alpha")
+        require(
+            0 <= self.lora_dropout < 1,
+            f"lora_dropout must be at least 0 and below 1; got {self.lora_dropout}",
+            param="lora_dropout",
+        )
+        require(
+            bool(self.target_modules),
+            "target_modules must name projections (q_proj) or all-linear; it is empty",
+            param="target_modules",
+        )
         for name in self.modules_to_save:
             one_of("modules_to_save", name, OUTER.values())
 
@@ -87,10 +95,15 @@ def outer_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     found = [name for name, given in outer_modules(cfg).items() if any(map(lora.names, given))]
     saved = saved_names(cfg, lora)
     for name in found:
-        require(name not in saved, f"lora.target_modules and modules_to_save both name {OUTER[name]}: leave one out")
+        require(
+            name not in saved,
+            f"lora.target_modules and modules_to_save both name {OUTER[name]}: leave one out",
+            param="lora.target_modules",
+        )
     require(
         not found or not (lora.use_dora or lora.lora_dropout),
         "lora.target_modules with embed_tokens or lm_head go with neither use_dora nor lora_dropout: leave one out",
+        param="lora.target_modules",
     )
     return found
 
@@ -193,7 +206,11 @@ def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:
     declare = lambda form, init: replace(leaf, shape=form[0], axes=form[1], init=init)  # noqa: E731
     pair = {"lora_a": declare(down, f"uniform:{n**-0.5}"), "lora_b": declare(up, "zeros")}
     if lora.use_dora:
-        require(not experts, "lora.use_dora knows no experts: leave their projections out of lora.target_modules")
+        require(
+            not experts,
+            "lora.use_dora knows no experts: leave their projections out of lora.target_modules",
+            param="lora.use_dora",
+        )
         pair["magnitude"] = replace(leaf, shape=leaf.shape[:cut], axes=leaf.axes[:cut], init="ones", dtype="float32")
     return pair
 

@@ -109,7 +109,7 @@ def test_age_is_since_creation_and_ran_is_running_time(job, home):
     store.change(row.id, created=time.time() - 7200, ended=time.time() - 3600, seconds=90.0, status="failed")
     header, line = job("list").splitlines()[:2]
     cells = dict(zip(re.split(r"  +", header), re.split(r"  +", line), strict=True))
-    assert (cells["age"], cells["ran"], cells["where"]) == ("2.0 h", "1.5 m", "local")
+    assert (cells["age"], cells["ran"], cells["where"]) == ("2 h", "1.5 min", "local")
 
 
 @pytest.mark.usefixtures("tools")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dovetail.core.units import format_number
 from dovetail.models.config import Attention
 from dovetail.plan.exchange import Exchange
 from dovetail.plan.operations import serving_operations
@@ -103,11 +104,7 @@ def _figures(plan: ServePlan) -> tuple[tuple[str, str, str], ...]:
 
 def _span(bounds: Bounds, factor: float, unit: str) -> str:
     low, high = sorted((bounds.best * factor, bounds.worst * factor))
-    return f"{_short(low)} to {_short(high)} {unit}".strip()
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{format_number(low)} to {format_number(high)} {unit}".strip()
 
 
 def _frontier(plans: Sequence[ServePlan]) -> Curve:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from dovetail.core.units import format_count, format_duration
 from dovetail.plan.cost import unit_of
 from dovetail.plan.operations import training_operations
 from dovetail.plan.page.page import Choice, Page, Share
@@ -62,14 +63,14 @@ def _figures(one: TrainPlan) -> tuple[tuple[str, str, str], ...]:
     time, plan, steps = one.time, one.plan, one.settings.total_steps
     kind = "bounds" if one.known is None else "bounds, calibrated"
     found = [
-        ("step", f"{_seconds(time.lower)} to {_seconds(time.upper)}", kind),
+        ("step", f"{format_duration(time.lower)} to {format_duration(time.upper)}", kind),
         ("rate", f"{_range(one.tokens_per_second)} tok/s", f"{kind}, all devices"),
         ("MFU", f"{one.mfu[0]:.0%} to {one.mfu[1]:.0%}", f"{kind}, causal attention"),
         ("rows at a time", f"{plan.rows:,} per device", f"{plan.microsteps:,} microstep{'s'[: plan.microsteps > 1]}"),
     ]
     if steps > 1:
         unit, seconds = unit_of(one.seconds[1])
-        tokens = _short(float(steps * one.settings.tokens_per_step))
+        tokens = format_count(float(steps * one.settings.tokens_per_step))
         time = _range((one.seconds[0] / seconds, one.seconds[1] / seconds))
         found.append(("run", f"{time} {unit}", f"{kind}, {steps:,} steps, {tokens} tokens"))
     if steps > 1 and one.dollars:
@@ -79,18 +80,7 @@ def _figures(one: TrainPlan) -> tuple[tuple[str, str, str], ...]:
 
 def _range(ends: tuple[float, float]) -> str:
     low, high = sorted(ends)
-    return f"{_short(low)} to {_short(high)}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _short(value: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{format_count(low)} to {format_count(high)}"
 
 
 def _recipe(one: TrainPlan) -> str:
