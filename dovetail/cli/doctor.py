@@ -25,7 +25,7 @@ def doctor(
     if compare:
         _compare(compare, as_json)
         return
-    from dovetail.core.regions import check_zone
+    from dovetail.core.cloud import check_zone
     from dovetail.doctor import exit_code, report
 
     if bool(bucket) != bool(zone):
@@ -67,7 +67,7 @@ def _examine(speed: bool, numerics: bool, burn: float, coordinator: str, quiet: 
 
 def _near(bucket: str, zone: str):
     """Compare the regions of the bucket and the machine: reading from another region is slow and billed per GB."""
-    from dovetail.core.transfer import per_gb, region
+    from dovetail.core.cloud import per_gb, region
     from dovetail.doctor import Finding
     from dovetail.jobs.cost import location
 

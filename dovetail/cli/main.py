@@ -83,7 +83,7 @@ app.add_typer(job.app, name="job", rich_help_panel=_TOOLS)
 
 def main() -> None:
     """Run the command line."""
-    from dovetail.core.libtpu import quiet_libtpu
+    from dovetail.core.host import quiet_libtpu
 
     quiet_libtpu()
     logging.basicConfig(format="%(message)s")  # before a library sets another format
@@ -108,7 +108,7 @@ def _print_error(line: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dovetail.core.printable import printable
+    from dovetail.core.terminal import printable
 
     label, _, message = line.partition(": ")
     # Text, because a message may have [brackets]; soft_wrap, so that a piped or copied error stays on one line

@@ -93,8 +93,8 @@ def storage(
     from rich.console import Console
 
     from dovetail.core.accelerator import parse
+    from dovetail.core.cloud import check_place, check_zone
     from dovetail.core.recipe import read_count
-    from dovetail.core.regions import check_place, check_zone
     from dovetail.plan.cost import plan_storage
 
     bucket, zone = bucket and check_place("--bucket", bucket), zone and check_zone("--zone", zone)

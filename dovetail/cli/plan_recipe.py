@@ -68,7 +68,7 @@ def checked_region(price: float | None, spot: bool, region: str) -> str:
     Raises:
         UserError: The region is unknown, or --price was given together with options of the price list.
     """
-    from dovetail.core.regions import check_region
+    from dovetail.core.cloud import check_region
 
     if price is not None and (spot or region):
         raise UserError("--price replaces the list price: leave out --spot and --region", param="--price")

@@ -177,7 +177,7 @@ def rl(
 ) -> None:
     """Estimate memory per device, time per step by part, and time and cost of an RL run."""
     from dovetail.core.accelerator import parse
-    from dovetail.core.prices import rate
+    from dovetail.core.cloud import rate
     from dovetail.plan.calibration import fractions
 
     region = checked_region(price, spot, region)

@@ -72,7 +72,7 @@ def serve(
 
     from dovetail.cli import plan_serve_table as tables
     from dovetail.core.accelerator import parse
-    from dovetail.core.prices import rate
+    from dovetail.core.cloud import rate
     from dovetail.core.recipe import read_count
     from dovetail.plan.calibration import fractions
     from dovetail.plan.serve_memory import PLANNED_ONLY

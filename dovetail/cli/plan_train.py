@@ -40,7 +40,7 @@ def train(
     """Estimate memory, time and cost of training on every mesh that fits."""
     from dovetail.cli import plan_train_table as tables
     from dovetail.core.accelerator import parse
-    from dovetail.core.prices import rate
+    from dovetail.core.cloud import rate
     from dovetail.plan.calibration import fractions
     from dovetail.plan.train_plan import Prices, plan_training
 

@@ -13,8 +13,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from dovetail.core.chip_family import CPU, FAMILIES, Family, in_order, is_slice, usual_sides
-from dovetail.core.chips import CHIPS, Chip
+from dovetail.core.chips import CHIPS, CPU, FAMILIES, Chip, ChipFamily, in_order, is_slice, usual_sides
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import UserError
 
@@ -34,7 +33,7 @@ class Accelerator:
     slices: int = 1
 
     @property
-    def family(self) -> Family:
+    def family(self) -> ChipFamily:
         return FAMILIES.get(self.chip.name, CPU) if self.chip else CPU
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 
 from dovetail.core.errors import FileError, MissingPackageError, UserError
 from dovetail.core.files import locked, write_atomic
-from dovetail.core.note import NOTE
 from dovetail.core.recipe import SHIPPED
 from dovetail.core.reporter import Progress
+from dovetail.core.terminal import NOTE
 from dovetail.io.wheel import fetch_member
 from dovetail.models.published import PUBLISHED
 

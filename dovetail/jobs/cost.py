@@ -13,9 +13,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.core.cloud import FAR_GB, NEAR_GB, rate, region, transfer
 from dovetail.core.errors import RecipeError
-from dovetail.core.prices import rate
-from dovetail.core.transfer import FAR_GB, NEAR_GB, region, transfer
 from dovetail.jobs.spec import Spec
 
 # Flex-start costs less than on-demand, depending on the region. It is counted in full, so that a ceiling is safe.

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from dovetail.core.chips import Chip
+from dovetail.core.cloud import CLASS_A, CLASS_B, PIECE_MB, per_gb, region, storage
 from dovetail.core.errors import UserError
 from dovetail.core.training import Mesh, Training
-from dovetail.core.transfer import CLASS_A, CLASS_B, PIECE_MB, per_gb, region, storage
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import Lora
 from dovetail.plan.flops import forward_flops

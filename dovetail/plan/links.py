@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dovetail.core.accelerator import Accelerator
-from dovetail.core.chip_family import CUBE
-from dovetail.core.chips import Chip
+from dovetail.core.chips import CUBE, Chip
 from dovetail.core.errors import UserError
-from dovetail.core.torus import assign
+from dovetail.core.mesh import assign
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")  # core.mesh.MESH_AXES, without importing jax
 HOP = 1e-6  # seconds from one chip to the next, as the book "How to Scale Your Model" has it

@@ -10,8 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from dovetail.core.accelerator import Accelerator
-from dovetail.core.chip_family import FAMILIES, usual_sides
-from dovetail.core.chips import CHIPS, GIB, Chip
+from dovetail.core.chips import CHIPS, FAMILIES, GIB, Chip, usual_sides
 from dovetail.core.errors import OutOfMemoryError, RecipeError, UserError
 from dovetail.core.training import DERIVED, REMATS, Training
 from dovetail.models.config import ModelConfig

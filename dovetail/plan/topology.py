@@ -16,7 +16,7 @@ from typing import Any
 from dovetail.core.chips import CHIPS, Chip
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import MissingPackageError, UserError
-from dovetail.core.libtpu import NO_CHIPS
+from dovetail.core.host import NO_CHIPS
 
 # a chip of core.chips -> (libtpu's name of it, sides of its torus)
 TPUS = {

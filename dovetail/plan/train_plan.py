@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import GIB, Chip, cpu_chip
+from dovetail.core.cloud import Rate
 from dovetail.core.errors import UserError
 from dovetail.core.host import host_memory
-from dovetail.core.prices import Rate
 from dovetail.core.training import Mesh, Training
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.core.accelerator import Accelerator, parse
-from dovetail.core.chip_family import FAMILIES, usual_sides
-from dovetail.core.chips import CHIPS
+from dovetail.core.chips import CHIPS, FAMILIES, usual_sides
 
 # name -> chips, cores, VMs, topology, runtime, GKE label, chips per VM, machine: one slice's
 TABLE = {

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from dovetail.core.chips import CHIPS, GIB, chip_named, chip_of, cpu_chip, usable_bytes
-from dovetail.core.prices import rate
+from dovetail.core.cloud import rate
 
 KINDS = {
     "TPU v2": "v2", "TPU v3": "v3", "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p",

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from dovetail.core.libtpu import NO_CHIPS, quiet_libtpu
+from dovetail.core.host import NO_CHIPS, quiet_libtpu
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from jobs.cloud.loopback import Loopback, Troubles
 
+from dovetail.core.cloud import rate
 from dovetail.core.errors import RecipeError, UserError
-from dovetail.core.prices import rate
 from dovetail.jobs import cost, preflight
 from dovetail.jobs.script import script
 from dovetail.jobs.secrets import shown, take

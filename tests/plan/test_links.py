@@ -9,8 +9,7 @@ import pytest
 
 from dovetail.core.accelerator import of_devices, parse
 from dovetail.core.chips import CHIPS
-from dovetail.core.mesh import MESH_AXES, _by_hand, lay_out
-from dovetail.core.torus import assign
+from dovetail.core.mesh import MESH_AXES, _by_hand, assign, lay_out
 from dovetail.plan.links import AXES, joined, layout, wraps
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from dovetail.core import recipe
-from dovetail.core.transfer import per_gb, transfer
+from dovetail.core.cloud import per_gb, transfer
 from dovetail.models.registry import read_model
 from dovetail.plan.cost import plan_storage, state_bytes, token_bytes
 from dovetail.train.next_token import next_token

@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.core.accelerator import parse
 from dovetail.core.chips import CHIPS
-from dovetail.core.prices import rate
+from dovetail.core.cloud import rate
 from dovetail.core.recipe import read
 from dovetail.core.spec import num_params
 from dovetail.core.training import DERIVED, Mesh, Optimizer, Precision, Training

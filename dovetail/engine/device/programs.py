@@ -24,7 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
-from dovetail.core.note import NOTE
+from dovetail.core.terminal import NOTE
 from dovetail.engine.device.batch import NUMBERS, Shape
 from dovetail.engine.device.buckets import Buckets
 from dovetail.engine.device.sampler import MAX_BIAS

@@ -8,8 +8,8 @@ import threading
 
 from rich.console import Console
 
-from dovetail.core.note import NOTE
 from dovetail.core.reporter import waiting
+from dovetail.core.terminal import NOTE
 
 
 def test_lines_with_elapsed_seconds_where_output_is_redirected():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.core.printable import printable
+from dovetail.core.terminal import printable
 
 
 @pytest.mark.parametrize(

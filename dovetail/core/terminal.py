@@ -1,8 +1,12 @@
-"""Text of others (a job's output, a server's message) as it may be printed at a terminal."""
+"""Print safely at a terminal: strip control characters from foreign text, and define the log level NOTE."""
 
 from __future__ import annotations
 
+import logging
 import re
+
+NOTE = logging.WARNING + 1  # shown like a warning, for news that are no problem
+logging.addLevelName(NOTE, "NOTE")
 
 # CSI (colours, cursor moves), then OSC, DCS, SOS, PM and APC with all that they carry, then two-character sequences.
 ESCAPE = re.compile(

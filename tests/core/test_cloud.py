@@ -3,9 +3,7 @@
 import pytest
 
 from dovetail.core.chips import CHIPS
-from dovetail.core.prices import ELSEWHERE, rate
-from dovetail.core.regions import REGIONS, check_place, check_region, check_zone, region
-from dovetail.core.transfer import per_gb
+from dovetail.core.cloud import ELSEWHERE, REGIONS, check_place, check_region, check_zone, per_gb, rate, region
 
 
 def test_known_names():
