@@ -29,9 +29,8 @@ SUMS = [(a, b) for a in range(5) for b in range(5)]
 def new_model(folder: Path, config: str) -> str:
     """A folder with random weights."""
     from dovetail.core.spec import init
-    from dovetail.io.bytes_tokenizer import byte_tokenizer
     from dovetail.io.load import save
-    from dovetail.io.tokenizer import Tokenizer
+    from dovetail.io.tokenizer import Tokenizer, byte_tokenizer
     from dovetail.models.registry import parse_config, read_config
     from dovetail.models.spec import spec
 

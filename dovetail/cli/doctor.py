@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from dovetail.core.errors import UserError
+from dovetail.models.block import Table
 
 MARKS = {"good": "[green]✓[/]", "note": "[cyan]·[/]", "warning": "[yellow]![/]", "fault": "[red]✗[/]"}
 

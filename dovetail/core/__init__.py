@@ -1,0 +1,1 @@
+"""Ground that every room stands on: specs, meshes, errors, recipes, chips; imports no other room."""

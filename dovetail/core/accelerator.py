@@ -1,8 +1,8 @@
-"""One name for what a job runs on: `v4-64`, `v5litepod-16`, `tpu7x-2x2x2`, `h200x8`, `2 x v5p-128`, `cpu`.
+"""Parse the names of accelerators: `v4-64`, `v5litepod-16`, `tpu7x-2x2x2`, `h200x8`, `2 x v5p-128`, `cpu`.
 
-`parse` answers how many chips, cores, jax devices and machines a name means, how the chips are laid out, and what the
-clouds call all that. A *slice* is what the chips' own links join: a TPU slice, the GPUs of one machine, or (GB200) of
-one rack.
+`parse` returns how many chips, cores, jax devices and hosts a name means, the topology, and the names that the clouds
+use. A *slice* is a set of chips joined by their own links: a TPU slice, the GPUs of one machine, or (GB200) of one
+rack.
 
 The suffix of a TPU's name counts cores on some generations and chips on others; `Accelerator.explain` says which.
 """
@@ -26,7 +26,7 @@ _EXAMPLES = "v5litepod-16, v4-64, tpu7x-2x2x2, h200x8 or 2 x v5p-128"
 
 @dataclass(frozen=True)
 class Accelerator:
-    """So many equal slices. Without `total_` a number is one slice's."""
+    """Describe a number of equal slices. A number without `total_` is that of one slice."""
 
     chip: Chip | None  # None: a CPU
     sides: tuple[int, ...]  # of the torus; for GPUs, (how many,)
@@ -34,52 +34,58 @@ class Accelerator:
 
     @property
     def family(self) -> ChipFamily:
+        """Return how the clouds name and group the chip."""
         return FAMILIES.get(self.chip.name, CPU) if self.chip else CPU
 
     @property
     def is_tpu(self) -> bool:
+        """Return whether the chips are TPUs."""
         return self.family.sides > 0
 
     @property
     def chips(self) -> int:
+        """Return the number of chips."""
         return math.prod(self.sides)
 
     @property
     def cores(self) -> int:
+        """Return the number of cores."""
         return self.chips * self.family.cores
 
     @property
     def chips_per_host(self) -> int:
-        """One machine holds a small slice; the machines of a larger one hold four chips each."""
+        """Return the chips of one host: a small slice is one host, the hosts of a larger one have four chips each."""
         fits = self.chips in self.family.hosts or (not self.is_tpu and self.chips <= max(self.family.hosts))
         return self.chips if fits else 4
 
     @property
     def hosts(self) -> int:
-        """Machines, which are the VMs of a TPU slice, the pods of a job in GKE and the processes of a run."""
+        """Return the number of hosts: the VMs of a TPU slice, the pods of a GKE job, the processes of a run."""
         return self.chips // self.chips_per_host
 
     @property
     def total_chips(self) -> int:
+        """Return the chips of all slices."""
         return self.chips * self.slices
 
     @property
     def total_hosts(self) -> int:
+        """Return the hosts of all slices."""
         return self.hosts * self.slices
 
     @property
     def total_devices(self) -> int:
-        """What `jax.device_count()` says."""
+        """Return the jax devices of all slices, as `jax.device_count()` counts them."""
         return self.total_chips * (self.chip.devices if self.chip else 1)
 
     @property
     def topology(self) -> str:
-        """`2x4x4`, as GKE's node label and Cloud TPU's `--topology` have it; for GPUs, how many."""
+        """Return the topology, such as `2x4x4`, as GKE's node label and Cloud TPU spell it; for GPUs, their number."""
         return "x".join(map(str, self.sides))
 
     @property
     def slice_name(self) -> str:
-        """The name of one slice: the cloud's own where it has one."""
+        """Return the name of one slice, the cloud's own where it has one."""
         if self.family is CPU:
             return self.family.prefix
         if not self.is_tpu:
@@ -88,48 +94,54 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """The one name of it: `parse(a.name) == a`."""
+        """Return the canonical name: `parse(a.name) == a`."""
         return self.slice_name if self.slices == 1 else f"{self.slices} x {self.slice_name}"
 
     @property
     def accelerator_type(self) -> str | None:
-        """What the Cloud TPU API calls a slice; None for what it has no word for: GPUs, TPU7x, and a topology that is
-        not the usual one of so many chips."""
+        """Return the Cloud TPU API's name of a slice.
+
+        None for what the API has no name for: GPUs, TPU7x, and a topology that is not the default one of so many chips.
+        """
         if not self.chip or not self.runtime_version or self.sides != usual_sides(self.chip, self.chips):
             return None
         return f"{self.family.prefix}-{getattr(self, self.family.counts)}"
 
     @property
     def runtime_version(self) -> str | None:
-        """The software of a TPU VM; None where there is no TPU VM of it (GPUs, and TPU7x, which GKE alone has)."""
+        """Return the software version of a TPU VM.
+
+        None where there is no TPU VM (GPUs, and TPU7x, which only GKE has).
+        """
         return self.family.runtime
 
     @property
     def gke_label(self) -> str | None:
-        """The value of `cloud.google.com/gke-tpu-accelerator`, or of `cloud.google.com/gke-accelerator` for a GPU."""
+        """Return the value of GKE's node label `gke-tpu-accelerator`, or of `gke-accelerator` for a GPU."""
         return self.family.gke
 
     @property
     def gke_resource(self) -> str | None:
-        """What a pod asks for, `chips_per_host` of it."""
+        """Return the resource that a pod requests, `chips_per_host` of it."""
         return "google.com/tpu" if self.is_tpu else "nvidia.com/gpu" if self.chip else None
 
     @property
     def machine_type(self) -> str | None:
-        """Google Cloud's machine that holds one host's chips; None where it sells none."""
+        """Return Google Cloud's machine type with one host's chips; None where it has none."""
         here = self.family.machine if self.chips_per_host in self.family.hosts else None
         return here.format(self.chips_per_host) if here else None
 
     def dollars(self, spot: bool = False) -> float | None:
-        """Of all slices, for an hour; None where no price is published."""
+        """Return the price of all slices per hour; None where no price is published."""
         price = None if self.chip is None else self.chip.spot if spot else self.chip.dollars
         return None if price is None else price * self.total_chips
 
     def one_slice(self) -> Accelerator:
+        """Return a single slice of this kind."""
         return replace(self, slices=1)
 
     def explain(self) -> str:
-        """One line for a person: what the name counts, and all that follows from it."""
+        """Return one line that says what the name counts, and what follows from it."""
         if self.chip is None or self.family is CPU:
             return f"{self.name}: no accelerator, on {_count(self.total_hosts, 'machine')}"
         chips = f"{_count(self.chips, 'chip')} of {self.chip.name}"
@@ -153,10 +165,10 @@ class Accelerator:
 
 
 def parse(text: str) -> Accelerator:
-    """`v4-64`, `v5e-16` (or `v5litepod-16`), `v5e:4x4`, `tpu7x-2x2x2`, `h200x8`, and so many of one: `2 x v5p-128`.
+    """Return the accelerator of a name: `v5e-16` (or `v5litepod-16`), `v5e:4x4`, `h200x8`, `2 x v5p-128`.
 
-    Sides may be given in any order; they are kept as the clouds write them, the shortest first. `cpu` and an empty
-    text are machines without accelerators.
+    Sides may be given in any order and are stored as the clouds write them, the shortest first. `cpu` and an empty text
+    mean a machine without accelerators.
     """
     words = re.sub(r"\s+", "", str(text).lower())
     many = re.match(r"(\d+)[x×*](?=[a-z]|7x|8[ti])", words)
@@ -171,8 +183,7 @@ def parse(text: str) -> Accelerator:
 
 
 def of_devices(chip: Chip, devices: int, slices: int = 1) -> Accelerator | None:
-    """So many jax devices of one kind, those of all `slices` together, as the clouds usually lay them out: for a run
-    that knows no more of itself. None where no such slice is to be had."""
+    """Return the default accelerator with so many jax devices in `slices` slices; None if there is none."""
     family = FAMILIES.get(chip.name)
     if family is None:
         return None
@@ -185,7 +196,7 @@ def of_devices(chip: Chip, devices: int, slices: int = 1) -> Accelerator | None:
 
 
 def _split(words: str, text: str) -> tuple[Chip, str]:
-    """The chip and what follows its name; `tpu-` before it, as in `tpu-v5e-4`, says nothing."""
+    """Split a name into its chip and the rest; a leading `tpu-`, as in `tpu-v5e-4`, is dropped."""
     words = re.sub(r"^tpu-?(?=v\d)", "", words)
     for spelt in sorted(_SPELT, key=len, reverse=True):
         match = re.fullmatch(re.escape(spelt) + r"(?:[-:x](\d+(?:x\d+)*))?", words)
@@ -211,7 +222,7 @@ def _gpus(chip: Chip, size: str, text: str) -> Accelerator:
 
 
 def _domains(chip: Chip) -> str:
-    """What NVLink joins."""
+    """Describe what NVLink joins."""
     return "machines" if chip.domain <= GPUS_OF_A_HOST else "racks"
 
 
@@ -240,7 +251,7 @@ def _tpu(chip: Chip, size: str, text: str) -> Accelerator:
 
 
 def _nearest(chip: Chip, chips: int) -> str:
-    """The slices just below and just above so many chips, by name."""
+    """Return the names of the slices just below and just above so many chips."""
     pod = chip.pod or GPUS_OF_A_HOST
     down = next((n for n in range(min(chips, pod), 0, -1) if usual_sides(chip, n)), None)
     up = next((n for n in range(max(chips, 1), pod + 1) if usual_sides(chip, n)), None)

@@ -1,9 +1,10 @@
-"""Accelerators: peak rates, memory, links and prices, each a chip's (a device is what jax calls one).
+"""Peak rates, memory, links and prices of accelerator chips, and how the clouds name and group them.
 
-Peaks are dense; `Chip.source` says where each chip's figures are from and of when they are. Prices (Google Cloud's
-lists, on demand and spot, per chip and hour, August 2026) move: they rank machines, they are no offer; those of other
-regions are in core.prices. Between slices or hosts a TPU has its share of its host's network (the book "How to Scale
-Your Model", 2025) and a GPU the network card beside it.
+Figures are per chip; a device is what jax calls one. Peaks are dense, and `Chip.source` names the source and date of
+each chip's figures. Prices are Google Cloud's list prices per chip and hour (August 2026); they change, and serve to
+rank machines. Prices of other regions are in core.cloud. Between slices or hosts a TPU has its share of its host's
+network (the book "How to Scale Your Model", 2025) and a GPU its own network card. Names and groups are from Google
+Cloud's pages on each TPU, on TPUs in GKE and on machines with GPUs (August 2026).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ LOGITS_BYTES = 1 << 30  # of f32 logits that a device other than a CPU holds at 
 
 @dataclass(frozen=True)
 class Chip:
+    """Hold the peak rates, memory, links and prices of one chip."""
+
     name: str
     kinds: tuple[str, ...]  # what jax's device_kind says
     bf16: float  # FLOP/s
@@ -42,16 +45,17 @@ class Chip:
 
     @property
     def device_hbm(self) -> int:
+        """Return the bytes of HBM per jax device."""
         return self.hbm // self.devices
 
     @property
     def device_bf16(self) -> float:
-        """The peak that an MFU is a share of, for each jax device."""
+        """Return the peak bf16 FLOP/s per jax device, which MFU is relative to."""
         return self.bf16 / self.devices
 
 
 def _tpu(name, kinds, bf16, int8, hbm, bandwidth, links, pod, dollars, spot, dcn=6.25, devices=1, **more) -> Chip:
-    """`links` is (how many, GB/s of one in one direction)."""
+    """Return a TPU. `links` is (number, GB/s of one in one direction)."""
     network = links[0] * links[1] * GIGA
     options: dict[str, Any] = {"source": f"docs.cloud.google.com/tpu/docs/{name}, 2026-08"} | more
     return Chip(
@@ -61,9 +65,12 @@ def _tpu(name, kinds, bf16, int8, hbm, bandwidth, links, pod, dollars, spot, dcn
 
 
 def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot, card, sheet, domain=8) -> Chip:
-    """`nvlink` is NVIDIA's figure, which adds both directions; `card` the Gb/s of the network card that each GPU has
-    beside it. Memory sold as GB is, within 1%, GiB as CUDA counts it; B200 is the exception (sold as 192, CUDA shows
-    about 179 GiB) and stays within the share that plans leave free."""
+    """Return a GPU.
+
+    `nvlink` is NVIDIA's figure, which adds both directions; `card` is the Gb/s of each GPU's network card. Memory sold
+    as GB is, within 1%, GiB as CUDA counts it, except on B200 (sold as 192, CUDA shows about 179 GiB), where the
+    difference stays within the margin of plans.
+    """
     return Chip(
         name, kinds, bf16 * TERA, fp8 * TERA, hbm * GIB, bandwidth * TERA, nvlink / 2 * GIGA, None, dollars, spot,
         card / 8 * GIGA, domain=domain, source=f"NVIDIA, {sheet}",
@@ -114,13 +121,15 @@ _BY_KIND = {kind.lower(): chip for chip in CHIPS.values() for kind in chip.kinds
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The chip of a jax device, by its device_kind; None for a CPU and for what the table does not know (an H100 on a
-    PCIe card, say, has another peak than the one listed): then no share of a peak can honestly be shown."""
+    """Return the chip of a jax device by its device_kind; None for a CPU and for a device that is not in the table.
+
+    An H100 on a PCIe card, for example, has another peak than the listed one, so no share of a peak is shown for it.
+    """
     return _BY_KIND.get(str(getattr(device, "device_kind", device)).strip().lower())
 
 
 def chip_named(name: str) -> Chip:
-    """`h200`, `v5e`, `TPU7x`: as people type them."""
+    """Return the chip of a name such as `h200`, `v5e` or `TPU7x`; raise UserError for an unknown one."""
     by_name = {known.lower(): chip for known, chip in CHIPS.items()}
     chip = by_name.get(name.strip().lower()) or _BY_KIND.get(name.strip().lower())
     if chip is None:
@@ -129,8 +138,10 @@ def chip_named(name: str) -> Chip:
 
 
 def cpu_chip(cores: int, memory: int) -> Chip:
-    """A host without accelerators, as a chip to plan on: f32 is what it computes in. Two machines' CPUs differ by more
-    than two chips of a kind; what a calibration measured of this one comes before."""
+    """Return a host without accelerators as a chip to plan on; it computes in f32.
+
+    CPUs of two machines differ by more than two chips of one kind: a calibration of this machine takes precedence.
+    """
     source = f"{cores} cores of 31.5 GFLOP/s (f32) and 8 GB/s, as measured of one on 2026-11"
     return Chip(
         "CPU", (), cores * CORE_FLOPS, None, memory, cores * CORE_BANDWIDTH, None, dcn=1.25 * GIGA, source=source
@@ -138,8 +149,10 @@ def cpu_chip(cores: int, memory: int) -> Chip:
 
 
 def usable_bytes(device: Any) -> int | None:
-    """The memory that this process may take of a live device, where its driver says so (on a GPU, jax's own
-    XLA_CLIENT_MEM_FRACTION is already taken off); None on a CPU."""
+    """Return the memory that this process may use on a device; None on a CPU, or where the driver does not say.
+
+    On a GPU jax's XLA_CLIENT_MEM_FRACTION is already subtracted.
+    """
     stats = device.memory_stats() if getattr(device, "platform", "cpu") != "cpu" else None
     return (stats or {}).get("bytes_limit")
 
@@ -149,7 +162,7 @@ CUBE = 4  # the side of a 3-D pod's building block: from one block on, every sid
 
 @dataclass(frozen=True)
 class ChipFamily:
-    """What the clouds call a chip, and how they group it."""
+    """Describe how the clouds name a chip and group it into machines."""
 
     prefix: str  # of the cloud's name of a slice
     spellings: tuple[str, ...]  # as people type it, besides
@@ -187,7 +200,7 @@ CPU = ChipFamily("cpu", (), None, None, (1,))  # a machine without accelerators:
 
 
 def usual_sides(chip: Chip, chips: int) -> tuple[int, ...] | None:
-    """The topology that the clouds give to so many chips where none is named; None where there is no such slice."""
+    """Return the default topology of so many chips; None if there is no such slice."""
     family = FAMILIES[chip.name]
     if family.sides == 0:
         return (chips,)
@@ -204,7 +217,7 @@ def _flat(chips: int) -> tuple[int, int]:
 
 
 def _cube(chips: int) -> tuple[int, ...] | None:
-    """Up to a block of 4x4x4 powers of two; from there on whole blocks, as near to a cube as they stack."""
+    """Return powers of two up to a block of 4x4x4, and from there on whole blocks, as near to a cube as possible."""
     small = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
     if chips in small or chips % CUBE**3:
         return small.get(chips)
@@ -222,7 +235,10 @@ def _power(number: int) -> bool:
 
 
 def in_order(sides: tuple[int, ...], family: ChipFamily) -> tuple[int, ...]:
-    """The shortest side first, a single layer's height last; a flat torus may be written with a third side of 1."""
+    """Return the sides with the shortest first and a height of 1 last.
+
+    A 2-D torus may be given with a third side of 1.
+    """
     if family.sides == 2 and len(sides) == 3 and sides[2] == 1:
         sides = sides[:2]
     ordered = tuple(sorted(sides))
@@ -230,6 +246,7 @@ def in_order(sides: tuple[int, ...], family: ChipFamily) -> tuple[int, ...]:
 
 
 def is_slice(chip: Chip, sides: tuple[int, ...]) -> bool:
+    """Return whether the clouds have a slice with these sides."""
     chips = math.prod(sides)
     if len(sides) != FAMILIES[chip.name].sides or (chip.pod and chips > chip.pod):
         return False

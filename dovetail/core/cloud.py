@@ -1,7 +1,15 @@
-"""The regions and zones of Google Cloud: the one list that plans, jobs and the doctor check names against.
+"""Regions and zones of Google Cloud, and its prices of chips, storage and transfer, for plans, jobs and the doctor.
 
-As of August 2026; `us-central2` holds TPU v4 and is open by request. Zones are a region's name and a suffix
-(`us-east5-b`, `us-central1-ai1a`): which suffixes a region has differs by product, so only their form is checked.
+Regions are as of August 2026; `us-central2` holds TPU v4 and is open by request. A zone is a region's name and a suffix
+(`us-east5-b`, `us-central1-ai1a`). Which suffixes a region has differs by product, so only their syntax is checked.
+
+Chips: the default price is that of core.chips, for US regions; `ELSEWHERE` has on-demand prices of other regions (Cloud
+TPU's price page, 2025-11). Spot prices change monthly and are scaled by the same ratio. Pass `given` for another price.
+
+Bytes (August 2026): between regions of a continent $0.02 per GB, between continents $0.05 to $0.08 (the higher one is
+used), to the internet $0.12 (the first TB of a month, premium tier); class A operations (writes, lists) $0.05 and class
+B (reads) $0.004 per 10,000; standard storage $0.020 per GB and month in a US region, $0.026 in a multi-region. These
+prices rank choices and trigger warnings.
 """
 
 from __future__ import annotations
@@ -36,14 +44,14 @@ def region(zone: str) -> str:
 
 
 def check_region(name: str, given: str) -> str:
-    """Return a region in lower case; ValueError, starting with the option's or field's `name`, if there is none."""
+    """Return the region in lower case; raise UserError, starting with the option's `name`, for an unknown one."""
     if given.lower() not in REGIONS:
         raise UserError(f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}")
     return given.lower()
 
 
 def check_zone(name: str, zone: str) -> str:
-    """Return `zone` in lower case; ValueError if its region is unknown or it has no suffix."""
+    """Return the zone in lower case; raise UserError for an unknown region or a missing suffix."""
     if region(zone) not in REGIONS:
         raise UserError(f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}")
     if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-(ai[0-9]+)?[a-z]", zone.lower()):
@@ -52,7 +60,7 @@ def check_zone(name: str, zone: str) -> str:
 
 
 def check_place(name: str, place: str) -> str:
-    """Return where a bucket is, in lower case: a region, a dual-region or a multi-region."""
+    """Return a bucket's location in lower case: a region, a dual-region or a multi-region."""
     if place.lower() not in (*REGIONS, *MULTI_REGIONS, *DUAL_REGIONS):
         raise UserError(
             f"{name} must be a region of Google Cloud, such as us-central1, or us, eu or asia; got {_unknown(place)}"
@@ -77,14 +85,14 @@ ELSEWHERE: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Rate:
-    """Dollars per chip and hour, and whose price that is."""
+    """Hold the dollars per chip and hour, and the source of the price."""
 
     dollars: float | None  # None: not published (TPU7x, GB200: by contract)
     says: str
 
 
 def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float | None = None) -> Rate:
-    """Return the price of a chip; `given` comes before every list. Commands check the region (core.regions)."""
+    """Return the price of a chip; `given` overrides every list. Commands check the region with `check_region`."""
     region = region.lower()
     if given is not None:
         if given < 0:
@@ -111,29 +119,29 @@ REGION_GB_MONTH, MULTI_REGION_GB_MONTH = 0.020, 0.026
 
 
 def continent(place: str) -> str:
-    """Return the continent of a zone, a region or a bucket's place: `us-east5-b` -> `us`."""
+    """Return the continent of a zone, a region or a bucket's location: `us-east5-b` -> `us`."""
     first = place.lower().partition("-")[0]
     return {"us": "us", "northamerica": "us", "europe": "eu", "eu": "eu", **DUAL_REGIONS}.get(first, first)
 
 
 def is_multi_region(bucket: str) -> bool:
-    """Whether a bucket is in several regions: `us`, `eu`, `asia`, `nam4`."""
+    """Return whether a bucket's location is a multi-region or dual-region, such as `us`, `eu`, `asia` or `nam4`."""
     return "-" not in bucket
 
 
 def per_gb(bucket: str, zone: str) -> float:
-    """Dollars to carry a GB between a bucket (its region or multi-region) and a zone."""
+    """Return the dollars to transfer one GB between a bucket (its region or multi-region) and a zone."""
     if region(zone) == bucket.lower() or (is_multi_region(bucket) and continent(bucket) == continent(zone)):
         return 0.0
     return NEAR_GB if continent(bucket) == continent(zone) else FAR_GB
 
 
 def transfer(gigabytes: float, bucket: str, zone: str) -> float:
-    """Dollars to read so much of a bucket from a zone."""
+    """Return the dollars to read so many gigabytes of a bucket from a zone."""
     return gigabytes * 1000 / PIECE_MB * CLASS_B + gigabytes * per_gb(bucket, zone)
 
 
 def storage(gigabytes: float, bucket: str = "") -> float:
-    """Dollars to keep so much for a month."""
+    """Return the dollars to store so many gigabytes for a month."""
     many = bool(bucket) and is_multi_region(bucket)
     return gigabytes * (MULTI_REGION_GB_MONTH if many else REGION_GB_MONTH)

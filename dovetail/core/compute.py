@@ -1,8 +1,8 @@
-"""What a model computes in, by name: the type of its weights and activations, and how exact its products are.
+"""Compute types by name: the dtype of weights and activations, and the precision of products.
 
-Products of f32 need a setting: by default an NVIDIA GPU rounds their factors to TF32 (10 bits of fraction of 23) and a
-TPU to bf16 (7). It is jax's own setting, made while a function is traced, so that XLA's products, our
-kernels and upstream's all read the same one; what is traced under another setting is compiled anew.
+Products of f32 need a setting: by default an NVIDIA GPU rounds their factors to TF32 (10 of 23 bits of fraction) and a
+TPU to bf16 (7 bits). jax's own setting is used, while a function is traced, so that XLA's products, our kernels and
+upstream kernels all read the same one. A function traced under another setting is compiled again.
 """
 
 from __future__ import annotations
@@ -22,29 +22,34 @@ _EXACT = "highest"
 
 @dataclass(frozen=True)
 class Compute:
-    """A static argument of what is jitted. `f32` has products of f32 everywhere; `tf32` has TF32's where the chip has
-    them, which is on NVIDIA GPUs, and those of f32 elsewhere."""
+    """Name a dtype and a precision; a static argument of jitted functions.
+
+    `f32` has f32 products everywhere; `tf32` has TF32 products on NVIDIA GPUs and f32 products elsewhere.
+    """
 
     name: str
     dtype: np.dtype
 
     def products(self, platform: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """To trace in: every product of f32 is as exact as the name says, in the backward pass too if it is traced
-        inside. `platform` is where the function will run (None: where jax runs by default).
+        """Return the context in which to trace a function, and its backward pass, for this precision of f32 products.
 
-        Half-precision types are left as jax has them. Their factors are exact in any product of f32 (a router's), and
-        upstream's TPU kernels refuse bf16 factors where the setting asks for more.
+        Half-precision types keep jax's default: their factors are exact in any product of f32 (a router's), and
+        upstream's TPU kernels refuse bf16 factors under a higher setting.
+
+        Args:
+            platform: Where the function will run; None for jax's default backend.
         """
         if self.dtype != jnp.float32:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(_EXACT if self.is_exact(platform) else "default")
 
     def is_exact(self, platform: str | None = None) -> bool:
-        """Whether products have factors of f32: no tensor core makes those of an NVIDIA GPU."""
+        """Return whether products have f32 factors; tensor cores of NVIDIA GPUs cannot compute those."""
         has_tf32 = (platform or jax.default_backend()) in ("cuda", "gpu")
         return self.dtype == jnp.float32 and not (self.name == "tf32" and has_tf32)
 
     def describe(self, platform: str | None = None) -> str:
+        """Describe the products of this type on a platform."""
         if self.is_exact(platform):
             return "products of f32" + (", for this chip has no TF32" if self.name == "tf32" else "")
         return f"products of {'TF32' if self.name == 'tf32' else self.name}, summed in f32"
@@ -58,7 +63,7 @@ _LONG_NAMES = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 
 
 def compute_of(asked: Any) -> Compute:
-    """By its name, short or long, or by a dtype (float32 is `f32`)."""
+    """Return the Compute of a short or long name, or of a dtype (float32 is `f32`)."""
     try:
         name = asked if isinstance(asked, str) else jnp.dtype(asked).name
     except TypeError:
@@ -70,5 +75,5 @@ def compute_of(asked: Any) -> Compute:
 
 
 def is_traced_exact(dtype: Any) -> bool:
-    """Whether products of this type are f32's in what is being traced: for a kernel whose tiles depend on it."""
+    """Return whether products of this dtype are f32 products in the current trace; tiles of kernels depend on it."""
     return dtype == jnp.float32 and jax.config.jax_default_matmul_precision == _EXACT  # type: ignore[attr-defined]

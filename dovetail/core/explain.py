@@ -1,7 +1,6 @@
 """List the keys of a recipe with value, default and meaning, for `--show-config`.
 
-A key's meaning is the comment beside it, or above it, in the class that declares it; a section's is the class's
-docstring.
+The meaning of a key is the comment beside or above it in the class that declares it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ _FIELD = re.compile(r"    (\w+): .*?(?:  # (.*))?")
 
 @dataclass(frozen=True)
 class Key:
+    """Describe one key of a recipe."""
+
     name: str  # dotted
     value: str
     default: str
@@ -32,16 +33,20 @@ class Key:
 
     @property
     def is_set(self) -> bool:
+        """Return whether the value differs from the default."""
         return self.value not in (self.default, OFF)
 
 
 def explained(cls: type, settings: Any = None) -> list[Key]:
-    """Return the keys of a class of settings, with the values of `settings`, or with the defaults."""
+    """Return the keys of a settings class with the values of `settings`, or with the defaults."""
     return list(_keys(cls, settings, None, "", settings is None))
 
 
 def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iterator[Key]:
-    """Yield the keys of `cls`. values, defaults: instances of cls, or None. unset: no values were given."""
+    """Yield the keys of `cls`.
+
+    `values` and `defaults` are instances of it or None, and `unset` means no values were given.
+    """
     hints, said = typing.get_type_hints(cls), meanings(cls)
     for field in dataclasses.fields(cls):
         if not field.init:
@@ -74,7 +79,7 @@ def _number(value: Any) -> str:
 
 @functools.cache
 def meanings(cls: type) -> dict[str, str]:
-    """Return the comment of each field, of the class that declared it last."""
+    """Return the comment of each field, from the class that declared it last."""
     found = {field.name: "" for field in dataclasses.fields(cls)}
     for each in reversed(cls.__mro__):
         if dataclasses.is_dataclass(each):

@@ -1,4 +1,4 @@
-"""Fingerprints of what a run reads (data, rewards), by which a resumed run notices that something has changed."""
+"""Fingerprints of what a run reads (data, rewards), by which a resumed run detects changes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ BLOCKS, BLOCK = 16, 32 << 10  # samples of one large array, and the bytes of eac
 
 
 def fingerprint(*parts: Any, whole: bool = True) -> str:
-    """Return a digest of arrays, bytes and values that JSON can hold (others count by their repr), in this order.
+    """Return a digest of arrays, bytes and JSON values (others count by their repr), in this order.
 
-    whole: False hashes only a few blocks of each array, for arrays too large to read at every start.
+    Args:
+        parts: The values.
+        whole: False hashes only some blocks of each array, for arrays too large to read at every start.
     """
     found = hashlib.sha256()
     for part in parts:
@@ -36,7 +38,7 @@ def of_sources(found: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _blocks(part: Any, whole: bool) -> tuple[str, list[Any]]:
-    """The part's kind and size, so that no two lists of parts join to the same bytes; and the bytes to hash."""
+    """Return the part's kind and size, which keep different lists of parts apart, and the bytes to hash."""
     if isinstance(part, np.ndarray):
         kind = f"{part.dtype.str} {part.shape}"
         flat = part.reshape(-1)

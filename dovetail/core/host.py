@@ -1,4 +1,4 @@
-"""The machine that this process runs on: the memory it may take there, and how long the process has been alive."""
+"""Query the host of this process: memory limits, the age of the process, and whether it has a TPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class _Names(NamedTuple):
-    """The files of a control group, which differ by version."""
+    """Name the files of a control group, which differ by version."""
 
     limit: str
     usage: str
@@ -24,8 +24,10 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Return the bytes that the processes of this host, or of this container, can have together: what is built in, or
-    the least limit of a control group above this process. None where the system does not say."""
+    """Return the memory in bytes of this host or container; None where the system does not say.
+
+    It is the installed memory, or the lowest limit of a control group above this process.
+    """
     try:
         built_in = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (ValueError, OSError, AttributeError):  # Windows has none of it
@@ -35,8 +37,10 @@ def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
 
 
 def available_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
-    """Return the bytes that this process can still take: what the kernel calls available, which includes the page
-    cache, or less where a control group's limit leaves less. `host_memory` where the system does not say."""
+    """Return the bytes that this process can still allocate, or `host_memory` where the system does not say.
+
+    It is what the kernel calls available, which includes the page cache, or less if a control group's limit is lower.
+    """
     known = [int(line.split()[1]) << 10 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     for folder, limit, names in _limited_groups(proc, groups):
         used = _number(folder / names.usage) or 0
@@ -46,8 +50,10 @@ def available_memory(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
 
 
 def _limited_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, int, _Names]]:
-    """Yield the groups above this process that have a limit: it binds the groups below. In a container the path may be
-    the host's, of which only the top is visible: that is then the container's own group."""
+    """Yield the control groups above this process that have a limit.
+
+    In a container the path may be the host's, of which only the top is visible: that is the container's own group.
+    """
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -73,8 +79,7 @@ def _number(file: Path) -> int | None:
 
 
 def process_age() -> float:
-    """Seconds since the system started this process: what Python itself and the imports before this call took. 0 where
-    there is no /proc."""
+    """Return the seconds since this process started, which Python and its imports took; 0 without /proc."""
     try:
         # the name, in brackets, may hold anything; the start is the 22nd field, counted in ticks since the boot
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -93,7 +98,11 @@ NO_CHIPS = {
 
 
 def quiet_libtpu(environ: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
-    """Keep libtpu quiet where it is installed and no TPU is there. Before jax is imported; what is set stays."""
+    """Silence libtpu's warnings on a machine without a TPU; call it before jax is imported.
+
+    libtpu prints a page of warnings when jax asks it for chips, unless these variables say that there is nothing to
+    look for. Variables that are set are kept.
+    """
     if "JAX_FORCE_TPU_INIT" in environ or importlib.util.find_spec("libtpu") is None or _has_tpu(root):
         return
     for name, value in NO_CHIPS.items():

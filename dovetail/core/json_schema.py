@@ -1,7 +1,7 @@
-"""JSON schemas closed: properties that a schema does not list are forbidden unless it allows them.
+"""Close JSON schemas: forbid properties that a schema does not list, unless it allows them.
 
-JSON Schema itself allows every property that `additionalProperties` does not forbid. A request for an object with given
-properties means those alone: OpenAI's strict mode and vLLM forbid others too.
+JSON Schema allows every property that `additionalProperties` does not forbid. A request for an object with given
+properties means those alone; OpenAI's strict mode and vLLM forbid others too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ Schema = Mapping[str, Any]
 
 
 def closed(schema: Any) -> Any:
-    """Return the schema with `additionalProperties: false` for each object that lists properties and does not say
-    whether there may be others. Where several schemas describe one object (`allOf`, or `properties` beside `anyOf` or
-    `$ref`), the properties of all of them are listed."""
+    """Return the schema with `additionalProperties: false` for each object that lists its properties.
+
+    Where several schemas describe one object (`allOf`, or `properties` beside `anyOf` or `$ref`), the properties of all
+    of them are listed.
+    """
     if not isinstance(schema, Mapping):
         return schema
     closing = _Closing(schema)
@@ -32,7 +34,7 @@ def closed(schema: Any) -> Any:
 
 
 def resolve(schema: Any, root: Schema) -> Any:
-    """Return the target of a reference within the document; the schema itself if it is none, or has no target."""
+    """Return the target of a reference within the document, or the schema itself if there is none."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return schema
@@ -59,7 +61,7 @@ class _Closing:
         return found
 
     def _close_joined(self, schema: Schema, depth: int) -> dict[str, Any]:
-        """An `allOf` member lists the properties of all parts: closed each, they would exclude each other's."""
+        """Close an object with several parts by one `allOf` member that lists the properties of all."""
         parts = list(self._parts(schema, ()))
         found = self._open(schema, depth)
         lists = {word: {name: True for part in parts for name in part.get(word, ())} for word in _LISTS}
@@ -69,7 +71,7 @@ class _Closing:
         return found
 
     def _open(self, schema: Any, depth: int) -> Any:
-        """The schema closed within and open itself, as what it refers to is."""
+        """Return the schema with closed inner schemas, itself and its references left open."""
         if not isinstance(schema, Mapping):
             return schema
         found = self._within(schema, depth)
@@ -88,7 +90,7 @@ class _Closing:
         return self._names[reference]
 
     def _parts(self, schema: Any, seen: tuple[int, ...]) -> Iterator[Schema]:
-        """The schemas that describe the same value as this one, and itself."""
+        """Yield this schema and the schemas that describe the same value."""
         if not isinstance(schema, Mapping) or id(schema) in seen:
             return
         yield schema
@@ -99,7 +101,7 @@ class _Closing:
         yield from self._parts(resolve(schema, self._root), seen)
 
     def _within(self, schema: Schema, depth: int) -> dict[str, Any]:
-        """A copy whose inner schemas are closed. What `not` excludes stays as it is: closed, it would exclude less."""
+        """Return a copy with closed inner schemas; those of `not` stay open, since closed they would exclude less."""
         if depth > DEEPEST:
             raise UserError(f"a JSON schema may be nested {DEEPEST} levels deep; this one is deeper")
         found = dict(schema)

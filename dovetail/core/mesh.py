@@ -1,4 +1,4 @@
-"""A mesh has axes, tensors have dims: Rules say which mesh axes a tensor's logical dim is split over."""
+"""Meshes and placements: a mesh has axes, tensors have dims, and Rules map logical dims to mesh axes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 @dataclass(frozen=True)
 class Rules:
-    """Logical axis -> mesh axes, as a tuple of pairs so that it can be hashed and be a static argument of jit."""
+    """Map logical axes to mesh axes, as a tuple of pairs so that it can be hashed and be a static argument of jit."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
 
     def axes_of(self, logical: str | None) -> tuple[str, ...]:
+        """Return the mesh axes of a logical axis."""
         return dict(self.table).get(logical or "", ())
 
 
@@ -48,10 +49,10 @@ SERVE = Rules((
 
 
 def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with all of MESH_AXES, those not named being 1: rules need not ask which axes there are.
+    """Return a mesh with all of MESH_AXES; axes that are not given have size 1.
 
-    On TPUs the axes follow the links between chips, and where the devices come from several slices the data axis is
-    laid over them first: slices are joined by a network far slower than the links within.
+    On TPUs the axes follow the links between chips. If the devices come from several slices, the data axis is laid over
+    the slices first, since the network between slices is far slower than the links within.
     """
     unknown = set(axes) - set(MESH_AXES)
     if unknown:
@@ -64,7 +65,10 @@ def make_mesh(axes: dict[str, int], devices: Sequence[Any] | None = None) -> Mes
 
 
 def lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in an array of `sizes`. Other machines than TPUs are taken in their order, which is host by host."""
+    """Return the devices in an array of shape `sizes`.
+
+    Devices other than TPUs keep their order, which is host by host.
+    """
     if devices[0].platform != "tpu" or not _is_box(devices):
         return np.asarray(devices).reshape(sizes)
     slices = num_slices(devices)
@@ -87,7 +91,7 @@ def _along_links(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def _by_hand(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """As jax would: on each side of the torus the axis that talks most takes neighbours."""
+    """Lay out devices as jax does: on each side of the torus the axis with the most traffic gets neighbours."""
     places = {(*device.coords, getattr(device, "core_on_chip", 0)): device for device in devices}
     first = [min(side) for side in zip(*places, strict=True)]
     shape = tuple(max(side) - low + 1 for side, low in zip(zip(*places, strict=True), first, strict=True))
@@ -101,12 +105,12 @@ def _by_hand(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def num_slices(devices: Sequence[Any]) -> int:
-    """How many TPU slices these devices come from; 1 for everything else."""
+    """Return the number of TPU slices that these devices come from; 1 for other devices."""
     return len({getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}) or 1
 
 
 def _is_box(devices: Sequence[Any]) -> bool:
-    """Whether the devices of each slice fill a box of chips; some devices of a slice need not."""
+    """Return whether the devices of each slice fill a box of chips; a subset of a slice may not."""
     slices: dict[int, set[tuple[int, ...]]] = {}
     for device in devices:
         slices.setdefault(getattr(device, "slice_index", 0), set()).add(tuple(device.coords))
@@ -116,19 +120,22 @@ def _is_box(devices: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and the rules to lay tensors out on it."""
+    """Hold a mesh and the rules to lay out tensors on it."""
 
     mesh: Mesh
     rules: Rules
 
     @property
     def platform(self) -> str:
-        """Of its devices; a mesh of devices that are nowhere (jax's AbstractMesh) says what they would be."""
+        """Return the platform of the devices; an AbstractMesh names the one that it stands for."""
         mesh: Any = self.mesh
         return mesh.abstract_device.platform if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform
 
     def partition(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """A mesh axis is used once; a dim that its mesh axes do not divide stays whole (2 KV heads on 8 devices)."""
+        """Return the partition of a tensor.
+
+        Each mesh axis is used once. A dim that its mesh axes do not divide is not split (2 KV heads on 8 devices).
+        """
         used: set[str] = set()
         parts: list[tuple[str, ...] | None] = []
         for logical, dim in zip(axes, shape, strict=True):
@@ -139,21 +146,25 @@ class Placement:
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        """Return the sharding of a tensor with these logical axes and this shape."""
         return NamedSharding(self.mesh, self.partition(axes, shape))
 
     def shardings(self, specs: Any) -> Any:
+        """Return the shardings of a tree of ParamSpecs."""
         return tree_map(lambda s: self.sharding(s.axes, s.shape), specs)
 
     def size(self, logical: str) -> int:
+        """Return the number of devices that a logical axis is split over."""
         return math.prod(self.mesh.shape[n] for n in self.rules.axes_of(logical))
 
 
 def param_sharding(placement: Placement | None, spec: ParamSpec) -> NamedSharding | None:
+    """Return the sharding of a parameter; None without a placement."""
     return placement.sharding(spec.axes, spec.shape) if placement else None
 
 
 def constrain(x: jax.Array, placement: Placement | None, *axes: str | None) -> jax.Array:
-    """Pin an activation's layout; without a placement (one device) it is left alone."""
+    """Constrain an activation's layout; without a placement (one device) return it unchanged."""
     if placement is None:
         return x
     return jax.lax.with_sharding_constraint(x, placement.sharding(axes, x.shape))
@@ -161,7 +172,11 @@ def constrain(x: jax.Array, placement: Placement | None, *axes: str | None) -> j
 
 @functools.lru_cache(maxsize=8192)
 def assign(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each axis, the devices that it takes along each side of a torus of `shape`: as jax's mesh_utils decides."""
+    """Return, for each mesh axis, how many devices it takes along each side of a torus of `shape`.
+
+    It follows jax's mesh_utils: the axis with the most traffic first, whole sides before parts of them. Meshes are made
+    and plans are timed by this one decision.
+    """
     whole = _assign_whole(shape, sizes)
     if whole is not None:
         return whole
@@ -177,7 +192,7 @@ def assign(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, .
 
 
 def _assign_whole(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Without cutting a side: the axis that talks most first, over as many sides as multiply to it."""
+    """Assign without splitting a side, the axis with the most traffic first; None if that is not possible."""
     free, taken = set(range(len(shape))), [(1,) * len(shape)] * len(sizes)
     for i in reversed(range(len(sizes))):
         found = next(
@@ -197,7 +212,7 @@ def _assign_whole(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple
 
 
 def _ways(free: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
-    """All parts of the free sides that multiply to `size`."""
+    """Yield all parts of the free sides whose product is `size`."""
     if not free:
         if size == 1:
             yield ()
@@ -209,7 +224,7 @@ def _ways(free: tuple[int, ...], size: int) -> Iterator[tuple[int, ...]]:
 
 
 def _preference(shape: tuple[int, ...], before: tuple[int, ...], way: tuple[int, ...]) -> tuple:
-    """jax's order: the most of whole sides, the more of them, sides that are cut already, the first sides."""
+    """Return jax's sort key: product of whole sides, their number, sides split already, first sides."""
     whole = [part for part, side in zip(way, shape, strict=True) if part == side]
     cut = math.prod(part for part, used in zip(way, before, strict=True) if used > 1)
     return math.prod(whole), sum(part > 1 for part in whole), cut, way

@@ -1,7 +1,7 @@
-"""A weight is declared once, as a ParamSpec; everything that is known before any array exists follows from the tree.
+"""Declare each weight once, as a ParamSpec; everything known before an array exists follows from the tree of specs.
 
-From a tree of specs come: random weights (`init`), shapes without memory (`abstract`), byte counts (`num_bytes`),
-FLOPs per token (`matmul_flops`), shardings (core.mesh) and the table of Hugging Face names (`Stored`).
+From a tree of specs come: random weights (`init`), shapes without memory (`abstract`), byte counts (`num_bytes`), FLOPs
+per token (`matmul_flops`), shardings (core.mesh) and the table of Hugging Face names (`Stored`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a Hugging Face checkpoint keeps a weight.
+    """Say where a Hugging Face checkpoint keeps a weight.
 
     With several names (one per expert), each tensor is one element of our leading dim. A tensor that holds two of our
     weights (gate and up, say) is cut: viewed as `view`, then indexed by `at`. `transposed` ones are kept [in, out].
@@ -32,14 +32,14 @@ class Stored:
     transposed: bool = False
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """The part of a stored tensor that is this weight: a view, so writing to it writes into the tensor."""
+        """Return the part of a stored tensor that is this weight: a view, so writing to it writes into the tensor."""
         part = tensor.reshape(self.view or tensor.shape)[self.at]
         return part.swapaxes(-1, -2) if self.transposed else part
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One weight: shape, a logical axis for each dim, how to initialise it, where a checkpoint keeps it.
+    """Declare one weight: its shape, a logical axis for each dim, how to initialise it, where a checkpoint keeps it.
 
     `active` is the share of its elements that one token multiplies (0 for a look-up table or a norm, k/E for experts).
     """
@@ -56,12 +56,12 @@ class ParamSpec:
 
     @property
     def size(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
 def in_one_tensor(specs: dict[str, ParamSpec], names: Iterable[str]) -> dict[str, ParamSpec]:
-    """The same specs, but of the weights with these `names` (and of their biases) those that a checkpoint keeps under
-    one name are cut from that one tensor, where they lie one after another by rows."""
+    """Return the specs with those of `names` (and biases) that share a tensor's name cut from it by rows."""
     names, specs = list(names), dict(specs)
     sharing: dict[tuple[str, ...], list[str]] = {}
     for name in [*names, *(f"{name}_bias" for name in names)]:
@@ -77,36 +77,43 @@ def in_one_tensor(specs: dict[str, ParamSpec], names: Iterable[str]) -> dict[str
 
 
 def is_spec(x: Any) -> bool:
+    """Return whether `x` is a ParamSpec, for `is_leaf`."""
     return isinstance(x, ParamSpec)
 
 
 def tree_map(fn: Callable, specs: Any, *rest: Any) -> Any:
+    """Map a function over a tree of specs."""
     return jax.tree.map(fn, specs, *rest, is_leaf=is_spec)
 
 
 def leaves(specs: Any) -> list[tuple[str, ParamSpec]]:
-    """(path, spec) pairs; a path reads like `layers.0.attn.q`."""
+    """Return (path, spec) pairs; a path reads like `layers.0.attn.q`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)
     return [(path_name(path), spec) for path, spec in flat]
 
 
 def path_name(path: tuple) -> str:
+    """Return a jax key path as dotted text."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def leaf_dtype(spec: ParamSpec, dtype: Any) -> np.dtype:
+    """Return the dtype of a weight in a model of `dtype`."""
     return jnp.dtype(spec.dtype or dtype)
 
 
 def abstract(specs: Any, dtype: Any) -> Any:
+    """Return the shapes and dtypes of a tree of specs."""
     return tree_map(lambda s: jax.ShapeDtypeStruct(s.shape, leaf_dtype(s, dtype)), specs)
 
 
 def num_params(specs: Any) -> int:
+    """Return the number of parameters."""
     return sum(spec.size for _, spec in leaves(specs))
 
 
 def num_bytes(specs: Any, dtype: Any) -> int:
+    """Return the bytes of the weights in a model of `dtype`."""
     return sum(spec.size * leaf_dtype(spec, dtype).itemsize for _, spec in leaves(specs))
 
 
@@ -120,13 +127,15 @@ def held_bytes(arrays: Any) -> int:
 
 
 def matmul_flops(specs: Any) -> float:
-    """FLOPs of one token's forward pass in the weights' products (a multiply and an add per element)."""
+    """Return the FLOPs of one token's forward pass in the products with weights (a multiply and an add per element)."""
     return sum(2.0 * spec.size * spec.active for _, spec in leaves(specs))
 
 
 def init(specs: Any, key: jax.Array, dtype: Any, std: float = 0.02, shardings: Any = None) -> Any:
-    """Random weights, laid out as `shardings` says. Each leaf's randomness depends on its place in the tree alone, not
-    on its siblings' shapes, nor on the layout."""
+    """Return random weights, laid out as `shardings` says.
+
+    The randomness of a leaf depends only on its index in the tree, not on the other shapes or the layout.
+    """
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
     places = [None] * len(flat) if shardings is None else treedef.flatten_up_to(shardings)
     arrays = [

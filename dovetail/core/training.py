@@ -1,7 +1,7 @@
-"""What a training recipe may say. Each class refuses what it cannot honour, in a sentence that says what would do.
+"""Settings of a training recipe. Each class refuses values that it cannot honour.
 
-`Training` is what every kind of training needs. Each kind inherits it and adds its own, as `train.settings.Pretrain`
-does its data and its loss, so that a recipe's keys stay flat (`optimizer.lr`, `data.seed`).
+`Training` has what every kind of training needs. Each kind inherits it and adds its own keys, as
+`train.settings.Pretrain` adds its data and its loss, so that a recipe's keys stay flat (`optimizer.lr`, `data.seed`).
 
 A 0 (or an empty string, or None) means "derive it": `plan.derive` does so from the model and the hardware, and prints
 how. Read from YAML by `core.recipe`.
@@ -35,7 +35,7 @@ REMATS = ("none", "dots", "attention", "full")  # from the most memory to the mo
 
 
 def _refuse_unread(settings: Any, keys: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]]) -> None:
-    """Refuse a key that the chosen optimizer or schedule does not read, where it was changed from its default."""
+    """Refuse a key that the chosen optimizer or schedule does not read, if it differs from its default."""
     for key, (readers, defaults) in keys.items():
         value = getattr(settings, key)
         require(
@@ -48,6 +48,8 @@ def _refuse_unread(settings: Any, keys: Mapping[str, tuple[tuple[str, ...], tupl
 
 @dataclass(frozen=True)
 class Optimizer:
+    """Configure the optimizer."""
+
     name: str = "adamw"  # adamw, muon or adafactor
     lr: float = 3e-4  # the learning rate after the warmup
     beta1: float = 0.9  # Adam's decay of the mean of gradients
@@ -70,7 +72,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over the run: warmup, then the named curve down to `final` of it."""
+    """Configure the learning rate over the run: warmup, then the named curve down to `final` of it."""
 
     name: str = "cosine"  # how the rate falls after the warmup: cosine, wsd, linear or constant
     warmup: int = 0  # steps over which the learning rate rises to lr
@@ -89,6 +91,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Precision:
+    """Configure the types of computation, weights and logits."""
+
     compute: str = "bf16"  # what is computed in: bf16, f32, or tf32 (f32 with a GPU's TF32 products)
     params: str = "f32"  # what trained weights are held in: f32, or bf16 with stochastic rounding
     logits: str = ""  # what the loss's logits are held in: bf16 or f32; default: as compute
@@ -101,6 +105,8 @@ class Precision:
 
 @dataclass(frozen=True)
 class Health:
+    """Configure the detection of bad steps, hangs and lost processes."""
+
     spike: float = 10.0  # a gradient norm above this multiple of its running geometric mean is a spike
     warmup: int = 20  # steps before spikes are judged
     replays: int = 1  # times that a bad step is repeated on its batch, to tell bad data from bad hardware
@@ -119,6 +125,8 @@ class Health:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """Configure checkpoints and exports."""
+
     every: int = 500  # steps between checkpoints; 0: none by steps
     minutes: float = 0.0  # minutes between checkpoints; 0: none by the clock
     keep: int = 3  # how many of the newest checkpoints to keep
@@ -145,6 +153,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Eval:
+    """Configure measurements on held-out data, and a command on exported weights."""
+
     every: int = 0  # steps between measurements of the held-out loss; 0: none
     batches: int = 8  # held-out batches of one measurement
     command: str = ""  # a command to run beside the training on the exported folder
@@ -167,7 +177,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices along each axis; their product, without slices, is the number of devices. 0 is derived."""
+    """Set the devices along each axis; their product, without slices, is the number of devices. 0 means derived."""
 
     data: int = 0  # devices with a copy of the weights, for other rows; 0: derived
     fsdp: int = 0  # devices that share one copy of the weights; 0: derived
@@ -192,6 +202,8 @@ DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
+    """Hold the settings that every kind of training has."""
+
     ALTERNATIVES: ClassVar = (("steps", "tokens"),)  # giving one puts away the other of a recipe below
 
     model: str  # a folder, a .gguf file, a catalogue name, a hub id, or a shipped architecture
@@ -260,16 +272,17 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int:
+        """Return the tokens of one step over all devices."""
         return self.batch * self.length
 
     @property
     def total_steps(self) -> int:
-        """`tokens` is rounded up to a whole step. 0: not known yet, for only the data says what an epoch takes."""
+        """Return the steps of the run, with `tokens` rounded up; 0 if only the data tells (epochs)."""
         return self.steps or -(-self.tokens // self.tokens_per_step)
 
     @property
     def profile_window(self) -> tuple[int, int] | None:
-        """(first, one past the last) step to trace."""
+        """Return (first, one past the last) step to trace; None for no trace."""
         if not self.profile:
             return None
         first, colon, end = self.profile.partition(":")
@@ -285,59 +298,62 @@ class Training:
 
     @property
     def effective(self) -> Self:
-        """The same training with values in place of those that another key decides (`loss.*` by `algo`)."""
+        """Return the settings with the values that another key decides (`loss.*` by `algo`) filled in."""
         return self
 
     @property
     def weights(self) -> str:
-        """The folder of weights to start from; empty: random ones."""
+        """Return the folder of the initial weights; empty for random ones."""
         return self.init
 
     @property
     def exports_at_end(self) -> bool:
-        """Whether a run that is done hands out its weights also where no export was asked for."""
+        """Return whether a finished run exports its weights even if `checkpoint.export_hf` is 0."""
         return False
 
     @property
     def adapter(self) -> Any:
-        """The adapters that are trained in place of the weights (a models.lora.Lora); None: the weights are."""
+        """Return the settings of trained adapters (models.lora.Lora); None if the weights themselves are trained."""
         return None
 
     @property
     def frozen(self) -> tuple[tuple[Any, str], ...]:
-        """The models that a step reads and does not train, each with how it is held: bf16, f32, int8 or nf4. None in a
-        model's place: this one."""
+        """Return the models that a step reads and does not train, each with its storage type (bf16, f32, int8 or nf4).
+
+        None in place of a model means the trained one.
+        """
         return ()
 
     @property
     def kept_reference(self) -> Any:
-        """The `ReferenceSettings` of a reference that is part of the training state: a copy of the
-        weights that the run starts with, which may follow them. None: there is no such copy."""
+        """Return the settings of a reference that is part of the training state; None if there is no such copy.
+
+        The reference is a copy of the initial weights, which may be synchronised with the trained ones.
+        """
         return None
 
     @property
     def scores(self) -> bool:
-        """Whether what is trained is a score of texts (models.score), in place of words."""
+        """Return whether the model is trained to score texts instead of predicting tokens."""
         return False
 
     def beside(self, cfg: Any, hbm: int | None) -> dict[str, int]:
-        """Bytes of each device (of `hbm`, where that is known) that the training leaves to others, by what they are: an
-        engine's weights and pages."""
+        """Return bytes per device that others than the training need, by name (an engine's weights and pages)."""
         return {}
 
     @property
     def spare_devices(self) -> int:
-        """The last of the devices that the training leaves alone: an engine's."""
+        """Return how many of the last devices the training leaves to an engine."""
         return 0
 
     @property
     def trains_mtp(self) -> bool:
-        """Whether layers of multi-token prediction are trained too: the memory plan counts them."""
+        """Return whether layers of multi-token prediction are trained, for the memory plan."""
         return False
 
     @property
     def rows_key(self) -> dict[str, Any]:
-        """What decides which rows a batch holds, by the recipe's keys: a run goes on only where it is the same."""
+        """Return the keys that determine the rows of a batch: a run resumes only if they are the same."""
         return {"batch": self.batch, "length": self.length}
 
     def check_model(self, cfg: Any) -> None:

@@ -1,4 +1,4 @@
-"""The words every room shares: the two attention contexts, weights with their version, and the batch of a train step.
+"""Types that all rooms share: the two attention contexts, weights with their version, and the batch of a train step.
 
 B batch rows, T tokens, S sequences, P pages of the pool, M pages a sequence may hold.
 """
@@ -19,10 +19,15 @@ Cache = tuple  # one entry per layer: pages, or None for a layer that reads anot
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Packed:
-    """Training and scoring: rows of whole documents, no cache. A token attends to earlier ones of its own segment.
+    """Attend within rows of whole documents, without a cache, for training and scoring.
 
-    `platform` is where the call will run (None: where jax runs by default); it chooses the attention kernel.
-    `documents` is a number that no row's documents exceed, where it is known: some kernels are faster for it.
+    A token attends to earlier tokens of its own segment.
+
+    Attributes:
+        segment_ids: [B, T] int32.
+        platform: Where the call will run (None: jax's default); it chooses the attention kernel.
+        placement: The mesh, if there are several devices.
+        documents: An upper bound of the documents per row, if known; some kernels are faster with it.
     """
 
     segment_ids: jax.Array  # [B, T] int32; padding, of id 0, at a row's end
@@ -34,7 +39,7 @@ class Packed:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Paged:
-    """Serving: a ragged batch of sequences' new tokens laid end to end, their past in pages of a shared pool.
+    """Attend to the pages of a shared pool, for serving: new tokens of several sequences, concatenated.
 
     Prefill, a chunk of one, and decode are the same call. Rows past `num_seqs` and tokens past `cu_q_lens[num_seqs]`
     are padding.
@@ -44,7 +49,6 @@ class Paged:
     kv_lens: jax.Array  # [S] int32: tokens of the sequence after this call
     cu_q_lens: jax.Array  # [S + 1] int32: where each sequence's new tokens start among the T
     num_seqs: jax.Array  # [1] int32
-    slots: jax.Array | None = None  # [S] int32: where a layer keeps a state of fixed size per sequence (a recurrence)
     platform: str | None = field(default=None, metadata={"static": True})
     placement: Placement | None = field(default=None, metadata={"static": True})
 
@@ -54,7 +58,7 @@ Context = Packed | Paged
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters and the version they are: a completion says which it was sampled from."""
+    """Hold parameters and their version; a completion names the version that it was sampled from."""
 
     params: Params
     version: int = 0
@@ -62,7 +66,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Column:
-    """What an objective declares of a further column of its batches."""
+    """Declare an additional column of an objective's batches."""
 
     dtype: str = "float32"
     per_token: bool = True  # [B, T], in the place of the token whose target it is about; else [B], one per row
@@ -73,8 +77,11 @@ class Column:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents to train on. Targets are given, not shifted here: a row's last token has one too, and
-    rows cut over a mesh need no neighbour. (A single row, as a loader makes them, has the same fields without B.)"""
+    """Hold rows of packed documents to train on.
+
+    Targets are given and not shifted here: a row's last token has one too, and rows that are split over a mesh need no
+    neighbour. A single row, as a loader makes it, has the same fields without B.
+    """
 
     tokens: jax.Array  # [B, T] int32
     targets: jax.Array  # [B, T] int32: the token that follows; anything where loss_mask is 0

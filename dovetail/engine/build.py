@@ -28,7 +28,7 @@ from dovetail.engine.schedule.step_time import Pace
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
-from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
+from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes
 from dovetail.plan.prediction import chip_here
 from dovetail.plan.serve_memory import bytes_beside, coarse_pages, num_pages, pool_bytes, round_pages
 

@@ -18,8 +18,7 @@ import orbax.checkpoint as ocp
 
 from dovetail.core.errors import UserError
 from dovetail.io import manifest
-from dovetail.io.digest import digest
-from dovetail.io.manifest import Damaged, Leaf, Manifest, NotOurs
+from dovetail.io.manifest import Damaged, Leaf, Manifest, NotOurs, digest
 from dovetail.io.orbax_writer import TIMEOUT_S, Arrays, Writer
 
 # How storage fails: tensorstore raises ValueError for a full disk, jax RuntimeError for a barrier. The rest are bugs.

@@ -24,7 +24,6 @@ from dovetail.core.reporter import Progress
 from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
 from dovetail.core.units import format_bytes, format_count
-from dovetail.io.added_tokens import add_special_tokens
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
 from dovetail.io.hub import resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
@@ -131,7 +130,7 @@ def convert(
     special_tokens: Sequence[str] = (),
 ) -> Path:
     """Any source that `load` takes -> a Hugging Face folder. Written beside and renamed: never half there.
-    `special_tokens`: new ones to add to its vocabulary (io.added_tokens)."""
+    `special_tokens`: new ones to add to its vocabulary (see `add_special_tokens`)."""
     dst = Path(dst)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise UserError(f"{dst} exists and is not an empty folder: choose another place or remove it")
@@ -202,3 +201,32 @@ def _heads(cfg: ModelConfig) -> str:
     attn = cfg.layers[0].attn
     kv_heads = getattr(attn, "kv_heads", None)
     return f"{attn.heads} for queries, {kv_heads} for keys and values" if kv_heads else f"{attn.heads} over a latent"
+
+
+def add_special_tokens(
+    cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, tokens: Sequence[str]
+) -> tuple[ModelConfig, Params, Tokenizer]:
+    """Return the model with these tokens. Rows that a padded vocabulary has to spare are used first."""
+    if tokenizer is None:
+        raise UserError("special tokens are added to a tokenizer, and the model has none: add a tokenizer.json")
+    if "per_layer" in params:
+        raise UserError("special tokens cannot be added to a model with embeddings for each layer")
+    before, grown = tokenizer.vocab_size, tokenizer.with_special_tokens(tokens)
+    vocab = max(cfg.vocab, grown.vocab_size)
+    cfg = parse_config(_resized(cfg, vocab), "the model with more tokens") if vocab > cfg.vocab else cfg
+    tables = {name: _with_rows(params[name], before, vocab) for name in ("embed", "head") if name in params}
+    return cfg, {**params, **tables}, grown
+
+
+def _resized(cfg: ModelConfig, vocab: int) -> dict:
+    hf = cfg.to_hf()
+    inner = hf if "vocab_size" in hf else hf["text_config"]
+    inner["vocab_size"] = vocab
+    return hf
+
+
+def _with_rows(table_VD: jnp.ndarray, known: int, vocab: int) -> jnp.ndarray:
+    """Rows from `known` on are new."""
+    known = min(known, len(table_VD))
+    mean = table_VD[:known].astype(jnp.float32).mean(0).astype(table_VD.dtype)
+    return jnp.concatenate([table_VD[:known], jnp.broadcast_to(mean, (vocab - known, len(mean)))])

@@ -7,10 +7,9 @@ from typing import Any
 
 from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import UserError
-from dovetail.io.hub import CATALOGUE, HUB_ID, fetch_config, local, resolve
+from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
 from dovetail.io.load import open_checkpoint, stored_dtype
 from dovetail.models.config import ModelConfig
-from dovetail.models.published import PUBLISHED, UNPUBLISHED
 from dovetail.models.registry import read_config, read_model, shipped_models, shipped_shapes
 
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from dovetail.core.errors import UserError
 from dovetail.io.peft_config import AdapterConfig
-from dovetail.io.peft_joined import own_ranks
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import family_of
 from dovetail.models.spec import spec
@@ -162,3 +161,13 @@ def _wrapped(stacks: list[Stack]) -> Iterable[tuple[Stack, str]]:
     """Those of one module, each with what its tensors' names begin with: the last that is wrapped is the outermost."""
     for depth, stack in enumerate(reversed(stacks)):
         yield stack, stack.module + ".base_layer" * depth
+
+
+def own_ranks(ups: list[np.ndarray], rank: int) -> list[slice]:
+    """Of weights whose parts of `lora_B` are these [.., R]: the ranks that each needs. Where we wrote them, `rank` of
+    each side by side, they are its own, for all others of it are zero; a pair that PEFT made is shared."""
+    own = [slice(i * rank, (i + 1) * rank) for i in range(len(ups))]
+    apart = ups[0].shape[-1] == rank * len(ups)
+    if apart and not any(np.delete(up, ranks, axis=-1).any() for up, ranks in zip(ups, own, strict=True)):
+        return own
+    return [slice(None)] * len(ups)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
@@ -298,3 +299,65 @@ def _by_name(template: str | Mapping[str, str] | None) -> dict[str, str]:
     if template is None:
         return {}
     return {"default": template} if isinstance(template, str) else dict(template)
+
+
+MARK = "\ufdef"  # io.chat uses others, from U+FDD0 on
+
+
+class LiteralText:
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        # one of a single character cannot be broken by a mark, and is none in practice
+        special = [name for token in tokenizer.special_ids if len(name := tokenizer.token(token)) > 1]
+        self._spelled = re.compile(f"(?=(?:{'|'.join(map(re.escape, special))}))(.)", re.S) if special else None
+
+    def mark(self, value: Any) -> Any:
+        """Return text, or JSON with texts in it, with a mark in each spelling of a special token."""
+        if isinstance(value, str):
+            if MARK in value:
+                raise UserError(f"the text holds U+{ord(MARK):04X}, which is not a character; remove it")
+            return self._spelled.sub(rf"\1{MARK}", value) if self._spelled else value
+        if isinstance(value, Mapping):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
+        return [self.mark(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the tokens of a text with marks, without those of the marks."""
+        if MARK not in text:
+            return self._tokenizer.encode(text, add_special)
+        # not encode_batch_fast, which gives no offsets; both release Python's lock
+        (found,) = self._tokenizer.backend.encode_batch([text], add_special_tokens=add_special)
+        tokens, seen = [], set()
+        for token, (start, end) in zip(found.ids, found.offsets, strict=True):
+            marks = [i for i in range(start, end) if text[i] == MARK]
+            seen.update(marks)
+            if len(marks) < end - start or start == end:
+                if marks:
+                    raise UserError(_CANNOT)
+                tokens.append(token)
+        if len(seen) < text.count(MARK):
+            raise UserError(_CANNOT)
+        return tokens
+
+
+_CANNOT = (
+    "this model's tokenizer cannot keep special tokens that are spelled in a text apart; remove them from the text"
+)
+
+
+END = "<|end|>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    vocab = {letter: byte for byte, letter in enumerate(_letters())} | {END: 256}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return Tokenizer(backend, eos=END)
+
+
+def _letters() -> list[str]:
+    """The letter by which byte-level tokenizers write each byte: itself where it can be seen, else one from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]

@@ -21,7 +21,6 @@ from dovetail.core.mesh import Placement, constrain
 from dovetail.core.types import Cache, Context, Packed, Params
 from dovetail.models.block import Residual, Table, block, by_token, norm
 from dovetail.models.config import Layer, ModelConfig
-from dovetail.models.remat import remember
 from dovetail.models.repeats import fold, repeats
 from dovetail.models.spec import cache_shapes
 from dovetail.ops.linear import matmul
@@ -60,7 +59,7 @@ def trunk(
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
     """tokens and positions [B, T] -> (hidden states [B, T, D], the statistics of each layer that has a router).
 
-    `remat`: what is kept for the backward pass (models.remat). `scan`: runs of equal layers, or of equal groups, are
+    `remat`: what the backward pass keeps (see `remember`). `scan`: runs of equal layers, or of equal groups, are
     stacked and compiled once. The weights stay a tuple in the state; they are stacked where they are cast to the
     compute dtype, which copies them anyway.
     """
@@ -161,3 +160,36 @@ def abstract_cache(
 
 def _pages_sharding(layer: Layer, placement: Placement | None) -> NamedSharding | None:
     return NamedSharding(placement.mesh, layer.attn.pages_partition(placement)) if placement else None
+
+
+# cuDNN's forward kernel (the start of its primitive's name) gives the sums of its softmax besides the output that we
+# name: without them the backward pass would run it again.
+ATTENTION_KERNEL = "dot_product_attention_fwd"
+
+
+def remember(run: Callable, remat: str, in_loop: bool = False) -> Callable:
+    """`run` with what its backward pass keeps. What is static is given to it by keyword. `in_loop`: it is all of a
+    loop's body. Elsewhere XLA must be kept from sharing with the forward pass what is computed again, and from
+    computing it again for all layers of a group at once (Gemma 3's six: 11 GiB of products)."""
+    if remat == "none":
+        return run
+    keep = jax.checkpoint_policies
+    attention = keep.save_from_both_policies(_is_attention, keep.save_only_these_names("attention"))
+    products = keep.save_from_both_policies(
+        keep.dots_with_no_batch_dims_saveable,
+        keep.save_only_these_names("product"),  # experts' have kernels of their own
+    )
+    policy = {
+        "dots": keep.save_from_both_policies(products, attention),
+        "attention": attention,
+        "full": keep.nothing_saveable,
+    }[remat]
+
+    def again(*args: Any, **static: Any) -> Any:
+        return jax.checkpoint(functools.partial(run, **static), policy=policy, prevent_cse=not in_loop)(*args)
+
+    return again
+
+
+def _is_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name.startswith(ATTENTION_KERNEL)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dovetail.core.errors import UserError
 from dovetail.models.config import Latent, Layer, Mlp, ModelConfig, Moe
-from dovetail.models.family import Family, finish, read_glu, read_rope, rope_dict
-from dovetail.models.fields import Fields
+from dovetail.models.family import Family, Fields, finish, read_glu, read_rope, rope_dict
 from dovetail.ops.moe import Router
 from dovetail.ops.rope import yarn_magnitude
 

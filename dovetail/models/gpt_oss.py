@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dovetail.models.config import Attention, Layer, ModelConfig, Moe
-from dovetail.models.family import Family, finish, read_heads, read_rope, read_windows, rope_dict
-from dovetail.models.fields import Fields
+from dovetail.models.family import Family, Fields, finish, read_heads, read_rope, read_windows, rope_dict
 from dovetail.ops.glu import Glu
 from dovetail.ops.moe import Router
 

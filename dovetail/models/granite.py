@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dovetail.core.errors import UserError
 from dovetail.models.config import Attention, Layer, Mlp, ModelConfig
-from dovetail.models.family import Family, finish, read_glu, read_heads, read_rope, rope_dict
-from dovetail.models.fields import Fields
+from dovetail.models.family import Family, Fields, finish, read_glu, read_heads, read_rope, rope_dict
 from dovetail.models.llama import INV_FREQ
 
 

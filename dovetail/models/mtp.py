@@ -24,9 +24,8 @@ from dovetail.core.types import Batch, Packed, Params
 from dovetail.models.block import Residual, block, norm
 from dovetail.models.config import Layer, ModelConfig
 from dovetail.models.decoder import embed
-from dovetail.models.names import COMMON
 from dovetail.models.registry import family_of
-from dovetail.models.spec import layer_spec
+from dovetail.models.spec import COMMON, layer_spec
 from dovetail.ops.linear import matmul
 from dovetail.ops.moe import RouterStats
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dovetail.models.config import Attention, Layer, Mlp, ModelConfig
-from dovetail.models.family import Family, finish, read_glu, read_heads, read_rope, read_windows, rope_dict
-from dovetail.models.fields import Fields
+from dovetail.models.family import Family, Fields, finish, read_glu, read_heads, read_rope, read_windows, rope_dict
 
 NAMES = {
     "attn_post_norm": "post_attention_layernorm.weight",

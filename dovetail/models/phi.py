@@ -4,8 +4,7 @@ each head may turn, with LongRoPE (ops.rope says how its factors are chosen)."""
 from __future__ import annotations
 
 from dovetail.models.config import Attention, Layer, Mlp, ModelConfig
-from dovetail.models.family import Family, finish, read_glu, read_heads, read_rope, rope_dict
-from dovetail.models.fields import Fields
+from dovetail.models.family import Family, Fields, finish, read_glu, read_heads, read_rope, rope_dict
 from dovetail.models.llama import INV_FREQ
 
 

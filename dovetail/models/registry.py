@@ -11,10 +11,8 @@ from dovetail.core.choice import did_you_mean
 from dovetail.core.errors import MissingFileError, UserError
 from dovetail.core.recipe import SHIPPED
 from dovetail.models import deepseek, gemma, gemma4, glm, gpt_oss, granite, llama, olmo, phi, qwen
-from dovetail.models.config import ModelConfig
-from dovetail.models.family import Family
-from dovetail.models.fields import Fields
-from dovetail.models.score import is_scored, scored
+from dovetail.models.config import ModelConfig, is_scored, scored
+from dovetail.models.family import Family, Fields
 
 FAMILIES: dict[str, Family] = {
     model_type: family

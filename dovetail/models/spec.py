@@ -16,7 +16,6 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import ParamSpec, Stored, in_one_tensor, matmul_flops
 from dovetail.models.config import Layer, Mlp, ModelConfig, Moe
 from dovetail.models.family import Family
-from dovetail.models.names import COMMON, LAYER
 from dovetail.models.registry import family_of
 
 
@@ -171,3 +170,63 @@ def flops_per_token(cfg: ModelConfig, context: float = 0, train: bool = False) -
     """
     attention = sum(layer.attn.flops_per_key * layer.attn.keys_seen(context) for layer in cfg.layers)
     return (matmul_flops(spec(cfg)) + attention) * (3 if train else 1)
+
+
+COMMON = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "score": "score.weight",
+    "per_layer.embed": "model.embed_tokens_per_layer.weight",
+    "per_layer.proj": "model.per_layer_model_projection.weight",
+    "per_layer.norm": "model.per_layer_projection_norm.weight",
+}
+
+LAYER = {
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "attn.q": "self_attn.q_proj.weight",
+    "attn.k": "self_attn.k_proj.weight",
+    "attn.v": "self_attn.v_proj.weight",
+    "attn.o": "self_attn.o_proj.weight",
+    "attn.q_bias": "self_attn.q_proj.bias",
+    "attn.k_bias": "self_attn.k_proj.bias",
+    "attn.v_bias": "self_attn.v_proj.bias",
+    "attn.o_bias": "self_attn.o_proj.bias",
+    "attn.q_norm": "self_attn.q_norm.weight",
+    "attn.k_norm": "self_attn.k_norm.weight",
+    "attn.sinks": "self_attn.sinks",
+    "attn.q_a": "self_attn.q_a_proj.weight",
+    "attn.q_a_bias": "self_attn.q_a_proj.bias",
+    "attn.q_a_norm": "self_attn.q_a_layernorm.weight",
+    "attn.q_b": "self_attn.q_b_proj.weight",
+    "attn.kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    "attn.kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias",
+    "attn.kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    "attn.kv_b": "self_attn.kv_b_proj.weight",
+    "mlp.gate": "mlp.gate_proj.weight",
+    "mlp.up": "mlp.up_proj.weight",
+    "mlp.down": "mlp.down_proj.weight",
+    "mlp.gate_bias": "mlp.gate_proj.bias",
+    "mlp.up_bias": "mlp.up_proj.bias",
+    "mlp.down_bias": "mlp.down_proj.bias",
+    "moe.router": "mlp.gate.weight",
+    "moe.choice_bias": "mlp.gate.e_score_correction_bias",
+    "moe.gate": "mlp.experts.{e}.gate_proj.weight",
+    "moe.up": "mlp.experts.{e}.up_proj.weight",
+    "moe.down": "mlp.experts.{e}.down_proj.weight",
+    "moe.shared.gate": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared.up": "mlp.shared_experts.up_proj.weight",
+    "moe.shared.down": "mlp.shared_experts.down_proj.weight",
+    "moe.shared.gate_bias": "mlp.shared_experts.gate_proj.bias",
+    "moe.shared.up_bias": "mlp.shared_experts.up_proj.bias",
+    "moe.shared.down_bias": "mlp.shared_experts.down_proj.bias",
+    # only Gemma 4 has these
+    "mlp_out_norm": "post_feedforward_layernorm_1.weight",
+    "moe_norm": "pre_feedforward_layernorm_2.weight",
+    "moe_post_norm": "post_feedforward_layernorm_2.weight",
+    "per_layer.gate": "per_layer_input_gate.weight",
+    "per_layer.proj": "per_layer_projection.weight",
+    "per_layer.norm": "post_per_layer_input_norm.weight",
+    "scalar": "layer_scalar",
+}

@@ -113,7 +113,7 @@ class Widened:
         return y.reshape(*x.shape[: x.ndim - dims], *out)
 
     def per_head(self, x: jax.Array, transposed: bool) -> jax.Array:
-        raise NotImplementedError("models.widened leaves such weights as they are")
+        raise NotImplementedError("models.serving_lora leaves such weights as they are")
 
     def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
         raise NotImplementedError("adapters of experts are not served")

@@ -2,8 +2,8 @@
 
 `store` takes a layer's new keys and values, `attend` looks at what was stored. In a Packed context the store is the
 keys and values themselves; in a Paged one it is the layer's pages with the new tokens written. Which implementation
-runs is chosen in ops.dispatch. What it gives is named `attention`, for models.remat to keep, unless the kernel's own
-residuals are: it would be kept twice.
+runs is chosen in ops.dispatch. The output is named `attention`, for models.decoder.remember to keep, unless the kernel
+names its own residuals: it would be kept twice.
 
 T queries, N query heads, K key heads, H head dim.
 """
@@ -43,7 +43,7 @@ def rotate_store(
     offset: float,
 ) -> tuple[jax.Array, Any]:
     """(q [T, N, H], what was stored) from qkv [T, N + 2K, H]: the norms of q and k, the rotation and `store` in one."""
-    from dovetail.ops.kernels.gpu.rotate_store import rotate_store as kernel
+    from dovetail.ops.kernels.gpu.store import rotate_store as kernel
 
     assert isinstance(ctx, Paged), "see dispatch.rotates_and_stores"
     return kernel(ctx, entry, qkv, tables, norms, eps, offset)

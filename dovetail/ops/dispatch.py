@@ -20,16 +20,16 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from dovetail.core.chips import CHIPS
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed, Paged
-from dovetail.ops.kernels.tpu.limits import room_of
 from dovetail.ops.kernels.tpu.needs import (
     heads_here,
+    room_of,
+    whole,
     why_not_flat,
     why_not_heads,
     why_not_ragged,
     why_not_rows,
     why_not_splash,
 )
-from dovetail.ops.kernels.tpu.tiling import whole
 from dovetail.ops.packed import packed_attention
 from dovetail.ops.paged import flat_attention, paged_attention, write_heads
 from dovetail.ops.rope import Rope
@@ -116,15 +116,15 @@ def latent_row(platform: str | None, channels: int) -> tuple[int, ...]:
 def packed_kernel(name: str, gathered: bool = False) -> Callable:
     """`gathered`: for queries that are the last of their keys (ops.context)."""
     if name == "cudnn" and gathered:
-        from dovetail.ops.kernels.gpu.context import packed_attention as kernel
+        from dovetail.ops.kernels.gpu.packed import gathered_attention as kernel
     elif name == "cudnn":
         from dovetail.ops.kernels.gpu.packed import packed_attention as kernel
     elif name == "splash" and gathered:
-        from dovetail.ops.kernels.tpu.context import packed_attention as kernel
+        from dovetail.ops.kernels.tpu.packed import gathered_attention as kernel
     elif name == "splash":
         from dovetail.ops.kernels.tpu.packed import packed_attention as kernel
     elif name == "tokamax":
-        from dovetail.ops.kernels.tpu.splash import packed_attention as kernel
+        from dovetail.ops.kernels.tpu.packed import tokamax_attention as kernel
     else:
         kernel = packed_attention
     log_once("packed attention", f"{name}, gathered over context" if gathered else name)

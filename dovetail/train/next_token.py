@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from dovetail.core.types import Batch, Params
 from dovetail.models.block import block
 from dovetail.models.config import ModelConfig
+from dovetail.models.decoder import remember
 from dovetail.models.mtp import mtp_hidden, with_mtp
-from dovetail.models.remat import remember
 from dovetail.models.spec import spec
 from dovetail.ops.moe import RouterStats
 from dovetail.train.objective import (

@@ -96,7 +96,7 @@ def _open_rows(settings: Pretrain, ready: Ready, reporter: Reporter) -> Opened:
 
 def _tokenizer(settings: Pretrain, beside: Tokenizer | None) -> Tokenizer | None:
     if settings.data.tokenizer == "bytes":
-        from dovetail.io.bytes_tokenizer import byte_tokenizer
+        from dovetail.io.tokenizer import byte_tokenizer
 
         return byte_tokenizer()
     if not settings.data.tokenizer:

@@ -17,8 +17,8 @@ from dovetail.io.hf import read_params
 from dovetail.io.hub import resolve
 from dovetail.io.load import open_checkpoint, save, stored_dtype
 from dovetail.io.peft import read_adapter
+from dovetail.models.config import scored
 from dovetail.models.lora import merge as merged
-from dovetail.models.score import scored
 from dovetail.train.launch import Ended
 from dovetail.train.objective import Objective
 from dovetail.tune.distill import distill_objective

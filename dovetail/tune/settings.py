@@ -13,8 +13,9 @@ from dovetail.core.training import Optimizer, Precision, Training
 from dovetail.data.settings import TrainedTokens, TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
-from dovetail.models.frozen import HELD, SCHEMES
+from dovetail.models.frozen import HELD
 from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names
+from dovetail.ops.quant import SCHEMES
 from dovetail.tune.sections import (
     Distillation,
     Preference,

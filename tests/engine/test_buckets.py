@@ -12,7 +12,7 @@ from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
 from dovetail.engine.schedule.plan import Row, StepPlan
-from dovetail.ops.kernels.tpu.limits import TABLE_BYTES, table_bytes
+from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes
 
 SIZES = {
     "a GPU": Buckets(512, 16384, 512),

@@ -4,8 +4,8 @@ import jax
 
 from dovetail.core.compute import compute_of
 from dovetail.engine.schedule.step_time import predictor, rates
+from dovetail.models.config import scored
 from dovetail.models.registry import read_model
-from dovetail.models.score import scored
 from dovetail.plan.serve_time import Bounds
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.io.checkpoint_tier import steps_to_keep
-from dovetail.io.digest import digest
+from dovetail.io.manifest import digest
 
 # tensorstore reports a damaged checkpoint's other reads to an event loop that Orbax has closed by then.
 pytestmark = [

@@ -9,9 +9,7 @@ import pytest
 
 from dovetail.ops.adapter import Adapted, Widened, choose, merged, of_rows
 from dovetail.ops.linear import grouped, matmul, per_head
-from dovetail.ops.quant import int8, nf4
-
-SCHEMES = {"int8": int8, "nf4": nf4}
+from dovetail.ops.quant import NF4_VALUES, SCHEMES, pack_int8
 
 
 def random(*shape: int) -> jax.Array:
@@ -99,8 +97,8 @@ def nf4_by_hand(w: np.ndarray, block: int = 64) -> np.ndarray:
         for at in range(0, len(row), block):
             part = row[at : at + block]
             greatest = np.abs(part).max() or np.float32(1)
-            nearest = np.abs(part[:, None] / greatest - nf4.VALUES[None]).argmin(axis=1)
-            out[i, at : at + block] = nf4.VALUES[nearest] * np.abs(part).max()
+            nearest = np.abs(part[:, None] / greatest - NF4_VALUES[None]).argmin(axis=1)
+            out[i, at : at + block] = NF4_VALUES[nearest] * np.abs(part).max()
     return out
 
 
@@ -133,4 +131,4 @@ def test_bytes():
     w = random(8, 128).astype(jnp.bfloat16)
     sizes = {name: sum(x.nbytes for x in jax.tree.leaves(one.pack(w))) for name, one in SCHEMES.items()}
     assert sizes == {"int8": 8 * 128 + 8 * 4, "nf4": 8 * 64 + 8 * 2 * 4}
-    assert int8.pack(w).dense().dtype == jnp.bfloat16
+    assert pack_int8(w).dense().dtype == jnp.bfloat16

@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
-from dovetail.models.remat import remember
+from dovetail.models.decoder import remember
 from dovetail.ops.dispatch import choose_packed, has_tokamax
 from dovetail.ops.kernels.tpu.packed import packed_attention as splash
 from dovetail.ops.packed import on_mesh, packed_attention

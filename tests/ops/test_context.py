@@ -14,8 +14,8 @@ from dovetail.core.types import Packed
 from dovetail.ops import context, ring
 from dovetail.ops.attention import attend
 from dovetail.ops.context import is_cut
-from dovetail.ops.kernels.gpu.context import packed_attention as cudnn
-from dovetail.ops.kernels.tpu.context import packed_attention as splash
+from dovetail.ops.kernels.gpu.packed import gathered_attention as cudnn
+from dovetail.ops.kernels.tpu.packed import gathered_attention as splash
 from dovetail.ops.latent import latent_attention
 from dovetail.ops.packed import packed_attention
 

@@ -10,8 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dovetail.core.mesh import SERVE, Placement, make_mesh
 from dovetail.core.types import Packed, Paged
 from dovetail.ops.dispatch import TPU_CASES, choose_paged, describe_tpu, has_tokamax, page_row, rotates_and_stores
-from dovetail.ops.kernels.tpu.limits import ROOM
-from dovetail.ops.kernels.tpu.needs import why_not_flat, why_not_ragged
+from dovetail.ops.kernels.tpu.needs import ROOM, why_not_flat, why_not_ragged
 from dovetail.ops.rope import Rope
 
 NONE = jnp.zeros((1,), jnp.int32)

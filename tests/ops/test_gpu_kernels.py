@@ -13,7 +13,7 @@ from described import a_device
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.gpu.cross_entropy import cross_entropy_rows
 from dovetail.ops.kernels.gpu.norm import add_rms_norm
-from dovetail.ops.kernels.gpu.rotate_store import rotate_store
+from dovetail.ops.kernels.gpu.store import rotate_store
 from dovetail.ops.kernels.gpu.store import write_heads as write_kernel
 from dovetail.ops.norm import rms_norm
 from dovetail.ops.paged import write_heads

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from later import later
 
-from dovetail.models.family import read_rope, rope_dict
-from dovetail.models.fields import Fields
+from dovetail.models.family import Fields, read_rope, rope_dict
 from dovetail.ops.rope import Rope, rotate
 
 transformers = later("transformers")

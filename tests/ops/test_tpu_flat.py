@@ -12,7 +12,7 @@ from corners import corners
 from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.tpu import tiling
+from dovetail.ops.kernels.tpu import needs
 from dovetail.ops.kernels.tpu.flat import paged_attention as kernel
 from dovetail.ops.latent import _read_latents
 from dovetail.ops.paged import flat_attention, paged_attention, write_heads, write_latents
@@ -74,7 +74,7 @@ def test_equals_the_reference(name, N, K, H, extras, dtype):
     rng = np.random.default_rng(0)
     ctx, tokens = context(name, rng)
     pages = written(
-        ctx, lambda ctx, pages, new: write_heads(ctx, pages, new(), new()), tiling.whole(2 * K * H), K, H,
+        ctx, lambda ctx, pages, new: write_heads(ctx, pages, new(), new()), needs.whole(2 * K * H), K, H,
         dtype=dtype, rng=rng,
     )  # fmt: skip
     q = jnp.asarray(rng.standard_normal((tokens, N, H)), dtype)
@@ -92,7 +92,7 @@ def test_latents(name, dtype):
     N, rank, rope = 4, 96, 32
     ctx, tokens = context(name, rng)
     pages = written(
-        ctx, lambda ctx, pages, new: write_latents(ctx, pages, new()), tiling.whole(rank + rope), rank + rope,
+        ctx, lambda ctx, pages, new: write_latents(ctx, pages, new()), needs.whole(rank + rope), rank + rope,
         dtype=dtype, rng=rng,
     )  # fmt: skip
     q = jnp.asarray(rng.standard_normal((tokens, N, rank + rope)), dtype)

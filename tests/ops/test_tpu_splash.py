@@ -38,7 +38,7 @@ def rows(*lengths: int) -> Packed:
     ids=str,
 )
 def test_is_the_reference(head_dim, value_dim, options):
-    from dovetail.ops.kernels.tpu.splash import packed_attention as kernel
+    from dovetail.ops.kernels.tpu.packed import tokamax_attention as kernel
 
     ctx, given = rows(100, 156), normal(9, N)
     q, k, v = normal(0, 2, T, N, head_dim), normal(1, 2, T, K, head_dim), normal(2, 2, T, K, value_dim)
@@ -57,7 +57,7 @@ def test_is_the_reference(head_dim, value_dim, options):
 
 
 def test_queries_that_are_the_last_of_their_keys():
-    from dovetail.ops.kernels.tpu.splash import packed_attention as kernel
+    from dovetail.ops.kernels.tpu.packed import tokamax_attention as kernel
 
     q, k, v = normal(0, 1, T, N, 64), normal(1, 1, 2 * T, K, 64), normal(2, 1, 2 * T, K, 64)
     keys = jnp.asarray(np.repeat([1, 2], T)[None], jnp.int32)
@@ -67,7 +67,7 @@ def test_queries_that_are_the_last_of_their_keys():
 
 
 def test_each_device_has_the_sinks_of_its_heads():
-    from dovetail.ops.kernels.tpu.splash import packed_attention as kernel
+    from dovetail.ops.kernels.tpu.packed import tokamax_attention as kernel
 
     placement = Placement(make_mesh(dict(tensor=2, data=2), jax.devices()[:4]), TRAIN)
     ctx, sinks = rows(100, 156), normal(9, N)

@@ -16,9 +16,8 @@ from train_cases import CONFIGS, alone, packed, recipe
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.core.spec import init
 from dovetail.core.types import Batch
-from dovetail.models.config import ModelConfig
+from dovetail.models.config import ModelConfig, scored
 from dovetail.models.registry import parse_config
-from dovetail.models.score import scored
 from dovetail.models.spec import spec
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.step import gradients

@@ -13,7 +13,7 @@ from dovetail.cli.train import settings_class
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.data.sources import samples
-from dovetail.models.published import PUBLISHED
+from dovetail.io.hub import PUBLISHED
 from dovetail.plan.derive import derive
 from dovetail.plan.refusal import smallest
 

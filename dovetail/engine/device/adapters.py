@@ -26,11 +26,13 @@ from dovetail.models.serving_lora import (
     check_served,
     empty_tables,
     greatest_rank,
+    rewrite,
     slot_values,
     tables_spec,
+    widen,
+    with_tables,
     write_slot,
 )
-from dovetail.models.widened import rewrite, widen, with_tables
 
 RANK = 16  # of the slots, if neither an option nor a loaded adapter gives more
 

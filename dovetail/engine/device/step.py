@@ -89,7 +89,7 @@ def run_decode(
     def one(i, cache, last, history):
         """Run step i: feed tokens, sample, store."""
         kv_lens = batch.kv_lens + jnp.where(jnp.arange(shape.rows) < batch.num_seqs[0], i, 0)
-        ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
+        ctx = Paged(rows, kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
         _, positions, _ = token_rows(ctx, shape.tokens)
         with compute.products(platform):
             hidden, cache = forward(params, cfg, last[batch.slots], positions, ctx, cache)
@@ -143,7 +143,7 @@ def run_prompts(
     batch = unpack(flat, shape)
     tables = _with_new_pages(tables, batch)
     rows = tables[batch.slots]
-    ctx = Paged(rows, batch.kv_lens, batch.cu_q_lens, batch.num_seqs, batch.slots, platform, placement)
+    ctx = Paged(rows, batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
     row, positions, _ = token_rows(ctx, shape.tokens)
     tokens = jnp.where(batch.tokens == UNKNOWN, last[batch.slots[row]], batch.tokens)
     ends = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)

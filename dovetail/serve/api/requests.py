@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic_core import PydanticCustomError
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 _logged: set[str] = set()  # ignored fields that the log has named

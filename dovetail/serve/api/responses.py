@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, Structured, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event

@@ -11,8 +11,7 @@ from typing import Any
 from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.request.params import SamplingParams, Structured
 from dovetail.io.chat import ChatTemplate
-from dovetail.io.literal_text import LiteralText
-from dovetail.io.tokenizer import Tokenizer
+from dovetail.io.tokenizer import LiteralText, Tokenizer
 from dovetail.io.tokenizer_files import read_templates
 from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat, format_for, reasoning_for, special_ids
 from dovetail.io.tool_formats.grammar import grammar_for

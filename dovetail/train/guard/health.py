@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dovetail.core.training import Health
-from dovetail.io.digest import words
+from dovetail.io.manifest import words
 
 HORIZON = 50  # good steps over which the running means decay
 LOSS_FLOOR = 0.02  # the least usual deviation, as a share of the mean loss, for very smooth curves

@@ -25,8 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.tpu.limits import MIB, flat_vmem
-from dovetail.ops.kernels.tpu.tiling import LANES, Tiling, tiling
+from dovetail.ops.kernels.tpu.needs import LANES, MIB, Tiling, flat_vmem, tiling
 from dovetail.ops.paged import tile_of_token, tiles_of
 from dovetail.ops.softmax import MASKED, cap_and_mask, is_visible
 

@@ -6,14 +6,13 @@ T tokens, N query heads, K key heads, H head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.chips import chip_of
 from dovetail.core.mesh import Placement
-from dovetail.ops.kernels.tpu.limits import MIB, TABLE_BYTES, flat_smem, flat_vmem, room_of, table_bytes
-from dovetail.ops.kernels.tpu.tiling import SUBLANES, num_tiles, tiling
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 TOO_OLD = ("TPU v2", "TPU v3")
@@ -127,3 +126,109 @@ def tpu_kind(placement: Placement | None) -> str:
         device = jax.devices()[0]
     kind = getattr(device, "device_kind", "")
     return kind if "TPU" in kind else ""
+
+
+MIB = 2**20
+TABLE_BYTES = MIB // 2  # of SMEM, for upstream's table: libtpu took one of 256 x 512 and refused one of 256 x 1,024
+
+
+class Room(NamedTuple):
+    smem: int
+    vmem: int
+
+
+ROOM = {
+    "v2": Room(16 * 2**10, 16 * MIB),
+    "v3": Room(16 * 2**10, 16 * MIB),
+    "v4": Room(MIB, 16 * MIB),
+    "v5e": Room(MIB, 128 * MIB),
+    "v5p": Room(MIB, 64 * MIB),
+    "v6e": Room(MIB, 128 * MIB),
+    "TPU7x": Room(MIB, 64 * MIB),
+}
+
+
+def room_of(kind: str) -> Room | None:
+    """Of a jax device_kind; None for one that is not in the table."""
+    chip = chip_of(kind)
+    return ROOM.get(chip.name) if chip else None
+
+
+def table_bytes(seqs: int, width: int) -> int:
+    """SMEM of upstream's kernel: every sequence's pages [S, M]."""
+    return seqs * width * 4
+
+
+def flat_smem(tiles: int, width: int) -> int:
+    """SMEM of ours: the M pages of this tile's sequence and of the next's, each twice over while the next pair comes
+    in, and three numbers of each of I tiles."""
+    return 4 * whole(width) * 4 + 3 * tiles * 4
+
+
+def flat_vmem(cut: Tiling, pages: Any) -> int:
+    """VMEM of ours: the buffers of two blocks, queries and outputs twice over, the softmax's state with its start, and
+    the scores, keys and values of the head at work."""
+    _, page, width = pages.shape
+    keys, rows, sizes = cut.pages * page, cut.rows * len(cut.heads), whole(cut.key) + whole(cut.value)
+    buffers = 2 * keys * whole(width) * pages.dtype.itemsize
+    tiles = 2 * rows * sizes * pages.dtype.itemsize
+    state = rows * (4 * LANES + whole(cut.value)) * 4
+    return buffers + tiles + state + 3 * cut.rows * whole(keys) * 4 + keys * sizes * 4
+
+
+LANES, SUBLANES = 128, 8
+KEYS = 256  # of a block
+BUFFER_BYTES = 2**22  # of VMEM, for this block's pages and the next's
+TOKENS = 32  # of a tile, where sequences have many
+ROWS = 1024  # of a tile over all heads, at most
+
+
+class Span(NamedTuple):
+    """Lanes of a row of a page."""
+
+    first: int
+    size: int
+
+
+class Tiling(NamedTuple):
+    tokens: int  # of a tile: R, a power of two
+    rows: int  # of a tile for each key head: G R, in whole sublanes
+    pages: int  # of a block
+    heads: tuple[tuple[Span, Span], ...]  # where each key head's keys and values are
+
+    @property
+    def key(self) -> int:
+        return self.heads[0][0].size
+
+    @property
+    def value(self) -> int:
+        return self.heads[0][1].size
+
+
+def tiling(shape: tuple[int, ...], seqs: int, kv_heads: int, pages: Any, rank: int | None = None) -> Tiling:
+    """For queries of shape [T, N, H]; pages [P, page, W]. `rank`: of latents, whose row is one key of H numbers for all
+    heads, the first `rank` of them its value. A decode step's tile is one token."""
+    count, N, H = shape
+    tokens = 1 if count <= seqs else SUBLANES if count <= SUBLANES * seqs else TOKENS
+    while tokens > 1 and tokens * N > ROWS:
+        tokens //= 2
+    keys = min(KEYS, BUFFER_BYTES // (2 * pages.shape[2] * pages.dtype.itemsize))
+    heads = ((Span(0, H), Span(0, rank)),) if rank else head_spans(kv_heads, H)
+    return Tiling(tokens, whole(N // kv_heads * tokens, SUBLANES), max(1, keys // pages.shape[1]), heads)
+
+
+def head_spans(K: int, H: int) -> tuple[tuple[Span, Span], ...]:
+    """Keys and values of a head stand side by side. Both in one tile of lanes are read as one: the query has zeros
+    where the values are, and what the keys add to the output is cut off."""
+    if 2 * H <= LANES:
+        return tuple((Span(2 * H * k, 2 * H), Span(2 * H * k, 2 * H)) for k in range(K))
+    return tuple((Span(2 * H * k, H), Span(2 * H * k + H, H)) for k in range(K))
+
+
+def num_tiles(T: int, seqs: int, tokens: int) -> int:
+    """The most there can be: see ops.paged.tiles_of."""
+    return T if tokens == 1 else T // tokens + seqs
+
+
+def whole(size: int, unit: int = LANES) -> int:
+    return -(-size // unit) * unit

@@ -19,7 +19,7 @@ def packed_attention(
     q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None, interpret: bool = False
 ):
     """As ops.packed.packed_attention, for T a multiple of 128. The kernel's output and denominators are named
-    `attention`, for models.remat to keep."""
+    `attention`, for models.decoder.remember to keep."""
     assert sinks is None
     T, G = q.shape[1], q.shape[2] // k.shape[2]
     kernel = splash.make_splash_mqa_single_device(
@@ -60,3 +60,43 @@ def blocks(T: int) -> dict[str, Any]:
     size = next(size for size in (512, 384, 256, 128) if T % size == 0)
     names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq block_kv_dq"
     return dict.fromkeys(names.split(), size)
+
+
+def gathered_attention(
+    q, k, v, ctx: Packed, *, scale: float, window=None, softcap=None, sinks=None, key_segments, interpret: bool = False
+):
+    """As ops.packed.packed_attention, for T and S multiples of 128. The kernel's output and denominators are named
+    `attention`, for ops.context to keep."""
+    assert sinks is None
+    T, S, G = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    mask = masks.LocalMask((T, S), (window - 1 if window else None, 0), offset=S - T)
+    kernel = splash.make_splash_mqa_single_device(
+        mask=masks.MultiHeadMask([mask] * G),
+        block_sizes=splash.BlockSizes(**blocks(T)),
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name="attention",
+        interpret=interpret,
+    )
+    return over_heads(kernel, q, k, v, splash.SegmentIds(ctx.segment_ids, key_segments), scale)
+
+
+def tokamax_attention(
+    q, k, v, ctx: Packed, *, scale: float, window=None, softcap=None, sinks=None, key_segments=None, interpret=False
+):
+    """As ops.packed.packed_attention, for T and S multiples of 128. With `key_segments` the queries are the last of
+    their keys (ops.context). Output and denominators are named `attention`, for a checkpoint to keep."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash  # type: ignore
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks  # type: ignore
+
+    T, S = q.shape[1], k.shape[1]
+    sizes = {name: size for name, size in blocks(T).items() if not name.endswith("_dq")}
+    config = splash.SplashConfig(
+        **sizes, attn_logits_soft_cap=softcap, residual_checkpoint_name="attention", interpret=interpret
+    )
+    if window is None and S == T:
+        mask = masks.CausalMask((T, T))
+    else:
+        mask = masks.LocalMask((T, S), (window - 1 if window else None, 0), offset=S - T)
+    kernel = splash.make_splash_mqa_single_device(mask, config=config)
+    segments = splash.SegmentIds(ctx.segment_ids, ctx.segment_ids if key_segments is None else key_segments)
+    return over_heads(kernel, q, k, v, segments, scale, *(() if sinks is None else (sinks,)))

@@ -10,8 +10,7 @@ import jax
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from dovetail.core.types import Paged
-from dovetail.ops.kernels.tpu.limits import room_of
-from dovetail.ops.kernels.tpu.needs import tpu_kind
+from dovetail.ops.kernels.tpu.needs import room_of, tpu_kind
 
 KEYS = 256  # a turn of the kernel's loop looks at
 QUERIES = 32
