@@ -51,7 +51,7 @@ LATENTS = ("mixed", "bfloat16")
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
     """Of two pages, so that a sequence has several."""
-    monkeypatch.setattr(tiling, "KEYS", 2 * PAGE)
+    monkeypatch.setattr(needs, "KEYS", 2 * PAGE)
 
 
 def context(name: str, rng) -> tuple[Paged, int]:

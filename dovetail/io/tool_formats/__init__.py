@@ -1,2 +1,4 @@
-"""Tool calls and reasoning: the formats in which models write them, the parser that takes a model's text apart as it
-comes, and the grammars that make a model call."""
+"""Formats of tool calls and reasoning, a streaming parser for them, and grammars that make a model call tools.
+
+The server and RL agents share them.
+"""

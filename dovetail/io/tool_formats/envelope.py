@@ -1,4 +1,4 @@
-"""A call as one JSON object: {"name": ..., "arguments": {...}}."""
+"""Read a tool call that is one JSON object: {"name": ..., "arguments": {...}}."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _KEYS = {"name", *_ARGUMENTS, "type", "id"}  # with any other key before the arg
 
 
 class Envelope:
-    """Reads the object and passes on the text of its arguments.
+    """Read the object and pass on the text of its arguments.
 
-    `name` is None until it is certain that this is a call: its name is known and its arguments have begun. Models also
-    write the arguments as a string that holds the object, or as null. After a marker (`certain`) they may also be
-    missing, or come before the name; they are then passed on when the name is known.
-    An error after the arguments (a missing brace) does not break the call: it ends there.
+    `name` is None until this is certainly a call: its name is known and its arguments have begun. Models also write the
+    arguments as a string that holds the object, or as null. After a marker (`certain`) they may also be missing, or
+    come before the name; they are then passed on when the name is known. An error after the arguments (a missing brace)
+    does not break the call, which ends there.
     """
 
     def __init__(self, certain: bool):
@@ -30,6 +30,7 @@ class Envelope:
         self._reader: ValueReader | None = None  # of the string or value that is open
 
     def push(self, text: str, at: int) -> int:
+        """Read `text` from `at` on, and return how far it was read."""
         while self.state is State.OPEN:
             while self._reader is None and at < len(text) and text[at] in " \t\r\n":
                 at += 1
@@ -44,6 +45,7 @@ class Envelope:
         return at
 
     def take(self) -> str:
+        """Return the arguments read since the last call, as JSON text."""
         assert self._arguments is not None
         written, self._arguments = self._arguments, ""
         return written
@@ -110,7 +112,7 @@ class Envelope:
         return at
 
     def _read_odd_arguments(self, text: str, at: int) -> int:
-        """null, or a string that holds the object."""
+        """Read null, or a string that holds the object."""
         at, value = self._whole(text, at, self._comma_or_end)
         if value is not None:
             inner = json.loads(value)
@@ -121,7 +123,7 @@ class Envelope:
         return at
 
     def _whole(self, text: str, at: int, then) -> tuple[int, str | None]:
-        """Where it is read to; the JSON of the value, once it is there."""
+        """Return how far the text was read, and the JSON of the value once it is complete."""
         reader = self._reader
         assert reader is not None
         at = reader.push(text, at)
@@ -130,7 +132,7 @@ class Envelope:
         return self._end_value(reader, at, then), reader.take() if reader.state is State.DONE else None
 
     def _part(self, text: str, at: int, then) -> tuple[int, str]:
-        """Where it is read to; the JSON that was written on the way."""
+        """Return how far the text was read, and the JSON written on the way."""
         reader = self._reader
         assert reader is not None
         at = reader.push(text, at)

@@ -1,4 +1,4 @@
-"""The events of a model's text, piece by piece, and the whole message that they make."""
+"""Events of a parsed output, and the message that they add up to."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reasoning:
+    """Carry a piece of reasoning."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class Content:
+    """Carry a piece of content."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
+    """Start a tool call."""
+
     index: int
     id: str
     name: str
@@ -25,7 +31,7 @@ class CallStart:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The next piece of a call's arguments, which are JSON text."""
+    """Carry the next piece of a call's arguments, which are JSON text."""
 
     index: int
     text: str
@@ -33,8 +39,10 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """`complete`: the arguments were written to their end, so they are valid JSON. Otherwise they are the beginning of
-    valid JSON, and stay so."""
+    """End a tool call.
+
+    `complete` means that the arguments are valid JSON. Otherwise they are a prefix of valid JSON and stay so.
+    """
 
     index: int
     complete: bool = True
@@ -45,6 +53,8 @@ Event = Reasoning | Content | CallStart | CallArguments | CallEnd
 
 @dataclass(frozen=True)
 class ToolCall:
+    """Hold a whole tool call; `arguments` is JSON text."""
+
     id: str
     name: str
     arguments: str
@@ -53,13 +63,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
+    """Hold a whole message."""
+
     reasoning: str
     content: str
     calls: tuple[ToolCall, ...]
 
 
 def collect(events: Iterable[Event]) -> Parsed:
-    """The message that the events describe. A call that has not ended yet counts as incomplete."""
+    """Return the message that the events describe; a call without its end counts as incomplete."""
     reasoning, content, calls = "", "", []
     for event in events:
         match event:
@@ -79,7 +91,7 @@ def collect(events: Iterable[Event]) -> Parsed:
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of one text joined."""
+    """Return the events with adjacent pieces of one text joined."""
     merged: list[Event] = []
     for event in events:
         match merged[-1] if merged else None, event:

@@ -1,6 +1,6 @@
-"""The formats in which models write tool calls and reasoning: one small table each, and how a model's is chosen.
+"""Formats of tool calls and reasoning: one small table each, and the choice of a model's format.
 
-To add a format, add a table; where its arguments are written in a notation of their own, add that to `notation`.
+To add a format, add a table; if its arguments have their own notation, add that to `notation`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.core.errors import UserError
 from dovetail.io.tool_formats.envelope import Envelope
-from dovetail.io.tool_formats.named import ARGUMENTS, KEY, NAME, SPACE, Arguments, Head, Named, Parameters
+from dovetail.io.tool_formats.named import ARGUMENTS, KEY, NAME, SPACE, ArgumentReader, Head, Named, Parameters
 from dovetail.io.tool_formats.notation import GEMMA, JSON, PYTHON, Notation, ValueReader
 from dovetail.io.tool_formats.tools import types_of
 
@@ -25,17 +25,19 @@ SHORT_ID_LENGTH = 9  # letters and digits
 
 
 def call_id() -> str:
-    """As OpenAI's look: call_ and 24 characters."""
+    """Return a new id as OpenAI's API has them: `call_` and 24 characters."""
     return "call_" + secrets.token_hex(12)
 
 
 def short_id() -> str:
-    """Mistral's templates take an id of exactly 9 letters and digits, and refuse any other."""
+    """Return a new id of 9 letters and digits, the only ids that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(SHORT_ID_LENGTH))
 
 
 @dataclass(frozen=True)
 class ToolFormat:
+    """Describe how a model writes tool calls."""
+
     name: str
     opens: tuple[str, ...] = ()  # markers before a call, or before a list of them
     closes: tuple[str, ...] = ()  # markers after it
@@ -48,21 +50,23 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that the parser must see although they may be special tokens: a detokenizer must keep them."""
+        """Return the texts that the parser must see: a detokenizer keeps them even if they are special tokens."""
         return tuple(marker for marker in self.opens + self.closes + self.inner if len(marker) > 1)
 
     def call(self, first: str, certain: bool, parameters: Mapping[str, Mapping[str, Any]]) -> Envelope | Named | None:
-        """What reads a call that begins with this character; None if none can."""
+        """Return the reader of a call that begins with the character `first`; None if no call can begin so."""
         if first == "{":
             return Envelope(certain) if self.envelope else None
         return Named(self.heads, lambda name: self._arguments(parameters.get(name))) if self.heads else None
 
-    def _arguments(self, schema: Mapping[str, Any] | None) -> Arguments:
+    def _arguments(self, schema: Mapping[str, Any] | None) -> ArgumentReader:
         return Parameters(lambda key: types_of(schema, key)) if self.notation is None else ValueReader(self.notation)
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
+    """Describe how a model marks its reasoning."""
+
     name: str
     open: str
     close: str
@@ -72,10 +76,11 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
+        """Return the texts that a detokenizer must keep."""
         return self.tokens or (self.open, self.close)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether this prompt's text ends by opening the reasoning, so that the output starts inside it."""
+        """Return whether this prompt ends with the opening marker, so that the output starts inside the reasoning."""
         return prompt.rstrip().endswith(self.open)
 
 
@@ -148,30 +153,33 @@ REASONING_FORMATS = {
 
 
 def format_for(template: str = "", tokens: Collection[str] = (), *, name: str | None = None) -> ToolFormat | None:
-    """The format of tool calls: the one named ("none" for None), else by the model's chat template, else by its special
-    tokens (fine-tunes keep those of their base model, so the template comes first).
+    """Return the format of a model's tool calls.
 
-    Otherwise it is Hermes's: most models without a format of their own have seen it in training.
+    It is the one named ("none" for None), else that of the chat template, else that of the special tokens (fine-tunes
+    keep those of their base model, so the template comes first), else Hermes's, which most models have seen in
+    training.
     """
     if name is not None:
-        return _named("tool-call format", name, TOOL_FORMATS)
+        return _named("tool call parser", "tool_call_parser", name, TOOL_FORMATS)
     return TOOL_FORMATS[_tool_format_in(template) or _tool_format_in("\n".join(tokens)) or "hermes"]
 
 
 def reasoning_for(
     template: str = "", tokens: Collection[str] = (), *, name: str | None = None
 ) -> ReasoningFormat | None:
-    """The format of reasoning, chosen in the same way; None where neither shows one.
+    """Return the format of a model's reasoning, chosen as in `format_for`.
+
+    None if neither template nor tokens show one.
 
     Whether a prompt has already opened it is seen in the prompt (`ReasoningFormat.opened_by`), not in the template.
     """
     if name is not None:
-        return _named("reasoning format", name, REASONING_FORMATS)
+        return _named("reasoning parser", "reasoning_parser", name, REASONING_FORMATS)
     return REASONING_FORMATS.get(_reasoning_format_in(template) or _reasoning_format_in("\n".join(tokens)))
 
 
 def special_ids(tokenizer: Tokenizer, *formats: ToolFormat | ReasoningFormat | None) -> dict[str, int]:
-    """The formats' markers that are special tokens of this model: a detokenizer must keep and a grammar name them."""
+    """Return the markers of the formats that are special tokens of this model, with their ids."""
     special = {tokenizer.token(token): token for token in tokenizer.special_ids}
     return {marker: special[marker] for each in formats if each for marker in each.markers if marker in special}
 
@@ -202,7 +210,7 @@ def _reasoning_format_in(text: str) -> str:
     return "deepseek_r1" if "</think>" in text else ""
 
 
-def _named(what: str, name: str, formats: Mapping[str, Any]) -> Any:
+def _named(what: str, param: str, name: str, formats: Mapping[str, Any]) -> Any:
     if name != "none" and name not in formats:
-        raise UserError(f"expected a {what}, got {name!r}; it is one of {', '.join(sorted(formats))}, or none")
+        raise UserError(f"the {what} must be one of {', '.join(sorted(formats))} or none, got {name!r}", param=param)
     return formats.get(name)

@@ -1,4 +1,4 @@
-"""Grammars that make a model call a tool: for tool_choice "required", a function's name, and strict tools."""
+"""Grammars that make a model call a tool: for tool_choice "required" or a function's name, and for strict tools."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator"
 
 
 class _Lark:
-    """special: the ids of texts that are special tokens. They are matched as tokens: spelled in ordinary tokens, the
-    model would read another text."""
+    """Write a grammar in llguidance's Lark notation.
+
+    `special` has the ids of special tokens by text. They are matched as tokens, since ordinary tokens with the same
+    text mean something else to the model.
+    """
 
     def __init__(self, special: Mapping[str, int]):
         self._special = dict(special)
         self._rules: list[str] = []
 
     def rule(self, body: str, options: str = "") -> str:
-        """Adds a rule; returns its name."""
+        """Add a rule and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def text(self, text: str) -> str:
-        """Exactly this text."""
+        """Match exactly this text."""
         if not self._special:
             return _literal(text)
         pieces = re.split(f"({'|'.join(map(re.escape, self._special))})", text)
@@ -42,13 +45,13 @@ class _Lark:
         )
 
     def until(self, end: str) -> str:
-        """Any text that does not contain `end`, and then `end`."""
+        """Match any text up to and including the first `end`."""
         if end in self._special:
             return f"{self.rule('/(?s:.*)/')} {self.text(end)}"
         return self.rule("/(?s:.*)/", f"[suffix={_literal(end)}]")
 
     def without(self, texts: Sequence[str]) -> str:
-        """Any text that contains none of these; special tokens are never text."""
+        """Match any text that contains none of these; special tokens are never text."""
         written = [re.escape(text).replace("/", r"\/") for text in texts if text not in self._special]
         if not written:
             return self.rule("/(?s:.*)/")
@@ -57,7 +60,7 @@ class _Lark:
         return name
 
     def json(self, schema: Mapping[str, Any], compact: bool = False) -> str:
-        """JSON that follows a schema, without properties that it does not list."""
+        """Match JSON that follows a schema, without properties that it does not list."""
         return f"%json {json.dumps({**closed(schema), 'x-guidance': _COMPACT if compact else _SPACING})}"
 
     def one_of(self, bodies: list[str]) -> str:
@@ -86,7 +89,7 @@ class _FieldStyle:
 
 
 def _are_declared(schema: _Schema) -> bool:
-    """Whether the schema declares every argument."""
+    """Return whether the schema declares every argument."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or any(word in schema for word in _COMBINED):
         return False
@@ -94,7 +97,10 @@ def _are_declared(schema: _Schema) -> bool:
 
 
 def _write_fields(lark: _Lark, style: _FieldStyle, schema: _Schema, root: _Schema | None = None) -> str:
-    """Optional fields may be left out. `rest`: what may follow a field; `none`: what may come before any field has."""
+    """Return the rule of all fields in the schema's order; optional ones may be missing.
+
+    `rest` matches what may follow a field, `none` what may come before the first one.
+    """
     root = schema if root is None else root
     between = lark.text(style.between) + " " if style.between else ""
     rest = none = lark.rule('""')
@@ -112,7 +118,7 @@ def _write_fields(lark: _Lark, style: _FieldStyle, schema: _Schema, root: _Schem
 
 
 def _tag_value(lark: _Lark, schema: _Schema, root: _Schema) -> str:
-    """A string as it is, then the newline and the tag that end it; any other value as JSON."""
+    """Match a string followed by a newline and the closing tag, or another value as JSON."""
     end = "\n</parameter>\n"
     if _listed(schema, root):
         values = [value if isinstance(value, str) else json.dumps(value) for value in _listed(schema, root)]
@@ -142,7 +148,7 @@ def _gemma_value(lark: _Lark, schema: _Schema, root: _Schema) -> str:
 
 
 def _listed(schema: _Schema, root: _Schema) -> list:
-    """The values that it may have, where the schema lists them."""
+    """Return the values that the schema lists, if it does."""
     schema = resolve(schema, root)
     return schema.get("enum", [schema["const"]] if "const" in schema else [])
 
@@ -166,7 +172,7 @@ _GEMMA = _FieldStyle("{key}:", ",", _gemma_value)
 
 @dataclass(frozen=True)
 class _Written:
-    """How a format's calls are written, as in the models' templates. {name} is the function's."""
+    """Describe how a format's calls are written in the models' templates; {name} stands for the function's name."""
 
     before: str  # before its arguments
     after: str
@@ -214,17 +220,25 @@ def grammar_for(
     reasoning: ReasoningFormat | None = None,
     in_reasoning: bool = False,
 ) -> str:
-    """Return a Lark grammar of an output that is calls of these tools and nothing else.
-
-    choice: "required" for one or, if `parallel`, several calls of any tools; a function's name, or OpenAI's
-    {"type": "function", "function": {"name": ...}}, for one call of that function; "auto" for any text, or text and
-    then calls: whatever opens as a call must be one (ValueError for a format whose calls have no opening marker).
-    special: the ids of those of the formats' markers that are special tokens (`special_ids` finds them).
-    reasoning: lets a block of reasoning come first; with `in_reasoning`, its end must come, since the prompt opened it.
+    """Return the Lark grammar of an output that consists of calls of these tools.
 
     Arguments follow the tools' JSON schemas, closed (see core.json_schema). In qwen3_coder, llama4_pythonic and gemma4
-    they come in the schema's order and only the declared ones do; in qwen3_coder and gemma4, whose strings have no
-    quotes to count on, a string's length, pattern and format are not enforced.
+    they come in the schema's order, and only declared ones; in qwen3_coder and gemma4, whose strings have no reliable
+    quotes, a string's length, pattern and format are not enforced.
+
+    Args:
+        tool_format: The format of the calls.
+        tools: The tools, as in OpenAI's requests.
+        choice: "required" for one or, if `parallel`, several calls of any tools; a function's name, or OpenAI's
+            {"type": "function", "function": {"name": ...}}, for one call of that function; "auto" for any text, or text
+            and then calls: whatever opens like a call must be one.
+        parallel: Whether several calls are allowed.
+        special: The ids of the formats' markers that are special tokens (see `special_ids`).
+        reasoning: Allow a block of reasoning first.
+        in_reasoning: The prompt has opened the reasoning, so its end must come.
+
+    Raises:
+        RequestError: `choice` names no tool, or is "auto" with a format whose calls have no opening marker.
     """
     lark = _Lark(special or {})
     allowed = _allowed(parameters_by_name(tools), choice)
@@ -250,7 +264,7 @@ def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str
 
 
 def _text_or_calls(lark: _Lark, tool_format: ToolFormat, allowed: dict[str, Mapping[str, Any]], several: bool) -> str:
-    """One lexer reads text and calls, so the text ends with the opening marker and the call follows without it."""
+    """Match text, or text that ends with the opening marker and the rest of a call: one lexer reads both."""
     written = _WRITTEN[tool_format.name]
     opening = next((m for m in tool_format.opens if (written.first or written.before).startswith(m)), None)
     if opening is None:
@@ -263,7 +277,7 @@ def _text_or_calls(lark: _Lark, tool_format: ToolFormat, allowed: dict[str, Mapp
 
 
 def _calls(lark: _Lark, name: str, allowed: dict[str, Mapping[str, Any]], several: bool, opened: str = "") -> str:
-    """`opened`: the beginning of the first call that is written already."""
+    """Match one call or several; `opened` is the beginning of the first call that is matched already."""
     written = _WRITTEN[name]
     call = lark.one_of([_call(lark, name, function, schema) for function, schema in allowed.items()])
     first = call

@@ -1,4 +1,4 @@
-"""A call that names its function and then writes the arguments: `name[ARGS]{...}`, `f(a=1)`, `<function=f>...`."""
+"""Read a tool call that names its function before the arguments: `name[ARGS]{...}`, `f(a=1)`, `<function=f>...`."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ from typing import NamedTuple, Protocol
 from dovetail.io.tool_formats.notation import State, as_json, literal
 
 
-class Arguments(Protocol):
-    """Reads arguments in a format's own notation and writes them as JSON."""
+class ArgumentReader(Protocol):
+    """Read arguments in a format's own notation and write them as JSON."""
 
     state: State
 
-    def push(self, text: str, at: int) -> int: ...
+    def push(self, text: str, at: int) -> int:
+        """Read `text` from `at` on, and return how far it was read."""
+        ...
 
-    def take(self) -> str: ...
+    def take(self) -> str:
+        """Return the JSON written since the last call."""
+        ...
 
 
 class Named:
-    """`name` is None until the head is complete; until then nothing is read."""
+    """Read a head and then the arguments; `name` is None until the head is complete."""
 
-    def __init__(self, heads: tuple[Head, ...], arguments: Callable[[str], Arguments]):
+    def __init__(self, heads: tuple[Head, ...], arguments: Callable[[str], ArgumentReader]):
         self.state, self.complete = State.OPEN, False
         self.name: str | None = None
         self._heads, self._new_arguments = heads, arguments
-        self._arguments: Arguments | None = None
+        self._arguments: ArgumentReader | None = None
 
     def push(self, text: str, at: int) -> int:
+        """Read `text` from `at` on, and return how far it was read."""
         if self._arguments is None:
             found = [head.find(text, at) for head in self._heads]
-            whole = next((head for head in found if isinstance(head, Found)), None)
+            whole = next((head for head in found if isinstance(head, HeadMatch)), None)
             if whole is None:
                 self.state = State.OPEN if any(found) else State.BROKEN
                 return at
@@ -44,12 +49,13 @@ class Named:
         return at
 
     def take(self) -> str:
+        """Return the arguments read since the last call, as JSON text."""
         assert self._arguments is not None
         return self._arguments.take()
 
 
 class Blank(str):
-    """A part of a head that is a pattern and not a text."""
+    """Mark a part of a head that is a pattern instead of text."""
 
 
 # OpenAI's function names are [a-zA-Z0-9_-]; tool servers also use dots, colons and slashes. The bound limits how long a
@@ -60,27 +66,29 @@ SPACE = Blank(r"\s{0,16}")
 ARGUMENTS = Blank("")  # where the arguments begin
 
 
-class Found(NamedTuple):
+class HeadMatch(NamedTuple):
+    """Hold the function's name and where its arguments begin."""
+
     name: str
     arguments: int  # where they begin
 
 
 class Head:
-    """A sequence of texts and blanks, of which ARGUMENTS says where the arguments begin."""
+    """Match a sequence of texts and patterns; ARGUMENTS marks where the arguments begin."""
 
     def __init__(self, *parts: str):
         self._whole, self._beginning = re.compile("".join(map(_group, parts))), re.compile(beginning(*parts))
 
-    def find(self, text: str, at: int) -> Found | bool:
-        """The head at this position; else whether it may still become one."""
+    def find(self, text: str, at: int) -> HeadMatch | bool:
+        """Return the head at this position, or whether more text may complete one."""
         whole = self._whole.match(text, at)
         if whole:
-            return Found(whole["name"], whole.start("arguments"))
+            return HeadMatch(whole["name"], whole.start("arguments"))
         return self._beginning.fullmatch(text, at) is not None
 
 
 def beginning(*parts: str) -> str:
-    """A pattern for any beginning of these: each character or blank may be missing together with all that follow."""
+    """Return a pattern of any prefix of these parts."""
     pattern = ""
     for part in reversed(parts):
         for piece in [str(part)] if isinstance(part, Blank) else map(re.escape, reversed(part)):
@@ -107,11 +115,11 @@ _HALF_END = re.compile(rf"(?:{'|'.join(beginning(_NEWLINE, _CLOSE, SPACE, tag) f
 
 
 class Parameters:
-    """Reads the tags after `<function=name>`, up to `</function>`, and writes an object.
+    """Read the tags after `<function=name>` up to `</function>`, and write a JSON object.
 
     A string is written as it comes, without the newline that the template puts at either end. A value of another type
-    is converted once it is complete; one that does not fit its type is written as a string, so that the arguments are
-    JSON whatever the model wrote. Where `</function>` is missing, `</tool_call>` ends the call too.
+    is converted once it is complete. One that does not fit its type is written as a string, so that the arguments are
+    always JSON. If `</function>` is missing, `</tool_call>` ends the call.
     """
 
     def __init__(self, types_of: Callable[[str], frozenset[str]]):
@@ -124,6 +132,7 @@ class Parameters:
         self._value: list[str] = []  # pieces of a value that is converted at its end
 
     def push(self, text: str, at: int = 0) -> int:
+        """Read `text` from `at` on, and return how far it was read."""
         while self.state is State.OPEN and at < len(text):
             read = self._step(text, at)
             if read == at:
@@ -132,6 +141,7 @@ class Parameters:
         return at
 
     def take(self) -> str:
+        """Return the JSON written since the last call."""
         written = "".join(self._out)
         self._out.clear()
         return written
@@ -187,7 +197,7 @@ class Parameters:
 
 
 def typed(text: str, types: frozenset[str]) -> str:
-    """The JSON of a value of one of these types; a string if it fits none of them."""
+    """Return the JSON of a value of one of these types, or of a string if it fits none of them."""
     value = text.strip()
     found = literal(value)
     if found is not None:

@@ -1,8 +1,8 @@
-"""Values as models write them (JSON, Python literals, Gemma's notation), read as they come and written as JSON.
+"""Read values as models write them (JSON, Python literals, Gemma's notation), piece by piece, and write them as JSON.
 
 JSON passes through unchanged, character by character. Common errors of models are corrected where the meaning is clear:
-a raw newline in a string, single quotes, True and None, a comma before a closing bracket, a backslash that escapes
-nothing. Anything else is broken, and what was written until then is the beginning of valid JSON.
+a raw newline in a string, single quotes, True and None, a trailing comma, a backslash that escapes nothing. Anything
+else is broken, and what was written until then is a prefix of valid JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 
 class State(Enum):
+    """Say whether a value needs more text, is complete, or is malformed."""
+
     OPEN = "open"  # more is to come
     DONE = "done"
     BROKEN = "broken"
@@ -24,6 +26,8 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Notation:
+    """Describe how values are written."""
+
     quotes: tuple[str, ...]  # around strings; of two that begin alike, the longer first
     raw: tuple[str, ...] = ()  # those of the quotes within which a backslash escapes nothing
     call: bool = False  # the whole is (name=value, ...) and tuples are lists
@@ -48,15 +52,18 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 
 class _Bracket(NamedTuple):
-    """An object or list that is open."""
+    """Hold an object or list that is open."""
 
     close: str
     separator: str  # between a key and its value; "" in a list
 
 
 class ValueReader:
-    """Reads one value. `push` returns how far it has read: what it cannot decide yet (half a word, half an escape, half
-    a quote) must be pushed again with what follows. `take` returns the JSON written since the last call."""
+    """Read one value.
+
+    `push` returns how far it has read: an undecided rest (half a word, an escape or a quote) must be pushed again with
+    the text that follows. `take` returns the JSON written since the last call.
+    """
 
     def __init__(self, notation: Notation):
         self.state = State.OPEN
@@ -69,6 +76,7 @@ class ValueReader:
         self._plain = _plain('"')
 
     def push(self, text: str, at: int = 0) -> int:
+        """Read `text` from `at` on, and return how far it was read."""
         while self.state is State.OPEN:
             if self._step != self._string:
                 at = self._space(text, at)
@@ -81,6 +89,7 @@ class ValueReader:
         return at
 
     def take(self) -> str:
+        """Return the JSON written since the last call."""
         written = "".join(self._out)
         self._out.clear()
         return written
@@ -101,11 +110,11 @@ class ValueReader:
         return self._text(text, at, key=False)
 
     def _item(self, text: str, at: int) -> int:
-        """A value, or the end of the list."""
+        """Read a value, or the end of the list."""
         return self._close(at) if text[at] == self._brackets[-1].close else self._value(text, at)
 
     def _key(self, text: str, at: int) -> int:
-        """A key, or the end of the object."""
+        """Read a key, or the end of the object."""
         return self._close(at) if text[at] == self._brackets[-1].close else self._text(text, at, key=True)
 
     def _separator(self, text: str, at: int) -> int:
@@ -116,7 +125,7 @@ class ValueReader:
         return at + 1
 
     def _next(self, text: str, at: int) -> int:
-        """A comma, or the end of the open object or list."""
+        """Read a comma, or the end of the open object or list."""
         if text[at] == self._brackets[-1].close:
             return self._close(at)
         if text[at] != ",":
@@ -165,7 +174,7 @@ class ValueReader:
         return at + 1
 
     def _text(self, text: str, at: int, key: bool) -> int:
-        """The beginning of a string, or a whole word."""
+        """Read the beginning of a string, or a whole word."""
         for quote in self._notation.quotes:
             if text.startswith(quote, at):
                 self._write('"')
@@ -234,7 +243,7 @@ class ValueReader:
 
 
 def literal(word: str) -> str | None:
-    """A number, true, false or null as JSON writes it; None for any other word."""
+    """Return a number, true, false or null as JSON; None for any other word."""
     if word in _LITERALS or _NUMBER.fullmatch(word):
         return _LITERALS.get(word, word)
     try:
@@ -245,7 +254,7 @@ def literal(word: str) -> str | None:
 
 
 def as_json(text: str) -> str | None:
-    """The JSON of one whole value in JSON's notation, as tolerantly as `ValueReader` reads it; None if it is none."""
+    """Return the JSON of one whole value, read as tolerantly as `ValueReader` does; None if it is malformed."""
     reader = ValueReader(JSON)
     end = reader.push(text + " ")  # the space ends a word
     return reader.take().strip() if reader.state is State.DONE and not text[end:].strip() else None
@@ -257,5 +266,5 @@ def _quoted(text: str) -> str:
 
 @cache
 def _plain(quote: str) -> re.Pattern[str]:
-    """Characters that need no escape in a JSON string and do not begin the quote."""
+    """Match characters that need no escape in a JSON string and do not begin the quote."""
     return re.compile(r'[^"\\\x00-\x1f' + re.escape(quote[0]) + "]*")

@@ -1,4 +1,4 @@
-"""StreamParser: splits a model's text, as it comes, into reasoning, content and tool calls."""
+"""StreamParser: split a model's output, as it arrives, into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -22,23 +22,31 @@ _CLOSING = re.compile(r"(?:\s*[\]}`]+)*")
 
 
 class StreamParser:
-    """Give it text in pieces of any size with `push`, then call `finish`: the pieces do not change what the events say.
+    """Parse text in pieces of any size: call `push` for each, then `finish`. The pieces do not change the result.
 
-    Text: what may be the beginning of a marker is buffered until that is decided; if it is not one, it is content,
-    unchanged. White space next to markers is dropped; content before, between and after calls is kept. Markers within
-    arguments and within reasoning are text there.
+    Text: a possible prefix of a marker is buffered until it is decided; if it is none, it is content, unchanged. White
+    space next to markers is dropped; content before, between and after calls is kept. Markers within arguments and
+    within reasoning are plain text.
 
-    Calls: a call starts once its name is known and its arguments have begun; from there on the arguments stream. One
-    that is malformed before that is content. Arguments that are cut off (by max_tokens) or turn out malformed are left
-    as they are, the beginning of valid JSON, and the call ends with complete=False: closing them would give the client
-    a shortened call that looks complete, and it might run it. OpenAI also sends them cut off, with finish_reason
-    "length". A function that is not among `tools` is passed on, so that the client can answer that there is none; but
-    without a marker before it (Llama's formats) it is content, since only that tells a call from an answer in JSON.
+    Calls: a call starts once its name is known and its arguments have begun; from there on the arguments stream. A call
+    that is malformed before that is content. Arguments that are truncated (by max_tokens) or turn out malformed stay a
+    prefix of valid JSON, and the call ends with complete=False: closing them would give the client a shortened call
+    that looks complete, and it might run it. OpenAI also sends them truncated, with finish_reason "length". A function
+    that is not among `tools` is passed on, so that the client can report it; without a marker before it (Llama's
+    formats) it is content, since only the name tells a call from an answer in JSON.
 
-    in_reasoning: whether the prompt has opened the reasoning (`ReasoningFormat.opened_by`); None: as the format says.
-    only_calls: a grammar allows nothing but calls (tool_choice "required"), so what is not one is a part of one that
-    was cut off, and never content.
-    The text must come with those special tokens that are among the formats' `markers`, and without the end token.
+    The text must contain the special tokens among the formats' `markers`, and no end token.
+
+    Args:
+        tool_format: The format of tool calls; None for no calls.
+        reasoning_format: The format of reasoning; None for no reasoning.
+        tools: The tools of the request.
+        in_reasoning: Whether the prompt has opened the reasoning (`ReasoningFormat.opened_by`); None: the format's
+            default.
+        only_calls: A grammar allows only calls (tool_choice "required"), so anything else is a part of a truncated call
+            and
+            never content.
+        new_id: Returns the id of a new call.
     """
 
     def __init__(
@@ -70,15 +78,19 @@ class StreamParser:
         self._step = self._read_opening if reasoning_format and inside else self._read_content
 
     def push(self, text: str) -> list[Event]:
+        """Parse the next piece of text and return its events."""
         self._text += text
         return self._run()
 
     def finish(self, truncated: bool = False) -> list[Event]:
-        """The text has ended. `truncated`: it was cut off (finish_reason "length") and not ended by the model.
+        """Decide what is buffered, and return the last events.
 
-        What is buffered is decided now. A marker and the beginning of a call after it, or of the next call in a list,
-        are content if the model ended there, since it wrote just that; if it was cut off, they are dropped, and so is
-        half a marker."""
+        A marker and the beginning of a call after it, or of the next call in a list, are content if the model ended
+        there; if the text is truncated they are dropped, and so is half a marker.
+
+        Args:
+            truncated: The text was cut off (finish_reason "length") instead of ended by the model.
+        """
         events = self._run()
         while self._step in (self._read_gap, self._read_call) and not self._started:
             if self._inside and not self._text and self._call is None:
@@ -93,14 +105,14 @@ class StreamParser:
         return made.merge(events + self._take())
 
     def _goes_on(self) -> bool:
-        """Whether what follows a call begins another call, or ends this one, rather than content."""
+        """Return whether the text after a call begins another call, or ends this one, rather than being content."""
         markers = self._format.opens + self._format.closes
         if self._text and any(marker.startswith(self._text) for marker in markers):
             return True
         return re.search("[,;{]", self._buffered + self._gap + self._text) is not None
 
     def _drop_half_marker(self) -> None:
-        """One character is no marker yet, except where one must follow: after a call."""
+        """Drop a partial marker at the end; a single character counts only where a marker must follow, after a call."""
         reasoning = self._reasoning if self._step in (self._read_opening, self._read_reasoning) else None
         markers = (reasoning.open, reasoning.close) if reasoning else self._markers
         half = _half_marker(self._text, markers)
@@ -142,7 +154,7 @@ class StreamParser:
         return False
 
     def _read_opening(self) -> bool:
-        """The opening of reasoning. It is absent where the prompt has it, though models sometimes repeat it."""
+        """Skip the opening of reasoning; models sometimes repeat the one in the prompt."""
         assert self._reasoning is not None
         self._text = self._text.lstrip()
         if len(self._text) < len(self._reasoning.open) and self._reasoning.open.startswith(self._text):
@@ -165,7 +177,7 @@ class StreamParser:
         return False
 
     def _read_gap(self) -> bool:
-        """Between the markers, where a call may begin."""
+        """Read the text between markers, where a call may begin."""
         gap = self._gap + self._text
         read = (_BETWEEN if self._inside else _BEFORE).match(gap)
         assert read is not None
@@ -213,7 +225,7 @@ class StreamParser:
     # --- markers ------------------------------------------------------------------------------------------------------
 
     def _counts(self, marker: str, at: int) -> bool:
-        """Whether a marker counts as one at this position."""
+        """Return whether a marker counts as one at this position."""
         fresh = self._fresh and not self._text[:at].strip()
         if self._reasoning and marker == self._reasoning.open:
             return fresh or self._reasoning.anywhere
@@ -231,7 +243,7 @@ class StreamParser:
             self._step = self._read_gap
 
     def _read_marker(self, marker: str) -> None:
-        """A marker where a call may begin: it opens the next call, or ends the list."""
+        """Read a marker where a call may begin: it opens the next call, or ends the list."""
         if not self._inside and (marker in self._format.closes or marker in self._buffered):
             self._give_back()  # it closes an empty list, or opens it twice
             return
@@ -265,7 +277,7 @@ class StreamParser:
         self._events += [CallArguments(self._index, arguments)] if arguments else []
 
     def _give_back(self) -> None:
-        """It is not a call: the opening is content, and what follows it, or follows the last call, is read again."""
+        """Treat the opening as content, and read again what follows it or follows the last call: it is no call."""
         whole = self._buffered + self._gap + self._text
         closing = _CLOSING.match(whole)
         assert closing is not None
@@ -281,7 +293,7 @@ class StreamParser:
         self._space, self._saw_marker, self._fresh = "", True, True
 
     def _add_content(self, text: str) -> None:
-        """Content, except the space at its end, which waits for what follows. After a marker it begins without it."""
+        """Add content, holding back trailing space; directly after a marker, drop leading space."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
@@ -310,13 +322,13 @@ def parse(
     truncated: bool = False,
     **options: Any,
 ) -> Parsed:
-    """The whole text at once, through the same parser. `options` are those of StreamParser."""
+    """Parse a whole text with a StreamParser and return its message; `options` are those of StreamParser."""
     parser = StreamParser(tool_format, reasoning_format, **options)
     return made.collect(parser.push(text) + parser.finish(truncated))
 
 
 def _half_marker(text: str, markers: Iterable[str]) -> int:
-    """How many characters at the text's end are the beginning of a marker."""
+    """Return how many characters at the end of the text are a prefix of a marker."""
     markers = tuple(markers)
     for size in range(min(max(map(len, markers), default=0) - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-size:]) for marker in markers):

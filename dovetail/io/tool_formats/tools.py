@@ -1,4 +1,7 @@
-"""Tools as OpenAI's requests describe them: the name of each, and the types of its parameters."""
+"""Describe tools as OpenAI's requests do: names and parameter types; and as text, for a template without tools.
+
+The text is that of Hermes's template, which most models have seen; their calls are then read in Hermes's format.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError
 from dovetail.core.json_schema import resolve
 
 _TYPES = {
@@ -15,21 +18,21 @@ _TYPES = {
 
 
 def parameters_by_name(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The schema of each function's parameters. Without one it takes none, as OpenAI reads it.
+    """Return the schema of each function's parameters; a function without one takes none, as in OpenAI's API.
 
-    A tool is {"type": "function", "function": {...}}, or the inner object alone, as the Responses route has it.
+    A tool is {"type": "function", "function": {...}}, or the inner object alone, as in the Responses route.
     """
     found = {}
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UserError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}")
+            raise RequestError(f"tools[{i}] must be a function with a name, got keys {sorted(tool)}", param="tools")
         found[function["name"]] = function.get("parameters") or {"type": "object", "properties": {}}
     return found
 
 
 def types_of(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
-    """The JSON types that a parameter may have; string where the schema does not say."""
+    """Return the JSON types that a parameter may have; string if the schema does not say."""
     schema = parameters or {}
     declared = schema.get("properties")
     if isinstance(declared, Mapping) and key in declared:
@@ -38,7 +41,7 @@ def types_of(parameters: Mapping[str, Any] | None, key: str) -> frozenset[str]:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    """`depth` ends references that run in a circle."""
+    """Return the types of a schema; `depth` ends circular references."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth == 0:
         return frozenset({"string"})
@@ -68,7 +71,7 @@ _AFTER = (
 
 
 def spell(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the tools described in the system message, and with calls as the text that made them."""
+    """Return the messages with the tools described in the system message and earlier calls as text."""
     spelled = [_with_calls_as_text(message) for message in messages]
     if not tools:
         return spelled

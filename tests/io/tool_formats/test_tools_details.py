@@ -8,6 +8,7 @@ import re
 import pytest
 from tool_call_cases import TOOLS, events_of
 
+from dovetail.core.errors import RequestError
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, merge
 from dovetail.io.tool_formats.formats import TOOL_FORMATS, format_for, special_ids
 from dovetail.io.tool_formats.named import typed
@@ -330,16 +331,14 @@ def test_the_format_of_special_tokens_or_by_name():
     fine_tuned = format_for("<tool_call>", ["[TOOL_CALLS]"])  # its base model's vocabulary
     assert fine_tuned is TOOL_FORMATS["hermes"]
     assert format_for("<tool_call>", name="gemma4") is TOOL_FORMATS["gemma4"] and format_for(name="none") is None
-    with pytest.raises(
-        ValueError, match=r"expected a tool-call format, got 'qwen'; it is one of deepseek_v3, .*, or none"
-    ):
+    with pytest.raises(ValueError, match=r"tool call parser must be one of deepseek_v3, .* or none, got 'qwen'"):
         format_for(name="qwen")
 
 
 def test_tools_in_both_of_openais_shapes_or_refused():
     tools = [{"type": "function", "function": {"name": "a"}}, {"type": "function", "name": "b", "parameters": {"x": 1}}]
     assert parameters_by_name(tools) == {"a": {"type": "object", "properties": {}}, "b": {"x": 1}}
-    with pytest.raises(ValueError, match=r"tools\[0\]: expected a 'function' with a 'name'"):
+    with pytest.raises(RequestError, match=r"tools\[0\] must be a function with a name"):
         StreamParser(tools=[{"type": "function", "function": "f"}])
 
 
