@@ -1,0 +1,1 @@
+"""Read and write models, tokenizers, chat templates, tool calls and checkpoints."""

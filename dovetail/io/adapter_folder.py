@@ -1,4 +1,4 @@
-"""The folder of a LoRA adapter as PEFT writes it: which files it has, and what its adapter_config.json asks for.
+"""Read and check the folder of a LoRA adapter as PEFT writes it.
 
 This module imports no jax, so that a server can check its adapters before it starts an engine.
 """
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.io.hub import name_here
 from dovetail.io.safetensor_folder import SafetensorFolder
 from dovetail.io.tokenizer import Tokenizer
@@ -21,38 +21,43 @@ REFUSED = ("layers_to_transform", "layer_replication", "trainable_token_indices"
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of adapter_config.json. ValueError, naming the folder, for an adapter that cannot be used."""
+    """Return the contents of adapter_config.json; raise CheckpointError for an adapter that cannot be used."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}")
+            raise CheckpointError(
+                f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}"
+            )
     try:
         said = json.loads((folder / CONFIG).read_text())
     except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{folder / CONFIG} is not valid JSON: {error}") from None
+        raise CheckpointError(f"{folder / CONFIG} is not valid JSON: {error}") from None
     if not isinstance(said, dict):
-        raise UserError(f"{folder / CONFIG}: expected a JSON object, got {type(said).__name__}")
+        raise CheckpointError(f"{folder / CONFIG}: expected a JSON object, got {type(said).__name__}")
     if said.get("peft_type") != "LORA":
-        raise UserError(f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used")
+        raise CheckpointError(
+            f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used"
+        )
     for name in REFUSED:
         if said.get(name):
-            raise UserError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
+            raise CheckpointError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
     if said.get("bias", "none") != "none" or said.get("lora_bias"):
-        raise UserError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
+        raise CheckpointError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
     if said.get("target_parameters") and said.get("use_dora"):
-        raise UserError(f"{folder}: use_dora and target_parameters do not go together; train the adapter with one")
+        raise CheckpointError(
+            f"{folder}: use_dora and target_parameters do not go together; train the adapter with one"
+        )
     _check_numbers(folder, said)
     return said
 
 
 def base_of(folder: str | Path) -> str | None:
-    """Return the name of the model that an adapter belongs to, as `hub.resolve` takes it; None where `folder` is a
-    model of its own, or no folder."""
+    """Return the base model that an adapter names, for `hub.resolve`; None if `folder` is a model or no folder."""
     path = Path(folder).expanduser()
     if not (path / CONFIG).is_file() or (path / "config.json").is_file():
         return None
     base = read_adapter_config(path).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
-        raise UserError(
+        raise CheckpointError(
             f"{path} is a LoRA adapter whose {CONFIG} names no base_model_name_or_path: name its base yourself, such "
             f"as `dovetail serve BASE --lora-modules {path.resolve().name}={path}`"
         )
@@ -60,8 +65,10 @@ def base_of(folder: str | Path) -> str | None:
 
 
 def adapter_tokenizer(folder: str | Path, base: Tokenizer | None) -> Tokenizer | None:
-    """Return the tokenizer that an adapter was trained with: its own, or the base model's with the chat template that
-    lies beside the adapter."""
+    """Return the tokenizer that an adapter was trained with.
+
+    It is the adapter's own, or the base model's with the chat template in the adapter's folder.
+    """
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.from_folder(folder)
@@ -70,29 +77,39 @@ def adapter_tokenizer(folder: str | Path, base: Tokenizer | None) -> Tokenizer |
 
 
 def check_servable(folder: Path, most: int | None) -> None:
-    """Raise ValueError for an adapter that an engine does not serve: `most` is the greatest rank it has room for (None:
-    any). What depends on the model (modules, shapes) is checked when the adapter is read."""
+    """Raise CheckpointError for an adapter that an engine does not serve.
+
+    What depends on the model (modules, shapes) is checked when the adapter is read.
+
+    Args:
+        folder: The adapter's folder.
+        most: The maximum rank that the engine has room for; None for any.
+    """
     said = read_adapter_config(folder)
     SafetensorFolder(folder)  # reads the headers
     if said.get("use_dora"):
-        raise UserError(f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)")
+        raise CheckpointError(
+            f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)"
+        )
     named = [*(said.get("modules_to_save") or ()), *(said.get("target_modules") or ())]
     if outer := sorted({name.rpartition(".")[2] for name in named} & {"embed_tokens", "lm_head"}):
-        raise UserError(
+        raise CheckpointError(
             f"{folder} is an adapter for {' and '.join(outer)} too, which is not served: merge it into the model "
             "(`dovetail merge`)"
         )
     rank = max(said["r"], *(said.get("rank_pattern") or {}).values(), 0)
     if most is not None and rank > most:
-        raise UserError(f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank")
+        raise CheckpointError(
+            f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank"
+        )
 
 
 def _check_numbers(folder: Path, said: dict[str, Any]) -> None:
     for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
         value = said.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
-            raise UserError(f"{folder / CONFIG}: {name} must be a number above 0, got {value!r}")
+            raise CheckpointError(f"{folder / CONFIG}: {name} must be a number above 0, got {value!r}")
     for name in ("rank_pattern", "alpha_pattern"):
         values = said.get(name) or {}
         if not isinstance(values, dict) or not all(isinstance(each, int | float) for each in values.values()):
-            raise UserError(f"{folder / CONFIG}: {name} must map names to numbers, got {values!r:.80}")
+            raise CheckpointError(f"{folder / CONFIG}: {name} must map names to numbers, got {values!r:.80}")

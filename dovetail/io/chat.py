@@ -1,4 +1,7 @@
-"""Chat templates: from messages to the text a model was trained to read, as Hugging Face's templates write it."""
+"""Render chat templates.
+
+From messages to the text that a model was trained on, as Hugging Face's templates write it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A Jinja chat template and the special tokens it may name (bos_token, eos_token, ...).
+    """Hold a Jinja chat template and the special tokens that it may name (bos_token, eos_token, ...).
 
-    Rendering is sandboxed (see `sandbox`): a template that reaches outside, or fails, gives a ValueError with its line.
+    Rendering is sandboxed (see `sandbox`): a template that reaches outside, or fails, raises a UserError with its line.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
@@ -38,17 +41,23 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text. `kwargs` (documents, enable_thinking, ...) are names the template can read.
+        """Return the text of a prompt.
 
-        `continue_final_message` ends the text right after the last message's content, for the model to go on with it.
+        Args:
+            messages: The conversation.
+            tools: Tools in OpenAI's format.
+            add_generation_prompt: End with the beginning of the assistant's message.
+            continue_final_message: End right after the last message's content, for the model to continue it.
+            kwargs: Further names that the template can read (documents, enable_thinking, ...).
         """
         names = self._names(messages, tools, add_generation_prompt, kwargs)
         if not continue_final_message:
-            return sandbox.render(self.source, names, sandbox.Run())
+            return sandbox.render(self.source, names, sandbox.Rendering())
         if add_generation_prompt:
             raise UserError(
                 "expected one of add_generation_prompt and continue_final_message, got both: "
-                "a new turn cannot begin while the last one goes on; set add_generation_prompt=False"
+                "a new turn cannot begin while the last one goes on; set add_generation_prompt=False",
+                param="continue_final_message",
             )
         return self._render_open(names)
 
@@ -60,16 +69,16 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text and the [start, end) characters of its {% generation %} blocks; no spans if it has none.
+        """Return the text and the [start, end) characters of its {% generation %} blocks; no spans if it has none.
 
-        It renders twice, the second time with marks around the blocks: positions then hold wherever the text lands
-        (in a macro, a captured block), and a template that alters its blocks afterwards is noticed, not mismasked.
+        It renders twice, the second time with marks around the blocks: positions are then right wherever the text ends
+        up (in a macro, a captured block), and a template that changes its blocks afterwards is detected.
         """
         names = self._names(messages, tools, add_generation_prompt, kwargs)
-        plain = sandbox.Run()
+        plain = sandbox.Rendering()
         text = sandbox.render(self.source, names, plain)
         start, end = _unused_marks(text)
-        marked = sandbox.render(self.source, names, sandbox.Run((start, end), plain.now))
+        marked = sandbox.render(self.source, names, sandbox.Rendering((start, end), plain.now))
         found, spans = _take_spans(marked, start, end)
         if found != text:
             raise UserError(
@@ -92,21 +101,25 @@ class ChatTemplate:
         last = names["messages"][-1]
         if not isinstance(last.get("content"), str):
             raise UserError(
-                f"continue_final_message needs text in the last message's content, got {last.get('content')!r}"
+                f"continue_final_message needs text in the last message's content, got {last.get('content')!r}",
+                param="continue_final_message",
             )
         mark = _unused_marks(last["content"])[0]
         # The space tells whether the template trims contents; if so, the cut text must be trimmed as well.
         last["content"] += mark + " "
-        head, found, tail = sandbox.render(self.source, names, sandbox.Run()).rpartition(mark)
+        head, found, tail = sandbox.render(self.source, names, sandbox.Rendering()).rpartition(mark)
         if not found:
-            raise UserError("continue_final_message: this chat template does not write the last message's content")
+            message = "continue_final_message: this chat template does not write the last message's content"
+            raise UserError(message, param="continue_final_message")
         return head if tail.startswith(" ") else head.rstrip()
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """A plain copy of `messages`; a ValueError says which one is wrong, and how."""
+    """Return a plain copy of `messages`; raise UserError for a wrong one."""
     if not isinstance(messages, list | tuple) or not messages:
-        raise UserError(f"expected a list of at least one message, got {messages!r:.80}; {_MESSAGE_HELP}")
+        raise UserError(
+            f"expected a list of at least one message, got {messages!r:.80}; {_MESSAGE_HELP}", param="messages"
+        )
     return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -115,34 +128,37 @@ _MESSAGE_HELP = "a message is a dict such as {'role': 'user', 'content': 'Hello'
 
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UserError(f"{where}: expected a dict, got {type(message).__name__}; {_MESSAGE_HELP}")
+        raise _wrong_message(where, "a dict", type(message).__name__)
     if not isinstance(message.get("role"), str):
-        raise UserError(f"{where}: expected a 'role' that is a string, got {message.get('role')!r}; {_MESSAGE_HELP}")
+        raise _wrong_message(where, "a 'role' that is a string", repr(message.get("role")))
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
-        raise UserError(f"{where}: expected 'content' or 'tool_calls', got keys {sorted(message)}; {_MESSAGE_HELP}")
+        raise _wrong_message(where, "'content' or 'tool_calls'", f"keys {sorted(message)}")
     if not isinstance(content, str | list | tuple | Mapping | None):
-        raise UserError(
-            f"{where}: expected 'content' to be text or a list of parts, got {type(content).__name__}; {_MESSAGE_HELP}"
-        )
+        raise _wrong_message(where, "'content' to be text or a list of parts", type(content).__name__)
     plain = _plain(message, where)
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
 
 
+def _wrong_message(where: str, expected: str, got: str) -> UserError:
+    return UserError(f"{where}: expected {expected}, got {got}; {_MESSAGE_HELP}", param="messages")
+
+
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """A plain copy of `tools`, which are dicts in OpenAI's shape."""
+    """Return a plain copy of `tools`, which are dicts in OpenAI's format."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
-        raise UserError(f"expected a list of tools, got {type(tools).__name__}; {_TOOL_HELP}")
+        raise UserError(f"expected a list of tools, got {type(tools).__name__}; {_TOOL_HELP}", param="tools")
     for i, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise UserError(f"tools[{i}]: expected a dict, got {type(tool).__name__}; {_TOOL_HELP}")
+            raise UserError(f"tools[{i}]: expected a dict, got {type(tool).__name__}; {_TOOL_HELP}", param="tools")
         function = tool.get("function")
         named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if tool.get("type", "function") == "function" and not named:
-            raise UserError(f"tools[{i}]: expected a 'function' with a 'name', got keys {sorted(tool)}; {_TOOL_HELP}")
+            got = f"keys {sorted(tool)}; {_TOOL_HELP}"
+            raise UserError(f"tools[{i}]: expected a 'function' with a 'name', got {got}", param="tools")
     return _plain(tools, "tools")
 
 
@@ -153,7 +169,7 @@ _TOOL_HELP = (
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types alone: other objects have methods that a template must not call."""
+    """Return a copy made of JSON types alone: other objects have methods that a template must not call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -162,7 +178,8 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
     raise UserError(
         f"{where}: expected what JSON can hold (text, number, true/false, null, list, dict), "
-        f"got {type(value).__name__}; convert it first"
+        f"got {type(value).__name__}; convert it first",
+        param=re.split(r"[.\[]", where)[0],
     )
 
 
@@ -174,7 +191,7 @@ def _unused_marks(text: str) -> tuple[str, str]:
 
 
 def _take_spans(marked: str, start: str, end: str) -> tuple[str, list[tuple[int, int]]]:
-    """Takes the marks out and says where they were; of nested blocks, the outermost counts."""
+    """Remove the marks and return where they were; of nested blocks, the outermost counts."""
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
     length = depth = begin = 0

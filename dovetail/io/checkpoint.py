@@ -1,11 +1,13 @@
-"""The checkpoints of a run, in two tiers: a fast folder at every save, a durable one (a bucket) now and then.
+"""Save and restore the checkpoints of a run in two tiers.
+
+A fast folder at every save, a durable one (a bucket) less often.
 
     with Checkpoints(run / "checkpoints", durable="gs://bucket/run", durable_every=5000) as checkpoints:
         checkpoints.save(step, state, {"cursor": 123})          # returns at once; writes in the background
-        state, meta, step = checkpoints.restore(target)         # the newest that is whole and undamaged, of both tiers
+        state, meta, step = checkpoints.restore(target)         # the newest intact one, of both tiers
 
-Crash, full disk and damaged file are handled in `checkpoint_tier`. The state is any tree of jax arrays; it is stored by
-the names of its leaves, so that Orbax sees a flat dict and neither tree types nor their order matter.
+Crashes, full disks and damaged files are handled in `checkpoint_tier`. The state is any tree of jax arrays; it is
+stored by the names of its leaves, so that Orbax sees a flat dict and neither tree types nor their order matter.
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """All processes of a run make one and call the same methods in the same order; process 0 alone cleans up."""
+    """Manage the checkpoints of a run.
+
+    All processes of a run create one and call the same methods in the same order; process 0 alone cleans up.
+
+    Args:
+        directory: The local folder.
+        durable: A second folder or bucket.
+        keep: How many of the newest checkpoints to keep.
+        keep_every: Also keep every multiple of this step; 0 for none.
+        durable_every: Steps between saves to the durable folder.
+        on_problem: Called with a sentence if a save failed or a checkpoint is damaged; the default logs it.
+    """
 
     def __init__(
         self,
@@ -38,11 +51,14 @@ class Checkpoints:
         durable_every: int = 0,
         on_problem: Report | None = None,
     ) -> None:
-        """`on_problem` is given one sentence when a save failed or a checkpoint is damaged; else that is logged."""
         if keep < 1:
-            raise UserError(f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {keep}")
+            raise UserError(
+                f"keep must be at least 1: a run that keeps no checkpoint cannot resume; got {keep}", param="keep"
+            )
         if bool(durable) != bool(durable_every):
-            raise UserError(f"durable and durable_every belong together; got {durable!r} and {durable_every}")
+            raise UserError(
+                f"durable and durable_every belong together; got {durable!r} and {durable_every}", param="durable"
+            )
         self._report = on_problem or log.warning
         self._durable_every = durable_every
         self._tiers = [Tier("local", os.fspath(directory), keep, keep_every, self._report)]
@@ -54,8 +70,14 @@ class Checkpoints:
     def save(self, step: int, state: Any, meta: dict[str, Any], durable: bool | None = None) -> None:
         """Start a save. When this returns the arrays are on the host, and the caller may donate them.
 
-        `durable` None: at multiples of `durable_every`. A save that fails is reported (here or at the next call that
-        waits) and does not raise. Waits for the save before, when that is still under way.
+        It first waits for the save before. A save that fails is reported (here or at the next call that waits) and does
+        not raise.
+
+        Args:
+            step: The step of the state.
+            state: A tree of jax arrays.
+            meta: JSON values to store with it.
+            durable: Whether to save to the durable folder; None for multiples of `durable_every`.
         """
         if durable and len(self._tiers) == 1:
             raise UserError("there is no durable folder to save to: give Checkpoints durable= and durable_every=")
@@ -72,26 +94,27 @@ class Checkpoints:
             tier.save(step, arrays, meta)
 
     def wait(self) -> None:
-        """Until what was saved is on disk, or was reported as failed."""
+        """Wait until the last save is on disk, or was reported as failed."""
         done = [step for tier in self._tiers if (step := tier.settle()) is not None]
         for tier in self._tiers if done else []:  # later steps are from before the run went back to an older one
             tier.drop_after(max(done))
 
     @property
     def failures(self) -> int:
-        """Saves that failed in a row, in the tier where it is worst; 0 when all is well."""
+        """Return the number of saves that failed in a row, in the worse tier."""
         return max(tier.failures for tier in self._tiers)
 
     def has_failed(self) -> bool:
-        """Whether the last save is missing in some tier, for any process. All call it."""
+        """Return whether the last save is missing in some tier, for any process. All processes must call it."""
         return not every_process(self.failures == 0)
 
     @property
     def problem(self) -> str:
-        """Why the last save failed, where this process knows."""
+        """Return why the last save failed, if this process knows."""
         return next((tier.problem for tier in self._tiers if tier.failures), "another process could not write its part")
 
     def close(self) -> None:
+        """Wait for the last save and release Orbax's threads."""
         self.wait()
         for tier in self._tiers:
             tier.close()
@@ -105,20 +128,29 @@ class Checkpoints:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Those with a whole checkpoint in either tier, oldest first, as this process sees them."""
+        """Return the steps with a complete checkpoint in either tier, oldest first, as this process sees them."""
         return sorted({step for tier in self._tiers for step in tier.steps()})
 
     def latest(self) -> int | None:
-        """The newest step, the same for every process; whether it is damaged shows when it is read."""
+        """Return the newest step, the same for every process; damage shows only when it is read."""
         found = self._candidates(None)
         return found[0][0] if found else None
 
     def restore(self, target: Any, step: int | None = None) -> tuple[Any, dict[str, Any], int]:
-        """(state, meta, step) of the newest good checkpoint, or of `step`.
+        """Restore the newest intact checkpoint, or that of `step`.
 
-        `target` is a tree of jax.ShapeDtypeStruct with shardings: any mesh and any number of processes will do. A
-        damaged checkpoint is reported and the next older one taken. Raises ValueError when the checkpoint is another
-        model's, OSError when none is good.
+        A damaged checkpoint is reported and the next older one is used.
+
+        Args:
+            target: A tree of jax.ShapeDtypeStruct with shardings, of any mesh and any number of processes.
+            step: The step; None for the newest.
+
+        Returns:
+            (state, meta, step).
+
+        Raises:
+            CheckpointError: The checkpoint is of another model.
+            FileError: There is no intact checkpoint.
         """
         self.wait()
         names = {name: _placed(name, leaf) for name, leaf in _named(target).items()}
@@ -139,7 +171,7 @@ class Checkpoints:
         raise FileError(f"there is no good {wanted} in {where}{damaged}")
 
     def _candidates(self, step: int | None) -> list[tuple[int, Tier]]:
-        """Newest first, and the faster tier before the other. Process 0 decides for all what there is."""
+        """Return (step, tier), newest first and the faster tier first. Process 0 decides for all."""
         found = [(s, i) for i, tier in enumerate(self._tiers) for s in tier.steps() if step in (None, s)]
         ordered = sorted(found, key=lambda pair: (-pair[0], pair[1]))
         if jax.process_count() > 1:
@@ -156,7 +188,7 @@ class Checkpoints:
 
 
 def _attempt(tier: Tier, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> tuple[tuple | None, str]:
-    """(arrays and meta, "") or (None, why not)."""
+    """Return (arrays and meta, "") or (None, why not)."""
     try:
         return tier.read(step, target), ""
     except NotOurs:
@@ -166,7 +198,7 @@ def _attempt(tier: Tier, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> 
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Leaves by their path: params.layers.0.q."""
+    """Return leaves by their path, such as params.layers.0.q."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
     assert len(named) == len(pairs), "two leaves of a state have the same path"
@@ -181,7 +213,7 @@ def _placed(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _plain(meta: dict[str, Any]) -> dict[str, Any]:
-    """A copy, as JSON gives it back: the caller may change its own while it is being written."""
+    """Return a copy that is JSON: the caller may change its own while it is being written."""
     try:
         return json.loads(json.dumps(meta))
     except TypeError as error:

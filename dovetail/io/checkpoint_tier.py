@@ -1,7 +1,7 @@
-"""The checkpoints in one folder (or bucket): written whole or not at all, read only when they are what was written.
+"""Checkpoints in one folder (or bucket): written completely or not at all, and verified when they are read.
 
-FOLDER/step_500 is a checkpoint when it has a manifest. Orbax writes under a temporary name and renames; what a crash
-leaves is swept away before the next save. When a step is saved a second time, the first is step_500.old until then.
+FOLDER/step_500 is a checkpoint if it has a manifest. Orbax writes under a temporary name and renames; remains of a
+crash are removed before the next save. When a step is saved a second time, the first is step_500.old until then.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ Report = Callable[[str], None]
 
 
 def steps_to_keep(steps: Iterable[int], keep: int, keep_every: int) -> set[int]:
-    """The newest `keep` steps, and every multiple of `keep_every`."""
+    """Return the newest `keep` steps, and every multiple of `keep_every`."""
     ordered = sorted(steps)
     return set(ordered[-keep:]) | {s for s in ordered if keep_every and s % keep_every == 0}
 
 
 class Tier:
-    """One save at a time: the next waits for it. All processes call the same methods in the same order."""
+    """Write and read the checkpoints of one folder, one save at a time.
+
+    All processes call the same methods in the same order.
+    """
 
     def __init__(self, name: str, folder: str, keep: int, keep_every: int, report: Report) -> None:
         self.name, self.folder = name, _path(folder)
@@ -54,6 +57,7 @@ class Tier:
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
+        """Return the steps with a complete checkpoint that is not known to be damaged, oldest first."""
         return sorted({int(match[1]) for match in self._matches() if self._is_whole(self.folder / match[0])})
 
     def _matches(self) -> list[re.Match[str]]:
@@ -67,14 +71,14 @@ class Tier:
         return (path / manifest.NAME).exists()
 
     def _at(self, step: int) -> Any:
-        """The folder of a step: the one set aside when the second save of that step never ended."""
+        """Return the folder of a step; the one set aside if the second save of that step never ended."""
         path = self.folder / f"step_{step}"
         return path if self._is_whole(path) else self.folder / f"step_{step}.old"
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, arrays: dict[str, jax.Array], meta: dict[str, Any]) -> None:
-        """Returns when the arrays are on the host; they may be donated or deleted then. `settle` comes first."""
+        """Start a save; when it returns the arrays are on the host and may be donated. Call `settle` first."""
         if self._good == (step, meta):
             return
         try:
@@ -90,7 +94,10 @@ class Tier:
             self._pending, self._good = step, (step, meta)
 
     def settle(self) -> int | None:
-        """Wait for the save under way, and give its step when it is whole; then remove what is not to be kept."""
+        """Wait for the current save and return its step if it is complete.
+
+        Then remove checkpoints that are not to be kept.
+        """
         if self._pending is None:
             return None
         step, self._pending = self._pending, None
@@ -113,7 +120,10 @@ class Tier:
         return step
 
     def drop_after(self, newest: int) -> None:
-        """Remove later steps, once `newest` is whole: the run went back to before them, by rollback or for damage."""
+        """Remove later steps once `newest` is complete.
+
+        The run went back to before them, by rollback or because of damage.
+        """
         self._drop({step for step in self.steps() if step > newest})
 
     def _drop(self, steps: set[int]) -> None:
@@ -121,7 +131,7 @@ class Tier:
             self._tidy(lambda step=step: _remove(self._at(step)))
 
     def _tidy(self, work: Callable[[], None]) -> None:
-        """Process 0 removes for all. What cannot be removed is reported and left to the next save."""
+        """Remove files on process 0 for all; a failure is reported, and the next save tries again."""
         try:
             if jax.process_index() == 0:
                 work()
@@ -140,7 +150,7 @@ class Tier:
         )
 
     def _prepare(self, step: int) -> None:
-        """Process 0 makes the folder ready; when it cannot, no process goes on to wait for it in Orbax."""
+        """Prepare the folder on process 0; if that fails, no process waits for it in Orbax."""
         problem = None
         try:
             if jax.process_index() == 0:
@@ -176,7 +186,10 @@ class Tier:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, step: int, target: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """The arrays, laid out as `target` says, and the meta. Raises ValueError when they are not the target's."""
+        """Return the arrays, laid out as in `target`, and the meta.
+
+        Raise CheckpointError if they are not the target's.
+        """
         folder = self._at(step)
         found = manifest.read(folder)
         found.check_target(target)
@@ -190,11 +203,12 @@ class Tier:
         return arrays, found.meta
 
     def close(self) -> None:
+        """Release Orbax's threads."""
         self._saver.close()
 
 
 def manifests(folder: str) -> list[Manifest]:
-    """Return the manifests of the whole checkpoints in a folder, without reading their arrays."""
+    """Return the manifests of the complete checkpoints in a folder, without reading their arrays."""
     where, found = _path(folder), []
     for path in where.iterdir() if where.is_dir() else ():
         if FOLDER.fullmatch(path.name) and Tier._is_whole(path):
@@ -216,13 +230,13 @@ def _path(folder: str) -> Any:
 
 
 def _remove(path: Any) -> None:
-    """The manifest first: what a crash leaves of the rest is no checkpoint."""
+    """Remove a checkpoint, the manifest first: without it the rest is no checkpoint."""
     (path / manifest.NAME).unlink(missing_ok=True)
     path.rmtree(missing_ok=True)
 
 
 def every_process(ok: bool) -> bool:
-    """Whether every process says so. All call it, in the same order."""
+    """Return whether `ok` holds for every process. All processes call it, in the same order."""
     if jax.process_count() == 1:
         return ok
     from jax.experimental import multihost_utils

@@ -1,8 +1,8 @@
-"""Where compiled programs are kept, so that a second start takes seconds.
+"""Keep compiled programs on disk, so that a second start takes seconds.
 
-XLA's own cache spares the compiler. A program that is kept whole (`compile_program`) spares tracing too, which holds
-Python's lock and takes as long: it is found by a name made of all that it depends on (`program_key`). To load one is to
-run what is in it, so programs are kept in a folder of this user's own, and only the user's own files are loaded.
+XLA's own cache saves compilation. A whole program on disk (`compile_program`) also saves tracing, which holds Python's
+lock and takes as long; it is found by a key of everything it depends on (`program_key`). Loading one executes it, so
+programs are kept in a folder of this user, and only the user's own files are loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def keep_compiled() -> None:
 
 
 def _own_cache() -> Path | None:
-    """XLA's cache holds machine code: where several users share DOVETAIL_HOME, each has a cache of its own."""
+    """Return XLA's cache, which holds machine code: each of several users that share DOVETAIL_HOME has its own."""
     for name in ("xla", f"xla-{os.getuid()}"):
         try:
             return own_folder(home() / name)
@@ -49,8 +49,8 @@ def _own_cache() -> Path | None:
 
 
 @contextmanager
-def compiled_anew() -> Iterator[None]:
-    """XLA's own cache is left alone: what a compiler writes of a program, it writes when it compiles it."""
+def without_cache() -> Iterator[None]:
+    """Compile without XLA's cache, for a compiler that writes dumps only when it compiles."""
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
     was = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
@@ -64,14 +64,17 @@ def compiled_anew() -> Iterator[None]:
 
 
 def program_key(*parts: Any) -> str:
-    """A name for a program made from these (by their repr), this code, these libraries, this device and its flags."""
+    """Return a program's key: these values (by their repr), this code, the libraries, the device and its flags."""
     text = repr((parts, _surroundings()))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def compile_program(key: str, compile: Callable[[], Any]) -> Any:
-    """What `compile` gives, kept under the key. It is not put into XLA's cache too: on a CPU a program that comes from
-    there cannot be kept once more (its functions are lost on the way)."""
+    """Return the result of `compile`, and keep it on disk under the key.
+
+    It is not put into XLA's cache too: on a CPU a program from that cache cannot be serialised again (its functions are
+    lost).
+    """
     from jax._src import config  # the setting for this thread alone has no public name
 
     _from_cache.hit = False
@@ -83,7 +86,7 @@ def compile_program(key: str, compile: Callable[[], Any]) -> Any:
 
 
 class _FromCache(threading.local):
-    """Whether XLA's cache gave this thread a program."""
+    """Record whether XLA's cache gave this thread a program."""
 
     hit = False
 
@@ -99,7 +102,7 @@ jax.monitoring.register_event_listener(_on_event)
 
 
 def _save(key: str, compiled: Any) -> None:
-    """Nothing that goes wrong here is worth more than a line in the log: the program is compiled again next time."""
+    """Save a program; a failure is only logged, and the program is compiled again next time."""
     from jax.experimental.serialize_executable import serialize
 
     folder = _folder()
@@ -117,12 +120,13 @@ def _save(key: str, compiled: Any) -> None:
 
 
 def has_program(key: str) -> bool:
+    """Return whether a program of this key is on disk."""
     folder = _folder()
     return folder is not None and (folder / key).is_file()
 
 
 def load_program(key: str, devices: list[Any]) -> Any | None:
-    """The program, loaded onto these devices; None: it is not there, or of no use."""
+    """Return the program, loaded onto these devices; None if it is missing or unusable."""
     from jax.experimental.serialize_executable import deserialize_and_load
 
     folder = _folder()
@@ -139,14 +143,14 @@ def load_program(key: str, devices: list[Any]) -> Any | None:
 
 @functools.cache
 def _forget_unused(folder: Path) -> None:
-    """Once per process: what other versions of this package left behind is not found under its name any more."""
+    """Remove, once per process, programs of other versions of this package, which no key finds any more."""
     for path in folder.iterdir():
         if time.time() - path.stat().st_mtime > UNUSED_S:
             path.unlink(missing_ok=True)
 
 
 def _folder() -> Path | None:
-    """In XLA's cache, which users may share; None: the user wants none, or has it in a bucket."""
+    """Return the folder of programs in XLA's cache; None if the user wants none, or has it in a bucket."""
     root = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if not root or "://" in root or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         return None
@@ -163,7 +167,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 @functools.cache
 def _host() -> tuple[str, ...]:
-    """A CPU's program uses what that CPU can do."""
+    """Return the features of the host: a CPU's program uses what that CPU can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""Text from token ids, one id at a time, exactly as decoding them all at once would give it.
+"""Decode token ids one at a time, with the same text as decoding them all at once.
 
 The `tokenizers` decoder is a chain of small rules over a list of tokens (replace "▁", join byte tokens, drop the first
-space). Here each rule is a stage that takes one token and returns what is now certain, so a token costs the same
-whether it is the tenth or the ten-thousandth, and text is never sent that a later token could change.
+space). Here each rule is a stage that takes one token and returns the text that is now certain, so that a token costs
+the same at any position, and no text is sent that a later token could change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2}|\+[0-9a-fA-F])>")
 
 
 class Detokenizer:
-    """Streams text: `push` each id, then `flush`; the pieces joined equal `Tokenizer.decode` of all the ids.
+    """Stream text: `push` each id, then `flush`; the pieces joined equal `Tokenizer.decode` of all ids.
 
-    `context` holds ids that came before (the end of a prompt): they set the state and their text is not returned, so a
-    completion keeps the space that separates it from its prompt.
-    Where a rule's result depends on tokens not seen yet (WordPiece, a replacement in the joined text, or `clean`, which
-    is applied to the whole text), everything is held back until `flush`.
+    `context` has ids that came before (the end of a prompt): they set the state and their text is not returned, so that
+    a completion keeps the space that separates it from its prompt. Where the result of a rule depends on later tokens
+    (WordPiece, a replacement in the joined text, or `clean`, which applies to the whole text), everything is held back
+    until `flush`.
     """
 
     def __init__(
@@ -51,15 +51,17 @@ class Detokenizer:
         self._stages: list[_Stage] = [_Whole(self._backend, self._clean)] if stages is None else stages
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` makes certain; '' while a character is unfinished. An id past the tokenizer's own
-        has none: a padded vocabulary has such, and a model hardly trained may well choose one."""
+        """Return the text that `token_id` makes certain; '' while a character is incomplete.
+
+        An id beyond the tokenizer's own has no text: a padded vocabulary has such ids.
+        """
         if token_id < 0:
             raise UserError(f"a token id is 0 or more; got {token_id}")
         token = self._backend.id_to_token(token_id)
         return "" if token is None or token_id in self._skip else "".join(_through(self._stages, [token]))
 
     def flush(self) -> str:
-        """What is still held back (half characters become U+FFFD). The detokenizer is then as new, without context."""
+        """Return the text held back (half characters become U+FFFD), and reset the detokenizer, without context."""
         pieces: list[str] = []
         for stage in self._stages:
             pieces = _through([stage], pieces) + stage.flush()
@@ -93,7 +95,7 @@ class _Replace(_Stateless):
 
 
 class _StripEach(_Stateless):
-    """Strip before Fuse: up to `count` leading characters of every token."""
+    """Strip up to `count` leading characters of every token (Strip before Fuse)."""
 
     def __init__(self, content: str, count: int):
         self.content, self.count = content, count
@@ -103,7 +105,7 @@ class _StripEach(_Stateless):
 
 
 class _StripFirst(_Stateless):
-    """Strip after Fuse: up to `count` leading characters of the whole text, which may begin with several pieces."""
+    """Strip up to `count` leading characters of the whole text, over several pieces (Strip after Fuse)."""
 
     def __init__(self, content: str, count: int):
         self.content, self.left = content, count
@@ -122,7 +124,7 @@ def _strip(text: str, content: str, count: int) -> str:
 
 
 class _Metaspace(_Stateless):
-    """The replacement is a space, except in the first token, where SentencePiece's dummy prefix vanishes."""
+    """Replace the mark by a space, except in the first token, where SentencePiece's dummy prefix vanishes."""
 
     def __init__(self, replacement: str, prefixed: bool):
         self.replacement, self.blank = replacement, "" if prefixed else " "
@@ -134,7 +136,7 @@ class _Metaspace(_Stateless):
 
 
 class _JoinWithSpaces(_Stateless):
-    """What the library does when a tokenizer has no decoder."""
+    """Join tokens with spaces, as the library does for a tokenizer without a decoder."""
 
     between = ""
 
@@ -144,7 +146,7 @@ class _JoinWithSpaces(_Stateless):
 
 
 class _ByteFallback:
-    """A run of <0xNN> tokens is text if the *whole run* is valid UTF-8, else one U+FFFD per byte: it is held."""
+    """Hold a run of <0xNN> tokens: it is text if the *whole run* is valid UTF-8, else one U+FFFD per byte."""
 
     def __init__(self):
         self.run = bytearray()
@@ -166,7 +168,7 @@ class _ByteFallback:
 
 
 class _ByteLevel:
-    """Each character of a token stands for a byte; a token with any other character stands for itself."""
+    """Map each character of a token to a byte; a token with any other character is text."""
 
     def __init__(self):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -182,18 +184,18 @@ class _ByteLevel:
         return [self.decoder.decode(b"", final=True)]
 
 
-def _byte_table() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others take the code points from 256 up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+def byte_characters() -> list[str]:
+    """Return GPT-2's character for each byte: printable Latin-1 bytes are themselves, others are from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-_BYTE_OF = _byte_table()
+_BYTE_OF = {character: byte for byte, character in enumerate(byte_characters())}
 
 
 class _Whole:
-    """For rules that cannot be streamed: keep the tokens and let the library decode them at the end."""
+    """Keep the tokens and let the library decode them at the end, for rules that cannot be streamed."""
 
     def __init__(self, backend: Backend, clean: Callable[[str], str] | None):
         self.backend, self.clean, self.tokens = backend, clean, []
@@ -209,7 +211,7 @@ class _Whole:
 
 
 def token_bytes(backend: Backend, token: str, special: bool) -> bytes:
-    """What a token writes amid a text, as bytes: unlike text, a token may hold a part of a character."""
+    """Return the bytes of a token within a text; a token may be a part of a character."""
     outer: dict = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     rules = {rule["type"]: rule for rule in outer.get("decoders", [outer])}
     if special:
@@ -225,7 +227,7 @@ def token_bytes(backend: Backend, token: str, special: bool) -> bytes:
 
 
 def _stages(backend: Backend) -> list[_Stage] | None:
-    """The stages of this tokenizer's decoder, or None where one of its rules cannot be streamed."""
+    """Return the stages of this tokenizer's decoder; None if one of its rules cannot be streamed."""
     if backend.decoder is None:
         return [_JoinWithSpaces()]
     outer = json.loads(backend.decoder.__getstate__())

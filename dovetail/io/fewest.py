@@ -1,12 +1,11 @@
-"""Fewest: whether a text must have more than a given number of tokens, found by counting its bytes: a thousand times
-quicker than tokenizing it.
+"""Fewest: find that a text has more than a given number of tokens by counting bytes, much faster than tokenizing it.
 
 No token of a vocabulary spells more letters than its longest does, so a text of many letters needs many tokens. Bytes
-are counted in three kinds, for each of which this holds on its own, because a vocabulary often has a token of eighty
+are counted in three classes, for each of which this holds separately, because a vocabulary often has a token of eighty
 spaces or dashes and hardly one of thirty letters:
-- letters and digits of ASCII, which stay what they are in nearly every tokenizer;
-- the bytes of other characters, and all bytes: only where nothing is normalised, stripped or dropped.
-Where a tokenizer might drop or join what is counted, nothing is claimed, and the text has to be tokenized.
+- letters and digits of ASCII, which nearly every tokenizer keeps unchanged;
+- the bytes of other characters, and all bytes: only if nothing is normalised, stripped or dropped.
+If a tokenizer might drop or join what is counted, nothing is claimed, and the text has to be tokenized.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
+
+from dovetail.io.detokenize import byte_characters
 
 _CHUNK = 1 << 18  # characters that are counted at a time
 _LETTERS = bytes(range(0x30, 0x3A)) + bytes(range(0x41, 0x5B)) + bytes(range(0x61, 0x7B))
@@ -39,13 +40,15 @@ class _Kind(NamedTuple):
 
 
 class Fewest:
+    """Bound the number of tokens of a text from below."""
+
     def __init__(self, backend: Backend):
         pipeline = _Pipeline(backend)
         self._composes = any(part["type"] in _COMPOSING for part in pipeline.normalizers)
         self._kinds = [_kind(spelled, pipeline) for spelled in _spelled(pipeline)]
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Whether `text` has more than `most` tokens for certain. It reads no further than it must."""
+        """Return whether `text` certainly has more than `most` tokens; it stops reading as early as it can."""
         if 4 * len(text) <= most:  # a character has at most 4 bytes, and a token stands for at least one
             return False
         counts = [0] * len(self._kinds)
@@ -61,7 +64,7 @@ class Fewest:
 
 
 class _Pipeline:
-    """A backend's steps, as tokenizer.json has them."""
+    """Hold the steps of a backend, as in tokenizer.json."""
 
     def __init__(self, backend: Backend):
         self.model = backend.model
@@ -85,7 +88,7 @@ def _parts(component: Any) -> Iterator[dict[str, Any]]:
 
 
 def _spelled(pipeline: _Pipeline) -> list[bytes]:
-    """The kinds of bytes of which each that comes in is spelled by a token that goes out."""
+    """Return the classes of bytes that tokens spell one to one."""
     if not _keeps_letters(pipeline):
         return []
     lowers = any(part["type"] in ("Lowercase", "BertNormalizer") for part in pipeline.normalizers)
@@ -95,7 +98,7 @@ def _spelled(pipeline: _Pipeline) -> list[bytes]:
         return [letters] if letters else []
     known = bytes(range(256))
     if pipeline.byte_level:  # a vocabulary may lack bytes that were not in what it was made from; those are dropped
-        known = bytes(byte for byte, c in enumerate(_byte_characters()) if c in vocab)
+        known = bytes(byte for byte, c in enumerate(byte_characters()) if c in vocab)
     return [kind for kind in (letters, bytes(set(known) & set(_HIGH)), known) if kind]
 
 
@@ -116,7 +119,7 @@ def _spares_letters(part: dict[str, Any]) -> bool:
 
 
 def _has_no_mark(text: str) -> bool:
-    """A mark that is put beside a letter could be composed with it."""
+    """Return whether the text has no combining mark, which could be composed with the letter before it."""
     return not any(unicodedata.combining(c) for c in text)
 
 
@@ -127,7 +130,7 @@ def _keeps_matches(part: dict[str, Any]) -> bool:
 
 
 def _keeps_all(pipeline: _Pipeline) -> bool:
-    """Whether nothing changes a byte and every character is known, if need be by its bytes."""
+    """Return whether no step changes a byte and every character is in the vocabulary, if need be by its bytes."""
     for part in pipeline.normalizers:
         marks_spaces = part["type"] == "Replace" and (part["pattern"], part["content"]) == ({"String": " "}, "▁")
         if not marks_spaces and part["type"] not in ("ByteLevel", "Prepend"):
@@ -149,15 +152,8 @@ def _kind(spelled: bytes, pipeline: _Pipeline) -> _Kind:
 
 
 def _reader(pipeline: _Pipeline) -> Callable[[str], bytes]:
-    """From a token of the model's vocabulary to the bytes it stands for, or to more of them."""
+    """Return a function from a token to the bytes that it stands for, or to more of them."""
     if not pipeline.byte_level:
         return str.encode
-    table = {ord(c): byte for byte, c in enumerate(_byte_characters())}
+    table = {ord(c): byte for byte, c in enumerate(byte_characters())}
     return lambda token: token.translate(table).encode("latin-1", "replace")
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's character for each byte: its own where that is printable, else one from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,8 +1,14 @@
-"""A `.gguf` file presented as a Hugging Face checkpoint, so that one loader serves both.
+"""Read a `.gguf` file as a Hugging Face checkpoint, so that one loader serves both.
 
-Weights come back under their Hugging Face names, in Hugging Face's layout ([out, in]) and row order, dequantised. Only
-the rows asked for are dequantised: blocks lie along a row, so picking an expert, putting rows back in order and slicing
-rows are all done on the packed bytes.
+Weights are returned under their Hugging Face names, in Hugging Face's layout ([out, in]) and row order, dequantised.
+Only the rows asked for are dequantised: blocks lie along a row, so that choosing an expert, reordering rows and slicing
+rows are done on the packed bytes.
+
+What llama.cpp's converter changed is undone:
+- llama, smollm3 and granite: the rows of q and k are reordered within each head, because llama.cpp rotates
+  neighbouring pairs where Hugging Face rotates the two halves. (It rotates qwen, gemma and olmo2 in halves too.)
+- gemma: 1 is added to every norm's weight, so that llama.cpp can use a plain RMS norm.
+- mixture of experts: the experts' matrices are stacked, [E, out, in]; Hugging Face has one tensor per expert.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from dovetail.core.errors import MissingPackageError, UserError
+from dovetail.core.errors import CheckpointError, MissingPackageError
 from dovetail.io.gguf_config import hf_config
 from dovetail.io.gguf_file import GgufFile
 
@@ -33,7 +39,7 @@ _CHUNK = 1 << 22
 
 
 class GgufCheckpoint:
-    """The weights, config and tokenizer of one `.gguf` file."""
+    """Read the weights, config and tokenizer of one `.gguf` file."""
 
     def __init__(self, path: str | Path):
         if importlib.util.find_spec("gguf") is None:
@@ -44,15 +50,15 @@ class GgufCheckpoint:
         self._sources = stored_weights(self._file, self.config)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """HF name -> (shape, dtype), without reading a weight."""
+        """Return (shape, dtype) by Hugging Face name, without reading a weight."""
         return {name: self._describe(source) for name, source in self._sources.items()}
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """One weight, or the part of it that `index` (one slice per dimension) cuts out; it may be a read-only view."""
+        """Return one weight, or the part of it at `index` (one slice per dimension); it may be a read-only view."""
         source = self._source(name)
         shape, _ = self._describe(source)
         if len(index) > len(shape):
-            raise UserError(f"{self.path}: {name} has shape {shape}; it was indexed with {len(index)} slices.")
+            raise CheckpointError(f"{self.path}: {name} has shape {shape}; it was indexed with {len(index)} slices.")
         kind, raw = self._file.tensors[source.tensor].type, self._file.raw(source.tensor)
         if source.expert is not None:
             raw = raw[source.expert]
@@ -62,14 +68,14 @@ class GgufCheckpoint:
         return _without(_decode(rows, kind)[(slice(None), *index[1:])], source.added)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer and chat template that the metadata describes."""
+        """Return the tokenizer and chat template of the metadata."""
         from dovetail.io.gguf_tokenizer import tokenizer
 
         return tokenizer(self._file)
 
     def _source(self, name: str) -> StoredWeight:
         if name not in self._sources:
-            raise UserError(f"{self.path} holds no weight named {name!r}; `tensors()` lists the names it has.")
+            raise CheckpointError(f"{self.path} holds no weight named {name!r}; `tensors()` lists the names it has.")
         return self._sources[name]
 
     def _describe(self, source: StoredWeight) -> tuple[tuple[int, ...], np.dtype]:
@@ -87,7 +93,7 @@ def _hf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _decode(rows: np.ndarray, kind: str) -> np.ndarray:
-    """Packed bytes [rows, row bytes] -> values [rows, columns]."""
+    """Decode packed bytes [rows, row bytes] to values [rows, columns]."""
     if kind in _PLAIN:
         return rows.view(_PLAIN[kind])
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -139,7 +145,7 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Where a weight lies in the file, and what to undo when reading it."""
+    """Say where a weight lies in the file, and what to undo when reading it."""
 
     tensor: str
     expert: int | None = None  # which slice of a stacked [E, out, in] tensor
@@ -148,12 +154,12 @@ class StoredWeight:
 
 
 def stored_weights(file: GgufFile, config: dict[str, Any]) -> dict[str, StoredWeight]:
-    """HF name -> StoredWeight for every weight in the file; a tensor that no name claims is an error."""
+    """Return the StoredWeight of every weight in the file by Hugging Face name; refuse a tensor without a name."""
     found = {name: source for name, source in _candidates(file, config) if source.tensor in file.tensors}
     claimed = {source.tensor for source in found.values()}
     for tensor in file.tensors:
         if tensor not in claimed and not _NOT_WEIGHTS.fullmatch(tensor):
-            raise UserError(
+            raise CheckpointError(
                 f"{file.path}: tensor {tensor!r} has no place in a {config['model_type']} model; without it the model "
                 f"would compute something else."
             )

@@ -1,7 +1,7 @@
-"""A `.gguf` file's metadata as the dict that Hugging Face keeps in `config.json`.
+"""Turn a `.gguf` file's metadata into the dict that Hugging Face keeps in `config.json`.
 
-Where the file lacks a number because llama.cpp has it in its source (gemma's layer pattern, SmolLM3's layers
-without rotary positions), the same number is written out here. A setting that a family's config cannot say is refused.
+Numbers that llama.cpp has in its source instead of the file (gemma's layer pattern, SmolLM3's layers without rotary
+positions) are written here. A setting that a family's config cannot express is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.io.gguf_file import GgufFile
 from dovetail.io.gguf_tokenizer import special_ids
 
@@ -46,7 +46,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 class _Keys:
-    """The metadata of one architecture, by the part of the key after its name."""
+    """Look up the metadata of one architecture by the part of the key after its name."""
 
     def __init__(self, file: GgufFile, arch: str):
         self.file, self.arch = file, arch
@@ -56,13 +56,15 @@ class _Keys:
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
-            raise UserError(f"{self.file.path}: {self.arch}.{key} differs between layers, which is not supported.")
+            raise CheckpointError(
+                f"{self.file.path}: {self.arch}.{key} differs between layers, which is not supported."
+            )
         return value
 
     def need(self, key: str, default: float | None = None, kind: type = int) -> Any:
         value = self.get(key, default)
         if not isinstance(value, kind) or value <= 0:
-            raise UserError(
+            raise CheckpointError(
                 f"{self.file.path}: a positive {kind.__name__} was expected as {self.arch}.{key}, and {value!r} came; "
                 f"convert the model again."
             )
@@ -70,6 +72,7 @@ class _Keys:
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
+    """Return the config of the file as Hugging Face has it."""
     arch, model_type, class_name = _family(file)
     keys = _Keys(file, arch)
     _refuse_reserved(keys, model_type)
@@ -84,13 +87,15 @@ def _family(file: GgufFile) -> tuple[str, str, str]:
     arch = file.metadata.get("general.architecture")
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
-        raise UserError(f"{file.path} holds a GGUF of type {kind!r}; a whole model was expected.")
+        raise CheckpointError(f"{file.path} holds a GGUF of type {kind!r}; a whole model was expected.")
     if not isinstance(arch, str) or arch not in FAMILIES:
-        raise UserError(
+        raise CheckpointError(
             f"{file.path} is of architecture {arch!r}, which is not supported; these are: {', '.join(FAMILIES)}."
         )
     if arch == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
-        raise UserError(f"{file.path} is OLMo 3 (olmo2 with a sliding window), which is not supported; OLMo 2 is.")
+        raise CheckpointError(
+            f"{file.path} is OLMo 3 (olmo2 with a sliding window), which is not supported; OLMo 2 is."
+        )
     mixtral = arch == "llama" and file.metadata.get("llama.expert_count")
     model_type, class_name = _MIXTRAL if mixtral else FAMILIES[arch]
     return arch, model_type, class_name
@@ -99,17 +104,19 @@ def _family(file: GgufFile) -> tuple[str, str, str]:
 def _refuse_reserved(keys: _Keys, model_type: str) -> None:
     for key, families in _RESERVED.items():
         if model_type not in families and keys.file.metadata.get(f"{keys.arch}.{key}"):
-            raise UserError(f"{keys.file.path} sets {keys.arch}.{key}, which a {model_type} model has no place for.")
+            raise CheckpointError(
+                f"{keys.file.path} sets {keys.arch}.{key}, which a {model_type} model has no place for."
+            )
 
 
 def _common(keys: _Keys) -> dict[str, Any]:
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
     embedding = keys.file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UserError(f"{keys.file.path} has no tensor 'token_embd.weight'; it is not a whole language model.")
+        raise CheckpointError(f"{keys.file.path} has no tensor 'token_embd.weight'; it is not a whole language model.")
     layers = keys.need("block_count")
     if layers > len(keys.file.tensors):  # a damaged number would have us list billions of names
-        raise UserError(f"{keys.file.path} claims {layers} layers and has {len(keys.file.tensors)} tensors.")
+        raise CheckpointError(f"{keys.file.path} claims {layers} layers and has {len(keys.file.tensors)} tensors.")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -130,7 +137,7 @@ def _head_dim(keys: _Keys, default: int) -> int:
     for key in ("attention.value_length", "rope.dimension_count"):
         other = keys.get(key, size)
         if other != size:
-            raise UserError(
+            raise CheckpointError(
                 f"{keys.file.path}: {keys.arch}.{key} is {other} and a head has {size} dimensions; they must be equal."
             )
     return size
@@ -153,7 +160,9 @@ def _rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
     scaling = _scaling_from_keys(keys)
     if "rope_freqs.weight" in keys.file.tensors:
         if scaling:
-            raise UserError(f"{keys.file.path} has both rope_freqs.weight and {scaling['rope_type']} rope scaling.")
+            raise CheckpointError(
+                f"{keys.file.path} has both rope_freqs.weight and {scaling['rope_type']} rope scaling."
+            )
         scaling = _scaling_from_factors(keys.file, theta, config["head_dim"])
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -166,7 +175,7 @@ def _scaling_from_keys(keys: _Keys) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn" or keys.get("rope.scaling.yarn_log_multiplier"):
-        raise UserError(
+        raise CheckpointError(
             f"{keys.file.path}: rope scaling {kind!r} (with its settings) is not supported; linear and plain yarn are."
         )
     optional = {
@@ -183,11 +192,11 @@ def _scaling_from_keys(keys: _Keys) -> dict[str, Any] | None:
 
 
 def _scaling_from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3's scaling reaches GGUF only as its result, a divisor for each frequency; find the settings behind it."""
+    """Find the settings of Llama 3's scaling, of which GGUF has only the resulting divisor of each frequency."""
     stored = file.raw("rope_freqs.weight").view(np.float32)
     factor = round(float(stored.max(initial=1.0)), 4)
     if stored.shape != (head_dim // 2,) or not np.allclose(stored, _llama3_factors(theta, head_dim, factor), rtol=1e-4):
-        raise UserError(
+        raise CheckpointError(
             f"{file.path}: rope_freqs.weight is not Llama 3's scaling (low 1, high 4, original context 8192), the only "
             f"one supported; its largest factor is {factor}."
         )
@@ -195,7 +204,7 @@ def _scaling_from_factors(file: GgufFile, theta: float, head_dim: int) -> dict[s
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray:
-    """1 for short wavelengths, `factor` for long ones, and a smooth way between (in 1 / factor)."""
+    """Return 1 for short wavelengths, `factor` for long ones, and an interpolation between them (in 1 / factor)."""
     low, high, context = (_LLAMA3_ROPE[key] for key in _LLAMA3_ROPE)
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     share = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
@@ -225,7 +234,7 @@ def _qwen3_moe(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(keys: _Keys, config: dict[str, Any], every: int, window: int | None) -> dict[str, Any]:
-    """Every `every`-th layer sees everything, the others the last `window` positions."""
+    """Add Gemma's layer pattern: every `every`-th layer is global, the others attend to the last `window` positions."""
     layers = config["num_hidden_layers"]
     scalar = config["head_dim"]
     if keys.get("attention.scale"):

@@ -1,7 +1,7 @@
-"""The bytes of a `.gguf` file: its metadata, its table of tensors, and one tensor's raw rows by memory map.
+"""Read the bytes of a `.gguf` file: its metadata, its table of tensors, and a tensor's raw rows by memory map.
 
-The `gguf` package has a reader of its own, but it makes several numpy views for every token of the vocabulary (seconds
-for a small model, where this takes milliseconds) and meets a damaged file with a numpy traceback.
+The `gguf` package has its own reader, but it makes several numpy views for every token of the vocabulary (seconds for a
+small model, where this takes milliseconds) and raises a numpy traceback for a damaged file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -31,7 +31,7 @@ _SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One line of the tensor table. `shape` is row-major, [out, in]: GGUF itself writes it reversed."""
+    """Describe one tensor. `shape` is row-major, [out, in]: GGUF itself writes it reversed."""
 
     name: str
     type: str
@@ -41,11 +41,12 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the tensor."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 class GgufFile:
-    """`metadata`, `tensors`, and `raw(name)`; every error is a ValueError that names the file."""
+    """Hold `metadata`, `tensors` and `raw(name)`; every error is a CheckpointError that names the file."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -64,7 +65,7 @@ class GgufFile:
         self._check(table)
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes, uint8 [..., row_bytes]: a read-only view of the file. Quantised blocks lie along a row."""
+        """Return the stored bytes, uint8 [..., row_bytes], as a read-only view; quantised blocks lie along a row."""
         info = self.tensors[name]
         start = self._start + info.offset
         return self._data[start : start + info.nbytes].reshape(*info.shape[:-1], info.row_bytes)
@@ -72,21 +73,21 @@ class GgufFile:
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(value, int) or value <= 0 or value & (value - 1):
-            raise UserError(f"{self.path}: general.alignment must be a power of two; it is {value!r}.")
+            raise CheckpointError(f"{self.path}: general.alignment must be a power of two; it is {value!r}.")
         return value
 
     def _check(self, table: list[TensorInfo]) -> None:
         if len(self.tensors) != len(table):
-            raise UserError(f"{self.path}: two tensors in it share one name; the file is damaged.")
+            raise CheckpointError(f"{self.path}: two tensors in it share one name; the file is damaged.")
         for info in table:
             end = self._start + info.offset + info.nbytes
             if end > len(self._data):
-                raise UserError(
+                raise CheckpointError(
                     f"{self.path} is truncated: tensor {info.name!r} ends at byte {end} and the file has "
                     f"{len(self._data)}. Download it again."
                 )
         if self.metadata.get("split.count", 1) not in (0, 1):
-            raise UserError(
+            raise CheckpointError(
                 f"{self.path} is one of {self.metadata['split.count']} shards; join them first with "
                 f"`llama-gguf-split --merge`."
             )
@@ -97,17 +98,21 @@ def _map(path: Path) -> np.ndarray:
         magic = file.read(len(MAGIC))
     if magic != MAGIC:
         came = f"it begins with {magic!r}" if magic else "it is empty"
-        raise UserError(f"{path} is not a GGUF file: {came}, where {MAGIC!r} was expected.")
+        raise CheckpointError(f"{path} is not a GGUF file: {came}, where {MAGIC!r} was expected.")
     return np.memmap(path, mode="r")
 
 
 def _check_version(path: Path, version: int) -> None:
     # A version is a small number: when its low half is empty the bytes are in the other order.
     if version and not version & 0xFFFF:
-        raise UserError(f"{path} is a big-endian GGUF file; convert it to little-endian with `gguf-convert-endian`.")
+        raise CheckpointError(
+            f"{path} is a big-endian GGUF file; convert it to little-endian with `gguf-convert-endian`."
+        )
     if version not in VERSIONS:
         expected = " or ".join(map(str, VERSIONS))
-        raise UserError(f"{path} is GGUF version {version}; version {expected} was expected. Convert the model again.")
+        raise CheckpointError(
+            f"{path} is GGUF version {version}; version {expected} was expected. Convert the model again."
+        )
 
 
 def _align(position: int, alignment: int) -> int:
@@ -115,7 +120,7 @@ def _align(position: int, alignment: int) -> int:
 
 
 class _Cursor:
-    """Walks the header; a read past the end says that the file is truncated."""
+    """Walk the header; a read past the end means that the file is truncated."""
 
     def __init__(self, data: np.ndarray, path: Path, at: int):
         self.bytes, self.path, self.at = data.data, path, at
@@ -123,7 +128,7 @@ class _Cursor:
     def take(self, size: int) -> memoryview:
         end = self.at + size
         if end > len(self.bytes):
-            raise UserError(
+            raise CheckpointError(
                 f"{self.path} is truncated: its header runs past the end, at byte {len(self.bytes)}. Download it again."
             )
         piece = self.bytes[self.at : end]
@@ -141,7 +146,9 @@ class _Cursor:
         try:
             return str(self.take(self.u64()), "utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.path}: the text at byte {start} is not UTF-8; the file is damaged.") from error
+            raise CheckpointError(
+                f"{self.path}: the text at byte {start} is not UTF-8; the file is damaged."
+            ) from error
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -159,7 +166,7 @@ class _Cursor:
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         if kind not in _SCALARS:
-            raise UserError(f"{self.path}: a metadata value near byte {self.at} has the unknown type {kind}.")
+            raise CheckpointError(f"{self.path}: a metadata value near byte {self.at} has the unknown type {kind}.")
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
@@ -167,27 +174,27 @@ class _Cursor:
 def _tensor_info(cursor: _Cursor) -> TensorInfo:
     name, dims = cursor.text(), cursor.u32()
     if not 1 <= dims <= MAX_DIMS:
-        raise UserError(f"{cursor.path}: tensor {name!r} has {dims} dimensions; 1 to {MAX_DIMS} were expected.")
+        raise CheckpointError(f"{cursor.path}: tensor {name!r} has {dims} dimensions; 1 to {MAX_DIMS} were expected.")
     shape = tuple(cursor.u64() for _ in range(dims))[::-1]
     kind, offset = cursor.u32(), cursor.u64()
     type_name, block, block_bytes = _quant(cursor.path, name, kind)
     if 0 in shape:
-        raise UserError(f"{cursor.path}: tensor {name!r} has the empty shape {shape}; the file is damaged.")
+        raise CheckpointError(f"{cursor.path}: tensor {name!r} has the empty shape {shape}; the file is damaged.")
     if shape[-1] % block:
-        raise UserError(
+        raise CheckpointError(
             f"{cursor.path}: a row of tensor {name!r} has {shape[-1]} values; {type_name} needs a multiple of {block}."
         )
     return TensorInfo(name, type_name, shape, shape[-1] // block * block_bytes, offset)
 
 
 def _quant(path: Path, tensor: str, kind: int) -> tuple[str, int, int]:
-    """A type's name, and the number of values and bytes in one of its blocks."""
+    """Return a type's name, and the number of values and bytes of one of its blocks."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     known = {int(each): each.name for each in GGMLQuantizationType}
     name = known.get(kind, f"number {kind}")
     if name not in QUANT_TYPES:
-        raise UserError(
+        raise CheckpointError(
             f"{path}: tensor {tensor!r} is stored as {name}, which is not supported; take a file of one of these "
             f"types: {', '.join(QUANT_TYPES)}."
         )

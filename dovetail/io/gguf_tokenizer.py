@@ -1,8 +1,8 @@
-"""The tokenizer inside a `.gguf` file: its metadata turned into a `tokenizers` pipeline.
+"""Build a `tokenizers` pipeline from the metadata of a `.gguf` file.
 
-There are two kinds. "gpt2" is byte-level BPE with a list of merges; how text is cut into words beforehand is given by a
-name (`tokenizer.ggml.pre`) alone, so the patterns behind the names are here. "llama" is SentencePiece BPE: scores in
-place of merges, spaces written as U+2581, and bytes for what the vocabulary lacks.
+There are two kinds. "gpt2" is byte-level BPE with a list of merges; how text is split into words before is given only
+by a name (`tokenizer.ggml.pre`), so the patterns of the names are here. "llama" is SentencePiece BPE: scores instead of
+merges, spaces written as U+2581, and bytes for what the vocabulary lacks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.io.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class _Words:
-    """One way of cutting text: each pattern cuts what the one before it left."""
+    """Describe a way to split text: each pattern splits what the one before it left."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False  # a word that is in the vocabulary is taken as it is, whatever the merges say
@@ -65,7 +65,7 @@ _WORDS_BY_NAME = {
 
 
 def tokenizer(file: GgufFile) -> Tokenizer:
-    """Dovetail's Tokenizer, with the file's special tokens and chat template."""
+    """Return the Tokenizer with the file's special tokens and chat template."""
     from dovetail.io.tokenizer import Tokenizer
 
     kind, tokens = file.metadata.get("tokenizer.ggml.model"), _list(file, "tokens")
@@ -75,7 +75,7 @@ def tokenizer(file: GgufFile) -> Tokenizer:
     elif kind in ("llama", "gemma"):
         made, add_bos = _sentencepiece(file, tokens), True
     else:
-        raise UserError(f"{file.path} has a tokenizer of kind {kind!r}; gpt2 and llama are supported.")
+        raise CheckpointError(f"{file.path} has a tokenizer of kind {kind!r}; gpt2 and llama are supported.")
     made.add_tokens(_added(tokens, _list(file, "token_type")))
     ids = special_ids(file.metadata)
     bos, pad, unk = (_token(tokens, ids.get(f"{name}_token_id")) for name in ("bos", "pad", "unk"))
@@ -94,14 +94,17 @@ def tokenizer(file: GgufFile) -> Tokenizer:
 
 
 def _templates(metadata: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name; the one without a name is the default."""
+    """Return chat templates by name; the one without a name is the default."""
     key = "tokenizer.chat_template"
     named = {name: metadata.get(f"{key}.{name}") for name in metadata.get("tokenizer.chat_templates", ())}
     return {name: text for name, text in ({"default": metadata.get(key)} | named).items() if text is not None}
 
 
 def special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
-    """bos, eos, pad and unk ids under config.json's names; eos is a list when a turn has an ending of its own."""
+    """Return the bos, eos, pad and unk ids under config.json's names.
+
+    Eos is a list if turns have their own end token.
+    """
     keys = {"bos": "bos", "pad": "padding", "unk": "unknown"}
     found = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     stops = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
@@ -127,19 +130,19 @@ def _token(tokens: list[str], index: int | None) -> str | None:
 
 
 def _list(file: GgufFile, key: str) -> list[Any]:
-    """One of the parallel lists that describe the vocabulary."""
+    """Return one of the parallel lists that describe the vocabulary."""
     value, tokens = file.metadata.get(f"tokenizer.ggml.{key}"), file.metadata.get("tokenizer.ggml.tokens", ())
     if not value:
-        raise UserError(f"{file.path} has no tokenizer.ggml.{key}: the tokenizer cannot be built from it.")
+        raise CheckpointError(f"{file.path} has no tokenizer.ggml.{key}: the tokenizer cannot be built from it.")
     if key != "merges" and len(value) != len(tokens):
-        raise UserError(f"{file.path}: tokenizer.ggml.{key} has {len(value)} entries for {len(tokens)} tokens.")
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.{key} has {len(value)} entries for {len(tokens)} tokens.")
     return value
 
 
 def _words(file: GgufFile) -> _Words:
     name = file.metadata.get("tokenizer.ggml.pre")
     if name not in _WORDS_BY_NAME:
-        raise UserError(
+        raise CheckpointError(
             f"{file.path}: tokenizer.ggml.pre is {name!r}, a way of cutting text into words that is not known here; "
             f"these are: {', '.join(_WORDS_BY_NAME)}."
         )
@@ -152,7 +155,7 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
 
 
 def _added(tokens: list[str], kinds: list[int]) -> list[Any]:
-    """Control tokens are special; user-defined ones are ordinary text that is never cut."""
+    """Return the added tokens: control tokens are special, user-defined ones are ordinary text that is never split."""
     from tokenizers import AddedToken
 
     return [
@@ -198,7 +201,10 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
 
 
 def _spaces(prefix: bool) -> Normalizer:
-    """The prefix goes before every stretch of text between special tokens, as llama.cpp does it."""
+    """Return the normalizer of spaces.
+
+    As in llama.cpp, the prefix precedes every piece of text between special tokens.
+    """
     from tokenizers import normalizers
 
     replace = normalizers.Replace(" ", _SPACE)
@@ -206,7 +212,7 @@ def _spaces(prefix: bool) -> Normalizer:
 
 
 def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: every way to halve a token, the best token first."""
+    """Return merges that join the neighbours whose union scores best: every split of a token, the best token first."""
     ids = {token: i for i, token in enumerate(tokens) if kinds[i] == _NORMAL}
     halves = [
         (-scores[i], ids[token[:cut]], ids[token[cut:]])

@@ -1,4 +1,4 @@
-"""Weights by Hugging Face's names, both ways, through the one table that models.spec carries."""
+"""Read and write weights under Hugging Face's names, through the one table that models.spec carries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.reporter import Progress
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, num_bytes
@@ -25,22 +25,26 @@ FLOATS = {np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dty
 
 
 class TensorSource(Protocol):
-    """Tensors under Hugging Face's names, wherever they come from."""
+    """Read tensors by Hugging Face's names."""
 
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]: ...
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return (shape, dtype) by name, without reading a tensor."""
+        ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor."""
+        ...
 
 
 class StoredPart:
-    """One of our weights in one stored tensor: `index` is its place in the weight's leading dim, or None."""
+    """Place one of our weights in one stored tensor; `index` is its index in the weight's leading dim, or None."""
 
     def __init__(self, path: str, spec: ParamSpec, index: int | None):
         self.path, self.spec, self.index = path, spec, index
 
 
 def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[StoredPart]]:
-    """Stored tensor name -> the parts of our weights that it holds; with `mtp`, those of models.mtp too."""
+    """Return the parts of our weights by stored tensor name; with `mtp`, those of models.mtp too."""
     table: dict[str, list[StoredPart]] = {}
     for path, leaf in leaves(_specs(cfg, mtp)):
         for i, name in enumerate(leaf.stored.names):
@@ -49,7 +53,7 @@ def name_table(cfg: ModelConfig, mtp: bool = False) -> dict[str, list[StoredPart
 
 
 def match_names(source: TensorSource, cfg: ModelConfig, where: str, mtp: bool = False) -> dict[str, str]:
-    """Our table's name -> the checkpoint's own. Every disagreement is listed in one error."""
+    """Return the checkpoint's own name for each name of our table; list every disagreement in one CheckpointError."""
     table, found = name_table(cfg, mtp), source.tensors()
     later = "|".join(str(i) for i in _mtp_layers(found, cfg))
     unused = [*family_of(cfg).unused, rf"model\.layers\.({later})\..*"]
@@ -74,7 +78,7 @@ def match_names(source: TensorSource, cfg: ModelConfig, where: str, mtp: bool = 
     problems += [("of another shape", wrong), ("stored twice", repeated), ("not plain floats", coded)]
     report = "; ".join(f"{kind}: {', '.join(items)}" for kind, items in problems if items)
     if report:
-        raise UserError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
+        raise CheckpointError(f"{where} does not fit its config ({cfg.family}, {len(cfg.layers)} layers). {report}")
     return names
 
 
@@ -88,10 +92,17 @@ def read_params(
     mtp: bool = False,
     convert: Callable[[str, ParamSpec, jax.Array], Any] | None = None,
 ) -> Params:
-    """The checkpoint's weights as (sharded) device arrays. At most one weight is held on the host at a time.
+    """Read a checkpoint's weights as (sharded) device arrays, holding at most one weight on the host at a time.
 
-    With `mtp` those of multi-token prediction too, under `mtp`; see `has_mtp`. `convert` is given each weight with its
-    path, and what it gives is kept in its place: so no more than one is there twice.
+    Args:
+        source: The checkpoint.
+        cfg: The model.
+        dtype: The type of the arrays.
+        where: The checkpoint's name, for errors.
+        placement: The mesh and its rules; None for one device.
+        progress: Called with a name, the bytes done and all bytes.
+        mtp: Also read the weights of multi-token prediction, under `mtp` (see `has_mtp`).
+        convert: Called with each path, spec and weight; its result replaces the weight, so that only one exists twice.
     """
     names, specs = match_names(source, cfg, where, mtp), _specs(cfg, mtp)
     treedef = jax.tree.structure(specs, is_leaf=is_spec)
@@ -113,8 +124,10 @@ def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dty
         return leaf.stored.cut(source.read(name)).reshape(shape)
 
     def fetch(index: Any) -> np.ndarray:
-        """A part of the weight, copied once: jax would alias the mapped file, which another process may still write.
-        Devices that hold the same part share it."""
+        """Return a part of the weight, shared by the devices that hold the same part.
+
+        It is copied once: jax would alias the mapped file, which another process may still write.
+        """
         if (key := str(index)) not in fetched:
             part = np.empty([len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True)], dtype)
             if len(stored) == 1:
@@ -132,7 +145,7 @@ def _read_leaf(source: TensorSource, leaf: ParamSpec, names: dict[str, str], dty
 
 
 def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(name, bytes, array) of every tensor of the checkpoint that holds these weights."""
+    """Yield (name, bytes, array) for every tensor of a checkpoint with these weights."""
     mtp = "mtp" in params
     flat = {path: array for (path, _), array in zip(leaves(_specs(cfg, mtp)), jax.tree.leaves(params), strict=True)}
     table = name_table(cfg, mtp)
@@ -150,7 +163,7 @@ def write_tensors(cfg: ModelConfig, params: Params) -> Iterator[tuple[str, int, 
 
 
 def stored_bytes(cfg: ModelConfig, params: Params) -> int:
-    """What write_tensors will give for these weights, in all."""
+    """Return the bytes that `write_tensors` yields for these weights."""
     mtp, dtype = "mtp" in params, params["embed"].dtype
     table = name_table(cfg, mtp)
     copied = (table[name][0].spec.size for name in _copies(cfg, mtp).values())
@@ -158,7 +171,7 @@ def stored_bytes(cfg: ModelConfig, params: Params) -> int:
 
 
 def has_mtp(source: TensorSource) -> bool:
-    """Whether the checkpoint has weights of multi-token prediction."""
+    """Return whether the checkpoint has weights of multi-token prediction."""
     return any(MTP.fullmatch(_text_tower(name)) for name in source.tensors())
 
 
@@ -171,14 +184,16 @@ def _copies(cfg: ModelConfig, mtp: bool) -> dict[str, str]:
 
 
 def _text_tower(name: str) -> str:
-    """A tensor's name without the prefix that models of text and images put before their text model's."""
+    """Return a tensor's name without the prefix of the text model in models of text and images."""
     name = re.sub(r"^language_model\.model\.|^model\.language_model\.(model\.)?", "model.", name)
     return re.sub(r"^language_model\.lm_head\.", "lm_head.", name)
 
 
 def _mtp_layers(found: Iterable[str], cfg: ModelConfig) -> set[int]:
-    """The numbers of the layers that predict later tokens, stored after the last: as many as the config says, and any
-    that has such a layer's projection."""
+    """Return the numbers of the layers that predict later tokens.
+
+    They are stored after the last layer: as many as the config says, and any that has such a layer's projection.
+    """
     last, count = len(cfg.layers), cfg.to_hf().get("num_nextn_predict_layers") or 0
     marked = {int(match[1]) for name in found if (match := MTP.fullmatch(_text_tower(name)))}
     return {*range(last, last + count), *(i for i in marked if i >= last)}

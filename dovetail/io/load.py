@@ -1,5 +1,4 @@
-"""dt.load: a folder, a hub id, a .gguf file or a catalogue name -> a model ready to use; convert: any of them to an
-Hugging Face folder."""
+"""Load models (`dt.load`) from a folder, a hub id, a .gguf file or a catalogue name, and convert them to HF folders."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.core.compute import Compute, compute_of
-from dovetail.core.errors import UserError
+from dovetail.core.errors import FileError, UnsupportedError, UserError
 from dovetail.core.files import umask
 from dovetail.core.mesh import Placement
 from dovetail.core.reporter import Progress
@@ -37,6 +36,8 @@ from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
 
 @dataclass
 class Model:
+    """Hold a loaded model: its config, weights, tokenizer and compute type."""
+
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer | None
@@ -45,10 +46,11 @@ class Model:
 
     @property
     def dtype(self) -> np.dtype:
+        """Return the dtype of the weights."""
         return self.params["embed"].dtype
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """[T, vocab] f32 of one sequence: a quick look, not the fast path."""
+        """Return the logits [T, vocab] f32 of one sequence, for inspection rather than speed."""
         count = len(token_ids)
         size = max(16, 1 << (count - 1).bit_length())  # few compiled shapes
         tokens = jnp.zeros((1, size), jnp.int32).at[0, :count].set(jnp.asarray(token_ids, jnp.int32))
@@ -56,15 +58,16 @@ class Model:
         return np.asarray(_logits(self.params, cfg, tokens, jnp.int32(count), self.compute)[0, :count])
 
     def generate(self, token_ids: Sequence[int], max_new_tokens: int) -> Iterator[int]:
+        """Yield greedily chosen tokens."""
         return greedy(self.params, self.config, token_ids, max_new_tokens, self.compute)
 
     def summary(self) -> list[tuple[str, str]]:
-        """Return rows of what was loaded, for a table."""
+        """Return rows that describe the loaded model, for a table."""
         return [*summary(self.config, self.dtype, self.compute), ("from", self.source)]
 
 
 def summary(cfg: ModelConfig, dtype: np.dtype, compute: Compute) -> list[tuple[str, str]]:
-    """Return rows of what a model is, with weights held in `dtype`, for a table."""
+    """Return rows that describe a model with weights of `dtype`, for a table."""
     return [
         ("family", cfg.family),
         ("layers", f"{len(cfg.layers)} of width {cfg.dim:,}"),
@@ -95,11 +98,23 @@ def load(
     progress: Progress | None = None,
     check: Callable[[ModelConfig], None] | None = None,
 ) -> Model:
-    """A model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
+    """Load a model from a Hugging Face folder, a hub id, a .gguf file or a catalogue name such as smollm2-135m.
 
-    dtype is bf16, f32, tf32 (f32 with an NVIDIA GPU's TF32 products) or f16, or a type that jax knows by such a name.
-    None: the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
-    `check` is called with the model's config before a weight is read.
+    Args:
+        x: The model.
+        dtype: bf16, f32, tf32 (f32 with an NVIDIA GPU's TF32 products) or f16, or a dtype that jax knows by such a
+            name. None
+            for the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
+        placement: The mesh and its rules; None for one device.
+        progress: Called with a name, the bytes done and all bytes.
+        check: Called with the model's config before a weight is read.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: The weights do not match the config.
+        UserError: There is no such model, or its architecture is not supported.
     """
     path = resolve(x, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
@@ -111,6 +126,7 @@ def load(
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | None]:
+    """Return the weights, the config and the tokenizer of a folder or a .gguf file, without reading a weight."""
     if path.suffix == ".gguf":
         from dovetail.io.gguf import GgufCheckpoint
 
@@ -129,11 +145,22 @@ def convert(
     progress: Progress | None = None,
     special_tokens: Sequence[str] = (),
 ) -> Path:
-    """Any source that `load` takes -> a Hugging Face folder. Written beside and renamed: never half there.
-    `special_tokens`: new ones to add to its vocabulary (see `add_special_tokens`)."""
+    """Convert any source that `load` takes to a Hugging Face folder, which appears complete or not at all.
+
+    Args:
+        src: The model.
+        dst: The folder, which must not exist or be empty.
+        dtype: The type of the weights; None for the checkpoint's own.
+        max_shard_bytes: The size of the largest safetensors file.
+        progress: Called with a name, the bytes done and all bytes.
+        special_tokens: Tokens to add to the vocabulary (see `add_special_tokens`).
+
+    Returns:
+        The folder.
+    """
     dst = Path(dst)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-        raise UserError(f"{dst} exists and is not an empty folder: choose another place or remove it")
+        raise FileError(f"{dst} exists and is not an empty folder: choose another folder or remove it", param="dst")
     path = resolve(src, progress)
     checkpoint, cfg, tokenizer = open_checkpoint(path)
     dtype = stored_dtype(checkpoint, cfg, str(path)) if dtype is None else _to_store(dtype)
@@ -148,7 +175,7 @@ def convert(
 def save(
     dst: str | Path, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, max_shard_bytes: int = 4 * 2**30
 ) -> None:
-    """A folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
+    """Write a folder that transformers loads: sharded safetensors, config, tokenizer and chat template."""
     dst = Path(dst)
     dst.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
@@ -178,11 +205,12 @@ def _own_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
 
 
 def own_dtype(stored: Any) -> Any:
-    """Return what weights that are stored in a type are computed in on this machine, where nothing else is asked."""
+    """Return the default compute dtype on this machine for weights that are stored in `stored`."""
     return jnp.float32 if jax.default_backend() == "cpu" else stored
 
 
 def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
+    """Return the dtype of a checkpoint's weights."""
     tensors = checkpoint.tensors()  # the model's own alone: not a table of integers or another tower beside them
     kinds = {jnp.dtype(tensors[name][1]) for name in match_names(checkpoint, cfg, where).values()}
     if jnp.dtype(jnp.bfloat16) in kinds:
@@ -193,7 +221,7 @@ def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
 def _to_store(asked: Any) -> Any:
     compute = compute_of(asked)
     if compute.name == "tf32":
-        raise UserError("dtype 'tf32' is a way to multiply f32 weights, not to store them: ask for f32")
+        raise UserError("dtype 'tf32' is a precision of products, not a storage type: use f32", param="dtype")
     return compute.dtype
 
 
@@ -206,11 +234,15 @@ def _heads(cfg: ModelConfig) -> str:
 def add_special_tokens(
     cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None, tokens: Sequence[str]
 ) -> tuple[ModelConfig, Params, Tokenizer]:
-    """Return the model with these tokens. Rows that a padded vocabulary has to spare are used first."""
+    """Return the model with new special tokens: in its tokenizer, and as rows of its embeddings and head.
+
+    A new row is the mean of the existing ones, as in transformers' `resize_token_embeddings`: the model knows nothing
+    of the token, and expects it as rarely as any other. Unused rows of a padded vocabulary are used first.
+    """
     if tokenizer is None:
-        raise UserError("special tokens are added to a tokenizer, and the model has none: add a tokenizer.json")
+        raise UserError("the model has no tokenizer to add special tokens to: add a tokenizer.json")
     if "per_layer" in params:
-        raise UserError("special tokens cannot be added to a model with embeddings for each layer")
+        raise UnsupportedError("special tokens cannot be added to a model with per-layer embeddings")
     before, grown = tokenizer.vocab_size, tokenizer.with_special_tokens(tokens)
     vocab = max(cfg.vocab, grown.vocab_size)
     cfg = parse_config(_resized(cfg, vocab), "the model with more tokens") if vocab > cfg.vocab else cfg
@@ -226,7 +258,7 @@ def _resized(cfg: ModelConfig, vocab: int) -> dict:
 
 
 def _with_rows(table_VD: jnp.ndarray, known: int, vocab: int) -> jnp.ndarray:
-    """Rows from `known` on are new."""
+    """Return the table with rows from `known` on replaced by the mean."""
     known = min(known, len(table_VD))
     mean = table_VD[:known].astype(jnp.float32).mean(0).astype(table_VD.dtype)
     return jnp.concatenate([table_VD[:known], jnp.broadcast_to(mean, (vocab - known, len(mean)))])

@@ -1,7 +1,12 @@
-"""What a checkpoint holds: the file written into it last, whose presence says that it is whole.
+"""Describe the contents of a checkpoint in a manifest, the last file written.
+
+Its presence means the checkpoint is complete.
 
 It has the caller's `meta`, the shape, dtype and digest of each array, and the size of each file, under a seal (a hash
-of all that) which shows damage to the manifest itself.
+of all that), which shows damage to the manifest itself.
+
+A digest is taken on the device, and is the same for every layout over a mesh. Digests of saved and restored arrays are
+compared, so that a bit that flips in a file, on the network or in host memory is detected without reading a file twice.
 """
 
 from __future__ import annotations
@@ -15,21 +20,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dovetail.core.errors import CheckpointError, FileError
+
 NAME = "manifest.json"
 VERSION = 1
 UNSIZED = ("_CHECKPOINT_METADATA", "commit_success.txt", NAME)  # Orbax writes the first two once more after us
 
 
-class Damaged(OSError):
-    """A checkpoint that is not what was written."""
+class Damaged(FileError):
+    """Report a checkpoint that is not what was written."""
 
 
-class NotOurs(ValueError):
-    """A checkpoint of another model, or of another format: a mistake to report, and no damage to step over."""
+class NotOurs(CheckpointError):
+    """Report a checkpoint of another model or format, which is an error of the user and no damage."""
 
 
 @dataclass(frozen=True)
 class Leaf:
+    """Describe one array."""
+
     shape: tuple[int, ...]
     dtype: str
     digest: int
@@ -40,25 +49,28 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Manifest:
+    """Describe the contents of a checkpoint."""
+
     step: int
     meta: dict[str, Any]
     leaves: dict[str, Leaf]
     files: dict[str, int]  # the path within the folder -> bytes
 
     def write(self, folder: Any) -> None:
+        """Write the manifest into a folder."""
         body = asdict(self) | {"version": VERSION}
         text = json.dumps(body | {"seal": _seal(body)})
         (folder / NAME).write_text(text)
 
     def check_files(self, folder: Any) -> None:
-        """A cut or missing file is found here, before gigabytes of the others are read."""
+        """Raise Damaged for a truncated or missing file, before gigabytes of the others are read."""
         there = sizes(folder)
         for name, size in self.files.items():
             if there.get(name) != size:
                 raise Damaged(f"{name} has {there.get(name, 'no')} bytes, and {size} were written")
 
     def check_target(self, target: dict[str, Any]) -> None:
-        """That the caller's arrays are the ones in here."""
+        """Raise NotOurs unless the caller's arrays are the ones in the checkpoint."""
         for name in sorted(self.leaves.keys() ^ target.keys()):
             where, other = ("the checkpoint", "this run") if name in self.leaves else ("this run", "the checkpoint")
             raise NotOurs(_not_ours(self.step, f"{where} has {name} and {other} does not"))
@@ -68,6 +80,7 @@ class Manifest:
                 raise NotOurs(_not_ours(self.step, f"{name} is {leaf} in the checkpoint and {wanted} in this run"))
 
     def check_arrays(self, arrays: dict[str, jax.Array]) -> None:
+        """Raise Damaged unless the arrays have the digests that were saved."""
         # One after the other: programs with collectives that run at once can starve each other on XLA's CPU threads.
         wrong = [name for name, array in arrays.items() if int(digest(array)) != self.leaves[name].digest]
         if wrong:
@@ -76,6 +89,7 @@ class Manifest:
 
 
 def read(folder: Any) -> Manifest:
+    """Read the manifest of a folder; raise Damaged, or NotOurs for another format."""
     try:
         body = json.loads((folder / NAME).read_text())
         seal, version = body.pop("seal"), body["version"]
@@ -90,7 +104,7 @@ def read(folder: Any) -> Manifest:
 
 
 def sizes(folder: Any, within: str = "") -> dict[str, int]:
-    """The bytes of every file below `folder`, but for those that change after the manifest is written."""
+    """Return the bytes of every file below `folder`, except those that change after the manifest is written."""
     found: dict[str, int] = {}
     for path in folder.iterdir():  # folder by folder: paths that may lie in a bucket have no recursive glob
         if path.is_dir():
@@ -115,7 +129,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def words(x: jax.Array) -> jax.Array:
-    """The bit patterns of x's elements as uint32; elements of 8 bytes give a last dim of 2."""
+    """Return the bit patterns of x's elements as uint32; elements of 8 bytes give a last dim of 2."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     width = _UNSIGNED.get(x.dtype.itemsize, jnp.uint32)
@@ -124,10 +138,10 @@ def words(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def digest(x: jax.Array) -> jax.Array:
-    """[] uint32: the sum, modulo 2**32, of every word times an odd number made from its place.
+    """Return the sum [] uint32, modulo 2**32, of every word times an odd number that depends on its index.
 
-    An odd factor has an inverse, so that a change of one word always shows; the place in the factor shows words that
-    changed places. Other damage goes unseen once in 2**32 times.
+    An odd factor has an inverse, so that a change of one word always shows; the index in the factor shows words that
+    changed places. Other damage goes undetected once in 2**32 times.
     """
     bits = words(x)
     place = jnp.zeros(bits.shape, jnp.uint32)

@@ -1,4 +1,4 @@
-"""Orbax writes the arrays; this adds the manifest as the last file, and keeps a failed write from stopping the run.
+"""Add the manifest to Orbax's write as the last file, and keep a failed write from stopping the run.
 
 Orbax's order of one save: each process writes its shards (a future), all meet at a barrier, process 0 calls `finalize`
 and renames the folder from its temporary name, all meet again. A process that raised in between would leave the others
@@ -26,6 +26,8 @@ Seal = Callable[[Any], None]  # writes the manifest into a folder whose arrays a
 
 
 class Writer(ocp.PyTreeCheckpointHandler):
+    """Write arrays, then the manifest; note a failure in `problem`."""
+
     def __init__(self) -> None:
         # Measured on 256 MiB of f32 weights: compression saves 8% of the bytes and costs 7 times the processor time.
         super().__init__(use_compression=False)
@@ -34,15 +36,17 @@ class Writer(ocp.PyTreeCheckpointHandler):
         self.problem: Exception | None = None
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Start the write, and note failures instead of raising them."""
         futures = await super().async_save(directory, *args, **kwargs) or []
         return [_Noted(self, future.result) for future in futures] + [_Noted(self, lambda _: self._mark(directory))]
 
     def _mark(self, directory: Any) -> None:
-        """Tells process 0 that this process's shards are written."""
+        """Tell process 0 that this process's shards are written."""
         if self.problem is None:
             _marker(directory, jax.process_index()).write_text("")
 
     def finalize(self, directory: Any) -> None:
+        """Write the manifest if every process has written its shards; else empty the folder."""
         try:
             if self.problem is None:
                 self._finish(directory)
@@ -63,12 +67,12 @@ class Writer(ocp.PyTreeCheckpointHandler):
 @ocp.args.register_with_handler(Writer, for_save=True, for_restore=True)
 @dataclass
 class Arrays(ocp.args.PyTreeSave):
-    """What to save. Orbax finds the handler of a save by the type of its argument."""
+    """Hold what to save; Orbax finds the handler of a save by the type of its argument."""
 
 
 @dataclass
 class _Noted:
-    """A future of Orbax's protocol whose failure is noted in the writer."""
+    """Wrap a future of Orbax's protocol so that its failure is noted in the writer."""
 
     writer: Writer
     work: Callable[[float | None], Any]
@@ -80,7 +84,7 @@ class _Noted:
             self.writer.problem = self.writer.problem or error
 
     def cancel(self) -> None:
-        """Writes under way are not stopped: the folder without a manifest is removed later."""
+        """Do nothing: the folder without a manifest is removed later."""
 
 
 def _marker(directory: Any, process: int) -> Any:
@@ -100,8 +104,10 @@ def _empty(directory: Any) -> None:
 
 @cache
 def _hush() -> None:
-    """Each array of a failed write is reported with a traceback: by Orbax's log, by the event loops that it leaves, and
-    by tensorstore, which calls one that is closed by then. The failure itself reaches the user as one sentence."""
+    """Silence tracebacks of each array of a failed write; the failure itself reaches the user as one sentence.
+
+    They come from Orbax's log, from the event loops that it leaves, and from tensorstore, which calls a closed one.
+    """
     for name, text in (("absl", "_SignalingThread.run() raised"), ("asyncio", "exception was never retrieved")):
         logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
     before = sys.unraisablehook

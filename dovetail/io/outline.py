@@ -1,4 +1,4 @@
-"""The one resolver of a model's architecture, without its weights: for training, `plan`, `info` and `compile`."""
+"""Find a model's architecture without its weights, for training, `plan`, `info` and `compile`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from dovetail.models.registry import read_config, read_model, shipped_models, sh
 
 
 def outline(x: str) -> tuple[ModelConfig, Any]:
-    """Return the config of a model and the type of its weights; no weight is read. `x`: as for `config_of`.
+    """Return the config of a model and the dtype of its weights, without reading a weight.
 
-    The type is None where there is only a config, and that names none.
+    The dtype is None if there is only a config, and it names none.
+
+    Args:
+        x: The model, as for `config_of`.
     """
     path = local(x)
     if path and (path.suffix == ".gguf" or any(path.glob("*.safetensors"))):
@@ -28,8 +31,11 @@ def outline(x: str) -> tuple[ModelConfig, Any]:
 
 
 def config_of(x: str) -> ModelConfig:
-    """Return the config of a model: of a folder, a .gguf file or a config.json here, else of a shipped architecture, a
-    catalogue name or a hub id, of which the config.json alone is fetched."""
+    """Return the config of a model.
+
+    It is that of a local folder, .gguf file or config.json, or of a shipped architecture, a catalogue name or a hub id,
+    of which only the config.json is fetched.
+    """
     if path := local(x):
         return open_checkpoint(path)[1] if path.suffix == ".gguf" else read_config(path)
     path, known = Path(x).expanduser(), (*shipped_models(), *shipped_shapes())
@@ -46,7 +52,7 @@ def config_of(x: str) -> ModelConfig:
 
 
 def servable(x: str) -> tuple[str, str]:
-    """Return what `dovetail serve` takes to serve a model that `outline` takes; empty, and why, if there is nothing."""
+    """Return the name under which `dovetail serve` serves a model of `outline`, or an empty name and why not."""
     path = Path(x).expanduser()
     if path.is_dir() or path.suffix == ".json":
         folder = path if path.is_dir() else path.parent

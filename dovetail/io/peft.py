@@ -1,10 +1,14 @@
-"""Adapters in PEFT's format, both ways: adapter_config.json and adapter_model.safetensors.
+"""Read and write adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 PEFT has one pair of matrices per module. Where a module holds several of our weights (a joined q, k and v), ours are
-written as one pair whose ranks lie side by side; a pair that PEFT made is cut by rows, and each part has all its ranks.
-Those of experts are in io.peft_experts; a pair per expert, as we once wrote them and PEFT did before transformers 5, is
-read too. The adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`; embeddings and
-head are in io.peft_outer.
+written as one pair with their ranks side by side; a pair that PEFT made is split by rows, and each part has all its
+ranks. Those of experts are in io.peft_experts; a pair per expert, as earlier versions and PEFT before transformers 5
+wrote them, is read too. Adapters of a reward model have its score beside them, whole, as PEFT's `modules_to_save`.
+
+PEFT's adapter of an embedding is transposed: `lora_embedding_A` [R, V] and `lora_embedding_B` [D, R] are our `lora_b`
+and `lora_a`. A tied head is one weight with the embeddings here, and two modules with the same update there.
+
+V vocabulary, D model dim, R rank.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.spec import ParamSpec, leaves
 from dovetail.core.types import Params
 from dovetail.io.adapter_folder import WEIGHTS
@@ -38,7 +42,15 @@ Flat = dict[str, dict[str, np.ndarray]]  # path of a weight -> its lora_a, lora_
 
 
 def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: Lora, base: str = "") -> None:
-    """`adapters` as models.lora declares them; `base` is the name of the model that they belong to."""
+    """Write an adapter as PEFT does.
+
+    Args:
+        folder: The adapter's folder.
+        cfg: The model.
+        adapters: The tree that models.lora declares.
+        lora: Its settings.
+        base: The name of the model that it belongs to.
+    """
     from safetensors.numpy import save
 
     folder = Path(folder)
@@ -65,14 +77,17 @@ def save_adapter(folder: str | Path, cfg: ModelConfig, adapters: Params, lora: L
 
 
 def _is_renamed(cfg: ModelConfig, module: str) -> bool:
-    """Whether PEFT takes a target of this name for the experts': it does in models whose checkpoints have tensors for
-    each expert and that transformers stacks, and its dense weights are then to be named as parameters."""
+    """Return whether PEFT would take a target of this name for the experts'.
+
+    It does so in models whose checkpoints have tensors for each expert and that transformers stacks; their dense
+    weights must be named as parameters.
+    """
     experts = any(layer.moe for layer in cfg.layers) and family_of(cfg).experts == "each"
     return experts and module.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
 
 
 def _module_tensors(parts: list[StoredPart], flat: Flat) -> tuple[dict[str, np.ndarray], int]:
-    """(PEFT's tensors of one module, their rank)."""
+    """Return PEFT's tensors of one module, and their rank."""
     pairs = [_of(flat[part.path]) for part in parts]
     rank = sum(down.shape[0] for down, _, _ in pairs)
     rows = parts[0].spec.stored.shape[0]
@@ -89,12 +104,12 @@ def _module_tensors(parts: list[StoredPart], flat: Flat) -> tuple[dict[str, np.n
 
 
 def _of(pair: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """(down [R, in], up [.., R], magnitude)."""
+    """Return (down [R, in], up [.., R], magnitude)."""
     return pair["lora_a"].reshape(pair["lora_a"].shape[0], -1), pair["lora_b"], pair.get("magnitude")
 
 
 def _rows(leaf: ParamSpec, tensor: np.ndarray) -> np.ndarray:
-    """The rows of a module's [out, n] that belong to one of our weights: a view."""
+    """Return the rows of a module's [out, n] that belong to one of our weights, as a view."""
     stored = leaf.stored
     view = (*stored.view[:-1], tensor.shape[-1]) if stored.view else tensor.shape
     return tensor.reshape(view)[stored.at[: len(view) - 1]]
@@ -104,8 +119,16 @@ def _rows(leaf: ParamSpec, tensor: np.ndarray) -> np.ndarray:
 
 
 def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> tuple[Lora, Params]:
-    """An adapter for this model; what each module says of its own scale is in its `up`. `score`: a reward model's may
-    come with it, as `score`."""
+    """Read an adapter for this model; scales of single modules are multiplied into their `lora_b`.
+
+    Args:
+        folder: The adapter's folder.
+        cfg: The model.
+        score: Whether a reward model's score may come with it, as `score`.
+
+    Returns:
+        The adapter's settings and its tree.
+    """
     folder = Path(folder)
     config = read_config(folder)
     stored = SafetensorFolder(folder)
@@ -116,33 +139,35 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     flat: Flat = take_stacked(stacks, found, config)
     names = {name.rpartition(".lora_")[0] for name in found}
     if unknown := sorted(names - set(modules)):
-        raise UserError(f"{folder} is an adapter for another model: this one has no module {unknown[0]}")
+        raise CheckpointError(f"{folder} is an adapter for another model: this one has no module {unknown[0]}")
     for module in sorted(names):
         pairs = [_read_part(config, module, part, found) for part in modules[module]]
         ranks = own_ranks([pair["lora_b"] for pair in pairs], config.lora.r)
         for part, pair, kept in zip(modules[module], pairs, ranks, strict=True):
             _add(flat, part, pair | {"lora_a": pair["lora_a"][kept], "lora_b": pair["lora_b"][..., kept]})
     if not flat and not own:
-        raise UserError(f"{folder}: the adapter has no weights")
+        raise CheckpointError(f"{folder}: the adapter has no weights")
     return _named(config, cfg, flat), _tree(flat, len(cfg.layers)) | own
 
 
 def _named(config: AdapterConfig, cfg: ModelConfig, flat: Flat) -> Lora:
-    """What the adapter says, with our names of the projections where it names parameters."""
+    """Return the adapter's settings, with our names of the projections if it names parameters."""
     if not config.said.get("target_parameters"):
         return config.lora
     modules = (leaf.stored.names[0].removesuffix(".weight") for path, leaf in leaves(spec(cfg)) if path in flat)
-    return replace(config.lora, targets=tuple(sorted({module.rpartition(".")[2] for module in modules})))
+    return replace(config.lora, target_modules=tuple(sorted({module.rpartition(".")[2] for module in modules})))
 
 
 def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wanted: bool) -> Params:
-    """The score of a reward model, taken out of what was found; nothing of another."""
+    """Take the score of a reward model out of the tensors, if there is one."""
     saved = {name.rpartition(".")[2] for name in said.get("modules_to_save") or []} - set(OUTER.values())
     own = {"score": found.pop(SCORE)} if SCORE in found else {}
     if saved and not (own and saved <= {"score", "classifier"}):  # the two that PEFT names for any classifier
-        raise UserError(f"{folder}: modules_to_save={sorted(saved)!r} is not supported; train the adapter without it")
+        raise CheckpointError(
+            f"{folder}: modules_to_save={sorted(saved)!r} is not supported; train the adapter without it"
+        )
     if own and not wanted:
-        raise UserError(
+        raise CheckpointError(
             f"{folder} is the adapter of a reward model, with a score of its own: write it into its model with "
             "`dovetail merge`, and use that"
         )
@@ -155,13 +180,13 @@ def _read_part(
     try:
         down, up = found[f"{module}.lora_A.weight"], found[f"{module}.lora_B.weight"]
     except KeyError as error:
-        raise UserError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
+        raise CheckpointError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
     leaf, rank = part.spec, down.shape[0]
     rows, columns = leaf.stored.shape[0], leaf.stored.shape[-1]
     parameter = f"{module}.weight"
     gain = config.gain(parameter if config.is_parameter(parameter) else module, rank, up.shape[1])
     if down.shape[1] != columns or up.shape[0] != rows:
-        raise UserError(
+        raise CheckpointError(
             f"{config.folder} is an adapter for another model: {module} is {up.shape[0]} x {down.shape[1]} there, and "
             f"{rows} x {columns} here"
         )
@@ -187,7 +212,7 @@ def _add(flat: Flat, part: StoredPart, pair: dict[str, np.ndarray]) -> None:
 
 
 def _modules(cfg: ModelConfig) -> dict[str, list[StoredPart]]:
-    """Hugging Face's module -> the parts of our weights that it holds; matrices alone."""
+    """Return the parts of our matrices by Hugging Face module."""
     table = {current_name(name): parts for name, parts in name_table(cfg).items() if name.endswith(".weight")}
     layers = {name: parts for name, parts in table.items() if parts[0].path.startswith("layers.")}
     return {
@@ -196,7 +221,7 @@ def _modules(cfg: ModelConfig) -> dict[str, list[StoredPart]]:
 
 
 def _parameters(modules: Iterable[str], stacks: list[Stack]) -> list[str]:
-    """All that can be adapted, by the names that `target_parameters` has."""
+    """Return everything that can be adapted, by the names in `target_parameters`."""
     return [*(stack.name for stack in stacks), *(f"{module}.weight" for module in modules)]
 
 
@@ -209,7 +234,7 @@ def _flat(adapters: Params) -> Flat:
 
 
 def _tree(flat: Flat, layers: int) -> Params:
-    """Nested as models.spec is."""
+    """Return the tree nested as in models.spec."""
     tree: dict[str, Any] = {}
     for path, pair in flat.items():
         *above, last = path.split(".")
@@ -245,7 +270,7 @@ def outer_tensors(cfg: ModelConfig, adapters: Params) -> tuple[dict[str, np.ndar
 
 
 def take_outer(cfg: ModelConfig, config: AdapterConfig, found: dict[str, np.ndarray]) -> Params:
-    """Return what an adapter has for the embeddings and the head, taken out of `found`."""
+    """Take the adapters, or whole weights, of the embeddings and the head out of `found`."""
     tree = {}
     for name, modules in outer_modules(cfg).items():
         each = [_take(config, module, found, spec(cfg)[name].shape) for module in modules]
@@ -253,7 +278,7 @@ def take_outer(cfg: ModelConfig, config: AdapterConfig, found: dict[str, np.ndar
         if not given:
             continue
         if len(given) < len(each) or not all(_same(given[0], one) for one in given[1:]):
-            raise UserError(
+            raise CheckpointError(
                 f"{config.folder} changes embed_tokens and lm_head differently, and this model has one weight for "
                 "both: train the adapter with ensure_weight_tying=True"
             )
@@ -261,12 +286,14 @@ def take_outer(cfg: ModelConfig, config: AdapterConfig, found: dict[str, np.ndar
     for name, theirs in OUTER.items():
         whole = tree.get("embed" if cfg.tied else name)
         if theirs in config.lora.modules_to_save and (whole is None or isinstance(whole, dict)):
-            raise UserError(f"{config.folder}: modules_to_save names {theirs}, and its weights are not in the adapter")
+            raise CheckpointError(
+                f"{config.folder}: modules_to_save names {theirs}, and its weights are not in the adapter"
+            )
     return tree
 
 
 def _take(config: AdapterConfig, module: str, found: dict[str, np.ndarray], shape: tuple[int, ...]) -> Any:
-    """The weight, or its pair; None where the adapter has neither."""
+    """Return the weight, or its pair; None if the adapter has neither."""
     found.pop(f"{module}.base_layer.weight", None)  # PEFT writes the base's embeddings beside an adapter of them
     weight = found.pop(f"{module}.weight", None)
     if weight is not None:
@@ -281,7 +308,7 @@ def _take(config: AdapterConfig, module: str, found: dict[str, np.ndarray], shap
     try:
         down, up = (found.pop(name) for name in names)
     except KeyError as error:
-        raise UserError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
+        raise CheckpointError(f"{config.folder}: {error} is missing; the adapter was not written whole") from None
     down, up = (down.T, up.T) if _is_embedding(module) else (down, up)
     _check_rows(config, module, (len(up), down.shape[1]), shape)
     gain = config.gain(module, len(down), up.shape[1])
@@ -290,7 +317,7 @@ def _take(config: AdapterConfig, module: str, found: dict[str, np.ndarray], shap
 
 def _check_rows(config: AdapterConfig, module: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
     if theirs != ours:
-        raise UserError(
+        raise CheckpointError(
             f"{config.folder}: {module} is {' x '.join(map(str, theirs))} there, and {' x '.join(map(str, ours))} in "
             "this model: add the adapter's tokens to the model first (`dovetail convert --special-token`)"
         )

@@ -1,4 +1,4 @@
-"""adapter_config.json, both ways: PEFT's settings of a LoRA adapter, and what it says of single weights by name."""
+"""Read and write adapter_config.json: PEFT's settings of a LoRA adapter, and its rules for single weights by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.files import write_atomic
 from dovetail.io.adapter_folder import CONFIG, read_adapter_config
 from dovetail.models.lora import ALL, OUTER, Lora
@@ -20,35 +20,40 @@ LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 @dataclass(frozen=True)
 class AdapterConfig:
+    """Hold the settings of an adapter and the contents of its file."""
+
     folder: Path
     lora: Lora
     said: dict[str, Any]
 
     def is_parameter(self, name: str) -> bool:
-        """Whether `target_parameters` names it."""
+        """Return whether `target_parameters` names it."""
         return any(_ends(name, target) for target in self.said.get("target_parameters") or ())
 
     def check_parameters(self, known: Iterable[str]) -> None:
-        """That each of `target_parameters` is one of these: PEFT nests what it adapts of one module, so that one more
-        would change the names of the others."""
+        """Raise CheckpointError unless each of `target_parameters` is known.
+
+        PEFT nests what it adapts in one module, so that one more would change the names of the others.
+        """
         known = list(known)
         for target in self.said.get("target_parameters") or ():
             if not any(_ends(name, target) for name in known):
-                raise UserError(
+                raise CheckpointError(
                     f"{self.folder}: target_parameters names {target}, and this model has no projection that is called "
                     "so and can be adapted; train the adapter without it"
                 )
 
     def gain(self, name: str, down: int, up: int) -> float:
-        """The scale of one weight's update, which has these ranks, over that of the adapter."""
+        """Return the scale of one weight's update with these ranks, relative to the adapter's."""
         wanted = _pattern(self.said.get("rank_pattern"), name, self.lora.r)
         if not down == up == wanted:
-            raise UserError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
+            raise CheckpointError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
         alpha = _pattern(self.said.get("alpha_pattern"), name, self.lora.lora_alpha)
         return alpha / (math.sqrt(down) if self.lora.use_rslora else down) / self.lora.scale
 
 
 def read_config(folder: Path) -> AdapterConfig:
+    """Return the settings of the adapter in a folder."""
     said = read_adapter_config(folder)
     targets = said.get("target_modules") or [ALL]
     targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
@@ -64,8 +69,18 @@ def write_config(
     folder: Path, lora: Lora, base: str, ranks: dict[str, int], parameters: dict[str, int], known: Iterable[str],
     saved: list[str], tied: bool,
 ) -> None:  # fmt: skip
-    """`ranks` of modules and of `parameters`, by name; `known`: all parameters that the model has, adapted or not;
-    `saved`: modules that are written whole; `tied`: embeddings and head stay one weight."""
+    """Write adapter_config.json.
+
+    Args:
+        folder: The adapter's folder.
+        lora: The adapter's settings.
+        base: The name of the base model.
+        ranks: The ranks of modules by name.
+        parameters: The ranks of parameters by name.
+        known: All parameters of the model, adapted or not.
+        saved: Modules that are written whole.
+        tied: Whether embeddings and head stay one weight.
+    """
     odd = _by_end({name: rank for name, rank in (ranks | parameters).items() if rank != lora.r})
     config = {
         "peft_type": "LORA", "task_type": "SEQ_CLS" if "score" in saved else "CAUSAL_LM",
@@ -87,7 +102,10 @@ def write_config(
 
 
 def _by_end(values: dict[str, Any], only: Any = None) -> dict[str, Any]:
-    """The same with one key, without the layer's number, for what is alike in all layers; `only`: this value's."""
+    """Return the values with one key, without the layer's number, for what is the same in all layers.
+
+    `only` filters values.
+    """
     ends: dict[str, set[Any]] = {}
     for name, value in values.items():
         ends.setdefault(LAYER.sub("", name), set()).add(value)
@@ -96,11 +114,11 @@ def _by_end(values: dict[str, Any], only: Any = None) -> dict[str, Any]:
 
 
 def _ends(name: str, target: str) -> bool:
-    """PEFT's rule for `target_parameters`."""
+    """Apply PEFT's rule for `target_parameters`."""
     return name == target or name.endswith(f".{target}")
 
 
 def _pattern(patterns: dict[str, Any] | None, name: str, otherwise: Any) -> Any:
-    """PEFT's rule: a key is a pattern for the end of a name."""
+    """Apply PEFT's rule for patterns: a key is a pattern of the end of a name."""
     found = [value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name)]
     return found[0] if found else otherwise

@@ -5,9 +5,9 @@ One is gate and up joined, the other is down. PEFT has one pair of matrices per 
     lora_A [E R, in]: the ranks of one expert after another's
     lora_B [out, R E]: the experts of one rank after another's
 
-Ours of gate and up are written as one pair, their ranks side by side, or with the ranks they share where these are
-equal, as they are in a pair that PEFT made: that is cut by rows, and each part has all its ranks. Where both parameters
-of a module are adapted PEFT wraps it twice, gate and up first: theirs are under `base_layer`.
+Ours of gate and up are written as one pair with their ranks side by side, or with shared ranks if they are equal, as in
+a pair that PEFT made: that is split by rows, and each part has all its ranks. If both parameters of a module are
+adapted, PEFT wraps it twice, gate and up first: theirs are under `base_layer`.
 
 E experts, R ranks.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.io.peft_config import AdapterConfig
 from dovetail.models.config import ModelConfig
 from dovetail.models.registry import family_of
@@ -32,7 +32,7 @@ Flat = dict[str, Pair]  # by the path of our weight
 
 @dataclass(frozen=True)
 class Stack:
-    """One parameter of a layer's experts."""
+    """Describe one parameter of a layer's experts."""
 
     module: str  # model.layers.0.mlp.experts
     parameter: str  # gate_up_proj
@@ -41,16 +41,20 @@ class Stack:
 
     @property
     def name(self) -> str:
+        """Return the parameter's name."""
         return f"{self.module}.{self.parameter}"
 
 
 def current_name(name: str) -> str:
-    """Transformers 5's name of a tensor: Mixtral's checkpoints have kept an older one."""
+    """Return transformers 5's name of a tensor: Mixtral's checkpoints have an older one."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def stacks_of(cfg: ModelConfig) -> list[Stack]:
-    """In the order in which PEFT wraps them. Those of all our families have the same two names."""
+    """Return the experts' parameters in the order in which PEFT wraps them.
+
+    All our families have the same two names.
+    """
     found, interleaved = [], family_of(cfg).experts == "interleaved"
     for i, layer in enumerate(spec(cfg)["layers"]):
         if "moe" not in layer:
@@ -68,7 +72,7 @@ def stacks_of(cfg: ModelConfig) -> list[Stack]:
 
 
 def stacked_tensors(stacks: list[Stack], flat: Flat) -> tuple[Pair, dict[str, int]]:
-    """(PEFT's tensors by name, the rank of each adapted parameter by its)."""
+    """Return PEFT's tensors by name, and the rank of each adapted parameter by name."""
     adapted = [stack for stack in stacks if any(path in flat for path in stack.rows)]
     shared = all(_one_down([flat[path] for path in stack.rows if path in flat]) for stack in adapted)
     tensors, ranks = {}, {}
@@ -82,7 +86,7 @@ def stacked_tensors(stacks: list[Stack], flat: Flat) -> tuple[Pair, dict[str, in
 
 
 def _joined(stack: Stack, flat: Flat, shared: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(down [E, R, in], up [E, out, R]) of the whole parameter; where nothing is adapted `up` has zeros."""
+    """Return (down [E, R, in], up [E, out, R]) of the whole parameter; `up` is zero where nothing is adapted."""
     own = {path: flat[path] for path in stack.rows if path in flat}
     downs = [pair["lora_a"] for pair in own.values()]
     down = downs[0] if shared else np.concatenate(downs, axis=1)
@@ -102,7 +106,7 @@ def _one_down(pairs: list[Pair]) -> bool:
 
 
 def take_stacked(stacks: list[Stack], found: dict[str, np.ndarray], config: AdapterConfig) -> Flat:
-    """The adapters of experts, taken out of what was found."""
+    """Take the adapters of experts out of the tensors."""
     flat: Flat = {}
     for own in _by_module(stack for stack in stacks if config.is_parameter(stack.name)):
         # a model that PEFT has had before has its parameters in another order; no two have the same shape
@@ -111,7 +115,7 @@ def take_stacked(stacks: list[Stack], found: dict[str, np.ndarray], config: Adap
             names = [f"{prefix}.lora_{which}.weight" for which in "AB"]
             for name in names:
                 if name not in found:
-                    raise UserError(f"{config.folder}: {name!r} is missing; the adapter was not written whole")
+                    raise CheckpointError(f"{config.folder}: {name!r} is missing; the adapter was not written whole")
             down, up = _unstacked(stack, config, *(found.pop(name) for name in names))
             flat |= _parts(stack, down, up, config.lora.r)
     return flat
@@ -126,10 +130,10 @@ def _fits(wrapped: list[tuple[Stack, str]], found: dict[str, np.ndarray]) -> boo
 
 
 def _unstacked(stack: Stack, config: AdapterConfig, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(down [E, R, in], up [E, out, R]) of PEFT's two."""
+    """Return (down [E, R, in], up [E, out, R]) from PEFT's two matrices."""
     E, rows, columns = stack.shape
     if down.shape[1] != columns or up.shape[0] != rows or down.shape[0] % E or up.shape[1] % E:
-        raise UserError(
+        raise CheckpointError(
             f"{config.folder} is an adapter for another model: {stack.name} has {list(down.shape)} and "
             f"{list(up.shape)} there, and {E} experts of {rows} x {columns} here"
         )
@@ -138,7 +142,10 @@ def _unstacked(stack: Stack, config: AdapterConfig, down: np.ndarray, up: np.nda
 
 
 def _parts(stack: Stack, down: np.ndarray, up: np.ndarray, rank: int) -> Flat:
-    """The pairs of our weights, but of none whose part has zeros alone beside one that has not: it was not adapted."""
+    """Return the pairs of our weights.
+
+    A part of zeros beside another that is not zero was not adapted and is left out.
+    """
     ups = [np.ascontiguousarray(up[:, rows]) for rows in stack.rows.values()]
     parts = {
         path: {"lora_a": down[:, ranks], "lora_b": own[..., ranks]}
@@ -158,14 +165,20 @@ def _by_module(stacks: Iterable[Stack]) -> Iterable[list[Stack]]:
 
 
 def _wrapped(stacks: list[Stack]) -> Iterable[tuple[Stack, str]]:
-    """Those of one module, each with what its tensors' names begin with: the last that is wrapped is the outermost."""
+    """Yield the parameters of one module, each with the prefix of its tensors' names.
+
+    The last one wrapped is the outermost.
+    """
     for depth, stack in enumerate(reversed(stacks)):
         yield stack, stack.module + ".base_layer" * depth
 
 
 def own_ranks(ups: list[np.ndarray], rank: int) -> list[slice]:
-    """Of weights whose parts of `lora_B` are these [.., R]: the ranks that each needs. Where we wrote them, `rank` of
-    each side by side, they are its own, for all others of it are zero; a pair that PEFT made is shared."""
+    """Return the ranks that each of several weights needs, given their parts of `lora_B` [.., R].
+
+    In a pair that we wrote, with `rank` ranks of each weight side by side, they are its own, and the others are zero;
+    in a pair that PEFT made they are shared.
+    """
     own = [slice(i * rank, (i + 1) * rank) for i in range(len(ups))]
     apart = ups[0].shape[-1] == rank * len(ups)
     if apart and not any(np.delete(up, ranks, axis=-1).any() for up, ranks in zip(ups, own, strict=True)):

@@ -1,7 +1,6 @@
-"""A Hugging Face folder of safetensors, read by memory map and written shard by shard.
+"""Read a Hugging Face folder of safetensors by memory map, and write one shard by shard.
 
-Reading touches only the bytes asked for: `read` gives a view of the mapped file, and what is sliced off it is all that
-leaves the disk.
+`read` returns a view of the mapped file, so that only slices that are used leave the disk.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dovetail.core.errors import MissingFileError, UserError
+from dovetail.core.errors import CheckpointError, MissingFileError
 from dovetail.core.files import umask
 
 DTYPES = {
@@ -27,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorFolder:
-    """The tensors of a checkpoint folder, under Hugging Face's names."""
+    """Read the tensors of a checkpoint folder by Hugging Face's names."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -40,12 +39,14 @@ class SafetensorFolder:
                     repeated.append(f"{name} (in {self._where[name][0].name} and {path.name})")
                 self._where[name] = path, shape, dtype, offset
         if repeated:
-            raise UserError(f"{self.folder}: tensors stored twice: {', '.join(sorted(repeated))}")
+            raise CheckpointError(f"{self.folder}: tensors stored twice: {', '.join(sorted(repeated))}")
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Return (shape, dtype) by name, without reading a tensor."""
         return {name: (shape, dtype) for name, (_, shape, dtype, _) in self._where.items()}
 
     def read(self, name: str) -> np.ndarray:
+        """Return a tensor as a read-only view of the file."""
         path, shape, dtype, offset = self._where[name]
         if path not in self._maps:
             with open(path, "rb") as file:
@@ -54,7 +55,7 @@ class SafetensorFolder:
         return np.frombuffer(self._maps[path], dtype, count, offset).reshape(shape)
 
     def _files(self) -> list[Path]:
-        """Those the index names; without one, every safetensors file there is."""
+        """Return the files that the index names; without an index, every safetensors file."""
         index = self.folder / INDEX
         if not index.exists():
             files = sorted(self.folder.glob("*.safetensors"))
@@ -64,11 +65,11 @@ class SafetensorFolder:
         try:
             names = sorted({str(file) for file in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is not a safetensors index: {error}") from error
+            raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
         outside = [n for n in names if n in ("", ".", "..") or {"/", "\\", "\0"} & set(n)]
         if outside:
             example = "such as model-00001-of-00002.safetensors"
-            raise UserError(f"{index} must name files of its own folder, {example}; got {outside[0]!r}")
+            raise CheckpointError(f"{index} must name files of its own folder, {example}; got {outside[0]!r}")
         missing = [n for n in names if not (self.folder / n).exists()]
         if missing:
             raise MissingFileError(f"{self.folder}: {INDEX} names files that are not there: {', '.join(missing)}")
@@ -76,7 +77,7 @@ class SafetensorFolder:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, int]]:
-    """(name, shape, dtype, byte offset) of each tensor. The library checks the file, but does not give offsets."""
+    """Yield (name, shape, dtype, byte offset) of each tensor; the library checks the file but gives no offsets."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -85,14 +86,14 @@ def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, i
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         size = path.stat().st_size
-        raise UserError(
+        raise CheckpointError(
             f"{path} is not a whole safetensors file ({size:,} bytes: {error}); download or copy it again"
         ) from error
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
-            raise UserError(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
+            raise CheckpointError(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
         dtype = np.dtype(DTYPES[entry["dtype"]])
         yield name, tuple(entry["shape"]), dtype, 8 + length + entry["data_offsets"][0]
 
@@ -100,9 +101,15 @@ def _read_header(path: Path) -> Iterator[tuple[str, tuple[int, ...], np.dtype, i
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, int, np.ndarray]], total: int, max_shard_bytes: int
 ) -> Iterator[str]:
-    """Write (name, bytes, array) in order, a shard at a time, and yield each name once it is on disk.
+    """Write (name, bytes, array) in order, a shard at a time, and yield each name once it is taken.
 
-    `total` bytes decide whether there is one file or several with an index. At most one shard is in memory.
+    At most one shard is in memory.
+
+    Args:
+        folder: The folder, which exists.
+        tensors: (name, bytes, array) of each tensor.
+        total: All bytes; they decide whether there is one file, or several with an index.
+        max_shard_bytes: The size of the largest file.
     """
     from safetensors.numpy import save_file
 

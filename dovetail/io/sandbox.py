@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: they come with downloaded models, so they get text, loops and nothing else.
+"""Run chat templates in a Jinja sandbox: they come with downloaded models and may use text and loops only.
 
-What is refused: private and mutating attributes, ranges over 100,000, more than MAX_PASSES loop passes and macro calls,
-and operations whose result would be too large (see sandbox_bounds). It is not a limit on the memory or the time of a
-whole rendering: a template that a client brings is rendered in a process with such limits (serve.talk).
+Refused are private and mutating attributes, ranges over 100,000, more than MAX_PASSES loop passes and macro calls, and
+operations whose result would be too large (see sandbox_bounds). Memory and time of a whole rendering are not limited: a
+template that a client brings is rendered in a process with such limits (serve.talk).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _JINJAS: dict[str, Callable[..., Any]] = dict(FILTERS)
 
 
 class Refusal(TemplateError):
-    """A template's own raise_exception."""
+    """Report a template's own raise_exception."""
 
 
 @dataclass
-class Run:
-    """One rendering. `marks` are two characters to put around generation blocks, or None."""
+class Rendering:
+    """Hold the state of one rendering. `marks` are two characters to put around generation blocks, or None."""
 
     marks: tuple[str, str] | None = None
     now: datetime = field(default_factory=datetime.now)
@@ -47,20 +47,20 @@ class Run:
 
 
 # A context variable, not an attribute: one compiled template serves many threads at once.
-_RUN: ContextVar[Run] = ContextVar("chat_template_run")
+_RUN: ContextVar[Rendering] = ContextVar("chat_template_run")
 
 
 @functools.lru_cache(maxsize=256)
 def compile_source(source: str) -> Template:
-    """Compiles once for each source; a syntax error is a ValueError that names its line."""
+    """Compile a template, once for each source; raise UserError with the line of a syntax error."""
     try:
         return _ENVIRONMENT.from_string(source)
     except Exception as error:
         raise UserError(explain(error)) from error
 
 
-def render(source: str, names: dict[str, Any], run: Run) -> str:
-    """The template's text. Whatever goes wrong inside it is a ValueError that names the template's line."""
+def render(source: str, names: dict[str, Any], run: Rendering) -> str:
+    """Return the template's text; an error inside it is raised as a UserError that names the template's line."""
     template = compile_source(source)
     token = _RUN.set(run)
     try:
@@ -72,6 +72,7 @@ def render(source: str, names: dict[str, Any], run: Run) -> str:
 
 
 def explain(error: BaseException) -> str:
+    """Describe an error of a template, with its line."""
     line = error.lineno if isinstance(error, TemplateSyntaxError) else _line(error)
     where = f"chat template, line {line}" if line else "chat template"
     if isinstance(error, Refusal):
@@ -84,7 +85,7 @@ def explain(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> int | None:
-    """Jinja rewrites the traceback so that a template's frames carry its own line numbers."""
+    """Return the template's line of an error: Jinja rewrites tracebacks to carry it."""
     line, frame = None, error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_code.co_filename == "<template>":
@@ -94,37 +95,41 @@ def _line(error: BaseException) -> int | None:
 
 
 class Generation(Extension):
-    """{% generation %}...{% endgeneration %}: what the model itself wrote. Also counts loop passes."""
+    """Implement {% generation %}...{% endgeneration %}, which marks the model's own text, and count loop passes."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
 
     def parse(self, parser: Parser) -> nodes.CallBlock:
+        """Parse a generation block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("wrap"), [], [], body, lineno=line)
 
     def wrap(self, caller: Callable[[], str]) -> str:
+        """Return the text of a block, with marks around it if they are asked for."""
         marks = _RUN.get().marks
         return f"{marks[0]}{caller()}{marks[1]}" if marks else caller()
 
     def tick(self) -> None:
+        """Count a pass."""
         run = _RUN.get()
         run.passes += 1
         if run.passes > MAX_PASSES:
             raise SecurityError(f"more than {MAX_PASSES:,} loop passes")
 
     def counted(self, values: Iterable) -> Iterator:
+        """Yield the values of a loop and count its passes."""
         for value in values:
             self.tick()
             yield value
 
     def joined(self, *values: Any) -> str:
-        """`a ~ b`."""
+        """Return `a ~ b`, if it is not too long."""
         return "".join(map(str, bounds.bounded(values)))
 
 
 class _Joins(NodeTransformer):
-    """Replaces `a ~ b` by a call: it is the one operator that a sandbox cannot intercept."""
+    """Replace `a ~ b` by a call: it is the one operator that a sandbox cannot intercept."""
 
     def __init__(self, extension: Extension):
         self._extension = extension
@@ -135,7 +140,7 @@ class _Joins(NodeTransformer):
 
 
 class TemplateNamespace(Namespace):
-    """Jinja's namespace(), without private names: those would let a template stand in for Python's own protocols."""
+    """Provide Jinja's namespace() without private names, which would let a template implement Python's protocols."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self` by name, so that namespace(self=1) works
         self, *rest = args
@@ -155,6 +160,8 @@ def _public(name: str) -> None:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
+    """Check attributes, operators and calls of a template."""
+
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     @staticmethod
@@ -163,10 +170,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(bounds.bounded(pieces))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Refuse an unsafe attribute."""
         # Jinja's own answer is an undefined value, which prints as nothing and hides the attempt.
         raise SecurityError(f"reaching for {attribute!r} of a {type(obj).__name__}")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Check the size of the result, then apply the operator."""
         if operator == "+":
             bounds.check_sum(left, right)
         elif operator == "*":
@@ -178,6 +187,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return `str.format` with a check of the size of its result."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -190,6 +200,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Check the size of the result, then call the object."""
         text = getattr(obj, "__self__", None)
         if isinstance(text, str | bytes):  # 'a'.ljust(10**9)
             bounds.check_widths((*args, *kwargs.values()))
@@ -215,7 +226,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(filter_: Callable) -> Callable:
-    """A filter that checks widths and the text of what it is given."""
+    """Wrap a filter so that widths and the length of its arguments are checked."""
 
     @functools.wraps(filter_)  # keeps Jinja's pass_environment mark
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +282,7 @@ def _sum(environment: Any, values: Iterable, attribute: str | int | None = None,
 
 
 def _finalize(value: Any) -> Any:
-    """What {{ }} writes."""
+    """Return what {{ }} writes."""
     if not isinstance(value, str):
         bounds.check_text(value)
     return value

@@ -1,7 +1,7 @@
-"""Bounds on what one operation of a chat template may make: text of MAX_TEXT characters, lists of MAX_ITEMS.
+"""Bound the results of single operations of a chat template: text of MAX_TEXT characters, lists of MAX_ITEMS.
 
-Each check computes the size of a result before it is made, from the sizes of what it is made of. A value that holds
-another many times counts it as often: a list of lists of lists that takes no memory may be gigabytes as text.
+Each check computes the size of a result before it is made, from the sizes of its parts. A value that holds another many
+times counts it as often: a list of lists of lists that takes no memory may be gigabytes as text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def check_size(size: float, most: float = MAX_TEXT) -> None:
+    """Raise SecurityError if the size is above the bound."""
     if size > most:
         raise SecurityError(f"a result of more than {most:,} characters or items")
 
 
 def check_text(*values: Any) -> int:
-    """Return how long these values are as text, about; SecurityError where that is too long."""
+    """Return the approximate length of these values as text; raise SecurityError if that is too long."""
     size, count, rest = 0, 0, list(values)
     while rest:
         value = rest.pop()
@@ -48,7 +49,7 @@ def check_text(*values: Any) -> int:
 
 
 def bounded(items: Iterable[Any], between: Any = "") -> Iterator[Any]:
-    """Give the items on, until they and what is put between them are too long as text."""
+    """Yield the items until they, with the text between them, are too long."""
     size = 0
     for item in items:
         size += len(item) + len(between) if type(item) is str else check_text(item, between)
@@ -57,20 +58,21 @@ def bounded(items: Iterable[Any], between: Any = "") -> Iterator[Any]:
 
 
 def check_widths(args: Iterable[Any]) -> None:
+    """Refuse arguments that would pad a text beyond the bound."""
     for value in args:
         if isinstance(value, int) and abs(value) > MAX_WIDTH:
             raise SecurityError(f"a width of {value:,} (at most {MAX_WIDTH:,})")
 
 
 def check_repeat(left: Any, right: Any) -> None:
-    """`left * right`, of numbers, text or lists."""
+    """Check `left * right`, of numbers, text or lists."""
     check_size(
         _count(left) * _count(right), MAX_ITEMS if isinstance(left, list) or isinstance(right, list) else MAX_TEXT
     )
 
 
 def check_sum(left: Any, right: Any) -> None:
-    """`left + right`."""
+    """Check `left + right`."""
     if isinstance(left, str | bytes):
         check_size(len(left) + _count(right))
     elif isinstance(left, _CONTAINERS):
@@ -78,6 +80,7 @@ def check_sum(left: Any, right: Any) -> None:
 
 
 def check_power(base: Any, exponent: Any) -> None:
+    """Check `base ** exponent`."""
     if _count(base) > MAX_TEXT or abs(exponent) > 64:
         raise SecurityError("a power of numbers this large")
 
@@ -89,7 +92,7 @@ def _count(value: Any) -> int | float:
 
 
 def check_percent(text: Any, values: Any) -> None:
-    """`text % values`: every field may be a value, or as wide as it says."""
+    """Check `text % values`: every field may be a value, or as wide as it says."""
     fields = re.findall(r"%[^%a-zA-Z]*", text if isinstance(text, str) else text.decode("latin-1"))
     if any(re.search(r"\d{6}|\*", field) for field in fields):
         raise SecurityError("a format with a field this wide")
@@ -97,7 +100,7 @@ def check_percent(text: Any, values: Any) -> None:
 
 
 def check_format(text: str, values: Any) -> None:
-    """`text.format(values)`, likewise."""
+    """Check `text.format(values)` in the same way."""
     specs = [spec or "" for _, name, spec, _ in Formatter().parse(text) if name is not None]
     if any(re.search(r"\d{6}|\{", spec) for spec in specs):
         raise SecurityError("a format with a field this wide, or of a width that is itself a field")
@@ -109,6 +112,7 @@ def _widths(spec: str) -> int:
 
 
 def check_replace(text: Any, old: Any, new: Any, count: int | None = -1) -> None:
+    """Check `text.replace(old, new, count)`."""
     found = text.count(old) if old else len(text) + 1
     found = found if count is None or count < 0 else min(found, count)
     check_size(len(text) + found * len(new))

@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to ids and back, special tokens, chat. A thin wrapper over the `tokenizers` library."""
+"""Tokenizers: text to ids and back, special tokens, chat; a thin wrapper of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from dovetail.core.errors import UserError
 from dovetail.io import tokenizer_files
 from dovetail.io.chat import ChatTemplate
-from dovetail.io.detokenize import Detokenizer, token_bytes
+from dovetail.io.detokenize import Detokenizer, byte_characters, token_bytes
 from dovetail.io.fewest import Fewest
 
 # Joins punctuation back to its word after WordPiece; order matters.
@@ -29,13 +29,17 @@ _ORDER = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls",
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Convert text to ids and back.
 
-    bos, eos, pad, unk: special tokens as text. eos_ids: further ids that end a generation.
-    add_bos, add_eos: whether `encode` puts them around a text; None for both leaves the backend's own rule.
-    chat_template: Jinja source, or several by name ("default", "tool_use").
-    extra: the other keys of a tokenizer_config.json, which `save` writes back.
     The backend becomes the tokenizer's own: its truncation and padding are turned off and special tokens are added.
+
+    Args:
+        backend: The `tokenizers` pipeline.
+        bos, eos, pad, unk: Special tokens as text.
+        eos_ids: Further ids that end a generation.
+        add_bos, add_eos: Whether `encode` puts them around a text; None for both keeps the backend's own rule.
+        chat_template: Jinja source, or several by name ("default", "tool_use").
+        extra: The other keys of a tokenizer_config.json, which `save` writes back.
     """
 
     def __init__(
@@ -66,64 +70,76 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Reads a Hugging Face folder: tokenizer.json and, where they are there, the configs and templates beside it.
+        """Read a Hugging Face folder: tokenizer.json and, if they exist, the configs and templates beside it.
 
-        BOS and EOS follow tokenizer.json's post-processor; add_bos_token in tokenizer_config.json is not read, as
-        transformers does not read it when there is a tokenizer.json. tokenizer.json is also the whole pipeline: for
-        tokenizer_class LlamaTokenizer, transformers 5 builds another one, which treats leading spaces differently.
+        BOS and EOS follow tokenizer.json's post-processor; add_bos_token in tokenizer_config.json is not read, as in
+        transformers when there is a tokenizer.json. tokenizer.json is also the whole pipeline: for tokenizer_class
+        LlamaTokenizer, transformers 5 builds another one, which treats leading spaces differently.
         """
         return cls(**tokenizer_files.read(Path(path)))
 
     def save(self, folder: str | Path) -> None:
-        """Writes the files that `from_folder`, and transformers' AutoTokenizer, read."""
+        """Write the files that `from_folder` and transformers' AutoTokenizer read."""
         tokenizer_files.write(self, Path(folder))
 
     # --- text and ids ---------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """The ids of `text`, with BOS/EOS where this tokenizer adds them. Special tokens in it become their ids."""
+        """Return the ids of `text`, with BOS and EOS if this tokenizer adds them.
+
+        Special tokens in it become their ids.
+        """
         if isinstance(text, str) and len(text) > _LONG:
             return self.encode_batch([text], add_special)[0]  # it releases Python's lock: other threads run meanwhile
         return self.backend.encode(_checked_text(text), add_special_tokens=add_special).ids
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Whether `text` has more than `most` tokens for certain, found without tokenizing it. False: it may have."""
+        """Return whether `text` certainly has more than `most` tokens, without tokenizing it; False if it may not."""
         return self._fewest.exceeds(_checked_text(text), most)
 
     def encode_batch(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
+        """Return the ids of each text, computed on all cores."""
         checked = [_checked_text(text) for text in texts]
         return [e.ids for e in self.backend.encode_batch_fast(checked, add_special_tokens=add_special)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Return the text of the ids."""
         text = self.backend.decode(self._known(ids), skip_special_tokens=skip_special)
         return _clean_up(text) if self._cleans_up else text
 
     def decode_batch(self, many: Iterable[Iterable[int]], skip_special: bool = True) -> list[str]:
-        """Each decoded, on all cores. Ids that it does not know are left out: of what a model samples, for its
-        vocabulary may be padded."""
+        """Return the text of each list of ids, computed on all cores.
+
+        Unknown ids, which a model with a padded vocabulary may sample, are left out.
+        """
         texts = self.backend.decode_batch([list(ids) for ids in many], skip_special_tokens=skip_special)
         return [_clean_up(text) for text in texts] if self._cleans_up else texts
 
     def stream(self, skip_special: bool = True, context: Iterable[int] = (), keep: Collection[int] = ()) -> Detokenizer:
-        """Decodes ids one at a time. `context`: ids before the first, such as the prompt's last few. `keep`: special
-        tokens that are written all the same: a parser of tool calls needs its markers."""
+        """Return a decoder of ids one at a time.
+
+        Args:
+            skip_special: Leave out special tokens.
+            context: Ids before the first, such as the prompt's last few.
+            keep: Special tokens that are written all the same; a parser of tool calls needs its markers.
+        """
         clean = _clean_up if self._cleans_up else None
         special = self.special_ids.difference(keep) if keep else self.special_ids
         return Detokenizer(self.backend, special, skip_special=skip_special, context=context, clean=clean)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token writes amid a text; it may be a part of a character."""
+        """Return the bytes of one token within a text; it may be a part of a character."""
         return token_bytes(self.backend, self.token(token_id), token_id in self.special_ids)
 
     def token(self, token_id: int) -> str:
-        """The token with this id, as the vocabulary spells it (not decoded)."""
+        """Return the token with this id as the vocabulary spells it (not decoded)."""
         (token_id,) = self._known([token_id])
         token = self.backend.id_to_token(token_id)
         assert token is not None
         return token
 
     def id(self, token: str) -> int:
+        """Return the id of a token; raise UserError if there is none."""
         found = self.backend.token_to_id(token)
         if found is None:
             raise UserError(f"expected a token of this vocabulary, got {token!r}; for free text use encode()")
@@ -131,25 +147,30 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id. The model's own may be larger: it is often padded."""
+        """Return one more than the largest id. The model's own may be larger, as it is often padded."""
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
+        """Return the ids of special tokens."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     # --- chat -----------------------------------------------------------------------------------------------------
 
     @property
     def chat_template(self) -> str | None:
+        """Return the default chat template, if there is one."""
         return self.chat_templates.get("default")
 
     def chat(self, tools: Any = None, chat_template: str | None = None) -> ChatTemplate:
-        """The template to use: the one given (a name or Jinja source), else tool_use with tools, else default."""
+        """Return the template to use.
+
+        The one given (a name or Jinja source), else tool_use with tools, else default.
+        """
         return ChatTemplate(self.chat_source(tools, chat_template), self.special_tokens)
 
     def chat_source(self, tools: Any = None, chat_template: str | None = None) -> str:
-        """The source of that template, which is not compiled."""
+        """Return the source of the template that `chat` would compile."""
         name = chat_template or ("tool_use" if tools is not None and "tool_use" in self.chat_templates else "default")
         source = self.chat_templates.get(name, chat_template)
         if source is None:
@@ -162,13 +183,13 @@ class Tokenizer:
         return source
 
     def with_templates(self, templates: str | Mapping[str, str]) -> Tokenizer:
-        """Return the same tokenizer with these chat templates in place of its own."""
+        """Return a copy with these chat templates instead of its own."""
         found = copy.copy(self)
         found.chat_templates = _by_name(templates)
         return found
 
     def with_special_tokens(self, tokens: Sequence[str]) -> Tokenizer:
-        """Return the same tokenizer with these special tokens besides, at the ids after its last."""
+        """Return a copy with these additional special tokens, at the ids after the last one."""
         for token in tokens:
             if not token.strip() or self.backend.token_to_id(token) is not None:
                 raise UserError(f"a new special token must be a text that the vocabulary does not have, got {token!r}")
@@ -190,7 +211,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text; `kwargs` go to the template (see `ChatTemplate.render`)."""
+        """Return the text of a prompt; `kwargs` go to the template (see `ChatTemplate.render`)."""
         template = self.chat(tools, chat_template)
         return template.render(messages, tools, add_generation_prompt=add_generation_prompt, **kwargs)
 
@@ -201,12 +222,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """The prompt's ids. No BOS is added: the template writes its own."""
+        """Return the ids of a prompt. No BOS is added: the template writes its own."""
         return self.encode(self.apply_chat(messages, tools, add_generation_prompt, **kwargs), add_special=False)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Named special tokens as transformers and chat templates call them: bos_token, eos_token, image_token, ..."""
+        """Return special tokens by the names of transformers and chat templates.
+
+        Bos_token, eos_token, image_token, ...
+        """
         named = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": self.unk, "pad_token": self.pad}
         every = tokenizer_files.named_tokens(self.extra) | {key: token for key, token in named.items() if token}
         # transformers' order, which decides the ids of tokens that are new to the vocabulary.
@@ -224,7 +248,7 @@ class Tokenizer:
             self.backend.post_processor = self._post_processor()
 
     def _add_tokens(self) -> None:
-        """Makes every named token a special one, whatever tokenizer.json says of it (as transformers does)."""
+        """Make every named token a special one, whatever tokenizer.json says (as transformers does)."""
         known = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
         known |= tokenizer_files.added_tokens(self.extra)
         names = self.special_tokens.values()
@@ -263,7 +287,7 @@ class Tokenizer:
         return frozenset(range(self.vocab_size)) - frozenset(self.backend.get_vocab().values())
 
     def _known(self, ids: Iterable[int]) -> list[int]:
-        """The ids as Python ints; the library would drop unknown ones silently."""
+        """Return the ids as Python ints, and refuse unknown ones, which the library would drop silently."""
         ids = [int(i) for i in ids]
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size or not self._gaps.isdisjoint(ids)):
             bad = next(i for i in ids if not 0 <= i < self.vocab_size or i in self._gaps)
@@ -305,6 +329,14 @@ MARK = "\ufdef"  # io.chat uses others, from U+FDD0 on
 
 
 class LiteralText:
+    """Tokenize foreign text in a prompt so that it produces no special tokens.
+
+    A tokenizer makes a special token of `<|im_end|>` wherever it occurs, also in a user's text, which could so end its
+    turn and begin the system's. Here a mark, one of Unicode's noncharacters, is inserted after the first character of
+    each such spelling before a chat template sees the text. What the template writes itself has no mark and becomes
+    special tokens; the tokens of the marks are removed after tokenizing, and the rest is tokenized in its context.
+    """
+
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         # one of a single character cannot be broken by a mark, and is none in practice
@@ -322,7 +354,7 @@ class LiteralText:
         return [self.mark(item) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the tokens of a text with marks, without those of the marks."""
+        """Return the tokens of a marked text, without those of the marks."""
         if MARK not in text:
             return self._tokenizer.encode(text, add_special)
         # not encode_batch_fast, which gives no offsets; both release Python's lock
@@ -349,15 +381,12 @@ END = "<|end|>"
 
 
 def byte_tokenizer() -> Tokenizer:
-    vocab = {letter: byte for byte, letter in enumerate(_letters())} | {END: 256}
+    """Return a tokenizer whose ids are UTF-8 bytes, with 256 for the end of a text.
+
+    It is what `data.tokenizer: bytes` trains with, in the form that an exported folder needs to be served.
+    """
+    vocab = {letter: byte for byte, letter in enumerate(byte_characters())} | {END: 256}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     return Tokenizer(backend, eos=END)
-
-
-def _letters() -> list[str]:
-    """The letter by which byte-level tokenizers write each byte: itself where it can be seen, else one from 256 on."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]

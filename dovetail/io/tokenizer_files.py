@@ -1,4 +1,4 @@
-"""The files a tokenizer lives in: a Hugging Face folder's tokenizer.json and the configs and templates beside it."""
+"""Read and write the files of a tokenizer: tokenizer.json and the configs and templates beside it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,43 @@ from typing import Any, Protocol
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import MissingFileError, UserError
 
 # tokenizer_config.json's names for what Tokenizer's arguments hold.
 _NAMED = {"bos": "bos_token", "eos": "eos_token", "pad": "pad_token", "unk": "unk_token"}
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
-class Written(Protocol):
-    """What is written of a tokenizer (io.tokenizer.Tokenizer)."""
+class SavedTokenizer(Protocol):
+    """Describe what is saved of a tokenizer (io.tokenizer.Tokenizer)."""
 
     backend: Backend
     extra: dict[str, Any]
     eos_ids: tuple[int, ...]
 
     @property
-    def special_tokens(self) -> dict[str, str]: ...
+    def special_tokens(self) -> dict[str, str]:
+        """Return special tokens by name."""
+        ...
+
     @property
-    def chat_templates(self) -> dict[str, str]: ...
+    def chat_templates(self) -> dict[str, str]:
+        """Return chat templates by name."""
+        ...
+
     @property
-    def add_bos(self) -> bool | None: ...
+    def add_bos(self) -> bool | None:
+        """Return whether a text begins with BOS."""
+        ...
+
     @property
-    def add_eos(self) -> bool | None: ...
+    def add_eos(self) -> bool | None:
+        """Return whether a text ends with EOS."""
+        ...
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Tokenizer's arguments, from a folder."""
+    """Return the arguments of a Tokenizer from a folder."""
     backend = _backend(folder)
     config = _config(folder)
     arguments = {argument: token_text(config.pop(key, None)) for argument, key in _NAMED.items()}
@@ -52,11 +63,11 @@ def read(folder: Path) -> dict[str, Any]:
 def _backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not folder.is_dir():
-        raise UserError(f"no such folder: {folder}; expected one that holds a tokenizer.json")
+        raise MissingFileError(f"there is no folder {folder}: give one with a tokenizer.json")
     if not path.is_file():
         other = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()]
         has = f"; it has {', '.join(other)}, which transformers' AutoTokenizer can read and save again" if other else ""
-        raise UserError(f"no such file: {path}; a tokenizer is read from its tokenizer.json{has}")
+        raise MissingFileError(f"no such file: {path}; a tokenizer is read from its tokenizer.json{has}")
     try:
         return Backend.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
@@ -66,7 +77,7 @@ def _backend(folder: Path) -> Backend:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The file's object; {} where there is no such file."""
+    """Return the object in a file; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -91,7 +102,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _eos_ids(folder: Path, backend: Backend) -> list[int]:
-    """What generation_config.json says ends a generation, else config.json (or its text model's part)."""
+    """Return the ids that end a generation, of generation_config.json, else of config.json (or its text part)."""
     config = _json(folder / "config.json")
     text_config = config.get("text_config") or {}
     for source in (_json(folder / "generation_config.json"), config, text_config):
@@ -104,12 +115,15 @@ def _eos_ids(folder: Path, backend: Backend) -> list[int]:
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a folder by name; empty where it has none."""
+    """Return the chat templates of a folder by name; empty if it has none."""
     return _templates(folder, _json(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def _templates(folder: Path, configured: Any) -> dict[str, str]:
-    """Chat templates by name: files win over tokenizer_config.json, and chat_template.json is the last resort."""
+    """Return chat templates by name.
+
+    Files take precedence over tokenizer_config.json, and chat_template.json comes last.
+    """
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
     found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
@@ -128,14 +142,14 @@ def _templates(folder: Path, configured: Any) -> dict[str, str]:
 
 
 def token_text(value: Any) -> str | None:
-    """A special token is written as text, or as an object with its text in 'content'."""
+    """Return a special token's text, which is given as text or as an object with 'content'."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def named_tokens(extra: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that have a name: *_token keys, and extra_special_tokens where it is an object."""
+    """Return the special tokens that have a name: *_token keys, and extra_special_tokens if it is an object."""
     named = {key: token_text(value) for key, value in extra.items() if key.endswith("_token")}
     more = extra.get("extra_special_tokens")
     if isinstance(more, Mapping):
@@ -144,7 +158,7 @@ def named_tokens(extra: Mapping[str, Any]) -> dict[str, str]:
 
 
 def extra_special_tokens(extra: Mapping[str, Any]) -> list[str]:
-    """The special tokens without a name, under the key's new or old spelling."""
+    """Return the special tokens without a name, under the key's new or old spelling."""
     listed = extra.get("extra_special_tokens") or extra.get("additional_special_tokens") or []
     if isinstance(listed, Mapping):
         return []
@@ -152,7 +166,7 @@ def extra_special_tokens(extra: Mapping[str, Any]) -> list[str]:
 
 
 def added_tokens(extra: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """tokenizer_config.json's added tokens in the order of their ids: they win over tokenizer.json's."""
+    """Return tokenizer_config.json's added tokens in the order of their ids; they override tokenizer.json's."""
     listed = extra.get("added_tokens_decoder") or {}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return {
@@ -164,7 +178,8 @@ def added_tokens(extra: Mapping[str, Any]) -> dict[str, AddedToken]:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(tokenizer: Written, folder: Path) -> None:
+def write(tokenizer: SavedTokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     _dump(_config_of(tokenizer), folder / "tokenizer_config.json")
@@ -178,7 +193,7 @@ def write(tokenizer: Written, folder: Path) -> None:
         _dump({"eos_token_id": list(tokenizer.eos_ids)}, generation)
 
 
-def _config_of(tokenizer: Written) -> dict[str, Any]:
+def _config_of(tokenizer: SavedTokenizer) -> dict[str, Any]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.extra
     config |= {key: getattr(tokenizer, argument) for argument, key in _NAMED.items()}
     flags = {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}

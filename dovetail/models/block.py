@@ -1,5 +1,6 @@
-"""One layer: attention and its feed-forward half, each added to the residual stream. A layer's description
-(models.config) says what it does; no family is known here by name.
+"""One layer: attention and a feed-forward half, each added to the residual stream.
+
+A layer's description (models.config) says what it does; no family is known here by name.
 
 Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D model dim.
 """
@@ -27,14 +28,17 @@ Table = tuple[jax.Array, jax.Array] | tuple[()]  # cos and sin of a Rope; nothin
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream between two layers. Serving leaves a layer's last addition to whoever reads the stream next,
-    for a kernel that norms adds on its way; training keeps one array per layer, not two."""
+    """Hold the residual stream between two layers.
+
+    In serving, a layer's last addition is left to the next reader of the stream, for a kernel that adds and normalises
+    at once; training keeps one array per layer, not two.
+    """
 
     x: jax.Array  # [..., D]
     pending: jax.Array | None = None  # yet to be added
 
     def add_and_norm(self, delta: jax.Array | None, weight: jax.Array | None, cfg: ModelConfig, ctx: Context):
-        """(the stream with everything added to it, its norm)."""
+        """Return the stream with everything added to it, and its norm."""
         assert self.pending is None or delta is None
         pending = self.pending if delta is None else delta
         x, h = add_rms_norm(ctx, self.x, pending, weight, cfg.norm_eps, cfg.norm_offset)
@@ -54,8 +58,22 @@ def block(
     cfg: ModelConfig,
     layer: Layer,
 ) -> tuple[Residual, Any, RouterStats | None]:
-    """(the stream after this layer, the layer's cache, how its router dealt the tokens out). `extra` is the layer's own
-    embedding of the tokens; past the attention only `rows` of them go on, where they are given."""
+    """Run one layer.
+
+    Args:
+        p: The layer's weights.
+        stream: The residual stream.
+        table: The rotary tables.
+        ctx: The attention context.
+        entry: The layer's entry of the cache.
+        extra: The layer's own embedding of the tokens, if it has one.
+        rows: If given, only these tokens go on past the attention.
+        cfg: The model.
+        layer: The layer's description.
+
+    Returns:
+        The stream after this layer, the layer's cache, and the statistics of its router.
+    """
     stream, h = stream.add_and_norm(None, p.get("attn_norm"), cfg, ctx)
     h, entry = layer.attn(p["attn"], h, table, ctx, entry, cfg.norm_eps, cfg.norm_offset)
     if rows is not None:
@@ -75,7 +93,7 @@ def block(
 
 
 def _feed_forward(p: Params, cfg: ModelConfig, layer: Layer, x: jax.Array, h: jax.Array, ctx: Context):
-    """Of h, the norm of x."""
+    """Run the feed-forward half on h, the norm of x."""
     if layer.mlp is None:
         assert layer.moe is not None
         return _moe(p["moe"], cfg, layer.moe, h, h, ctx)
@@ -92,7 +110,7 @@ def _mlp(p: Params, mlp: Mlp, x: jax.Array) -> jax.Array:
 
 
 def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Array, ctx: Context):
-    """Experts see x, the router sees router_x (the same, except in Gemma 4)."""
+    """Run the experts on x; the router reads router_x (the same, except in Gemma 4)."""
     if moe.scaled_router:
         router_x = rms_norm(router_x, None, cfg.norm_eps) * p["router_scale"] * cfg.dim**-0.5
     # f32: two experts' scores may differ by less than bf16 can tell
@@ -106,7 +124,7 @@ def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Arra
 
 
 def _to_add(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Array:
-    """What half of a block adds to the residual stream, from what it computed."""
+    """Return what half of a block adds to the residual stream, from its output."""
     x = norm(weight, cfg, x)
     if cfg.residual_scale == 1.0:
         return x
@@ -114,10 +132,11 @@ def _to_add(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Arr
 
 
 def norm(weight: jax.Array | None, cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    """Normalise x by the model's RMS norm."""
     return x if weight is None else rms_norm(x, weight, cfg.norm_eps, cfg.norm_offset)
 
 
 def by_token(ctx: Context, x: jax.Array) -> jax.Array:
-    """Activations are split by token alone."""
+    """Constrain activations to be split by token alone."""
     dims = ("batch", "length") if isinstance(ctx, Packed) else ("batch",)
     return constrain(x, ctx.placement, *dims, *(None,) * (x.ndim - len(dims)))

@@ -1,8 +1,11 @@
 """ModelConfig: the architecture and nothing else. No mesh, no kernel, no dtype.
 
-A model is a list of layers, each described in full, so families differ by what they put here and `decoder` knows none
-of them by name. The kinds of attention have files of their own, with all that is known of each. Built from a Hugging
-Face config.json by a family's `parse` (see registry), and written back as it was.
+A model is a list of layers, each fully described, so that families differ by what they put here and `decoder` knows
+none of them by name. Each kind of attention has its own file. A ModelConfig is built from a Hugging Face config.json by
+a family's `parse` (see registry), and written back unchanged.
+
+A scored model returns a score of a text instead of logits: Hugging Face's sequence classification with one label, the
+format of reward models.
 """
 
 from __future__ import annotations
@@ -20,18 +23,22 @@ from dovetail.ops.moe import Router
 
 @dataclass(frozen=True)
 class Mlp:
+    """Describe a dense feed-forward half."""
+
     width: int
     glu: Glu
     bias: bool = False
 
     @property
     def projections(self) -> dict[str, int]:
-        """The products of the layer's input, each with its width."""
+        """Return the products of the layer's input, each with its width."""
         return {"gate": self.width, "up": self.width}
 
 
 @dataclass(frozen=True)
 class Moe:
+    """Describe a mixture of experts."""
+
     router: Router
     width: int
     glu: Glu
@@ -43,7 +50,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block. With both mlp and moe, they run side by side (Gemma 4)."""
+    """Describe one block. With both mlp and moe, they run in parallel (Gemma 4)."""
 
     attn: Attention | Latent
     mlp: Mlp | None
@@ -54,12 +61,15 @@ class Layer:
     scalar: bool = False  # the block's output times a stored number (Gemma 4)
 
     def within(self, length: int) -> Layer:
+        """Return the layer for sequences of at most `length` tokens (see `ModelConfig.within`)."""
         rope = self.attn.rope
         return replace(self, attn=replace(self.attn, rope=rope.within(length))) if rope else self
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Describe a model's architecture."""
+
     family: str
     vocab: int
     dim: int
@@ -82,11 +92,12 @@ class ModelConfig:
         return hash(self.source)  # a str keeps its hash: a config is a static argument of every step
 
     def within(self, length: int) -> ModelConfig:
-        """The same model where no sequence is longer than `length`: LongRoPE's frequencies depend on it (ops.rope)."""
+        """Return the model for sequences of at most `length` tokens: LongRoPE's frequencies depend on it (ops.rope)."""
         layers = tuple(layer.within(length) for layer in self.layers)
         return self if layers == self.layers else replace(self, layers=layers)
 
     def to_hf(self) -> dict[str, Any]:
+        """Return the contents of the config.json that it was built from."""
         return json.loads(self.source)
 
 
@@ -95,7 +106,7 @@ LABELS = 2  # of a classifier whose config.json does not say
 
 
 def is_scored(hf: dict[str, Any], where: str) -> bool:
-    """Whether a config.json is of such a model; several labels are refused."""
+    """Return whether a config.json is of a model with a score; refuse several labels."""
     if not any(str(name).endswith(SCORES) for name in hf.get("architectures") or ()):
         return False
     labels = len(hf.get("id2label") or ()) or hf.get("num_labels", LABELS)
@@ -108,7 +119,7 @@ def is_scored(hf: dict[str, Any], where: str) -> bool:
 
 
 def scored(cfg: ModelConfig) -> ModelConfig:
-    """The same layers under a score."""
+    """Return the model with a score in place of the head."""
     if cfg.scored:
         return cfg
     hf = cfg.to_hf()

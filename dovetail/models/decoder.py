@@ -1,7 +1,7 @@
-"""The one forward: training, serving and reinforcement learning all call it.
+"""The one forward pass, for training, serving and reinforcement learning.
 
-It gives hidden states. Training takes its cross entropy from them chunk by chunk, serving unembeds only the rows it
-samples. `forward` also returns the cache, `trunk` is for training: the same loop over the same blocks.
+It returns hidden states. Training computes its cross entropy from them in chunks; serving unembeds only the rows that
+it samples. `forward` also returns the cache; `trunk` is for training: the same loop over the same blocks.
 
 Packed calls have tokens [B, T], paged ones [T]; `...` stands for either. D model dim, L layers, V vocabulary.
 """
@@ -37,9 +37,10 @@ def forward(
     cache: Cache | None = None,
     rows: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache | None]:
-    """tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens).
+    """Run the model: tokens and positions [...] -> (hidden states [..., D], the cache with the new tokens).
 
-    With `rows` [S] only those tokens' states are given, [S, D]: past its attention the last layer computes no others.
+    With `rows` [S] only the states of those tokens are returned, [S, D]: past its attention the last layer computes no
+    others.
     """
     hidden, entries, _ = _run(params, cfg, tokens, positions, ctx, cache, rows)
     if cache is None:
@@ -57,11 +58,20 @@ def trunk(
     remat: str = "none",
     scan: bool = False,
 ) -> tuple[jax.Array, dict[int, RouterStats]]:
-    """tokens and positions [B, T] -> (hidden states [B, T, D], the statistics of each layer that has a router).
+    """Run the model for training.
 
-    `remat`: what the backward pass keeps (see `remember`). `scan`: runs of equal layers, or of equal groups, are
-    stacked and compiled once. The weights stay a tuple in the state; they are stacked where they are cast to the
-    compute dtype, which copies them anyway.
+    Tokens and positions [B, T] -> (hidden states [B, T, D], statistics of each router by layer).
+
+    Args:
+        params: The weights.
+        cfg: The model.
+        tokens: [B, T] int32.
+        positions: [B, T] int32.
+        ctx: The attention context.
+        remat: What the backward pass keeps (see `remember`).
+        scan: Stack runs of equal layers, or of equal groups, and compile them once. The weights stay a tuple in the
+            state;
+            they are stacked where they are cast to the compute dtype, which copies them anyway.
     """
     hidden, _, stats = _run(params, cfg, tokens, positions, ctx, remat=remat, scan=scan)
     return hidden, stats
@@ -78,7 +88,7 @@ def _run(
     remat: str = "none",
     scan: bool = False,
 ) -> tuple[jax.Array, dict[int, Any], dict[int, RouterStats]]:
-    """(hidden states, every layer's entry of the cache, the routers' statistics)."""
+    """Return the hidden states, every layer's entry of the cache, and the routers' statistics."""
     x = by_token(ctx, embed(params, cfg, tokens, ctx.placement))
     extra = _per_layer_inputs(params, cfg, tokens, x) if "per_layer" in params else None
     ropes = {layer.attn.rope for layer in cfg.layers}
@@ -102,13 +112,14 @@ def _run(
 
 
 def embed(params: Params, cfg: ModelConfig, tokens: jax.Array, placement: Placement | None = None) -> jax.Array:
+    """Return the embeddings [..., D] of tokens [...]."""
     # rows whole: of a table cut along D, XLA looks up parts of all tokens' rows and sends those across the whole mesh
     table = constrain(params["embed"], placement, "vocab", None)
     return table[tokens] * jnp.asarray(cfg.embed_scale, table.dtype)
 
 
 def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Logits [..., V] in f32."""
+    """Return the logits [..., V] in f32."""
     if cfg.scored:
         raise UserError("the model gives texts a score and has no head for words: ask it for scores (LLM.score)")
     logits = matmul(hidden, params["embed"] if cfg.tied else params["head"], out_dtype=jnp.float32)
@@ -117,12 +128,12 @@ def unembed(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
 
 
 def score(params: Params, hidden: jax.Array) -> jax.Array:
-    """[..., D] -> [...] in f32, of a model that gives scores: a text's is that of its last token."""
+    """Return the scores [...] in f32 of hidden states [..., D]; a text's score is that of its last token."""
     return matmul(hidden, params["score"], out_dtype=jnp.float32)[..., 0]
 
 
 def _per_layer_inputs(params: Params, cfg: ModelConfig, tokens: jax.Array, x: jax.Array) -> jax.Array:
-    """[..., L, width]: each layer's own embedding of the token, mixed with a projection of the common one."""
+    """Return [..., L, width]: each layer's own embedding of the token, mixed with a projection of the common one."""
     p, width = params["per_layer"], cfg.layers[0].per_layer_dim
     own = p["embed"][tokens] * jnp.asarray(width**0.5, x.dtype)
     common = matmul(x, p["proj"]) * jnp.asarray(cfg.dim**-0.5, x.dtype)
@@ -137,7 +148,7 @@ def init_cache(
     placement: Placement | None = None,
     platform: str | None = None,
 ) -> Cache:
-    """`placement` and `platform` are those of the Paged contexts that will come with it."""
+    """Return an empty cache; `placement` and `platform` are those of the Paged contexts that it will be used with."""
     abstract = abstract_cache(cfg, num_pages, page_size, dtype, placement, platform)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
 
@@ -150,7 +161,7 @@ def abstract_cache(
     placement: Placement | None = None,
     platform: str | None = None,
 ) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """The same without the memory."""
+    """Return the shapes and shardings of the cache that `init_cache` allocates."""
     shapes = cache_shapes(cfg, num_pages, page_size, dtype, placement, platform)
     return tuple(
         None if shape is None else jax.ShapeDtypeStruct(shape, dtype, sharding=_pages_sharding(layer, placement))
@@ -168,9 +179,17 @@ ATTENTION_KERNEL = "dot_product_attention_fwd"
 
 
 def remember(run: Callable, remat: str, in_loop: bool = False) -> Callable:
-    """`run` with what its backward pass keeps. What is static is given to it by keyword. `in_loop`: it is all of a
-    loop's body. Elsewhere XLA must be kept from sharing with the forward pass what is computed again, and from
-    computing it again for all layers of a group at once (Gemma 3's six: 11 GiB of products)."""
+    """Wrap `run` so that its backward pass keeps only some values and computes the rest again.
+
+    XLA must not share recomputed values with the forward pass, or recompute them for all layers of a group at once
+    (Gemma 3's six: 11 GiB of products), except in the body of a loop, where that cannot happen.
+
+    Args:
+        run: The function; its static arguments are passed by keyword.
+        remat: "none" keeps everything; "dots" the outputs of weights' products and attention, as the rest is cheap;
+            "attention" the outputs of attention and each layer's input; "full" each layer's input alone.
+        in_loop: `run` is the whole body of a loop.
+    """
     if remat == "none":
         return run
     keep = jax.checkpoint_policies

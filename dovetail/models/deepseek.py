@@ -10,6 +10,7 @@ from dovetail.ops.rope import yarn_magnitude
 
 
 def parse_v2(f: Fields) -> ModelConfig:
+    """Parse the config of DeepSeek-V2."""
     f.only("scoring_func", "softmax")
     f.only("norm_topk_prob", False)
     method = f.get("topk_method", "greedy")
@@ -25,6 +26,7 @@ def parse_v2(f: Fields) -> ModelConfig:
 
 
 def parse_v3(f: Fields) -> ModelConfig:
+    """Parse the config of DeepSeek-V3."""
     f.only("scoring_func", "sigmoid")
     f.only("topk_method", "noaux_tc")
     router = Router(

@@ -1,4 +1,8 @@
-"""What a family brings: a parser of its config.json, its differences in tensor names, and helpers parsers share."""
+"""What a family consists of: a parser of its config.json, its differences in tensor names, and helpers of parsers.
+
+No field of a config.json is ignored silently: a family reads the fields that it honours through `Fields`, and `done`
+refuses the rest, unless a field is known not to change the numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,16 @@ from dovetail.ops.rope import Rope, longrope_magnitude, yarn_magnitude
 
 @dataclass(frozen=True)
 class Family:
-    """`names` are its differences from models.spec. Projections of one input (q, k and v; gate and up) that have the
-    same name there lie one after another in that tensor. `experts` is how its checkpoints keep them: 'each' in tensors
-    of its own, 'stacked' with gate above up, or 'interleaved' (stacked, [in, out], gate and up alternating). `unused`
-    matches tensors of published checkpoints that the text model does not need."""
+    """Describe a family of models.
+
+    Attributes:
+        names: Its differences from the tensor names in models.spec. Projections of one input (q, k and v; gate and up)
+            with
+            the same name lie one after another in that tensor.
+        experts: How checkpoints keep experts: 'each' in its own tensors, 'stacked' with gate above up, or 'interleaved'
+            (stacked, [in, out], gate and up alternating).
+        unused: A pattern of tensors in published checkpoints that the text model does not need.
+    """
 
     model_types: tuple[str, ...]
     architecture: str  # the transformers class that an exported folder names
@@ -29,9 +39,15 @@ class Family:
 
 
 def finish(f: Fields, layers: list[Layer], eos: Any = (), dropout: bool = False, **more: Any) -> ModelConfig:
-    """The fields all families share, then the check that none was left unread. `eos`: the token or tokens that end an
-    answer where the config names none. `dropout`: whether published configs ask for attention dropout, which only
-    training would do and ours does not."""
+    """Read the fields that all families share, check that no field was left unread, and return the model.
+
+    Args:
+        f: The fields.
+        layers: The layers.
+        eos: The tokens that end an answer if the config names none.
+        dropout: Whether published configs have attention dropout, which only training would use and ours does not.
+        more: Further fields of ModelConfig.
+    """
     eos = f.get("eos_token_id", eos)
     config = ModelConfig(
         family=f.hf["model_type"],
@@ -53,6 +69,7 @@ def finish(f: Fields, layers: list[Layer], eos: Any = (), dropout: bool = False,
 
 
 def read_glu(f: Fields, key: str = "hidden_act", default: str = "silu") -> Glu:
+    """Return the activation of gated units."""
     kinds = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     name = f.get(key, default)
     if name not in kinds:
@@ -61,14 +78,17 @@ def read_glu(f: Fields, key: str = "hidden_act", default: str = "silu") -> Glu:
 
 
 def read_heads(f: Fields, kv_heads: int | None = None, head_dim: int | None = None) -> dict[str, Any]:
-    """`kv_heads` and `head_dim`: the family's defaults, where they do not follow from the other numbers."""
+    """Return heads, key heads and head dim.
+
+    The arguments are the family's defaults if they do not follow from other fields.
+    """
     heads = f.get("num_attention_heads")
     dim = f.get("head_dim", head_dim) or f.get("hidden_size") // heads
     return dict(heads=heads, kv_heads=f.get("num_key_value_heads", kv_heads or heads), head_dim=dim)
 
 
 def read_windows(f: Fields, default_types: list[str]) -> list[int | None]:
-    """The sliding window of each layer, from layer_types or the family's own pattern."""
+    """Return the sliding window of each layer, from layer_types or the family's own pattern."""
     types = f.get("layer_types", default_types)
     n, window = f.get("num_hidden_layers"), f.get("sliding_window", None)
     known = {"full_attention", "sliding_attention"}
@@ -94,8 +114,7 @@ OPTIONAL_FACTOR = ("proportional", "longrope")
 
 
 def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope's parameters, from `rope_parameters` (flat, or one dict per layer type) or from the older
-    `rope_theta` and `rope_scaling`."""
+    """Return the rope's parameters, from `rope_parameters` (flat or per layer type) or `rope_theta` and `rope_scaling`."""
     found = dict(f.get("rope_scaling", {}) or f.get("rope_parameters", {}))
     if layer_type and layer_type in found:
         found = dict(found[layer_type])
@@ -108,9 +127,10 @@ def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[st
 def read_rope(
     f: Fields, dim: int, params: dict[str, Any], interleaved: bool = False, partial: float | None = None
 ) -> Rope:
-    """A Rope for heads of `dim` dims from such a dict; a kind or a key that is not supported is refused by name.
+    """Return a Rope for heads of `dim` dims from such a dict; refuse an unsupported kind or key by name.
 
-    `partial`: the share of a head that turns where the config does not say; None for a family that turns all of it.
+    `partial` is the share of a head that is rotated if the config does not say; None for a family that rotates all of
+    it.
     """
     p = {k: v for k, v in params.items() if v is not None}
     kind, theta = p.pop("rope_type"), p.pop("rope_theta")
@@ -145,7 +165,7 @@ def _magnitude(p: dict[str, Any], factor: float) -> float:
 
 
 def _longrope(f: Fields, rope: Rope, p: dict[str, Any]) -> Rope:
-    """With its factors: the long ones, where the model's context is longer than the original (see Rope.within)."""
+    """Return the rope with LongRoPE's factors: the long ones if the model's context is longer than the original."""
     for key in ("short_factor", "long_factor"):
         if not isinstance(p.get(key), list) or len(p[key]) != rope.dim // 2:
             given = f"{len(p[key])}" if isinstance(p.get(key), list) else p.get(key)
@@ -182,14 +202,14 @@ _sliding_window_pattern ep_size initial_context_length num_mtp_layers
 
 
 class Fields:
-    """A config.json being read: remembers what was asked for."""
+    """Read a config.json and record which fields were read."""
 
     def __init__(self, hf: dict[str, Any], where: str):
         self.hf, self.where = hf, where
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The field, or the default when it is absent or null."""
+        """Return the field, or the default if it is absent or null."""
         self._read.add(key)
         value = self.hf.get(key)
         if value is not None:
@@ -200,28 +220,29 @@ class Fields:
         return default
 
     def _check_kind(self, key: str, value: Any, default: Any) -> None:
-        """What must be given is a number; what has a default is of its kind, where that is a number or a dict."""
+        """Refuse a value that is not a number if it is required, or not of its default's kind (a number or a dict)."""
         wanted = (int, float) if default is _REQUIRED or isinstance(default, (bool, int, float)) else ()
         wanted = (dict,) if isinstance(default, dict) else wanted
         if wanted and not isinstance(value, wanted):
             raise UserError(f"{self.where}: {key}={value!r} should be a {'dict' if dict in wanted else 'number'}")
 
     def nullable(self, key: str, default: Any) -> Any:
-        """A field whose null means 'off' and whose absence means the default."""
+        """Return a field whose null means 'off' and whose absence means the default."""
         return self.get(key, None if key in self.hf else default)
 
     def only(self, key: str, *supported: Any) -> None:
-        """A field of which only some values are supported; absent means the first of them."""
+        """Refuse unsupported values of a field; absent means the first supported one."""
         value = self.get(key, supported[0])
         if value not in supported:
             wanted = " or ".join(repr(s) for s in supported)
             raise UserError(f"{self.where}: {key}={value!r} is not supported (only {wanted})")
 
     def skip(self, *keys: str) -> None:
-        """Fields that repeat what others say."""
+        """Mark fields as read that repeat others."""
         self._read.update(keys)
 
     def done(self) -> None:
+        """Refuse fields that were not read."""
         left = [k for k, v in self.hf.items() if k not in self._read and k not in HARMLESS and v is not None]
         if left:
             listed = ", ".join(f"{k}={str(self.hf[k])[:60]}" for k in sorted(left))

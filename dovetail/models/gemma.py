@@ -15,10 +15,12 @@ OTHER_TOWERS = (r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embe
 
 
 def parse_gemma2(f: Fields) -> ModelConfig:
+    """Parse the config of Gemma 2."""
     return _parse(f, period=2, qk_norm="", caps=(50.0, 30.0))
 
 
 def parse_gemma3(f: Fields) -> ModelConfig:
+    """Parse the config of Gemma 3's text model."""
     f.only("attn_logit_softcapping", None)  # transformers reads it and applies none
     period = f.get("sliding_window_pattern", f.get("_sliding_window_pattern", 6))
     return _parse(f, period, qk_norm="head", caps=(None, None))
@@ -51,7 +53,7 @@ def _parse(f: Fields, period: int, qk_norm: str, caps: tuple) -> ModelConfig:
 
 
 def _ropes(f: Fields, dim: int, two: bool):
-    """Gemma 3's local layers turn with a base of their own and are not stretched; Gemma 2 has one rope."""
+    """Return the ropes of local and global layers: Gemma 3's local ones have their own base and no scaling."""
     if not two:
         rope = read_rope(f, dim, rope_dict(f, 10_000.0))
         return rope, rope

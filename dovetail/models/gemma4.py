@@ -10,6 +10,7 @@ from dovetail.ops.moe import Router
 
 
 def parse_gemma4(f: Fields) -> ModelConfig:
+    """Parse the config of Gemma 4's text model."""
     f.only("use_bidirectional_attention", None, "vision")  # "vision": images only, which this tower never sees
     n = f.get("num_hidden_layers")
     windows = read_windows(f, ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(n)])
@@ -37,7 +38,7 @@ def parse_gemma4(f: Fields) -> ModelConfig:
 
 
 def _attention(f: Fields, i: int, windows: list, first_shared: int | None) -> Attention:
-    """Global layers have a head size and KV heads of their own, and may take their values from the key projection."""
+    """Return a layer's attention: global layers have their own head size and KV heads, and may use keys as values."""
     window, k_is_v = windows[i], f.get("attention_k_eq_v", False) and windows[i] is None
     head_dim, kv_heads = f.get("head_dim", 256), f.get("num_key_value_heads", 4)
     over = {}

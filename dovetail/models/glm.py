@@ -1,5 +1,7 @@
-"""GLM-4 (0414) and the GLM-4 before it: half of each head turns, in neighbouring pairs; the newer has norms behind each
-half of a block too."""
+"""GLM-4 (0414) and the GLM-4 before it: half of each head is rotated, in neighbouring pairs.
+
+The newer one also has norms after each half of a block.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ EOS = (151329, 151336, 151338)
 
 
 def parse_glm(f: Fields) -> ModelConfig:
+    """Parse the config of GLM-4 before 0414."""
     return _parse(f, post_norm=False)
 
 
 def parse_glm4(f: Fields) -> ModelConfig:
+    """Parse the config of GLM-4 (0414)."""
     return _parse(f, post_norm=True)
 
 

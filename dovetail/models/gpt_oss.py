@@ -14,6 +14,7 @@ YARN = {
 
 
 def parse_gpt_oss(f: Fields) -> ModelConfig:
+    """Parse the config of GPT-OSS."""
     f.only("hidden_act", "silu")
     f.skip("experts_per_token")  # says num_experts_per_tok again
     n = f.get("num_hidden_layers")

@@ -1,5 +1,4 @@
-"""Granite 3 and the dense models of Granite 4: a Llama whose embeddings, attention, halves of a block and logits are
-each scaled by a number of the config."""
+"""Granite 3 and the dense models of Granite 4: a Llama with scaled embeddings, attention, block halves and logits."""
 
 from __future__ import annotations
 
@@ -10,11 +9,15 @@ from dovetail.models.llama import INV_FREQ
 
 
 def parse_granite(f: Fields) -> ModelConfig:
+    """Parse the config of Granite 3."""
     return _scaled(f, Mlp(f.get("intermediate_size"), read_glu(f), f.get("mlp_bias", False)), positions=True)
 
 
 def parse_hybrid(f: Fields) -> ModelConfig:
-    """Granite 4 names one architecture for all its models; those with attention alone and no experts are dense."""
+    """Parse the config of a dense Granite 4.
+
+    One architecture names all its models, also those with experts or without attention.
+    """
     kinds, experts = f.get("layer_types", ["mamba"]), f.get("num_local_experts", 8)
     if not set(kinds) <= {"attention", "full_attention"} or experts:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The plainest use of `forward` with pages: one prompt in, the most probable tokens out, one by one."""
+"""The simplest use of `forward` with pages: decode one prompt greedily, token by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(
     cache: Cache,
     compute: Compute,
 ):
-    """Feed `count` of tokens [T] after `length` earlier ones; the most probable next token and the cache."""
+    """Feed `count` of tokens [T] after `length` earlier ones; return the most probable next token and the cache."""
     pages = jnp.arange(cache_pages(cache), dtype=jnp.int32)[None]
     ctx = Paged(pages, (length + count)[None], jnp.stack([jnp.int32(0), count]), jnp.ones(1, jnp.int32))
     _, positions, _ = token_rows(ctx, tokens.shape[0])
@@ -39,13 +39,14 @@ def step(
 
 
 def cache_pages(cache: Cache) -> int:
+    """Return the number of pages of a cache."""
     return next(entry.shape[0] for entry in cache if entry is not None)
 
 
 def greedy(
     params: Params, cfg: ModelConfig, ids: Sequence[int], max_new_tokens: int, compute: Compute
 ) -> Iterator[int]:
-    """Yields tokens until the model's end token (which is not yielded) or the limit."""
+    """Yield tokens until the model's end token (which is not yielded) or the limit."""
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     room = min(len(ids) + max_new_tokens, cfg.max_len)

@@ -1,5 +1,4 @@
-"""Multi-head latent attention (DeepSeek): its weights, its forward, and what it costs. The attention itself is in
-ops.latent.
+"""Multi-head latent attention (DeepSeek): its weights, its forward pass, and its cost; the operation is in ops.latent.
 
 D model dim, N heads, R the latent's rank.
 """
@@ -26,6 +25,8 @@ from dovetail.ops.rope import Rope, rotate
 
 @dataclass(frozen=True)
 class Latent:
+    """Describe the latent attention of one layer."""
+
     heads: int
     q_rank: int | None
     kv_rank: int
@@ -44,6 +45,7 @@ class Latent:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def spec(self, declare: Callable[..., ParamSpec], norm: Callable[..., ParamSpec], D: int) -> dict[str, ParamSpec]:
+        """Return the weights of the layer."""
         N, R, H = self.heads, self.kv_rank, self.nope_dim + self.rope_dim
         up = self.nope_dim + self.v_dim  # one stored tensor holds every head's key part, then its value part
         k_cut = dict(view=(N, up, R), at=(slice(None), slice(0, self.nope_dim)))
@@ -72,7 +74,7 @@ class Latent:
     def __call__(
         self, p: Params, x: jax.Array, table: tuple, ctx: Context, entry: Any, eps: float, offset: float
     ) -> tuple[jax.Array, Any]:
-        """x [..., D] -> (every head's output [..., N, V], the layer's entry of the cache). Its norms are its own."""
+        """Map x [..., D] to every head's output [..., N, V] and the layer's entry of the cache."""
         q_nope, q_rope = jnp.split(self._queries(p, x), [self.nope_dim], axis=-1)
         latent, k_rope = jnp.split(matmul(x, p["kv_a"], p.get("kv_a_bias")), [self.kv_rank], axis=-1)
         latent = rms_norm(latent, p["kv_a_norm"], self.norm_eps)
@@ -87,35 +89,38 @@ class Latent:
         return matmul(latent, p["q_b"])
 
     def merge(self, p: Params, x: jax.Array) -> jax.Array:
-        """[..., N, V] -> [..., D]."""
+        """Map the heads' outputs [..., N, V] to [..., D]."""
         return matmul(x, p["o"], p.get("o_bias"), dims=2)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
     @property
     def cache_row(self) -> tuple[int, int]:
-        """What the cache holds of one token: (rows, dim)."""
+        """Return the shape (rows, dim) of one token in the cache."""
         return 1, self.kv_rank + self.rope_dim
 
     def page_row(self, dtype: Any, platform: str | None, placement: Placement | None) -> tuple[int, ...]:
-        """The same as its pages hold it, which depends on the kernel that reads them."""
+        """Return the shape of one token in its pages, which depends on the kernel that reads them."""
         return latent_row(platform, self.cache_row[1])
 
     def pages_partition(self, placement: Placement) -> PartitionSpec:
+        """Return how the pages are split over the mesh."""
         return PartitionSpec()  # the latent is common to all heads
 
     @property
     def flops_per_key(self) -> float:
-        """Of one query against one key and its value, over all heads: a multiply and an add for each dim of both."""
+        """Return the FLOPs of one query against one key and its value, over all heads."""
         return 2.0 * self.heads * (self.nope_dim + self.rope_dim + self.v_dim)
 
     def keys_seen(self, length: float) -> float:
-        """At most, by a query with `length` tokens to see."""
+        """Return how many keys a query attends to, of `length` tokens."""
         return length
 
     def activations(self, tensor: int) -> tuple[int, int, int]:
-        """Elements per token on one of `tensor` devices: (q and k once rotated, the outputs of its products, the
-        attention's output)."""
+        """Return elements per token on one of `tensor` devices.
+
+        (rotated q and k, outputs of its products, attention's output).
+        """
         q, kv = self.heads * (self.nope_dim + self.rope_dim), self.heads * (self.nope_dim + self.v_dim)
         latents = (self.q_rank or 0) + self.kv_rank + self.rope_dim
         return 2 * q // tensor, (q + kv) // tensor + latents, self.heads * self.v_dim // tensor

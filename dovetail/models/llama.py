@@ -8,6 +8,7 @@ from dovetail.ops.moe import Router
 
 
 def parse_llama(f: Fields) -> ModelConfig:
+    """Parse the config of Llama and SmolLM2."""
     f.only("rope_interleaved", False)
     heads, bias = read_heads(f), f.get("attention_bias", False)
     rope = read_rope(f, heads["head_dim"], rope_dict(f, 10_000.0))
@@ -17,6 +18,7 @@ def parse_llama(f: Fields) -> ModelConfig:
 
 
 def parse_smollm3(f: Fields) -> ModelConfig:
+    """Parse the config of SmolLM3."""
     n, every = f.get("num_hidden_layers"), f.get("no_rope_layer_interval", 4)
     turns = f.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(n)])
     slides = f.get("use_sliding_window", False)
@@ -35,11 +37,13 @@ def parse_smollm3(f: Fields) -> ModelConfig:
 
 
 def parse_mistral(f: Fields) -> ModelConfig:
+    """Parse the config of Mistral."""
     attn = _windowed(f, f.nullable("sliding_window", 4096), 10_000.0)
     return finish(f, [Layer(attn, Mlp(f.get("intermediate_size"), read_glu(f)))] * f.get("num_hidden_layers"))
 
 
 def parse_mixtral(f: Fields) -> ModelConfig:
+    """Parse the config of Mixtral."""
     f.only("router_jitter_noise", 0.0)
     router = Router(f.get("num_local_experts", 8), f.get("num_experts_per_tok", 2), normalize=True)
     moe = Moe(router, f.get("intermediate_size"), read_glu(f))

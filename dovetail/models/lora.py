@@ -1,12 +1,11 @@
-"""Low-rank adapters of a model's projections: which weights get one, how they are declared, and how they are put on.
+"""Low-rank adapters of a model's projections: which weights have one, their specs, and how they are attached.
 
-An adapter's tree is the model's own (models.spec) with a dict in the place of each weight that is adapted, and nothing
-in the place of the others:
+The tree of an adapter is the model's own (models.spec) with a dict for each adapted weight and nothing for the others:
 
     {"layers": ({"attn": {"q": {"lora_a": [R, in], "lora_b": [out, R]}}}, ...), "embed": {"lora_a": ..., "lora_b": ...}}
 
-The embeddings and the head may be there as arrays: they are then trained whole (`modules_to_save`). The tree is
-initialised, laid out, saved and counted as any weights are.
+The embeddings and the head may be arrays: they are then trained whole (`modules_to_save`). The tree is initialised,
+laid out, saved and counted like any weights.
 """
 
 from __future__ import annotations
@@ -62,20 +61,24 @@ class Lora:
 
     @property
     def scale(self) -> float:
+        """Return the factor of the adapters' update."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def adapts(self, module: str) -> bool:
+        """Return whether a projection of the layers is adapted."""
         return ALL in self.target_modules or self.names(module)
 
     def names(self, module: str) -> bool:
-        """Whether `targets` name the module, other than by all-linear, which is the layers' projections alone."""
+        """Return whether `target_modules` names the module; all-linear names the layers' projections alone."""
         given = [t for t in self.target_modules if t != ALL]
         return any(module == t or module.endswith(f".{t}") or re.fullmatch(t, module) for t in given)
 
 
 def outer_modules(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Hugging Face's modules of the weights outside of the layers that may be trained, by our names. A tied head is the
-    embeddings: both are one weight."""
+    """Return Hugging Face's modules of the weights outside the layers that may be trained, by our names.
+
+    A tied head and the embeddings are one weight.
+    """
     tree = spec(cfg)
     found = {name: (_module(tree[name]),) for name in OUTER if name in tree}
     return {"embed": (*found["embed"], OUTER["head"])} if cfg.tied and not cfg.scored else found
@@ -109,7 +112,7 @@ def outer_names(cfg: ModelConfig, lora: Lora) -> list[str]:
 
 
 def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
-    """The adapters' weights, declared."""
+    """Return the specs of the adapters' weights."""
     whole = spec(cfg)
     tree: dict[str, Any] = {"layers": tuple(_select(layer, lora) for layer in whole["layers"])}
     tree |= {name: _pair(whole[name], lora) for name in outer_names(cfg, lora)}
@@ -123,7 +126,7 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
 
 
 def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None = None) -> Params:
-    """The model's weights with the adapters on them; `key`: of this step's dropout."""
+    """Return the model's weights with the adapters attached; `key` is that of this step's dropout."""
     count = 0
 
     def put(name: str, p: Any, a: Any) -> Any:
@@ -140,8 +143,7 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
 
 
 def on_each(params: Params, adapters: Params, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Params:
-    """The weights, with put(its name, weight, its pair) in the place of each that has one, and what is trained whole in
-    its own place."""
+    """Return the weights with put(name, weight, pair) for each adapted one, and with the adapter's own arrays."""
     if isinstance(adapters, tuple):
         return tuple(on_each(*pair, put) for pair in zip(params, adapters, strict=True))
     if not isinstance(adapters, dict):
@@ -152,7 +154,7 @@ def on_each(params: Params, adapters: Params, put: Callable[[str, Any, dict[str,
 
 
 def merge(params: Params, adapters: Params, cfg: ModelConfig, lora: Lora) -> Params:
-    """The weights that the model with its adapters stands for, in the dtype of `params`."""
+    """Return the weights with the adapters merged into them, in the dtype of `params`."""
     specs = dict(leaves(spec(cfg)))
 
     def one(path: tuple, leaf: Any) -> Any:
@@ -171,7 +173,7 @@ def merge(params: Params, adapters: Params, cfg: ModelConfig, lora: Lora) -> Par
 
 
 def input_dims(leaf: ParamSpec) -> int:
-    """How many of a weight's last dims are its input's; 0 for the weights of experts."""
+    """Return how many of a weight's last dims are its input's; 0 for the weights of experts."""
     if leaf.axes[0] == "experts":
         return 0
     size = leaf.stored.shape[-1]
@@ -182,7 +184,7 @@ def input_dims(leaf: ParamSpec) -> int:
 
 
 def _select(tree: dict[str, Any], lora: Lora) -> dict[str, Any]:
-    """A layer's, with what is not adapted left out."""
+    """Return a layer's tree without what is not adapted."""
     kept: dict[str, Any] = {}
     for name, part in tree.items():
         if not is_spec(part):
@@ -221,7 +223,7 @@ def _candidates(cfg: ModelConfig) -> list[ParamSpec]:
 
 
 def is_projection(name: str, leaf: ParamSpec) -> bool:
-    """Whether a weight of a layer may be adapted."""
+    """Return whether a weight of a layer may be adapted."""
     return leaf.active > 0 and len(leaf.shape) > 1 and name != "router"
 
 

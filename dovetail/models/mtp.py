@@ -4,7 +4,7 @@ At depth k, with h^0 the trunk's hidden states and t the tokens of a document,
 
     h^k_i = norm(block_k(proj_k [norm(embed(t_{i+k})); norm(h^{k-1}_i)]))
 
-is unembedded by the trunk's own head and held against t_{i+k+1}. Embedding and head are the trunk's, so their gradient
+is unembedded by the trunk's own head and compared with t_{i+k+1}. Embedding and head are the trunk's, so their gradient
 comes from here too. Any model may have such layers: their block is that of its last layer.
 
 Published checkpoints keep them as layers after the last, each with a copy of the embedding and of the head.
@@ -31,12 +31,15 @@ from dovetail.ops.moe import RouterStats
 
 
 def mtp_depth(cfg: ModelConfig) -> int:
-    """How many tokens further ahead: as many as config.json says there are layers for, else one."""
+    """Return how many tokens further ahead are predicted: the number of layers in config.json, else one."""
     return int(cfg.to_hf().get("num_nextn_predict_layers") or 1)
 
 
 def mtp_layer(cfg: ModelConfig) -> Layer:
-    """The last layer's description, less what ties it to the trunk: another layer's keys, its own token embeddings."""
+    """Return the last layer's description without its links to the trunk.
+
+    Another layer's keys, its own token embeddings.
+    """
     layer = dataclasses.replace(cfg.layers[-1], per_layer_dim=0)
     if layer.attn.kv_from is not None:
         layer = dataclasses.replace(layer, attn=dataclasses.replace(layer.attn, kv_from=None))
@@ -44,11 +47,12 @@ def mtp_layer(cfg: ModelConfig) -> Layer:
 
 
 def mtp_spec(cfg: ModelConfig) -> tuple[dict[str, Any], ...]:
+    """Return the weights of the layers of multi-token prediction."""
     return tuple(_depth_spec(cfg, len(cfg.layers) + i) for i in range(mtp_depth(cfg)))
 
 
 def with_mtp(specs: dict[str, Any], cfg: ModelConfig) -> dict[str, Any]:
-    """A model's specs with those of its multi-token prediction under `mtp`."""
+    """Return a model's specs with those of its multi-token prediction under `mtp`."""
     return {**specs, "mtp": mtp_spec(cfg)}
 
 
@@ -70,7 +74,7 @@ def _depth_spec(cfg: ModelConfig, i: int) -> dict[str, Any]:
 
 
 def mtp_copies(cfg: ModelConfig) -> dict[str, str]:
-    """Tensors that a published checkpoint has besides: its name -> that of the tensor it is a copy of."""
+    """Return tensors that a published checkpoint also has, each with the tensor that it is a copy of."""
     names = COMMON | dict(family_of(cfg).names)
     embedding, head = names["embed"], names["embed" if cfg.tied else "head"]
     copies: dict[str, str] = {}
@@ -81,8 +85,10 @@ def mtp_copies(cfg: ModelConfig) -> dict[str, str]:
 
 
 def ahead(batch: Batch, k: int) -> Batch:
-    """The batch of depth k: in place i stand the token k later and its target, which counts where it did and where the
-    document of i is not yet over. Positions and segments stay."""
+    """Return the batch of depth k: at index i are the token k later and its target.
+
+    The target counts where it did before, if the document of i has not ended yet. Positions and segments stay.
+    """
 
     def later(x: jax.Array) -> jax.Array:
         return jnp.pad(x[:, k:], ((0, 0), (0, k)))
@@ -100,9 +106,15 @@ def ahead(batch: Batch, k: int) -> Batch:
 def mtp_hidden(
     params: Params, cfg: ModelConfig, hidden: jax.Array, batch: Batch, ctx: Packed, run: Callable = block
 ) -> list[tuple[jax.Array, Batch, RouterStats | None]]:
-    """For each depth (states to unembed [B, T, D], the batch with their targets, how its router dealt the tokens out).
+    """Return for each depth the states to unembed [B, T, D], the batch with their targets, and router statistics.
 
-    `hidden` is what decoder.forward returned for the batch; `run` is block.block, or that with rematerialisation.
+    Args:
+        params: The weights.
+        cfg: The model.
+        hidden: The result of decoder.forward for the batch.
+        batch: The batch.
+        ctx: The attention context.
+        run: block.block, or that with rematerialisation.
     """
     layer = mtp_layer(cfg)
     table = layer.attn.rope.tables(batch.positions) if layer.attn.rope else ()

@@ -12,11 +12,13 @@ NAMES = {
 
 
 def parse_olmo2(f: Fields) -> ModelConfig:
+    """Parse the config of OLMo 2."""
     rope = read_rope(f, read_heads(f)["head_dim"], rope_dict(f, 10_000.0))
     return _parse(f, [None] * f.get("num_hidden_layers"), {None: rope})
 
 
 def parse_olmo3(f: Fields) -> ModelConfig:
+    """Parse the config of OLMo 3."""
     n, dim = f.get("num_hidden_layers"), read_heads(f)["head_dim"]
     windows = read_windows(f, ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(n)])
     params = {kind: rope_dict(f, 500_000.0, kind) for kind in ("sliding_attention", "full_attention")}

@@ -1,5 +1,8 @@
-"""Phi-3, Phi-3.5 and Phi-4 with their mini and medium sizes: one tensor for q, k and v, one for gate and up; a part of
-each head may turn, with LongRoPE (ops.rope says how its factors are chosen)."""
+"""Phi-3, Phi-3.5 and Phi-4 with their mini and medium sizes.
+
+They have one tensor for q, k and v and one for gate and up; a part of each head may be rotated, with LongRoPE (ops.rope
+says how its factors are chosen).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dovetail.models.llama import INV_FREQ
 
 
 def parse_phi3(f: Fields) -> ModelConfig:
+    """Parse the config of Phi-3 to Phi-4."""
     for key, value in UNUSED_SETTINGS.items():
         f.only(key, value)
     f.skip("original_max_position_embeddings")  # read with LongRoPE, and no matter to other ropes

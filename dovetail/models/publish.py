@@ -1,8 +1,9 @@
-"""A trainer's weights, or a checkpoint's, in the form that an engine runs: cast, laid out for its mesh, and with the
-projections of one input joined, so that their products are one.
+"""Convert weights of a trainer or a checkpoint to the layout of an engine.
 
-The serving form is declared as the model's own is (`serving_spec`), by the very function that joins the arrays. Joined
-weights of a mesh are kept in as many parts as its tensor axis has devices, and each device has one.
+They are cast, laid out for its mesh, and projections of one input are joined, so that their products are one.
+
+The serving layout is declared like the model's own (`serving_spec`), by the function that joins the arrays. On a mesh,
+joined weights have as many parts as the tensor axis has devices, one per device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, leaf_dtype, leaves, path_name
 from dovetail.core.types import Params
@@ -31,7 +32,7 @@ Join = Callable[[list[Any], int], Any]  # weights with the same input, and the p
 
 @functools.lru_cache(maxsize=64)
 def serving_spec(cfg: ModelConfig, placement: Placement | None = None) -> dict[str, Any]:
-    """models.spec's tree as an engine holds it."""
+    """Return the tree of models.spec in the layout of an engine."""
     tree = spec(cfg)
     layers = zip(cfg.layers, tree["layers"], strict=True)
     return {**tree, "layers": tuple(_join_layer(layer, p, placement, _join_specs) for layer, p in layers)}
@@ -40,10 +41,10 @@ def serving_spec(cfg: ModelConfig, placement: Placement | None = None) -> dict[s
 def publish(
     params: Params, cfg: ModelConfig, dtype: Any, placement: Placement | None = None, take: bool = False
 ) -> Params:
-    """The weights in the form of serving_spec; branches that only a trainer has are left out.
+    """Return the weights in the layout of serving_spec, without branches that only a trainer has.
 
-    Nothing of `params` is shared, so a trainer may donate it to its next step. With `take` it is the caller's no more:
-    what fits already is used as it is, and each layer's arrays are let go as soon as it is done.
+    The result shares no buffer with `params`, so a trainer may donate them to its next step. With `take`, `params` are
+    consumed: weights that already fit are used as they are, and each layer's arrays are freed as soon as it is done.
     """
     _check(params, cfg)
     specs = serving_spec(cfg, placement)
@@ -78,7 +79,10 @@ def _join_layer(layer: Layer, p: Mapping[str, Any], placement: Placement | None,
 
 
 def _parts(placement: Placement | None, axis: str, *sizes: int) -> int:
-    """How many devices share each of the weights; 0 where they cannot be cut alike, as 2 key heads for 4 devices."""
+    """Return how many devices share each of the weights.
+
+    0 if they cannot be split equally, as 2 key heads on 4 devices.
+    """
     devices = placement.size(axis) if placement else 1
     return 0 if any(size % devices for size in sizes) else devices
 
@@ -155,17 +159,17 @@ def _devices(p: Params) -> set[Any]:
 
 
 def _check(params: Params, cfg: ModelConfig) -> None:
-    """The tree that models.spec declares, of any dtype, perhaps with the branches that only a trainer has."""
+    """Raise CheckpointError unless the tree is that of models.spec, of any dtype, perhaps with a trainer's branches."""
     wanted = dict(leaves(spec(cfg)))
     try:
         given = _by_name({name: part for name, part in params.items() if name not in TRAINED_ONLY})
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"weights come as the tree that dt.load gives; this is none ({error!r})") from None
+        raise CheckpointError(f"weights must be a tree as dt.load returns it, got {error!r}") from None
     for name in [*wanted, *given]:
         want = f"{list(wanted[name].shape)}" if name in wanted else "nothing"
         got = f"{list(given[name].shape)}" if name in given else "nothing"
         if want != got:
-            raise UserError(f"weights {name}: the model has {want} there, and {got} came")
+            raise CheckpointError(f"weights {name} must have shape {want}, got {got}", param=name)
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from dovetail.ops.moe import Router
 
 
 def parse_qwen2(f: Fields) -> ModelConfig:
+    """Parse the config of Qwen2 and 2.5."""
     return _dense(f, qkv_bias=True, out_bias=False, qk_norm="")
 
 
 def parse_qwen3(f: Fields) -> ModelConfig:
+    """Parse the config of Qwen3."""
     bias = f.get("attention_bias", False)
     return _dense(f, qkv_bias=bias, out_bias=bias, qk_norm="head")
 
@@ -30,6 +32,7 @@ def _dense(f: Fields, **attention) -> ModelConfig:
 
 
 def parse_qwen3_moe(f: Fields) -> ModelConfig:
+    """Parse the config of Qwen3-MoE."""
     f.skip("max_window_layers")
     heads, bias = read_heads(f), f.get("attention_bias", False)
     window = f.get("sliding_window", 4096) if f.get("use_sliding_window", False) else None

@@ -1,4 +1,4 @@
-"""From a config.json to its family, and from there to a ModelConfig."""
+"""Find the family of a config.json, and parse it into a ModelConfig."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: ModelConfig) -> Family:
+    """Return the family of a model."""
     return FAMILIES[config.family]
 
 
 def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """A config.json's contents -> ModelConfig. A model that also sees is read for its text tower."""
+    """Parse the contents of a config.json. Of a model with vision, the text model is read."""
     if not isinstance(hf, dict):
         raise UserError(f"{where}: a config is a JSON object; this is a {type(hf).__name__}")
     scores = is_scored(hf, where)
@@ -56,7 +57,7 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """A config.json file, or the folder that holds one."""
+    """Read a config.json file, or that of a folder."""
     path = Path(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UserError(
@@ -74,17 +75,17 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def shipped_models() -> tuple[str, ...]:
-    """Those with a recipe."""
+    """Return the names of the shipped architectures that have a recipe."""
     return tuple(sorted(path.stem for path in (SHIPPED / "models").glob("*.json")))
 
 
 def shipped_shapes() -> tuple[str, ...]:
-    """Those without one: large models to plan with (`dovetail plan`)."""
+    """Return the names of the shipped architectures without a recipe: large models to plan with (`dovetail plan`)."""
     return tuple(sorted(path.stem for path in (SHIPPED / "shapes").glob("*.json")))
 
 
 def read_model(name_or_path: str) -> ModelConfig:
-    """What a recipe names: a shipped architecture, a config.json, or the folder that holds one."""
+    """Return the model that a recipe names: a shipped architecture, a config.json, or a folder with one."""
     for folder, names in (("models", shipped_models()), ("shapes", shipped_shapes())):
         if name_or_path in names:
             return read_config(SHIPPED / folder / f"{name_or_path}.json")

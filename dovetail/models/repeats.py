@@ -1,5 +1,7 @@
-"""A model's layers as repeated groups (one layer, or five local layers and a global one, say), so that a group can be
-compiled once and scanned over: compile time stays flat in depth."""
+"""Find repeated groups of layers (one, or five local layers and a global one), to compile each once and scan over it.
+
+Compile time then stays flat in depth.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ LONGEST_UNIT = 8  # layers of a repeated group
 
 @dataclass(frozen=True)
 class Repeat:
-    """Layers `start` to `start + period * times`: a group of `period` layers, `times` over."""
+    """Describe layers `start` to `start + period * times`: a group of `period` layers, repeated `times` times."""
 
     start: int
     period: int
@@ -26,7 +28,7 @@ class Repeat:
 
 
 def repeats(cfg: ModelConfig, scan: bool = True) -> list[Repeat]:
-    """The model from its first layer to its last; what repeats nothing, or is not to be scanned, stands alone."""
+    """Return the model as groups from its first layer to its last; a layer that is not repeated or scanned is alone."""
     found, start = [], 0
     while start < len(cfg.layers):
         choices = _starting_at(cfg, start) if scan and not _linked(cfg) else [Repeat(start, 1, 1)]
@@ -48,13 +50,22 @@ def _starting_at(cfg: ModelConfig, start: int) -> Iterator[Repeat]:
 
 
 def _linked(cfg: ModelConfig) -> bool:
-    """Whether layers read what others made, so that equal ones are not alike (Gemma 4)."""
+    """Return whether layers read values of others, so that equal ones are not interchangeable (Gemma 4)."""
     return any(layer.attn.kv_from is not None or layer.per_layer_dim for layer in cfg.layers)
 
 
 def fold(one: Callable, layers: tuple, carry: Any, repeat: Repeat) -> tuple[Any, dict[int, Any]]:
-    """(carry, {layer: what it gave}) after the layers of `repeat`, each by one(weights, carry, i) -> (carry, something
-    or None). What repeats is a scan, in whose body the layers of a group follow each other."""
+    """Run the layers of `repeat`; a repeated group is a scan.
+
+    Args:
+        one: one(weights, carry, i) -> (carry, output or None).
+        layers: The weights of all layers.
+        carry: The carry before the first layer.
+        repeat: The layers to run.
+
+    Returns:
+        The carry, and the outputs by layer.
+    """
     places = range(repeat.start, repeat.start + repeat.period)
     if repeat.times == 1:
         carry, given = one(layers[repeat.start], carry, repeat.start)

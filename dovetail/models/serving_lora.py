@@ -1,10 +1,14 @@
-"""Many adapters on one engine's weights: tables that hold the ranks of all of them side by side, a slot for each.
+"""Serve many adapters on one engine's weights: tables hold the ranks of all of them side by side, a slot for each.
 
-The tables follow the tree of models.publish, where projections of one input may be joined. A joined weight's members
-have ranks of their own, and `lora_b` is zero where the rows are another member's. Of each slot the product is computed
-for every token, and a token's own is kept (ops.adapter.choose): 8 adapters of rank 16 are 128 columns beside thousands.
+The tables follow the tree of models.publish, where projections of one input may be joined. Each member of a joined
+weight has its own ranks, and `lora_b` is zero in the rows of other members. The product of every slot is computed for
+every token, and a token's own is selected (ops.adapter.choose): 8 adapters of rank 16 are 128 columns beside thousands.
 
-W ranks in a slot: those of each member, padded to the engine's greatest. A slots.
+The tables' `lora_a` are appended as rows to the weights that they adapt (ops.adapter.Widened), and are kept in the
+tables too, for weights that are loaded later.
+
+W ranks in a slot: those of each member, padded to the engine's maximum. A slots. P parts: devices that share a weight's
+rows. C ranks of all slots.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError
 from dovetail.core.mesh import Placement, param_sharding
 from dovetail.core.spec import ParamSpec, is_spec, path_name, tree_map
 from dovetail.core.types import Params
@@ -36,7 +40,7 @@ Members = dict[str, ParamSpec]  # the weights that are joined in one, or that on
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What an engine has room for."""
+    """Describe how many adapters an engine has room for."""
 
     cfg: ModelConfig
     slots: int  # A
@@ -45,7 +49,7 @@ class SlotLayout:
 
 
 def empty_tables(layout: SlotLayout, dtype: Any) -> Params:
-    """lora_a [A W, *in] and lora_b [*out, A W] of every projection."""
+    """Return zero tables: lora_a [A W, *in] and lora_b [*out, A W] of every projection."""
 
     def zeros(leaf: ParamSpec) -> jax.Array:
         return jnp.zeros(leaf.shape, dtype, device=param_sharding(layout.placement, leaf))
@@ -54,12 +58,15 @@ def empty_tables(layout: SlotLayout, dtype: Any) -> Params:
 
 
 def tables_spec(layout: SlotLayout) -> dict[str, Any]:
+    """Return the specs of the tables."""
     return _layers(layout, lambda _, leaf, members: _pair_spec(layout, leaf, len(members)))
 
 
 def slot_values(layout: SlotLayout, adapters: Params, lora: Lora, dtype: Any) -> Params:
-    """What an adapter (see models.lora) writes into its slot: lora_a [W, *in] and lora_b [*out, W] of every projection,
-    zero where it has none."""
+    """Return an adapter's values for its slot: lora_a [W, *in] and lora_b [*out, W] of every projection.
+
+    They are zero where the adapter (see models.lora) has none.
+    """
     check_served(adapters, lora, layout.rank)
 
     def one(path: str, leaf: ParamSpec, members: Members) -> Pair:
@@ -72,7 +79,7 @@ def slot_values(layout: SlotLayout, adapters: Params, lora: Lora, dtype: Any) ->
 
 
 def write_slot(tables: Params, values: Params, slot: int) -> Params:
-    """The tables with these values in a slot; those given are used up."""
+    """Return the tables with these values in a slot; the given tables are donated."""
 
     def one(path: tuple, table: jax.Array, value: np.ndarray) -> jax.Array:
         axis = 0 if path[-1].key == "lora_a" else table.ndim - 1
@@ -92,8 +99,7 @@ def _write(table: jax.Array, value: jax.Array, at: jax.Array, axis: int, place: 
 
 
 def _layers(layout: SlotLayout, make: Callable[[str, ParamSpec, Members], Any]) -> dict[str, Any]:
-    """make(its path, its spec, the weights that are joined in it) for each projection of the serving tree, but none of
-    experts'."""
+    """Return make(path, spec, joined weights) for each projection of the serving tree except those of experts."""
 
     def part(tree: Mapping[str, Any], own: Mapping[str, Any], above: str) -> dict[str, Any]:
         made = {}
@@ -118,7 +124,7 @@ def _pair_spec(layout: SlotLayout, leaf: ParamSpec, members: int) -> dict[str, P
 
 
 def _values(rank: int, leaf: ParamSpec, pairs: list[tuple[Pair | None, int]], scale: float) -> Pair:
-    """Of a weight whose members have these pairs, and so many rows."""
+    """Return the values of a weight whose members have these pairs and numbers of rows."""
     cut, width = len(leaf.shape) - input_dims(leaf), rank * len(pairs)
     down = np.zeros((width, *leaf.shape[cut:]), np.float32)
     up = np.zeros((*leaf.shape[:cut], width), np.float32)
@@ -135,7 +141,7 @@ def _values(rank: int, leaf: ParamSpec, pairs: list[tuple[Pair | None, int]], sc
 
 
 def _by_weight(adapters: Params) -> dict[str, Pair]:
-    """By the path of the weight."""
+    """Return the pairs by the path of the weight."""
     found: dict[str, Pair] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(adapters):
         weight, _, key = path_name(path).rpartition(".")
@@ -144,28 +150,35 @@ def _by_weight(adapters: Params) -> dict[str, Pair]:
 
 
 def greatest_rank(adapters: Params) -> int:
+    """Return the maximum rank of an adapter."""
     return max((pair["lora_a"].shape[0] for pair in _by_weight({"layers": adapters["layers"]}).values()), default=1)
 
 
 def check_served(adapters: Params, lora: Lora, most: int) -> None:
-    """Raise ValueError for an adapter that an engine with room for ranks up to `most` cannot serve."""
+    """Raise CheckpointError for an adapter that an engine with room for ranks up to `most` cannot serve."""
     if lora.use_dora:
-        raise UserError("the adapter is DoRA's, which is not served beside others: merge it into the model first")
+        raise CheckpointError("a DoRA adapter cannot be served with others: merge it into the model first")
     if outer := [OUTER[name] for name in OUTER if name in adapters]:
-        raise UserError(f"the adapter is for {' and '.join(outer)} too, which is not served: merge it into the model")
+        raise CheckpointError(
+            f"the adapter is for {' and '.join(outer)} too, which is not served: merge it into the model"
+        )
     for weight, pair in _by_weight(adapters).items():
         if ".experts." in weight or weight.endswith(".router"):
-            raise UserError(f"the adapter is for experts too ({weight}), which is not served: merge it into the model")
+            raise CheckpointError(
+                f"the adapter is for experts too ({weight}), which is not served: merge it into the model"
+            )
         if (rank := pair["lora_a"].shape[0]) > most:
-            raise UserError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank")
+            raise CheckpointError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank")
 
 
 PER_HEAD = ("k_up", "v_up")  # latent attention multiplies these from either side: they stay as they are
 
 
 def widen(params: Params, tables: Params) -> Params:
-    """Published weights with the tables below them; those given are deleted, one by one: there is room for one copy.
-    Abstract weights give abstract weights."""
+    """Return published weights with the tables' rows appended; the given ones are deleted one by one, to hold one copy.
+
+    Abstract weights give abstract weights.
+    """
 
     def put(name: str, w: Any, pair: dict[str, Any]) -> Any:
         if name in PER_HEAD:
@@ -182,7 +195,7 @@ def widen(params: Params, tables: Params) -> Params:
 
 
 def with_tables(params: Params, tables: Params, slots: int) -> Params:
-    """What a step takes: widened weights, each with its tables."""
+    """Return what a step takes: widened weights, each with its tables."""
 
     def put(name: str, w: Any, pair: dict[str, Any]) -> Adapted | Widened:
         if name in PER_HEAD:
@@ -193,7 +206,10 @@ def with_tables(params: Params, tables: Params, slots: int) -> Params:
 
 
 def rewrite(params: Params, values: Params, slot: int, slots: int) -> Params:
-    """Widened weights with an adapter's values (see serving_lora.slot_values) in its slot; those given are used up."""
+    """Return widened weights with an adapter's values (see `slot_values`) in its slot.
+
+    The given weights are donated.
+    """
 
     def put(name: str, w: jax.Array, pair: dict[str, np.ndarray]) -> jax.Array:
         if name in PER_HEAD:
@@ -207,7 +223,7 @@ def rewrite(params: Params, values: Params, slot: int, slots: int) -> Params:
 
 @functools.partial(jax.jit, static_argnames=("parts", "place"))
 def _widen(w: jax.Array, down: jax.Array, parts: int, place: Any) -> jax.Array:
-    """[P, out / P + C, *in] from w [*out, *in] and down [C, *in]."""
+    """Return [P, out / P + C, *in] from w [*out, *in] and down [C, *in]."""
     inner = down.shape[1:]
     own = w.reshape(parts, math.prod(w.shape[: w.ndim - len(inner)]) // parts, *inner)
     rows = jnp.concatenate([own, jnp.broadcast_to(down, (parts, *down.shape))], axis=1)
@@ -222,7 +238,7 @@ def _rewrite(rows: jax.Array, down: jax.Array, at: jax.Array, place: Any) -> jax
 
 
 def _parts(w: jax.Array, cut: int) -> tuple[int, NamedSharding | None]:
-    """P, and where the widened rows lie; `cut`: how many dims are the output's."""
+    """Return P and the sharding of the widened rows; `cut` is the number of output dims."""
     place = w.sharding
     if not isinstance(place, NamedSharding):
         return 1, None

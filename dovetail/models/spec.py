@@ -1,7 +1,10 @@
-"""spec(cfg): the tree of a model's weights, each declared once.
+"""spec(cfg): the tree of a model's weights, each declared once, and the tensor names of checkpoints.
 
 Weights keep Hugging Face's order, [out, in]: loading is a memory map, and NVIDIA's fastest products take it so. Heads
-are a dim of their own, so that splitting them over devices never cuts one.
+have their own dim, so that splitting them over devices never cuts one.
+
+A family lists its differences from the common tensor names; {e} is an expert's number. Loading and writing use the one
+table.
 
 D model dim, N heads, K key heads, H head dim, F width, E experts, L layers, V vocabulary.
 """
@@ -21,6 +24,7 @@ from dovetail.models.registry import family_of
 
 @functools.lru_cache(maxsize=64)
 def spec(cfg: ModelConfig) -> dict[str, Any]:
+    """Return the tree of a model's weights as ParamSpecs."""
     D, V, L = cfg.dim, cfg.vocab, len(cfg.layers)
     family = family_of(cfg)
     declare = _Declare(COMMON | dict(family.names), "")
@@ -46,7 +50,7 @@ def spec(cfg: ModelConfig) -> dict[str, Any]:
 
 
 class _Declare:
-    """Makes ParamSpecs whose names start with a prefix; `stored` is given where the checkpoint's shape differs."""
+    """Make ParamSpecs whose names start with a prefix; `stored` is given where the checkpoint's shape differs."""
 
     def __init__(self, names: dict[str, str], prefix: str):
         self.names, self.prefix = names, prefix
@@ -59,7 +63,7 @@ class _Declare:
 
 
 def layer_spec(cfg: ModelConfig, family: Family, layer: Layer, i: int) -> dict[str, Any]:
-    """One layer's weights, stored as the model's i-th."""
+    """Return one layer's weights, stored as the model's i-th."""
     D = cfg.dim
     declare = _Declare(LAYER | dict(family.names), f"model.layers.{i}.")
 
@@ -130,7 +134,7 @@ def _expert_key(family: Family, x: str) -> str:
 
 
 def _expert_layout(family: Family, x: str, E: int, F: int, D: int) -> dict[str, Any]:
-    """How the checkpoint holds an expert weight: see Family.experts."""
+    """Return how the checkpoint holds an expert weight (see Family.experts)."""
     if family.experts == "each":
         return dict(experts=E)
     everything, second = slice(None), x == "up"
@@ -154,19 +158,22 @@ def cache_shapes(
     placement: Placement | None = None,
     platform: str | None = None,
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """The shape of each layer's pages; None for a layer that reads another's. `platform`: see Paged."""
+    """Return the shape of each layer's pages; None for a layer that reads another's. `platform`: see Paged."""
     rows = [layer.attn.page_row(dtype, platform, placement) for layer in cfg.layers]
     return tuple(None if row is None else (num_pages, page_size, *row) for row in rows)
 
 
 def kv_bytes_per_token(cfg: ModelConfig, itemsize: int = 2) -> int:
+    """Return the bytes of the KV cache per token."""
     return sum(math.prod(row) * itemsize for layer in cfg.layers if (row := layer.attn.cache_row))
 
 
 def flops_per_token(cfg: ModelConfig, context: float = 0, train: bool = False) -> float:
-    """FLOPs of one token: the weights' products and attention over `context` earlier tokens (a window cuts it short).
+    """Return the FLOPs of one token.
 
-    The backward pass costs twice the forward. For the mean of a causal sequence of T give context = T / 2.
+    The weights' products and attention over `context` earlier tokens, limited by windows.
+
+    The backward pass costs twice the forward. For the mean of a causal sequence of T tokens use context = T / 2.
     """
     attention = sum(layer.attn.flops_per_key * layer.attn.keys_seen(context) for layer in cfg.layers)
     return (matmul_flops(spec(cfg)) + attention) * (3 if train else 1)

@@ -4,6 +4,7 @@ import warnings
 import numpy as np
 import pytest
 
+from dovetail.core.errors import MissingFileError
 from dovetail.io.tokenizer import Tokenizer
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -308,9 +309,9 @@ def test_what_is_not_text_is_refused(make_backend, bad):
 
 
 def test_a_folder_without_a_tokenizer_says_what_is_needed(tmp_path):
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(MissingFileError, match="no folder"):
         Tokenizer.from_folder(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no such file: .*tokenizer\.json"):
+    with pytest.raises(MissingFileError, match=r"no such file: .*tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(ValueError, match=r"it has tokenizer\.model"):
