@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from dovetail.cli.options import OptionCommand, takes_engine_options
+from dovetail.core.units import format_bytes
 
 TOPOLOGY = typer.Option(..., help="TPU slice: v5e:16x16, v4:2x2x1, v5p:4x4x4, v6e:8x8, 7x:2x2x1.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
@@ -100,7 +101,7 @@ def compile_serve(
 
     from rich.console import Console
 
-    from dovetail.cli.compile_report import compiled, gib, serve_report, show
+    from dovetail.cli.compile_report import compiled, serve_report, show
     from dovetail.engine.abstract_engine import abstract_engine
     from dovetail.engine.options import EngineOptions
     from dovetail.io.outline import outline
@@ -117,8 +118,8 @@ def compile_serve(
             reports.append(serve_report(model, made, shape, *found))
     tokens = made.pages * made.programs.page_size
     console.print(
-        f"{model} on {degree} of {wanted}: per device {gib(made.weight_bytes)} of weights and {gib(made.pool_bytes)} "
-        f"of KV cache, for {tokens:,} tokens in pages of {made.programs.page_size}"
+        f"{model} on {degree} of {wanted}: per device {format_bytes(made.weight_bytes)} of weights and "
+        f"{format_bytes(made.pool_bytes)} of KV cache, for {tokens:,} tokens in pages of {made.programs.page_size}"
     )
     head = dict(
         model=model, topology=str(wanted), tensor_parallel_size=degree, weight_bytes=made.weight_bytes,

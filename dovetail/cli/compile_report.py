@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.core.errors import OutOfMemoryError
+from dovetail.core.units import format_bytes, format_duration
 
 
 @dataclass
@@ -33,12 +34,12 @@ def compiled(make) -> tuple[Any, int | None, float]:
 
     from jax.errors import JaxRuntimeError
 
-    from dovetail.io.compiled import compiled_anew
+    from dovetail.io.compiled import without_cache
     from dovetail.plan.compiled import assigned, written_to
 
     start = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory() as folder, compiled_anew():
+        with tempfile.TemporaryDirectory() as folder, without_cache():
             return make(written_to(folder)), assigned(folder), time.perf_counter() - start
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -136,11 +137,11 @@ def table(report: Report):
 
 
 def _memory(report: Report) -> list[tuple[str, str, str]]:
-    estimated = {name: gib(size) for name, size in report.estimated.items() if name != "FLOPs"}
+    estimated = {name: format_bytes(size) for name, size in report.estimated.items() if name != "FLOPs"}
     counted, total = report.counted.memory, report.counted.total
-    rows = [(name, gib(size), estimated.pop(name, "")) for name, size in counted.items()]
-    share = f" ({total / report.limit:.0%} of {gib(report.limit)})" if report.limit and counted else ""
-    whole = ("memory in all", gib(total) + share if counted else "unknown", estimated.pop("memory in all", ""))
+    rows = [(name, format_bytes(size), estimated.pop(name, "")) for name, size in counted.items()]
+    share = f" ({total / report.limit:.0%} of {format_bytes(report.limit)})" if report.limit and counted else ""
+    whole = ("memory in all", format_bytes(total) + share if counted else "unknown", estimated.pop("memory in all", ""))
     return [*((name, "", size) for name, size in estimated.items()), *rows, whole]
 
 
@@ -156,7 +157,7 @@ def _sent(report: Report) -> list[tuple[str, str, str]]:
     rows = []
     for one in report.counted.traffic:
         where = f"{one.kind} over {', '.join(one.axes)}" + (", between slices" if one.crosses else "")
-        rows.append((where, f"{one.count} x, sends {gib(one.bytes)}", ""))
+        rows.append((where, f"{one.count} x, sends {format_bytes(one.bytes)}", ""))
     return rows or [("collectives", "none", "")]
 
 
@@ -164,18 +165,9 @@ def _time(report: Report) -> list[tuple[str, str, str]]:
     found = report.predicted
     if found is None:
         return []
-    low = f"{_seconds(found.least)} ({found.bound_by})"
-    return [("step at peak rates, at least", "", low), ("  nothing overlapping", "", _seconds(found.most))]
+    low = f"{format_duration(found.least)} ({found.bound_by})"
+    return [("step at peak rates, at least", "", low), ("  nothing overlapping", "", format_duration(found.most))]
 
 
 def _count(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3g}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-4 else f"{value * 1e6:.1f} µs"
-
-
-def gib(size: float) -> str:
-    """Return a size in GiB or MiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

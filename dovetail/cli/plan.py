@@ -10,6 +10,7 @@ from dovetail.cli.options import OptionCommand
 from dovetail.cli.plan_recipe import RECIPE_OR_MODEL, outline_of, settings_of
 from dovetail.cli.tables import pairs
 from dovetail.core.errors import UserError
+from dovetail.core.units import format_clock, format_decimal_bytes, format_duration
 
 app = typer.Typer(
     help="Estimate memory, time and cost of training and serving before renting hardware.",
@@ -37,7 +38,7 @@ def _calibrate(folder: str) -> None:
     from rich.console import Console
 
     from dovetail.plan.calibration import calibration_file, store
-    from dovetail.plan.prediction import FILE, seconds_text
+    from dovetail.plan.prediction import FILE
     from dovetail.train.report.goodput import split
     from dovetail.train.report.summary import read, step_seconds
 
@@ -55,10 +56,10 @@ def _calibrate(folder: str) -> None:
     one = run.prediction.observed(_name(folder), measured, last)
     known = store(one)
     parts = {"products": one.products, "memory": one.memory, "links": one.links}
-    told = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items() if seconds)
+    told = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items() if seconds)
     console = Console(highlight=False)
     console.print(
-        f"{_name(folder)}: a step takes {seconds_text(measured)} on {one.devices} x {one.chip}, bound by "
+        f"{_name(folder)}: a step takes {format_duration(measured)} on {one.devices} x {one.chip}, bound by "
         f"{one.bound_by}; at peak rates {told}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
@@ -115,18 +116,15 @@ def storage(
 
 
 def _table(what: str, found: Any, hosts: int, bandwidth: float):
-    from dovetail.train.report.live import clock_text
 
     each = f"{hosts} host{'s' if hosts > 1 else ''} at {bandwidth:g} GB/s each"
+    state, export = format_decimal_bytes(found.state), format_decimal_bytes(found.export)
     rows = [
-        (
-            "checkpoint",
-            f"{_size(found.state)}: weights in f32 and optimizer state; {_size(found.export)} for an export in bf16",
-        ),
-        ("saves", f"{found.saves:,}, {found.kept:,} of them kept: {_size(found.kept * found.state)}"),
-        ("save", f"at least {clock_text(found.save_seconds)}, {each}; training continues"),
-        ("restore", f"at least {clock_text(found.restore_seconds)}"),
-        ("data", f"{_size(found.data)} of tokens"),
+        ("checkpoint", f"{state}: weights in f32 and optimizer state; {export} for an export in bf16"),
+        ("saves", f"{found.saves:,}, {found.kept:,} of them kept: {format_decimal_bytes(found.kept * found.state)}"),
+        ("save", f"at least {format_clock(found.save_seconds)}, {each}; training continues"),
+        ("restore", f"at least {format_clock(found.restore_seconds)}"),
+        ("data", f"{format_decimal_bytes(found.data)} of tokens"),
         ("storage", f"${found.month:,.2f} per month"),
         ("operations", f"${found.operations:,.2f}"),
         ("transfer", f"${found.carried:,.2f} between regions"),

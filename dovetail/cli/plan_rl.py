@@ -16,6 +16,7 @@ from dovetail.cli.plan_recipe import (
 )
 from dovetail.cli.tables import frameless, pairs
 from dovetail.core.errors import UserError
+from dovetail.core.units import format_number
 
 STEPS = 1000  # of the run whose time and cost are shown, unless the recipe has a number
 WIDE = 180  # columns of a terminal that holds everything in one table
@@ -95,9 +96,7 @@ def answer(accelerator: Any, plans: list[Any], run: RlRun) -> list[str]:
 
 def dollar_span(bounds: Any) -> str:
     """Return cost bounds as text."""
-    from dovetail.cli.plan_serve_table import short
-
-    return f"${short(bounds.best)} - ${short(bounds.worst)}"
+    return f"${format_number(bounds.best)} - ${format_number(bounds.worst)}"
 
 
 def _updates(count: int) -> str:

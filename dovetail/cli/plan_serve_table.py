@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from dovetail.cli.tables import frameless
+from dovetail.core.units import format_number
 
 MOST_ROWS = 12  # rows of the frontier table
 WIDE = 104  # columns of a terminal that holds everything in one table
@@ -59,8 +60,8 @@ def answer(plans: list[Any]) -> list[str]:
     if best.dollars is not None:
         low, high = sorted((_whole_cost(best, best.chosen).best, _whole_cost(best, best.chosen).worst))
         lines.append(
-            f"cost: ${best.dollars:,.2f} per hour; ${short(low)} - ${short(high)} per million output tokens with "
-            "their prompts"
+            f"cost: ${best.dollars:,.2f} per hour; ${format_number(low)} - ${format_number(high)} per million output "
+            "tokens with their prompts"
         )
     if best.unserved:
         lines.append(f"not served by Dovetail: {best.unserved}; the figures are for an engine that does")
@@ -274,7 +275,7 @@ def short(value: float) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{short(seconds * 1e3)} ms"
+    return f"{format_number(seconds * 1e3)} ms"
 
 
 def _gib(size: int | None) -> str:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from dovetail.cli.tables import frameless
+from dovetail.core.units import format_count, format_duration, format_number
 
 WIDE = 140  # columns of a terminal that holds everything in one table
 
@@ -69,12 +70,12 @@ def _paid(one: Any, spot: bool) -> str:
     if price.dollars is None:
         return price.says
     low, high = (each.spot if spot else each.dollars for each in one.costs)
-    return f"${_short(low)} - ${_short(high)}{' spot' if spot else ''}"
+    return f"${format_count(low)} - ${format_count(high)}{' spot' if spot else ''}"
 
 
 def _tokens(one: Any) -> str:
     settings = one.settings
-    return f"{_short(settings.tokens or settings.total_steps * settings.tokens_per_step)} tokens"
+    return f"{format_count(settings.tokens or settings.total_steps * settings.tokens_per_step)} tokens"
 
 
 def _unit(plans: list[Any]) -> tuple[str, float]:
@@ -90,7 +91,7 @@ def head(what: str, best: Any, spot: bool) -> list[str]:
     from dovetail.models.spec import spec
 
     settings, chip = best.settings, best.chip
-    many = _short(num_params(spec(best.cfg)))
+    many = format_count(num_params(spec(best.cfg)))
     price = best.prices.spot if spot else best.prices.on_demand
     lines = [
         best.accelerator.explain(),
@@ -141,7 +142,7 @@ def _memory(one: Any) -> str:
     from dataclasses import asdict
 
     kinds = {name: size for name, size in asdict(one.plan.memory).items() if size}
-    parts = ", ".join(f"{name} {_figure(size / 2**30)}" for name, size in kinds.items())
+    parts = ", ".join(f"{name} {format_number(size / 2**30)}" for name, size in kinds.items())
     total, limit = one.plan.memory.total / 2**30, one.limit / 2**30
     return f"estimated memory per device of the first, GiB: {parts}; {total:.1f} of {limit:.1f} available"
 
@@ -156,7 +157,12 @@ def _exchanges(one: Any):
     for each in one.time.exchanges:
         where, hides = f"{each.axis}, {each.over}", "yes" if each.overlaps else "no"
         out.add_row(
-            each.what, f"{each.count:,} {each.kind}", where, f"{each.bytes / 1e9:.3g}", _figure(each.seconds), hides
+            each.what,
+            f"{each.count:,} {each.kind}",
+            where,
+            f"{each.bytes / 1e9:.3g}",
+            format_number(each.seconds),
+            hides,
         )
     return out
 
@@ -232,7 +238,7 @@ def mesh_text(mesh: Any) -> str:
 def span(bounds: tuple[float, float]) -> str:
     """Return bounds as text."""
     low, high = bounds
-    return f"{_short(low)} - {_short(high)}"
+    return f"{format_count(low)} - {format_count(high)}"
 
 
 def _dollars(one: Any, spot: bool) -> str:
@@ -276,7 +282,8 @@ def _products(one: Any) -> list[str]:
         f"{length // 2:,} keys on average) + {again / 1e9:.3g}B again (remat {plan.remat}) = "
         f"{(3 * (weights + attention) + again) / 1e9:.4g}B{last}",
         f"products = {tokens:,} tokens x {plan.microsteps} microsteps x FLOPs / tensor {plan.mesh.tensor} = "
-        f"{whole:.3g} FLOPs / {peak(one.chip, settings) / 1e12:.4g} TFLOP/s = {_s(_at_peak(one, 'products'))}",
+        f"{whole:.3g} FLOPs / {peak(one.chip, settings) / 1e12:.4g} TFLOP/s = "
+        f"{format_duration(_at_peak(one, 'products'))}",
     ]
 
 
@@ -287,7 +294,7 @@ def _traffic(one: Any) -> list[str]:
     rate = one.chip.bandwidth / one.chip.devices
     return [
         f"memory = {moved / 1e9:.3g} GB (the state read and written; weights in 3 passes of each microstep; what the "
-        f"backward pass needs) / {rate / 1e12:.3g} TB/s = {_s(_at_peak(one, 'memory'))}"
+        f"backward pass needs) / {rate / 1e12:.3g} TB/s = {format_duration(_at_peak(one, 'memory'))}"
     ]
 
 
@@ -296,7 +303,7 @@ def _links(one: Any) -> list[str]:
     for each in one.time.exchanges:
         lines.append(
             f"{each.what} = {each.count:,} x {each.kind} over {each.axis}: {each.bytes / 1e9:.3g} GB sent in "
-            f"{_s(each.seconds)}, {each.bytes / each.seconds / 1e9:.3g} GB/s with hops"
+            f"{format_duration(each.seconds)}, {each.bytes / each.seconds / 1e9:.3g} GB/s with hops"
         )
     return lines
 
@@ -315,15 +322,15 @@ def _bounds(one: Any) -> list[str]:
     time, known = one.time, one.known
     hidden, waits = by_axis(time.exchanges, True), sum(by_axis(time.exchanges, False).values())
     parts = {"products": time.products, "memory": time.memory, **hidden}
-    named = ", ".join(f"{name} {_s(seconds)}" for name, seconds in parts.items())
-    on_top = f" + {_s(waits)} that must be waited for" if waits else ""
+    named = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items())
+    on_top = f" + {format_duration(waits)} that must be waited for" if waits else ""
     slower = {"products": usual_products(one.chip), "memory": USUAL_MEMORY, "links": USUAL_LINKS}
     slower = {name: getattr(known, name, None) or share for name, share in slower.items()}
     shares = ", ".join(f"{name} at {share:.0%}" for name, share in slower.items())
     return [
-        f"lower bound = max({named}){on_top} = {_s(time.lower)}",
-        f"upper bound = products + memory + links, one after another ({shares}) = {_s(time.upper)}",
-        f"ranked by (lower + 2 x upper) / 3 = {_s(time.likely)}",
+        f"lower bound = max({named}){on_top} = {format_duration(time.lower)}",
+        f"upper bound = products + memory + links, one after another ({shares}) = {format_duration(time.upper)}",
+        f"ranked by (lower + 2 x upper) / 3 = {format_duration(time.likely)}",
     ]
 
 
@@ -351,7 +358,3 @@ def _run(one: Any) -> list[str]:
 def _at_peak(one: Any, name: str) -> float:
     """Return the time at peak rates, without the calibration."""
     return getattr(one.time, name) * (getattr(one.known, name, None) or 1.0)
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

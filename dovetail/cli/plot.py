@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from dovetail.core.units import format_number
+
 PANEL_WIDTH, PANEL_HEIGHT, GAP, BINS = 360, 220, 60, 40  # one panel of a load's plot
 WIDTH, HEIGHT, LEFT, TOP, LEGEND = 640, 400, 80, 70, 190  # the plot of serving plans
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
@@ -26,10 +28,6 @@ def _svg(width: float, height: float, body: str) -> str:
 
 def _label(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # --- a load on a server: TTFT, E2E and tokens over time --------------------------------------------------------------
@@ -78,9 +76,13 @@ def _bars(title: str, heights: Sequence[float], low: float, high: float, unit: s
         x = width * (value - low) / (high - low)
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
     parts.append(f'<path class="axis" d="M0 0V{height}H{width}"/>')
-    for at, text in ((0, _short(low)), (width / 2, f"{_short((low + high) / 2)} {unit}"), (width, _short(high))):
+    for at, text in (
+        (0, format_number(low)),
+        (width / 2, f"{format_number((low + high) / 2)} {unit}"),
+        (width, format_number(high)),
+    ):
         parts.append(_label(at, height + 18, text, "small", "middle"))
-    parts += [_label(-6, 10, _short(top), "small", "end"), _label(-6, height, "0", "small", "end")]
+    parts += [_label(-6, 10, format_number(top), "small", "end"), _label(-6, height, "0", "small", "end")]
     return "".join(parts)
 
 

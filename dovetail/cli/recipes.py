@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from dovetail.core.units import format_count
+
 FITS_ON = ("v5e", "v5p", "H100", "H200")
 TITLES = {
     "pretrain": "pretraining", "sft": "supervised fine-tuning", "dpo": "preferences", "reward": "reward models",
@@ -82,9 +84,11 @@ def purpose(name: str) -> str:
 
 
 def _columns(row: dict[str, Any]) -> str:
-    active = f" ({human(row['active'])} active)" if row["active"] else ""
+    active = f" ({format_count(row['active'])} active)" if row["active"] else ""
     fits = "".join(f"{row['chips'][chip] or '-':>{CHIPS}}" for chip in FITS_ON)
-    return f"{human(row['parameters']) + active:>{SIZE}}{row['run']:>{TOKENS + 2}}{row['rows']:>{ROWS + 3}}{fits}"
+    return (
+        f"{format_count(row['parameters']) + active:>{SIZE}}{row['run']:>{TOKENS + 2}}{row['rows']:>{ROWS + 3}}{fits}"
+    )
 
 
 def sizes() -> dict[str, dict[str, Any]]:
@@ -121,7 +125,7 @@ def _run_length(settings) -> str:
         return f"{settings.epochs:g} epoch" + ("s" if settings.epochs != 1 else "")
     if hasattr(settings, "epochs"):
         return f"{settings.steps} steps"
-    return human(settings.total_steps * settings.tokens_per_step)
+    return format_count(settings.total_steps * settings.tokens_per_step)
 
 
 def show(console, name: str, overrides: list[str], chip: str, devices: int, slices: int, training: str) -> None:
@@ -150,14 +154,6 @@ def _model_of(settings):
 
     cfg = config_of(settings.model)
     return scored(cfg) if settings.scores else cfg
-
-
-def human(count: float) -> str:
-    """Return a count with three digits and a unit: 1235814400 is 1.24B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
-    return f"{count:.0f}"
 
 
 def _write_sizes() -> None:

@@ -28,6 +28,7 @@ import numpy as np
 
 from dovetail.core.errors import FileError, UserError, as_user_error
 from dovetail.core.reporter import Progress
+from dovetail.core.units import format_count
 from dovetail.data import sources
 from dovetail.data.cache import CacheMeta, TokenStore, cached, part_path, token_dtype
 from dovetail.data.encoder import Encoder, from_spec, identity, make
@@ -275,7 +276,7 @@ class _Run:
             if self._progress:
                 total = sum(self._tokens.values())
                 rate = total / max(time.monotonic() - self._begin, 1e-9)
-                what = f"{self._name} {_short(total)} tokens {_short(rate)}/s"
+                what = f"{self._name} {format_count(total)} tokens {format_count(rate)}/s"
                 self._progress(what, min(sum(self._done.values()), sum(self._sizes)), max(sum(self._sizes), 1))
 
 
@@ -285,13 +286,6 @@ def _close(children: list[subprocess.Popen]) -> None:
         for pipe in filter(None, (child.stdin, child.stdout)):
             with contextlib.suppress(OSError):  # what is left in stdin's buffer has no reader
                 pipe.close()
-
-
-def _short(number: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
 
 
 def _cores() -> int:

@@ -114,7 +114,7 @@ OPTIONAL_FACTOR = ("proportional", "longrope")
 
 
 def rope_dict(f: Fields, theta: float, layer_type: str | None = None) -> dict[str, Any]:
-    """Return the rope's parameters, from `rope_parameters` (flat or per layer type) or `rope_theta` and `rope_scaling`."""
+    """Return the rope parameters of `rope_parameters` (flat or per layer type), or `rope_theta` and `rope_scaling`."""
     found = dict(f.get("rope_scaling", {}) or f.get("rope_parameters", {}))
     if layer_type and layer_type in found:
         found = dict(found[layer_type])

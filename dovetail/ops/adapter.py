@@ -1,7 +1,7 @@
-"""A weight with low-rank adapters (LoRA, arXiv 2106.09685): W + up down, which is never written out for a product.
+"""A weight with low-rank adapters (LoRA, arXiv 2106.09685): W + up down, which products never materialise.
 
-Several adapters are one whose ranks lie side by side, in `slots` of equal width: `chosen` says which of the ranks count
-for each token, so that a batch may mix adapters. The update's scale is in `up` already.
+Several adapters are one with their ranks side by side, in `slots` of equal width: `chosen` selects the ranks of each
+token, so that a batch may mix adapters. The scale of the update is already in `up`.
 
 R ranks; *in and *out are the weight's own dims, which may be several (heads and their dim); E experts.
 """
@@ -20,7 +20,7 @@ from dovetail.ops.linear import ARRAYS, grouped, matmul, per_head
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """Takes the place of `base` in the tree of weights: see ops.linear.Weight."""
+    """Replace `base` in the tree of weights (see ops.linear.Weight)."""
 
     base: Any  # [*out, *in], an array or a quantised weight
     down: jax.Array  # [R, *in]; of experts [E, R, in]
@@ -33,17 +33,20 @@ class Adapted:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the weight."""
         return self.base.shape
 
     @property
     def dtype(self) -> Any:
+        """Return the dtype of the weight."""
         return self.base.dtype
 
     def astype(self, dtype: Any) -> Adapted:
-        """Of a base that is an array: a router's."""
+        """Cast the base, which must be an array (a router's)."""
         return replace(self, base=self.base.astype(dtype), down=self.down.astype(dtype), up=self.up.astype(dtype))
 
     def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array:
+        """Multiply as ops.linear.matmul does."""
         y = matmul(x, self.base, dims=dims, out_dtype=out_dtype)
         ranks = matmul(self._seen(x), self.down, dims=dims)
         update = matmul(self._counted(ranks), self.up, out_dtype=out_dtype)
@@ -52,7 +55,7 @@ class Adapted:
         return (y + update) * (self.magnitude / self._norms(dims)).astype(y.dtype)
 
     def per_head(self, x: jax.Array, transposed: bool) -> jax.Array:
-        """Latent attention multiplies from either side."""
+        """Multiply as ops.linear.per_head does; latent attention multiplies from either side."""
         down, up = (x, self.down, "...nd,rd->...nr"), (self.up, "...nr,nfr->...nf")
         if transposed:
             down, up = (x, self.up, "...nf,nfr->...nr"), (self.down, "...nr,rd->...nd")
@@ -62,6 +65,7 @@ class Adapted:
         return per_head(x, self.base, transposed) + jnp.einsum(up[1], ranks, up[0])
 
     def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
+        """Multiply as ops.linear.grouped does."""
         y = grouped(rows, self.base, sizes, platform)
         ranks = grouped(self._seen(rows), self.down, sizes, platform)
         return y + grouped(ranks, self.up, sizes, platform)
@@ -76,7 +80,7 @@ class Adapted:
         return ranks if self.chosen is None else ranks * self.chosen.astype(ranks.dtype)
 
     def _norms(self, dims: int) -> jax.Array:
-        """[*out]: of each row of W + up down; they count as constants."""
+        """Return the norms [*out] of the rows of W + up down, as constants."""
         whole = merged(self.base, self.down, self.up, dims).astype(jnp.float32)
         return jax.lax.stop_gradient(row_norms(whole, dims))
 
@@ -84,10 +88,11 @@ class Adapted:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Widened:
-    """The same for serving: `down` lies below the weight's own rows, so that one product gives both. Of a decode step's
-    few tokens a product with `down` alone takes as long as one many times as wide.
+    """Replace a weight in serving: `down` is appended to the weight's rows, so that one product gives both.
 
-    Kept in P parts, where so many devices share the weight's rows: each has all of `down`."""
+    For the few tokens of a decode step, a product with `down` alone takes as long as one many times as wide. The rows
+    are in P parts, for as many devices as share them: each has all of `down`.
+    """
 
     rows: jax.Array  # [P, out / P + R, *in]
     up: jax.Array  # [*out, R]
@@ -96,13 +101,16 @@ class Widened:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the weight without the adapters."""
         return *self.up.shape[:-1], *self.rows.shape[2:]
 
     @property
     def dtype(self) -> Any:
+        """Return the dtype of the weight."""
         return self.rows.dtype
 
     def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array:
+        """Multiply as ops.linear.matmul does."""
         *out, R = self.up.shape
         parts, own = self.rows.shape[0], self.rows.shape[1] - R
         y = matmul(x, self.rows, dims=dims, out_dtype=out_dtype)  # [..., P, out / P + R]
@@ -113,14 +121,16 @@ class Widened:
         return y.reshape(*x.shape[: x.ndim - dims], *out)
 
     def per_head(self, x: jax.Array, transposed: bool) -> jax.Array:
+        """Refuse: models.serving_lora does not widen such weights."""
         raise NotImplementedError("models.serving_lora leaves such weights as they are")
 
     def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
+        """Refuse: adapters of experts are not served."""
         raise NotImplementedError("adapters of experts are not served")
 
 
 def merged(base: Any, down: jax.Array, up: jax.Array, dims: int) -> jax.Array:
-    """W + up down as an array; with dims=0 of experts, [E, out, in]."""
+    """Return W + up down as an array; with dims=0 for experts, [E, out, in]."""
     whole: Any = base if isinstance(base, ARRAYS) else base.dense()
     if dims == 0:
         return whole + jnp.einsum("eor,eri->eoi", up, down).astype(whole.dtype)
@@ -128,7 +138,7 @@ def merged(base: Any, down: jax.Array, up: jax.Array, dims: int) -> jax.Array:
 
 
 def row_norms(w: jax.Array, dims: int) -> jax.Array:
-    """[*out] of w [*out, *in], in f32."""
+    """Return the norms [*out] of w [*out, *in], in f32."""
     return jnp.sqrt(jnp.sum(w.astype(jnp.float32) ** 2, axis=tuple(range(w.ndim - dims, w.ndim))))
 
 
@@ -136,7 +146,7 @@ def row_norms(w: jax.Array, dims: int) -> jax.Array:
 
 
 def choose(params: Any, numbers: jax.Array) -> Any:
-    """Weights of which each token [...] takes one adapter: the number of its slot, from 1 on; 0: the weights alone."""
+    """Return weights with one adapter for each token [...]: the number of its slot, from 1 on, or 0 for none."""
 
     def one(w: Any) -> Any:
         if not _is_adapted(w):
@@ -149,7 +159,7 @@ def choose(params: Any, numbers: jax.Array) -> Any:
 
 
 def of_rows(params: Any, rows: jax.Array) -> Any:
-    """The same weights for these of the tokens alone."""
+    """Return the weights for these tokens alone."""
 
     def one(w: Any) -> Any:
         return replace(w, chosen=w.chosen[rows]) if _is_adapted(w) and w.chosen is not None else w

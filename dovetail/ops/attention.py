@@ -27,6 +27,7 @@ from dovetail.ops.packed import on_mesh
 
 
 def store(ctx: Packed | Paged, entry: Any, k: jax.Array, v: jax.Array) -> Any:
+    """Store a layer's new keys and values, and return what `attend` reads."""
     if isinstance(ctx, Packed):
         return k, v
     heads, pages = split_heads(ctx.placement, k.shape[1])
@@ -42,7 +43,7 @@ def rotate_store(
     eps: float,
     offset: float,
 ) -> tuple[jax.Array, Any]:
-    """(q [T, N, H], what was stored) from qkv [T, N + 2K, H]: the norms of q and k, the rotation and `store` in one."""
+    """Normalise, rotate and store in one: qkv [T, N + 2K, H] -> (q [T, N, H], what was stored)."""
     from dovetail.ops.kernels.gpu.store import rotate_store as kernel
 
     assert isinstance(ctx, Paged), "see dispatch.rotates_and_stores"
@@ -60,8 +61,18 @@ def attend(
     sinks: jax.Array | None = None,
     kv_heads: int | None = None,
 ) -> jax.Array:
-    """q [..., N, H] -> [..., N, H of the values]. `sinks` [N] are logits that take weight and give nothing; `kv_heads`
-    is K, where `stored` is pages: flat ones do not say it."""
+    """Attend: q [..., N, H] -> [..., N, H of the values].
+
+    Args:
+        ctx: The attention context.
+        q: Queries.
+        stored: The result of `store`.
+        scale: The factor of the scores.
+        window: The sliding window; None for none.
+        softcap: The soft cap of the scores; None for none.
+        sinks: [N] logits that take weight and contribute nothing.
+        kv_heads: K, if `stored` is pages: flat ones do not show it.
+    """
     options: dict[str, Any] = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if isinstance(ctx, Paged):
         assert kv_heads is not None
@@ -87,15 +98,17 @@ def _attend_pages(ctx: Paged, q: jax.Array, stored: jax.Array, kv_heads: int, *,
 
 
 def split_heads(placement: Placement | None, num_kv_heads: int) -> tuple[P, P]:
-    """How [T, heads, H] and pages [P, page, 2K, H], or flat, lie on a mesh: by head, where its key heads can be dealt
-    out."""
+    """Return the partitions of [T, heads, H] and of pages [P, page, 2K, H], or flat.
+
+    By head, if key heads can be split.
+    """
     fits = placement is not None and num_kv_heads % placement.size("kv_heads") == 0
     axis = placement.rules.axes_of("kv_heads") if fits and placement else None
     return P(None, axis, None), P(None, None, axis)
 
 
 def per_device(run: Callable, ctx: Paged, arrays: tuple, specs: tuple[P, ...], out: P) -> jax.Array:
-    """Call what knows one device on each of a mesh, with its heads."""
+    """Call a function for one device on each device of a mesh, with its heads."""
     placement = ctx.placement
     if placement is None or placement.mesh.size == 1:
         return run(ctx, *arrays)

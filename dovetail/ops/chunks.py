@@ -1,7 +1,7 @@
-"""How the tokens of a batch are cut, so that their logits are never all in memory at once.
+"""Split the tokens of a batch into chunks, so that their logits are never all in memory at once.
 
-The logits of 32k tokens over 128k words are 16 GiB in f32: what is computed from them goes chunk by chunk. On a mesh
-each device chunks its own tokens, so a loop over chunks holds no collective but those of a split vocabulary.
+The logits of 32k tokens over a vocabulary of 128k are 16 GiB in f32: they are processed chunk by chunk. On a mesh each
+device chunks its own tokens, so that a loop over chunks has no collective but those of a split vocabulary.
 
 B rows, T tokens, D model dim, V vocabulary; G groups of tokens (one per device that holds different ones), n chunks of
 C tokens each.
@@ -26,10 +26,10 @@ CPU_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Chunks:
-    """Static, so that it can be one argument of what is traced.
+    """Describe the chunks of a batch; static, so that it can be one argument of traced functions.
 
-    [B, T, ...] becomes [n, G, C, ...]: groups of whole rows (and of whole parts of rows, where a mesh splits those), in
-    each group chunks of tokens, the last one filled up with zeros. `placement` knows G as "tokens".
+    [B, T, ...] becomes [n, G, C, ...]: groups of whole rows (and of whole parts of rows, where a mesh splits those),
+    with chunks of tokens in each group, the last one padded with zeros. `placement` knows G as "tokens".
     """
 
     rows: int  # B
@@ -42,15 +42,16 @@ class Chunks:
 
     @property
     def groups(self) -> int:
+        """Return G."""
         return self.row_groups * self.length_groups
 
     @property
     def tokens(self) -> int:
-        """Tokens of one group."""
+        """Return the tokens of one group."""
         return self.rows * self.length // self.groups
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] -> [n, G, C, ...]; on a mesh, no token leaves its device."""
+        """Map [B, T, ...] to [n, G, C, ...]; on a mesh, no token leaves its device."""
         b, s, rest = self.row_groups, self.length_groups, x.shape[2:]
         x = x.reshape(b, self.rows // b, s, self.length // s, *rest).swapaxes(1, 2)
         x = x.reshape(self.groups, self.tokens, *rest)
@@ -60,7 +61,7 @@ class Chunks:
         return constrain(x, self.placement, None, "tokens", None, *(None for _ in rest))
 
     def join(self, x: jax.Array) -> jax.Array:
-        """The way back."""
+        """Invert `split`."""
         b, s, rest = self.row_groups, self.length_groups, x.shape[3:]
         x = x.swapaxes(0, 1).reshape(self.groups, self.number * self.size, *rest)[:, : self.tokens]
         x = x.reshape(b, s, self.rows // b, self.length // s, *rest).swapaxes(1, 2)
@@ -70,8 +71,10 @@ class Chunks:
 def chunks_of(
     shape: tuple[int, ...], words: int, *, itemsize: int, chunk: int | None, placement: Placement | None
 ) -> Chunks:
-    """Of a batch [B, T, ...]: `chunk` tokens at a time, or as many as may hold `itemsize` bytes for each word that a
-    device has."""
+    """Return the chunks of a batch [B, T, ...].
+
+    They have `chunk` tokens, or as many as fit with `itemsize` bytes for each entry of the vocabulary on a device.
+    """
     if chunk is not None and chunk < 1:
         raise UserError(f"chunk must be at least 1 token; got {chunk}")
     rows, length = shape[:2]
@@ -87,23 +90,29 @@ def chunks_of(
 
 
 def scaled(hidden: jax.Array, scale: float) -> jax.Array:
-    """Scaled logits are those of scaled hidden states, which are fewer."""
+    """Scale hidden states, which are fewer than the logits."""
     return hidden if scale == 1.0 else (hidden.astype(jnp.float32) * scale).astype(hidden.dtype)
 
 
 def capped(raw: jax.Array, softcap: float | None) -> jax.Array:
-    """Logits in f32, from those before the soft cap."""
+    """Return logits in f32 from those before the soft cap."""
     logits = raw.astype(jnp.float32)
     return jnp.tanh(logits / softcap) * softcap if softcap else logits
 
 
 def is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """A comparison, not a gather: it fuses with what reads it, and needs nothing from a device with other words."""
+    """Compare instead of gathering.
+
+    It fuses with its consumer, and needs nothing from a device with other vocabulary.
+    """
     return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
 
 
 def _groups(placement: Placement | None, logical: str, dim: int) -> tuple[tuple[str, ...], int]:
-    """(mesh axes, their size) a dim is split over: none where they do not divide it, as Placement.partition has it."""
+    """Return the mesh axes that a dim is split over, and their size.
+
+    None if they do not divide it, as in Placement.partition.
+    """
     size = placement.size(logical) if placement else 1
     return (placement.rules.axes_of(logical), size) if placement and dim % size == 0 else ((), 1)
 
@@ -114,7 +123,7 @@ def _chunk_bytes(placement: Placement | None) -> int:
 
 
 def _cut(tokens: int, most: int) -> tuple[int, int]:
-    """(chunks, tokens of each): no more than `most`, and equal ones if at most twice as many chunks make them so."""
+    """Return (chunks, tokens of each): at most `most`, and equal ones if at most twice as many chunks allow that."""
     fewest = -(-tokens // most)
     chunks = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
     return chunks, -(-tokens // chunks)

@@ -1,13 +1,14 @@
-"""Packed attention over rows cut along their length: each device of the mesh's context axis has a slice of every row.
+"""Packed attention over rows that are split along their length over the mesh's context axis.
 
-Queries stay, keys and values come to them, and of a sliding window no more slices than it reaches. Two exact ways:
+Queries stay; keys and values come to them, and with a sliding window only the slices within it. There are two exact
+ways:
 
-- gather: the slices a query may see are laid end to end and a packed kernel runs over them.
-- ring: slices pass from neighbour to neighbour while the softmax is carried along (arXiv 2310.01889), so that a device
-  never holds more than two of them. Taken where the gathered keys and values would be more than GATHER_BYTES.
+- gather: the slices that a query may see are concatenated and a packed kernel runs over them.
+- ring: slices pass from neighbour to neighbour while the softmax is accumulated (arXiv 2310.01889), so that a device
+  never holds more than two of them. Used if the gathered keys and values would take more than GATHER_BYTES.
 
-Slices are contiguous and attention is causal, so the last device has the most to see and the others wait for it: of
-n devices' time in attention, n / (2n - 1) is of use. That is the price of rows in their own order.
+Slices are contiguous and attention is causal, so the last device has the most keys and the others wait for it: of n
+devices' time in attention, n / (2n - 1) is useful. That is the price of keeping rows in order.
 
 B rows, T tokens of a slice, S keys, N query heads, K key heads, H head dim.
 """
@@ -38,7 +39,7 @@ KEYS = ("batch", "length", "kv_heads", None)
 
 @dataclass(frozen=True)
 class Slices:
-    """A row in `count` slices of `length` tokens; a query sees its own slice and `reach` before it."""
+    """Describe a row in `count` slices of `length` tokens; a query sees its own slice and `reach` before it."""
 
     axis: tuple[str, ...]
     count: int
@@ -47,11 +48,12 @@ class Slices:
 
 
 def is_cut(placement: Placement | None, length: int) -> bool:
-    """Whether rows of this length lie in slices over the mesh's context axis."""
+    """Return whether rows of this length are split over the mesh's context axis."""
     return placement is not None and placement.partition(("length",), (length,))[0] is not None
 
 
 def slices_of(placement: Placement, length: int, window: int | None = None) -> Slices:
+    """Return the slices of rows of this length."""
     axis, count = placement.rules.axes_of("length"), placement.size("length")
     each = length // count
     return Slices(axis, count, each, min(count - 1, -(-(window - 1) // each)) if window else count - 1)
@@ -68,7 +70,7 @@ def context_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """As ops.packed.packed_attention, for rows that lie in slices (is_cut)."""
+    """Attend as ops.packed.packed_attention does, for rows that are split (is_cut)."""
     placement = ctx.placement
     assert placement is not None
     k, v = keys_of_heads(placement, q, k, v)
@@ -87,7 +89,7 @@ def context_attention(
 
 
 def choose_way(placement: Placement, k: Any, v: Any, window: int | None = None) -> str:
-    """'gather' while what a device then holds of k and v [B, row, K, H] is small, or 'ring'."""
+    """Return 'gather' while a device's share of k and v [B, row, K, H] is then small, else 'ring'."""
     slices = slices_of(placement, k.shape[1], window)
     rows, heads = (
         n // placement.size(axis) if n % placement.size(axis) == 0 else n
@@ -99,7 +101,7 @@ def choose_way(placement: Placement, k: Any, v: Any, window: int | None = None) 
 
 
 def per_slice(run: Callable, placement: Placement, arrays: Sequence[jax.Array], axes: Sequence[tuple]) -> jax.Array:
-    """Call `run` on each device with its parts; what comes out lies as the first array."""
+    """Call `run` on each device with its parts; the output is laid out as the first array."""
     specs = tuple(placement.partition(a, x.shape) for a, x in zip(axes, arrays, strict=True))
     return jax.shard_map(run, mesh=placement.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 
@@ -114,7 +116,7 @@ def gather_and_run(
     sinks: jax.Array | None = None,
     expand: Callable[..., tuple[jax.Array, jax.Array]] = lambda k, v: (k, v),
 ) -> jax.Array:
-    """On one device: bring together what its queries may see of `stored`, `expand` it to k and v, and attend."""
+    """Gather what a device's queries may see of `stored`, `expand` it to k and v, and attend."""
     name = choose_packed(platform, q, jax.eval_shape(expand, *stored)[1], options["softcap"], sinks)
 
     # The backward pass gathers again: kept, a layer's gathered keys would take the memory that the cut has saved.
@@ -132,8 +134,10 @@ def gather_and_run(
 
 
 def seen(slices: Slices, x: jax.Array) -> jax.Array:
-    """x [B, T, ...], a device's slice -> [B, (reach + 1) T, ...], the slices before it and its own, in order. What lies
-    before the row's start is rubbish."""
+    """Return the slices before a device's own, and its own, in order: x [B, T, ...] -> [B, (reach + 1) T, ...].
+
+    Slices before the row's start have undefined contents.
+    """
     if slices.reach == slices.count - 1:
         whole = lax.all_gather(x, slices.axis, axis=1, tiled=True)
         return jnp.roll(whole, -(lax.axis_index(slices.axis) + 1) * slices.length, axis=1)

@@ -1,7 +1,7 @@
-"""Which implementation of an operation runs: chosen here alone, by platform, mesh, shape and dtype.
+"""Choose the implementation of an operation by platform, mesh, shape and dtype; nothing else does.
 
-An operation's own file has the reference, and asks here for a kernel in its place. A kernel that fails, fails loudly.
-`describe` lists the choices, as `dovetail info` shows them.
+The file of an operation has the reference, and asks here for a kernel. A kernel that fails, fails loudly. `describe`
+lists the choices, as `dovetail info` shows them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ FEW_ROWS = {**dict.fromkeys(ARM, 7), **dict.fromkeys(X86, 16)}
 
 
 def choose_packed(platform: str | None, q: Any, v: Any, softcap: float | None = None, sinks: Any = None) -> str:
-    """The packed implementation for these shapes: 'cudnn', 'splash' (upstream's for TPUs), 'tokamax' (its successor, so
-    far for what upstream's cannot: nobody has timed the two on a TPU yet) or 'reference'."""
+    """Return the packed implementation for these shapes: 'cudnn', 'splash', 'tokamax' or 'reference'.
+
+    'splash' is upstream's for TPUs, and 'tokamax' its successor, used so far for what upstream's cannot do: the two
+    have not been compared on a TPU yet.
+    """
     platform = platform or jax.default_backend()
     same_dim = q.shape[-1] == v.shape[-1]
     if platform in ("cuda", "gpu") and _has_cudnn():
@@ -69,8 +72,10 @@ def choose_paged(
     tables: Any = None,
     pages: Any = None,
 ) -> str:
-    """The paged implementation for these shapes: 'triton', 'ragged' (upstream's for TPUs), 'flat' (ours), 'numba' or
-    'reference'. Without the tables and pages: what would take them as `page_row` makes them."""
+    """Return the paged implementation for these shapes: 'triton', 'ragged', 'flat', 'numba' or 'reference'.
+
+    'ragged' is upstream's for TPUs, 'flat' ours. Without tables and pages, those that `page_row` makes are assumed.
+    """
     platform, H = platform or jax.default_backend(), q.shape[-1]
     if platform == "cpu" and q.dtype == jnp.float32 and _has_numba():
         return "numba"
@@ -85,7 +90,7 @@ def choose_paged(
 
 
 def choose_latent(platform: str | None, q: Any, rank: int, ctx: Paged, pages: Any) -> str:
-    """The same for queries [T, N, C] over pages of latents: 'flat' or 'reference'."""
+    """Return the implementation for queries [T, N, C] over pages of latents: 'flat' or 'reference'."""
     is_tpu = (platform or jax.default_backend()) == "tpu"
     can = is_tpu and why_not_flat(q, 1, ctx.placement, ctx.block_tables, pages, rank) is None
     return "flat" if can else "reference"
@@ -99,8 +104,10 @@ def page_row(
     has_sinks: bool = False,
     placement: Placement | None = None,
 ) -> tuple[int, ...]:
-    """What pages hold of a token: (2K, H), or flat where upstream's kernel for TPUs cannot take that: one row of whole
-    tiles for each device."""
+    """Return the shape of a token in pages: (2K, H), or one row of whole tiles per device.
+
+    The flat row is for TPUs, where upstream's kernel cannot read (2K, H).
+    """
     is_tpu = (platform or jax.default_backend()) == "tpu"
     if not is_tpu or why_not_heads(head_dim, dtype, kv_heads, has_sinks, placement) is None:
         return 2 * kv_heads, head_dim
@@ -109,12 +116,15 @@ def page_row(
 
 
 def latent_row(platform: str | None, channels: int) -> tuple[int, ...]:
-    """The same of a latent, which all heads and devices share."""
+    """Return the shape of a latent in pages, which all heads and devices share."""
     return (whole(channels),) if (platform or jax.default_backend()) == "tpu" else (1, channels)
 
 
 def packed_kernel(name: str, gathered: bool = False) -> Callable:
-    """`gathered`: for queries that are the last of their keys (ops.context)."""
+    """Return the packed kernel of this name.
+
+    `gathered` is for queries that are the last of their keys (ops.context).
+    """
     if name == "cudnn" and gathered:
         from dovetail.ops.kernels.gpu.packed import gathered_attention as kernel
     elif name == "cudnn":
@@ -132,7 +142,7 @@ def packed_kernel(name: str, gathered: bool = False) -> Callable:
 
 
 def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
-    """`flat_heads`: key heads of each device, where the pages are flat and do not say."""
+    """Return the paged kernel of this name; `flat_heads` are the key heads of each device if the pages are flat."""
     if name == "flat":
         assert flat_heads is not None
         from dovetail.ops.kernels.tpu.flat import paged_attention as ours
@@ -153,7 +163,7 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
 
 
 def store_kernel(ctx: Paged, k: jax.Array) -> Callable:
-    """What writes a layer's new keys and values into its pages."""
+    """Return the function that writes a layer's new keys and values into its pages."""
     if choose_paged(ctx.platform, k, k.shape[1]) == "triton":
         from dovetail.ops.kernels.gpu.store import write_heads as kernel
 
@@ -162,8 +172,11 @@ def store_kernel(ctx: Paged, k: jax.Array) -> Callable:
 
 
 def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, norms: str | None, v_norm: bool) -> bool:
-    """Whether one kernel norms q and k, rotates and stores them: on one NVIDIA GPU, for whole heads that turn by halves
-    and are normed each by itself (`norms` is not "all") or not at all."""
+    """Return whether one kernel normalises q and k, rotates and stores them.
+
+    It does on one NVIDIA GPU, for heads that are rotated whole and by halves, and normalised each by itself (`norms` is
+    not "all") or not at all.
+    """
     if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
         return False
     if rope is None or norms == "all" or v_norm:
@@ -175,7 +188,7 @@ def rotates_and_stores(ctx: Packed | Paged, rope: Rope | None, head_dim: int, no
 
 
 def norm_kernel(ctx: Packed | Paged) -> Callable | None:
-    """Addition and norm in one; None: the reference."""
+    """Return the kernel that adds and normalises at once; None for the reference."""
     if isinstance(ctx, Packed) or not is_one_gpu(ctx.platform, ctx.placement):
         return None
     from dovetail.ops.kernels.gpu.norm import add_rms_norm
@@ -184,7 +197,7 @@ def norm_kernel(ctx: Packed | Paged) -> Callable | None:
 
 
 def grouped_kernel(platform: str | None) -> Callable | None:
-    """Rows in groups by each group's weights; None: XLA's, which on a GPU would run every expert on every row."""
+    """Return the grouped matmul; None for XLA's, which on a GPU would run every expert on every row."""
     if (platform or jax.default_backend()) not in NVIDIA:
         return None
     from dovetail.ops.kernels.gpu.grouped import grouped_matmul
@@ -193,15 +206,18 @@ def grouped_kernel(platform: str | None) -> Callable | None:
 
 
 def choose_product(x: Any, w: Any) -> str:
-    """Return the product of x [rows, in] with w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
+    """Return the implementation of x [rows, in] times w [out, in] on a CPU: 'few_rows', 'many_rows' or 'xla'."""
     if why_not_ours(x, w):
         return "xla"
     return "few_rows" if x.shape[0] <= FEW_ROWS[machine().lower()] else "many_rows"
 
 
 def why_not_ours(x: Any, w: Any) -> str | None:
-    """Return why a product is XLA's, or None. XLA takes several times as long for two rows as for one, on Arm and on
-    x86; with many rows it reaches three quarters of what an Arm CPU can do."""
+    """Return why a product is left to XLA, or None.
+
+    XLA takes several times as long for two rows as for one, on Arm and on x86; with many rows it reaches three quarters
+    of the peak of an Arm CPU.
+    """
     cpu = machine().lower()
     if cpu not in FEW_ROWS:
         return f"not measured on {cpu}"
@@ -215,6 +231,7 @@ def why_not_ours(x: Any, w: Any) -> str | None:
 
 
 def product_kernel(name: str) -> Callable:
+    """Return the CPU's product of this name."""
     if name == "few_rows":
         from dovetail.ops.kernels.cpu.few_rows import few_rows_matmul as kernel
     else:
@@ -223,12 +240,12 @@ def product_kernel(name: str) -> Callable:
 
 
 def has_loss_kernel(placement: Placement | None) -> bool:
-    """Whether cross entropy and its gradient are one kernel."""
+    """Return whether cross entropy and its gradient are one kernel."""
     return is_one_gpu(placement.platform if placement else None, placement)
 
 
 def sample_kernel(platform: str | None, placement: Placement | None) -> Callable | None:
-    """From logits to tokens and their log-probabilities; None: the reference."""
+    """Return the kernel from logits to tokens and their log-probabilities; None for the reference."""
     if not is_one_gpu(platform, placement):
         return None
     from dovetail.ops.kernels.gpu.sample import sample
@@ -237,7 +254,7 @@ def sample_kernel(platform: str | None, placement: Placement | None) -> Callable
 
 
 def import_kernels(platform: str | None) -> None:
-    """Those that engine steps call, made known to XLA: a step that was kept compiled names them and traces nothing."""
+    """Register the kernels of engine steps with XLA: a step loaded from disk names them without tracing."""
     if (platform or jax.default_backend()) == "cpu" and _has_numba():
         from dovetail.ops.kernels.cpu import few_rows, paged  # noqa: F401
 
@@ -249,21 +266,24 @@ def import_kernels(platform: str | None) -> None:
 
 
 def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
-    """XLA's, for a step of so many tokens. Its own matrix products win for a few rows. For more its choice is wrong and
-    half the compile time (64 rows of an 8B model: 10% of a step), and cuBLAS's, which are left, also add the
-    residual stream where it is large (see ops.norm)."""
+    """Return XLA's options for a step of so many tokens.
+
+    XLA's own matrix products are best for a few rows. For more its choice is wrong and takes half the compile time (64
+    rows of an 8B model: 10% of a step), and cuBLAS's, which remain, also add the residual stream if it is large (see
+    ops.norm).
+    """
     on_gpu = (platform or jax.default_backend()) in NVIDIA
     return {"xla_gpu_enable_triton_gemm": False} if on_gpu and tokens > 8 else None
 
 
 def is_one_gpu(platform: str | None, placement: Placement | None) -> bool:
-    """Whether a call runs on a single NVIDIA GPU: our kernels there know one device."""
+    """Return whether a call runs on a single NVIDIA GPU: our kernels there support one device."""
     return (platform or jax.default_backend()) in NVIDIA and (placement is None or placement.mesh.size == 1)
 
 
 @functools.cache
 def _has_cudnn() -> bool:
-    """cuDNN's call is built against the library that is loaded: it cannot be lowered where there is none."""
+    """Return whether cuDNN is loaded: its call is built against the library and cannot be lowered without it."""
     return any(device.platform == "gpu" for device in jax.devices())
 
 
@@ -274,17 +294,18 @@ def _has_numba() -> bool:
 
 @functools.cache
 def has_tokamax() -> bool:
-    """The `kernels` extra: kernels for TPUs that jax has not."""
+    """Return whether tokamax, the `kernels` extra with further kernels for TPUs, is installed."""
     return importlib.util.find_spec("tokamax") is not None
 
 
 @functools.cache
 def log_once(operation: str, name: str) -> None:
+    """Log the implementation of an operation, once."""
     log.info("%s: %s", operation, name)
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """(operation, platform, implementation) for a usual shape and one device."""
+    """Return (operation, platform, implementation) for a usual shape and one device."""
     q = jax.ShapeDtypeStruct((1, 1024, 32, 128), jnp.bfloat16)
     whole = jax.ShapeDtypeStruct(q.shape, jnp.float32)  # what a CPU computes in
     few, many = (jax.ShapeDtypeStruct((rows, 128), jnp.float32) for rows in (1, 1024))
@@ -306,7 +327,7 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 def _products(few: Any, many: Any) -> str:
-    """Return what multiplies few rows and many rows on this CPU, and why not our kernels."""
+    """Return the products of few rows and many rows on this CPU, and why not our kernels."""
     if why := why_not_ours(few, few):
         return f"xla ({why})"
     return f"numba; xla for {why}" if (why := why_not_ours(many, few)) else "numba"
@@ -329,7 +350,7 @@ TPU_CASES: dict[str, tuple[int, int, int, str]] = {
 
 
 def describe_tpu() -> list[tuple[str, str, str, str, str]]:
-    """(what, generation, packed kernel, paged kernel, why not a better one), for engine steps of 256 sequences."""
+    """Return (what, generation, packed kernel, paged kernel, why no better one), for steps of 256 sequences."""
     rows = []
     for name, chip in CHIPS.items():
         if room_of(chip.kinds[0]) is None:  # a GPU, or a TPU of which too little is known
@@ -341,7 +362,7 @@ def describe_tpu() -> list[tuple[str, str, str, str, str]]:
 
 
 def _on_tpu(N: int, K: int, H: int, option: str) -> tuple[str, str, str]:
-    """(packed, paged, why) on the TPU of the context."""
+    """Return (packed, paged, why) on the TPU of the context."""
     dtype, rank = jnp.dtype("float16" if option == "f16" else "bfloat16"), 512 if option == "latent" else None
     sinks = jax.ShapeDtypeStruct((N,), dtype) if option == "sinks" else None
     q, long, tables = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, N, H), (1, 1024, N, H), (256, 512)))

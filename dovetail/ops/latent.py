@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are one small latent per token.
 
-Packed: the latent is expanded to heads and attention is the usual one (of rows cut along their length it is the small
-latents that are gathered, and each device expands them for its heads). Paged: the cache holds latents, and the
-expansion is folded into the query and the output, so that decoding reads C numbers per token, not 2 N H.
+Packed: the latent is expanded to heads and attention is the usual one (for rows split along their length, the small
+latents are gathered, and each device expands them for its heads). Paged: the cache holds latents, and the expansion is
+folded into the query and the output, so that decoding reads C numbers per token instead of 2 N H.
 
 N heads, D the part of a head without position, E the rotary part, R the latent's rank, V the values' dim.
 """
@@ -37,7 +37,7 @@ def latent_attention(
     *,
     scale: float,
 ) -> tuple[jax.Array, Any]:
-    """([..., N, V], what was stored)."""
+    """Attend over latents; return ([..., N, V], what was stored)."""
     if isinstance(ctx, Paged):
         pages = write_latents(ctx, entry, jnp.concatenate([latent, k_rope], axis=-1))
         q = jnp.concatenate([per_head(q_nope, k_up, transposed=True), q_rope], axis=-1)
@@ -53,7 +53,7 @@ def latent_attention(
 
 
 def _attend_pages(ctx: Paged, q: jax.Array, pages: jax.Array, rank: int, scale: float) -> jax.Array:
-    """q [T, N, R + E] -> [T, N, R]."""
+    """Map q [T, N, R + E] to [T, N, R]."""
     name = choose_latent(ctx.platform, q, rank, ctx, pages)
     log_once("latent attention, paged", name)
     if name == "flat":
@@ -69,7 +69,7 @@ def _attend_pages(ctx: Paged, q: jax.Array, pages: jax.Array, rank: int, scale: 
 
 
 def _expand(latent: jax.Array, k_rope: jax.Array, k_up: jax.Array, v_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Every head's keys [..., N, D + E] and values [..., N, V]; the rotary part is common to all heads."""
+    """Return every head's keys [..., N, D + E] and values [..., N, V]; the rotary part is common to all heads."""
     k_nope = matmul(latent, k_up)
     shared = jnp.broadcast_to(k_rope[..., None, :], (*k_nope.shape[:-1], k_rope.shape[-1]))
     return jnp.concatenate([k_nope, shared], axis=-1), matmul(latent, v_up)
@@ -90,6 +90,6 @@ def _over_context(ctx: Packed, placement: Placement, q, latent, k_rope, k_up, v_
 
 
 def _read_latents(gather: Gather, _: int, rank: int) -> tuple[jax.Array, jax.Array]:
-    """One shared head: its keys are latent and rotary part together, its values the latent."""
+    """Return one shared head: its keys are the latent and the rotary part, its values the latent."""
     block = gather(jnp.arange(1))
     return block, block[..., :rank]

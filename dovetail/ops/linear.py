@@ -1,10 +1,10 @@
-"""The products of activations with weights, all of them: nothing else multiplies a weight.
+"""All products of activations with weights: nothing else multiplies a weight.
 
-A weight is an array in Hugging Face's order, [out, in]. It may also be an object that knows its own products (a
-quantised weight, one with an adapter: see Weight); each function below asks it, and no caller needs to know.
+A weight is an array in Hugging Face's order, [out, in], or an object with its own products (a quantised weight, one
+with an adapter: see Weight); each function below calls it, so that callers need not know.
 
 Several weights with the same input may be held as one (models.publish), so that their products are one: `matmuls` takes
-either form.
+both layouts.
 """
 
 from __future__ import annotations
@@ -28,18 +28,32 @@ _PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 
 
 class Weight(Protocol):
-    """A weight that is no array. A pytree (jax.tree_util.register_dataclass), with the shape that the array would have;
-    each method is the function of the same name below."""
+    """Describe a weight that is no array.
+
+    It is a pytree (jax.tree_util.register_dataclass) with the shape of the array; each method is the function of the
+    same name below.
+    """
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
-    def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array: ...
-    def per_head(self, x: jax.Array, transposed: bool) -> jax.Array: ...
-    def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array: ...
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the array."""
+        ...
+
+    def matmul(self, x: jax.Array, dims: int, out_dtype: Any) -> jax.Array:
+        """Multiply as `matmul` below."""
+        ...
+
+    def per_head(self, x: jax.Array, transposed: bool) -> jax.Array:
+        """Multiply as `per_head` below."""
+        ...
+
+    def grouped(self, rows: jax.Array, sizes: jax.Array, platform: str | None) -> jax.Array:
+        """Multiply as `grouped` below."""
+        ...
 
 
 def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1, out_dtype: Any = None) -> jax.Array:
-    """x [..., *in] and w [*out, *in], of which the last `dims` are the input's -> [..., *out]."""
+    """Multiply x [..., *in] by w [*out, *in], of which the last `dims` dims are the input's: -> [..., *out]."""
     if not isinstance(w, ARRAYS):
         y = cast(Weight, w).matmul(x, dims, out_dtype)
     else:
@@ -51,7 +65,7 @@ def matmul(x: jax.Array, w: Any, bias: jax.Array | None = None, *, dims: int = 1
 
 
 def _product(x: jax.Array, w: Any, out_dtype: Any) -> jax.Array:
-    """x [..., in] and w [out, in]."""
+    """Multiply x [..., in] by w [out, in]."""
     name = choose_product(x, w)
     if name != "xla":
         return _cpu_product(name, x, w)
@@ -76,15 +90,17 @@ _cpu_product.defvjp(_cpu_product_forward, _cpu_product_backward)
 
 
 def per_head(x: jax.Array, w: Any, transposed: bool = False) -> jax.Array:
-    """x [..., N, in] and w [N, out, in] -> [..., N, out]; transposed, x [..., N, out] -> [..., N, in]."""
+    """Multiply x [..., N, in] by w [N, out, in] -> [..., N, out]; transposed, x [..., N, out] -> [..., N, in]."""
     if not isinstance(w, ARRAYS):
         return cast(Weight, w).per_head(x, transposed)
     return jnp.einsum(PER_HEAD[transposed], x, w)
 
 
 def grouped(rows: jax.Array, w: Any, sizes: jax.Array, platform: str | None = None) -> jax.Array:
-    """rows [M, in], the first sizes[0] of which are for w[0], and so on; w [E, out, in] -> [M, out]. Rows after the
-    last group come out undefined."""
+    """Multiply rows [M, in] by w [E, out, in] -> [M, out]: the first sizes[0] rows by w[0], and so on.
+
+    Rows after the last group have undefined results.
+    """
     if not isinstance(w, ARRAYS):
         return cast(Weight, w).grouped(rows, sizes, platform)
     kernel = grouped_kernel(platform)
@@ -98,15 +114,17 @@ def grouped(rows: jax.Array, w: Any, sizes: jax.Array, platform: str | None = No
 
 
 def joined_name(names: Mapping[str, int]) -> str:
+    """Return the name of the joined weight."""
     return "+".join(names)
 
 
 def is_joined(p: Mapping[str, Any], names: Mapping[str, int]) -> bool:
+    """Return whether the weights of these names are joined."""
     return len(names) > 1 and joined_name(names) in p
 
 
 def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> list[jax.Array]:
-    """x times the weights of p with these names (name -> its first dim), each with its bias where there is one."""
+    """Multiply x by the weights of p with these names (name -> its first dim), each with its bias if there is one."""
     y = joined_matmul(x, p, names)
     if y is None:
         return [matmul(x, p[name], p.get(f"{name}_bias")) for name in names]
@@ -119,6 +137,6 @@ def matmuls(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> lis
 
 
 def joined_matmul(x: jax.Array, p: Mapping[str, Any], names: Mapping[str, int]) -> jax.Array | None:
-    """[..., parts, sum / parts, ..]: the one product, where p holds the weights joined."""
+    """Return the one product [..., parts, sum / parts, ..] if p holds the weights joined, else None."""
     joined = joined_name(names)
     return matmul(x, p[joined], p.get(f"{joined}_bias")) if is_joined(p, names) else None

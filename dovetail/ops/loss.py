@@ -1,12 +1,12 @@
 """Cross entropy of a batch whose logits are never all in memory at once.
 
-The logits of 32k tokens over 128k words are 16 GiB in f32. They are made one chunk of tokens at a time, and where a
-gradient is asked for, each chunk's part of it is taken in the same pass, while its logits are there: the backward
-pass only scales what the forward pass kept, and no logit is computed twice.
+The logits of 32k tokens over a vocabulary of 128k are 16 GiB in f32. They are computed one chunk of tokens at a time,
+and if a gradient is needed, each chunk's part is computed in the same pass, while its logits exist: the backward pass
+only scales what the forward pass kept, and no logit is computed twice.
 
 Products run in the dtype of `hidden` and are summed in f32; `head` may be an f32 master, and its gradient then stays
-f32. On a mesh each device chunks its own tokens and sums its own part of the head's gradient, so the loop holds no
-collective but those of a split vocabulary; the parts are added up once, at the end.
+f32. On a mesh each device chunks its own tokens and sums its own part of the head's gradient, so that the loop has no
+collective but those of a split vocabulary; the parts are added once, at the end.
 
 B rows, T tokens, D model dim, V vocabulary; G groups of tokens (one per device that holds different ones), n chunks of
 C tokens each.
@@ -41,14 +41,24 @@ def cross_entropy(
     placement: Placement | None = None,
     trains_head: bool = True,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(loss, metrics) of hidden [B, T, D] under head [V, D]: sums over tokens in f32, each weighted by mask [B, T].
+    """Return (loss, metrics) of hidden [B, T, D] under head [V, D]: sums over tokens in f32, weighted by mask [B, T].
 
-    The loss is the sum of -log p(target) + z * logsumexp(logits)^2; a caller divides by the number of targets of the
-    whole step, so that microbatches add up to exactly the large batch. The metrics carry no gradient: `nll` and `z`,
-    the two parts of the loss, and `correct`, the weight of the tokens whose target no other word outdoes.
-    A target may be anything where the mask is 0. Logits are multiplied by `scale`, then capped. `chunk` is the tokens
-    whose logits a device holds at a time, and `dtype` what they are held in: bf16 halves what is read and written (all
-    else is computed in f32). Where the head is not trained (`trains_head`), its gradient is 0 and costs nothing.
+    The loss is the sum of -log p(target) + z * logsumexp(logits)^2. A caller divides by the number of targets of the
+    whole step, so that microbatches add up to exactly the large batch. The metrics have no gradient: `nll` and `z`, the
+    two parts of the loss, and `correct`, the weight of the tokens whose target is the most probable.
+
+    Args:
+        hidden: [B, T, D].
+        head: [V, D].
+        targets: [B, T]; anything where the mask is 0.
+        mask: [B, T] weights.
+        scale: The factor of the logits, before the cap.
+        softcap: The soft cap of the logits; None for none.
+        z: The weight of the squared logsumexp.
+        chunk: The tokens whose logits a device holds at a time; None for a default.
+        dtype: The type of the logits; bf16 halves what is read and written (all else is computed in f32).
+        placement: The mesh and its rules.
+        trains_head: False sets the head's gradient to 0 at no cost.
     """
     _check(hidden, head, targets, mask)
     dtype = jnp.dtype(dtype)
@@ -70,7 +80,7 @@ def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Arr
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the loss is defined and the tokens are cut: static, so that it is one argument of the functions below."""
+    """Define the loss and the chunks; static, so that it is one argument of the functions below."""
 
     softcap: float | None
     z: float
@@ -84,7 +94,7 @@ class _Plan:
         return self.cut.placement
 
     def gathered(self, head: jax.Array, dtype: Any) -> jax.Array:
-        """Cast where it lies, then whole but for its words: one collective, before the loop."""
+        """Cast the head where it is, then gather all but its vocabulary: one collective, before the loop."""
         return constrain(head.astype(dtype), self.placement, "vocab", None)
 
     def no_gradient(self, head: jax.Array) -> jax.Array:
@@ -105,7 +115,7 @@ class _Plan:
 
 
 def _raw_logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Before the soft cap."""
+    """Return the logits before the soft cap."""
     logits = jnp.einsum("gcd,vd->gcv", h_GCD, head_VD, preferred_element_type=plan.dtype)
     return constrain(logits, plan.placement, "tokens", None, "vocab")
 
@@ -115,7 +125,7 @@ def _logits(plan: _Plan, h_GCD: jax.Array, head_VD: jax.Array) -> jax.Array:
 
 
 def _score(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(log p of the target, logsumexp, whether the target is the likeliest), each [G, C]."""
+    """Return (log p of the target, logsumexp, whether the target is the most probable), each [G, C]."""
     top = jnp.max(logits, axis=-1)
     lse = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
     chosen = jnp.sum(jnp.where(is_target(logits, targets), logits, 0.0), axis=-1)
@@ -123,7 +133,7 @@ def _score(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array,
 
 
 def _dlogits(plan: _Plan, logits: jax.Array, targets: jax.Array, lse: jax.Array, weight: jax.Array) -> jax.Array:
-    """The gradient of weight * (-log p(target) + z lse^2) by the logits before the soft cap."""
+    """Return the gradient of weight * (-log p(target) + z lse^2) by the logits before the soft cap."""
     p = jnp.exp(logits - lse[..., None])
     grad = p * (1.0 + 2.0 * plan.z * lse)[..., None] - is_target(logits, targets)
     if plan.softcap:
@@ -132,7 +142,7 @@ def _dlogits(plan: _Plan, logits: jax.Array, targets: jax.Array, lse: jax.Array,
 
 
 def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: jax.Array, dtype: Any):
-    """Both of the above; on a GPU alone from one kernel."""
+    """Return both of the above, from one kernel on a single GPU."""
     if not plan.fused:
         logits = capped(raw, plan.softcap)
         logp, lse, best = _score(logits, targets)
@@ -144,7 +154,7 @@ def _score_and_dlogits(plan: _Plan, raw: jax.Array, targets: jax.Array, weight: 
 
 
 def _gradients(plan: _Plan, dlogits: jax.Array, h_GCD: jax.Array, head_VD: jax.Array, dhead_GVD: jax.Array):
-    """(the chunk's gradient by hidden, the head's so far with the chunk's added)."""
+    """Return the chunk's gradient by hidden, and the head's so far with the chunk's added."""
     dh = jnp.einsum("gcv,vd->gcd", dlogits, head_VD, preferred_element_type=jnp.float32)
     dh = constrain(dh.astype(h_GCD.dtype), plan.placement, "tokens", None, None)
     if not plan.trains_head:
@@ -196,7 +206,7 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _parts(plan: _Plan, weight, logp, lse, best) -> tuple[jax.Array, ...]:
-    """Sums of one chunk, a number a group: (nll, z, correct)."""
+    """Return the sums of one chunk for each group: (nll, z, correct)."""
     terms = (-logp, plan.z * lse * lse, best.astype(jnp.float32))
     return tuple(jnp.sum(weight * term, axis=1) for term in terms)
 

@@ -1,8 +1,8 @@
-"""Mixture of experts, dropless: every token reaches each expert it was routed to.
+"""Dropless mixture of experts: every token reaches each expert it was routed to.
 
 `experts_reference` runs every expert on every token and keeps what was routed: exact and readable. `experts` sorts the
 (token, expert) pairs by expert and multiplies each group by its own weights. With experts split over a mesh axis each
-device runs its own experts on its row of devices' tokens and the partial sums are added.
+device runs its own experts on the tokens of its row of devices, and the partial sums are added.
 
 T tokens, D model dim, E experts, F their width, k experts per token, M = T k.
 """
@@ -28,9 +28,9 @@ ExpertWeights = dict  # gate, up [E, F, D], down [E, D, F], optional biases gate
 
 @dataclass(frozen=True)
 class Router:
-    """How scores become choices.
+    """Describe how scores become choices.
 
-    `score`: softmax or sigmoid over all experts, or softmax over the chosen ones alone ('chosen', GPT-OSS).
+    `score` is softmax or sigmoid over all experts, or softmax over the chosen ones alone ('chosen', GPT-OSS).
     Group-limited routing first keeps `top_groups` of `groups`, each judged by its best expert ('max', DeepSeek-V2) or
     its best two ('top2', V3).
     """
@@ -46,7 +46,10 @@ class Router:
 
 
 def route(router: Router, logits: jax.Array, bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """logits [..., E] f32 -> weights [..., k] f32, experts [..., k]. `bias` [E] sways the choice, not the weight."""
+    """Map logits [..., E] f32 to weights [..., k] f32 and experts [..., k].
+
+    `bias` [E] affects the choice, not the weight.
+    """
     scores = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[router.score](logits)
     choice = scores if bias is None else scores + bias.astype(jnp.float32)
     if router.groups > 1:
@@ -69,17 +72,23 @@ def _in_best_groups(router: Router, choice: jax.Array) -> jax.Array:
 
 
 class RouterStats(NamedTuple):
-    """How the tokens of each row were dealt out. A row at a time, so that a batch in parts, or on several devices, has
-    the very same balance."""
+    """Count how the tokens of each row were distributed.
+
+    Counts are per row, so that a batch in parts, or on several devices, has the same balance.
+    """
 
     load: jax.Array  # [B, E] f32: (token, expert) pairs that went to each expert
     prob: jax.Array  # [B, E] f32: each expert's share of the scores, summed over tokens
     tokens: jax.Array  # [B] f32: that are no padding
 
     def imbalance(self) -> jax.Array:
-        """Summed over tokens: 1 for each where all experts are used alike, E / k where k of them get all. A row's is
-        E sum_e f_e P_e, f the share of its pairs and P of its scores (Switch Transformer, eq. 4; a row at a time as
-        in DeepSeek-V3). It is the scores that carry the gradient."""
+        """Return the imbalance summed over tokens.
+
+        1 for each if all experts are used equally, E / k if k of them get all.
+
+        A row's is E sum_e f_e P_e, with f the share of its pairs and P of its scores (Switch Transformer, eq. 4; per
+        row as in DeepSeek-V3). The scores carry the gradient.
+        """
         pairs = jnp.maximum(self.load.sum(axis=-1, keepdims=True), 1)
         share = self.prob / jnp.maximum(self.tokens, 1)[:, None]
         of_row = self.load.shape[-1] * jnp.sum(lax.stop_gradient(self.load / pairs) * share, axis=-1)
@@ -87,7 +96,7 @@ class RouterStats(NamedTuple):
 
 
 def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax.Array) -> RouterStats:
-    """Of logits [B, T, E] and chosen [B, T, k], or both flat [B T, ..], over the tokens that are `real` [B, T]."""
+    """Return the statistics of logits [B, T, E] and chosen [B, T, k] (or flat [B T, ..]) over `real` tokens [B, T]."""
     weight = real.astype(jnp.float32)[..., None]
     scores = jax.nn.sigmoid(logits) if router.score == "sigmoid" else jax.nn.softmax(logits)
     share = (scores / scores.sum(axis=-1, keepdims=True)).reshape(*real.shape, -1)
@@ -96,7 +105,7 @@ def router_stats(router: Router, logits: jax.Array, chosen: jax.Array, real: jax
 
 
 def experts_reference(x: jax.Array, weights: jax.Array, chosen: jax.Array, params: ExpertWeights, glu: Glu):
-    """x [T, D] -> [T, D]."""
+    """Map x [T, D] to [T, D]."""
     gate, up = (matmul(x, params[name], params.get(f"{name}_bias")) for name in ("gate", "up"))
     out = jnp.einsum("tef,edf->ted", glu(gate, up), params["down"]) + params.get("down_bias", 0)
     share = jnp.zeros(out.shape[:2], jnp.float32).at[jnp.arange(len(x))[:, None], chosen].add(weights)
@@ -112,8 +121,19 @@ def experts(
     placement: Placement | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """x [T, D] or [B, T, D], weights and chosen [T, k] or [B T, k] -> as x. On a mesh each device takes its own part of
-    the rows and of their length; `platform` (None: where jax runs by default) chooses the grouped matmul."""
+    """Map x [T, D] or [B, T, D], with weights and chosen [T, k] or [B T, k], to the shape of x.
+
+    On a mesh each device takes its own part of the rows and of their length.
+
+    Args:
+        x: Activations.
+        weights: The weights of the chosen experts.
+        chosen: The chosen experts.
+        params: The experts' weights.
+        glu: The activation.
+        placement: The mesh and its rules.
+        platform: It chooses the grouped matmul; None for jax's default.
+    """
     chosen, weights = (a.reshape(*x.shape[:-1], -1) for a in (chosen, weights))
     if placement is None or placement.mesh.size == 1:
         return _flat(x, weights, chosen, params, glu, platform)
@@ -128,7 +148,7 @@ def _flat(x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | N
 def _grouped(
     x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, first_expert=0, bias_share=1.0
 ) -> jax.Array:
-    """The sorted path over the experts that `params` holds, the first of which is `first_expert`."""
+    """Run the sorted path over the experts in `params`, the first of which is `first_expert`."""
     T, k = chosen.shape
     num_experts = params["gate"].shape[0]
     local = chosen.reshape(-1) - first_expert
@@ -153,8 +173,11 @@ def _grouped(
 
 
 def _deal_only(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
-    """Each row of x k times over, in `order`, of which `back` is the inverse. The backward pass gathers too, by
-    `back`, and sums in f32: the one that jax derives is a scatter that adds row by row and rounds each time."""
+    """Return each row of x k times, in `order`, of which `back` is the inverse.
+
+    The backward pass gathers too, by `back`, and sums in f32: the one that jax derives is a scatter that adds row by
+    row and rounds each time.
+    """
     return x[order // k]
 
 
@@ -173,8 +196,7 @@ _deal.defvjp(_deal_forward, _deal_backward)
 def _sharded(
     x, weights, chosen, params: ExpertWeights, glu: Glu, platform: str | None, placement: Placement
 ) -> jax.Array:
-    """Tokens split over the batch axes and the context axis, experts over the expert axis, their width over the tensor
-    axis."""
+    """Run with tokens split over the batch and context axes, experts over expert, their width over tensor."""
     mesh = placement.mesh
     tokens = placement.partition((*("batch", "length")[: x.ndim - 1], None), x.shape)
     split_tokens = tokens[0] is not None and "expert" in tokens[0]

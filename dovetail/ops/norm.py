@@ -1,4 +1,4 @@
-"""RMS norm, in f32 whatever the input: the one reduction where bf16 would show."""
+"""RMS norm, always in f32: the one reduction where bf16 would show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MANY = 1024  # tokens from which the product that made a delta had better add it
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float = 0.0) -> jax.Array:
-    """x / rms(x) * (offset + weight) over the last dim; Gemma 2 and 3 store weight - 1, so their offset is 1."""
+    """Return x / rms(x) * (offset + weight) over the last dim; Gemma 2 and 3 store weight - 1, so their offset is 1."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if weight is not None:
@@ -28,7 +28,7 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(x + delta, its norm) for x and delta [..., D]; a weight of None stands for no norm."""
+    """Return (x + delta, its norm) for x and delta [..., D]; a weight of None means no norm."""
     kernel = norm_kernel(ctx) if weight is not None else None
     if kernel is not None:
         if delta is not None and x.shape[0] >= MANY:

@@ -1,4 +1,4 @@
-"""Packed attention: the exact reference, and what runs a kernel that knows one device on a mesh of them.
+"""Packed attention: the exact reference, and how to run a kernel for one device on a mesh.
 
 B rows, T queries, S keys, N query heads, K key heads, G = N / K, H head dim.
 """
@@ -30,9 +30,10 @@ def packed_attention(
     sinks: jax.Array | None = None,
     key_segments: jax.Array | None = None,  # [B, S]
 ) -> jax.Array:
-    """The exact reference. Queries go in chunks that see only the keys they may reach, so scores are never [T, T].
+    """Attend exactly. Queries go in chunks that see only the keys they may reach, so that scores are never [T, T].
 
-    With `key_segments` there are S >= T keys and the queries are the last T of them (ops.context)."""
+    With `key_segments` there are S >= T keys and the queries are the last T of them (ops.context).
+    """
     T = q.shape[1]
     key_segments = ctx.segment_ids if key_segments is None else key_segments
     before = key_segments.shape[1] - T
@@ -54,9 +55,10 @@ def _attend_chunk(q, k, v, segments, positions, sinks, **options):
 
 
 def attend_block(q, k, v, segments, positions, sinks=None, *, scale, window, softcap) -> tuple[jax.Array, jax.Array]:
-    """Some queries over some keys: (out [B, T, N, H], log of the softmax's denominator [B, T, N]), both f32.
+    """Attend some queries to some keys: (out [B, T, N, H], log of the softmax's denominator [B, T, N]), both f32.
 
-    `segments` ([B, T], [B, S]) and `positions` ([T], [S]) are the queries' and the keys'."""
+    `segments` ([B, T], [B, S]) and `positions` ([T], [S]) are those of queries and keys.
+    """
     B, T, N, H = q.shape
     K, G = k.shape[2], N // k.shape[2]
     # a key head's queries are rows of one product, [T * G, H] @ [H, S]: many small products would be far slower
@@ -90,7 +92,7 @@ def on_mesh(
     sinks: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Run a packed kernel that knows one device on a mesh of them: each gets its rows and its heads."""
+    """Run a packed kernel for one device on a mesh: each device gets its rows and its heads."""
     placement = ctx.placement
     if placement is None or placement.mesh.size == 1:
         return run(q, k, v, ctx, sinks=sinks, **options)
@@ -108,7 +110,7 @@ def on_mesh(
 
 
 def keys_of_heads(placement: Placement, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """k and v, their heads repeated where a device that gets a part of the queries' heads would not get their keys'."""
+    """Return k and v with their heads repeated if a device would not get the keys of its queries' heads."""
     if q.shape[2] % placement.size("heads") or k.shape[2] % placement.size("kv_heads") == 0:
         return k, v
     return jnp.repeat(k, q.shape[2] // k.shape[2], axis=2), jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)

@@ -1,7 +1,7 @@
-"""Ragged paged attention: the readable reference that kernels are held to.
+"""Ragged paged attention: the readable reference that kernels are tested against.
 
-Queries are cut into tiles that never span two sequences; a loop walks the tiles' keys a few pages at a time, with the
-softmax carried along, and ends with the longest tile. So pages are gathered only as far as some sequence reaches.
+Queries are split into tiles that never span two sequences; a loop walks the tiles' keys a few pages at a time while the
+softmax is accumulated, and ends with the longest tile. So pages are gathered only as far as some sequence reaches.
 
 T tokens, S sequences, I tiles of R rows, N query heads, K key heads, G = N / K, H head dim, C channels of a latent.
 """
@@ -23,7 +23,7 @@ SMALL_TILE = 8  # where most sequences have a single one, which a tile is padded
 
 
 def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each of T tokens: its sequence, its position in it, and whether it is real."""
+    """Return for each of T tokens its sequence, its position in it, and whether it is real."""
     t = jnp.arange(num_tokens, dtype=jnp.int32)
     total = ctx.cu_q_lens[ctx.num_seqs[0]]
     real = t < total
@@ -37,38 +37,46 @@ def token_rows(ctx: Paged, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _rank(ends: jax.Array, values: jax.Array) -> jax.Array:
-    """How many of the ascending `ends` are at or below each value. By comparing with all: a search by halves is a loop
-    of small kernels on a GPU, a hundred microseconds per step."""
+    """Return how many of the ascending `ends` are at or below each value.
+
+    It compares with all: a binary search is a loop of small kernels on a GPU, a hundred microseconds per step.
+    """
     return jnp.searchsorted(ends, values, side="right", method="compare_all").astype(jnp.int32)
 
 
 def token_places(ctx: Paged, pages: jax.Array, num_tokens: int) -> jax.Array:
-    """Where in pages [P, page size, ...] each of T tokens goes, as page * page size + offset; padding: past the end."""
+    """Return the index in pages [P, page size, ...] of each of T tokens, page * page size + offset.
+
+    Past the end for padding.
+    """
     seq, position, real = token_rows(ctx, num_tokens)
     place = ctx.block_tables[seq, position // pages.shape[1]] * pages.shape[1] + position % pages.shape[1]
     return jnp.where(real, place, pages.shape[0] * pages.shape[1])
 
 
 def _write(ctx: Paged, pages: jax.Array, values: jax.Array) -> jax.Array:
-    """Put values [T, ...] of the new tokens into pages [P, page size, ...]; padding is dropped."""
+    """Write values [T, ...] of the new tokens into pages [P, page size, ...]; padding is dropped."""
     place = token_places(ctx, pages, values.shape[0])
     page, offset = place // pages.shape[1], place % pages.shape[1]
     return pages.at[page, offset].set(values.astype(pages.dtype), mode="drop")
 
 
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """pages [P, page, 2K, H], K and V of a head side by side (the layout of upstream's TPU kernel), or flat."""
+    """Write into pages [P, page, 2K, H], K and V of a head side by side (upstream's TPU layout), or flat."""
     T, K, H = k.shape
     return _write(ctx, pages, _as_pages(pages, jnp.stack([k, v], axis=2).reshape(T, 2 * K, H)))
 
 
 def write_latents(ctx: Paged, pages: jax.Array, latents: jax.Array) -> jax.Array:
-    """pages [P, page, 1, C] for latents [T, C], or flat."""
+    """Write latents [T, C] into pages [P, page, 1, C], or flat."""
     return _write(ctx, pages, _as_pages(pages, latents[:, None]))
 
 
 def _as_pages(pages: jax.Array, rows: jax.Array) -> jax.Array:
-    """rows [T, n, H] as pages hold a token: so, or flat (see dispatch.page_row) as one row [T, W] with zeros behind."""
+    """Return rows [T, n, H] as pages hold a token.
+
+    Unchanged, or flat (see dispatch.page_row) as one row [T, W] with zeros.
+    """
     if pages.ndim == 4:
         return rows
     flat = rows.reshape(rows.shape[0], -1)
@@ -79,8 +87,11 @@ Gather = Callable[[jax.Array], jax.Array]  # heads of the pages [n] -> [I, n, bl
 
 
 def read_heads(gather: Gather, num_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [I, K, block, H] of pages [P, page, 2K, H]. Two gathers that give each as the products want it:
-    one for both, split and transposed afterwards, takes almost twice as long on a CPU."""
+    """Return keys and values [I, K, block, H] of pages [P, page, 2K, H].
+
+    Two gathers give each in the layout of the products: one for both, split and transposed afterwards, takes almost
+    twice as long on a CPU.
+    """
     heads = 2 * jnp.arange(num_heads // 2)
     return gather(heads), gather(heads + 1)
 
@@ -96,7 +107,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """[T, N, Hv]: each token attends to its sequence's pages up to itself."""
+    """Return [T, N, Hv]: each token attends to its sequence's pages up to itself."""
     rows = _tile(q.shape[0], ctx.kv_lens.shape[0])
     tile_seq, first_token, count, position = tiles_of(ctx, q.shape[0], rows)
     num_tiles, row = tile_seq.shape[0], jnp.arange(rows)
@@ -144,7 +155,7 @@ def paged_attention(
 
 
 def flat_attention(ctx: Paged, q: jax.Array, pages: jax.Array, *, rows: int, **options: Any) -> jax.Array:
-    """The same of flat pages [P, page, W], of which each token is `rows` of q's head dim."""
+    """Attend to flat pages [P, page, W], in which each token is `rows` rows of q's head dim."""
     whole = pages[..., : rows * q.shape[-1]]
     return paged_attention(ctx, q, whole.reshape(*pages.shape[:2], rows, -1), **options)
 
@@ -156,7 +167,7 @@ def _tile(num_tokens: int, num_seqs: int) -> int:
 
 
 def _start(sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The softmax before any key: empty, or holding the sinks' logits, which weigh and give nothing."""
+    """Return the softmax before any key: empty, or with the sinks' logits, which have weight and no value."""
     out = jnp.zeros((*shape, dim), jnp.float32)
     if sinks is None:
         return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), out
@@ -165,9 +176,9 @@ def _start(sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> tuple[j
 
 
 def tiles_of(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Tiles of up to `rows` new tokens of one sequence: its sequence, first token, count, and the first's position.
+    """Return tiles of up to `rows` new tokens of one sequence: sequence, first token, count, and the first's position.
 
-    Their number is the most there can be; those past the last have a count of 0.
+    Their number is the maximum; those past the last have a count of 0.
     """
     num_seqs = ctx.kv_lens.shape[0]
     num_tiles = num_tokens if rows == 1 else num_tokens // rows + num_seqs
@@ -184,7 +195,7 @@ def tiles_of(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Arr
 
 
 def tile_of_token(ctx: Paged, num_tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Where each token is: (tile, row)."""
+    """Return the (tile, row) of each token."""
     num_seqs = ctx.kv_lens.shape[0]
     exists = jnp.arange(num_seqs) < ctx.num_seqs[0]
     ends = jnp.cumsum(-(-jnp.where(exists, jnp.diff(ctx.cu_q_lens), 0) // rows))

@@ -1,4 +1,4 @@
-"""Ring attention, as one device of the ring runs it: its queries stay and every slice of keys comes by once.
+"""Ring attention on one device of the ring: its queries stay and every slice of keys comes by once.
 
 Both passes go through the blocks in the same order. In the backward pass the gradients of keys and values travel with
 them around the ring, and end on the device that owns them. Of the forward pass only the output and the softmax's
@@ -26,7 +26,10 @@ BLOCK = 1024  # the most queries, and the most keys, whose scores exist at once
 
 @dataclass(frozen=True)
 class Ring:
-    """`count` devices along `axis`, each with a slice of the row; a query sees its own slice and `reach` before it."""
+    """Describe `count` devices along `axis`, each with a slice of the row.
+
+    A query sees its own slice and `reach` before it.
+    """
 
     axis: tuple[str, ...]
     count: int
@@ -36,10 +39,12 @@ class Ring:
     softcap: float | None = None
 
     def shift(self, tree: Any, steps: int = 1) -> Any:
+        """Send a tree of arrays `steps` devices along the ring."""
         to = [(i, (i + steps) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, to), tree)
 
     def attend(self, q, k, v, segments, positions) -> tuple[jax.Array, jax.Array]:
+        """Attend a block of queries to a block of keys."""
         options = dict(scale=self.scale, window=self.window, softcap=self.softcap)
         return attend_block(q, k, v, segments, positions, **options)
 
@@ -53,11 +58,12 @@ def ring_attention(
     segments: jax.Array,  # [B, T]
     sinks: jax.Array | None,  # [N]
 ) -> jax.Array:
+    """Attend a device's queries to all slices that they may see."""
     return _forward(ring, q, k, v, segments, sinks)[0].astype(v.dtype)
 
 
 def _forward(ring: Ring, q, k, v, segments, sinks) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, Hv], log of the softmax's denominator [B, T, N]), both f32."""
+    """Return (out [B, T, N, Hv], log of the softmax's denominator [B, T, N]), both f32."""
 
     def see(queries, keys, found, _, positions):
         (q, q_segments), (k, v, k_segments), (out, lse) = queries, keys, found
@@ -109,8 +115,11 @@ ring_attention.defvjp(_forward_keeping, _backward)
 
 
 def _go_round(ring: Ring, queries: Any, keys: Any, per_query: Any, per_key: Any, see: Callable) -> tuple[Any, Any]:
-    """All of a device's queries with all they can see: `see` takes a block of each, with what has been gathered so far
-    for these queries and for these keys, and returns the latter two anew. What is gathered for keys goes with them."""
+    """Run a device's queries over everything they can see.
+
+    `see` takes a block of queries and of keys, with what was accumulated for each, and returns the latter two updated.
+    What is accumulated for keys travels with them.
+    """
 
     def visit(step, keys, per_query, per_key):
         return _all_blocks(ring, step, queries, keys, per_query, per_key, see)
@@ -128,7 +137,10 @@ def _go_round(ring: Ring, queries: Any, keys: Any, per_query: Any, per_key: Any,
 
 
 def _all_blocks(ring: Ring, step, queries, keys, per_query, per_key, see: Callable) -> tuple[Any, Any]:
-    """The slice at hand lies `step` slices before the queries'; the blocks of it that no query can see are passed."""
+    """Run over the blocks of the current slice, `step` slices before the queries'.
+
+    Skip blocks that no query can see.
+    """
     T = jax.tree.leaves(queries)[0].shape[1]
     size = next(b for b in range(min(BLOCK, T), 0, -1) if T % b == 0)
     count = T // size

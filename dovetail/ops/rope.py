@@ -1,4 +1,4 @@
-"""Rotary position embeddings and the ways to stretch them to longer contexts."""
+"""Rotary position embeddings and the ways to extend them to longer contexts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rope:
-    """One rotary table. The first `dim` dims of a head turn, the others pass; `kind` is how the frequencies are
-    stretched.
+    """Describe one rotary table: the first `dim` dims of a head are rotated; `kind` is how the frequencies are scaled.
 
-    LongRoPE divides them by one of two lists of factors, and a sequence has one for all its positions: transformers
-    takes the short list for a sequence of at most `original_len` tokens and the long one for a longer one. The keys in
-    a cache cannot change with a sequence that grows, so here the list follows from how long sequences may get
-    (`within`), which is how vLLM chooses too.
+    LongRoPE divides them by one of two lists of factors, the same for all positions of a sequence: transformers uses
+    the short list for a sequence of at most `original_len` tokens and the long one for a longer one. Keys in a cache
+    cannot change when a sequence grows, so here the list follows from the maximum length of sequences (`within`), as in
+    vLLM.
     """
 
     theta: float
@@ -39,11 +38,11 @@ class Rope:
     is_long: bool = False  # longrope: the long factors, for sequences that may outgrow original_len
 
     def within(self, length: int) -> Rope:
-        """The same where no sequence is longer than `length`."""
+        """Return the rope for sequences of at most `length` tokens."""
         return replace(self, is_long=length > self.original_len) if self.kind == "longrope" else self
 
     def inv_freq(self) -> np.ndarray:
-        """[dim / 2] f32 radians per position."""
+        """Return [dim / 2] f32 radians per position."""
         exponent = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         if self.kind == "longrope":
             factors = np.asarray(self.long_factors if self.is_long else self.short_factors, np.float32)
@@ -57,14 +56,14 @@ class Rope:
         return self._yarn(inv) if self.kind == "yarn" else inv
 
     def _llama3(self, inv: np.ndarray) -> np.ndarray:
-        """Long waves are slowed by `factor`, short ones kept, those between blended (Llama 3.1)."""
+        """Slow long waves by `factor`, keep short ones, and interpolate between (Llama 3.1)."""
         wavelen = 2 * math.pi / inv
         smooth = (self.original_len / wavelen - self.low_freq) / (self.high_freq - self.low_freq)
         smooth = np.clip(smooth, 0, 1)
         return ((1 - smooth) * inv / self.factor + smooth * inv).astype(np.float32)
 
     def _yarn(self, inv: np.ndarray) -> np.ndarray:
-        """A ramp over the dims from kept (many turns in the original context) to slowed (arXiv 2309.00071, eq. 23)."""
+        """Interpolate over dims from kept (many turns in the original context) to slowed (arXiv 2309.00071)."""
 
         def dim_with(turns: float) -> float:
             return self.dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -77,31 +76,36 @@ class Rope:
         return (inv / self.factor * ramp + inv * (1 - ramp)).astype(np.float32)
 
     def tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin, [..., dim / 2] f32, for positions [...]."""
+        """Return cos and sin, [..., dim / 2] f32, for positions [...]."""
         angles = positions[..., None].astype(jnp.float32) * self.inv_freq()
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
         return jax.lax.platform_dependent(cos, sin, cpu=_computed_once, default=lambda *tables: tables)
 
 
 def _computed_once(*tables: jax.Array) -> tuple[jax.Array, ...]:
-    """The same. XLA's CPU backend computes a cosine again wherever it is read, for each head of each layer (5% of a
-    step that decodes 64 sequences), and ignores barriers; what comes out of a product it keeps."""
+    """Return the tables in a form that XLA's CPU backend computes once.
+
+    It would compute a cosine again wherever it is read, for each head of each layer (5% of a step that decodes 64
+    sequences), and ignores barriers; it keeps the output of a product.
+    """
     return tuple(table @ jnp.eye(table.shape[-1], dtype=table.dtype) for table in tables)
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """How much attention logits are to grow when the context is stretched by `factor`."""
+    """Return the factor of attention logits when the context is extended by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def longrope_magnitude(factor: float, original_len: int) -> float:
-    """The same for LongRoPE (arXiv 2402.13753)."""
+    """Return the same factor for LongRoPE (arXiv 2402.13753)."""
     return math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0
 
 
 def rotate(x: jax.Array, rope: Rope, tables: tuple) -> jax.Array:
-    """x [..., heads, head dim]; the dims past `rope.dim` pass as they are. Interleaved input comes out as halves: a dot
-    product of two such vectors is the same."""
+    """Rotate x [..., heads, head dim]; dims past `rope.dim` are unchanged.
+
+    Interleaved input comes out as halves: a dot product of two such vectors is the same.
+    """
     cos, sin = (t[..., None, :] for t in tables)
     turning, passing = x[..., : rope.dim].astype(jnp.float32), x[..., rope.dim :]
     a, b = (turning[..., 0::2], turning[..., 1::2]) if rope.interleaved else jnp.split(turning, 2, axis=-1)

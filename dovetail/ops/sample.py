@@ -1,11 +1,11 @@
 """From logits to tokens: penalties, bias, masks, temperature, truncation, the draw, and log-probabilities.
 
-Pure functions of arrays, exact, with no state of the host. The order is vLLM's: bias, penalties, mask (`adjust`); then
+Pure, exact functions of arrays without host state. The order is vLLM's: bias, penalties, mask (`adjust`); then
 temperature, min-p, top-k, and top-p over what those leave (`choose`). A row draws from its own (seed, position) alone,
-so its tokens do not depend on its row, its batch or its neighbours.
+so that its tokens do not depend on its row, its batch or its neighbours.
 
-One program serves every kind of request: what costs is under a branch on whether any row asks for it. On an NVIDIA GPU,
-where a branch waits for the host, kernels take the place of all of it (ops.kernels.gpu.sample).
+One program serves every kind of request: expensive parts are under a branch on whether any row needs them. On an NVIDIA
+GPU, where a branch waits for the host, kernels replace all of it (ops.kernels.gpu.sample).
 
 S rows, V vocabulary, W = ceil(V / 32) words of mask, B biased tokens per row, N slots of the history table.
 """
@@ -30,7 +30,7 @@ COLDEST = 1e-5  # a temperature above 0 counts as at least this: less would be r
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleInputs:
-    """What each of S rows asks of the sampler."""
+    """Hold the sampling parameters of each of S rows."""
 
     temperature: jax.Array  # [S] f32; 0: the most probable token
     seed_hi: jax.Array  # [S] uint32
@@ -51,7 +51,7 @@ class SampleInputs:
 
 
 def advance(inputs: SampleInputs, steps: jax.Array | int = 1) -> SampleInputs:
-    """The inputs of a later step of a loop on the device: the seed stays, the position moves on."""
+    """Return the inputs of a later step of a loop on the device: the seed stays, the position advances."""
     return replace(inputs, position=inputs.position + steps)
 
 
@@ -66,7 +66,7 @@ def penalize(
     frequency: jax.Array,  # [S]
     repetition: jax.Array,  # [S]
 ) -> jax.Array:
-    """OpenAI's presence and frequency penalties, over the output; the repetition penalty over prompt and output."""
+    """Apply OpenAI's presence and frequency penalties (output), and the repetition penalty (prompt and output)."""
     seen = (counts > 0) | in_prompt
     factor = jnp.where(seen, repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
@@ -74,27 +74,31 @@ def penalize(
 
 
 def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """Adds values [S, B] to the tokens ids [S, B]; an id of -1 is padding."""
+    """Add values [S, B] to the tokens ids [S, B]; an id of -1 is padding."""
     S, V = logits.shape
     ids = jnp.where(ids < 0, V, ids)  # past the end, where it is dropped: a negative index would count from behind
     return logits.at[jnp.arange(S)[:, None], ids].add(values, mode="drop")
 
 
 def apply_mask(logits: jax.Array, bits: jax.Array) -> jax.Array:
-    """-inf for tokens whose bit in [S, W] is not set; token v is bit v % 32 of word v // 32 (llguidance's layout)."""
+    """Set tokens whose bit in [S, W] is not set to -inf.
+
+    Token v is bit v % 32 of word v // 32 (llguidance's layout).
+    """
     return jnp.where(unpack(bits, logits.shape[1]), logits, -jnp.inf)
 
 
 def unpack(bits: jax.Array, V: int) -> jax.Array:
-    """[..., W] uint32 -> [..., V] bool."""
+    """Map [..., W] uint32 to [..., V] bool."""
     spread = bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)  # [..., W, 32]
     return (spread & 1).reshape(*bits.shape[:-1], -1)[..., :V] == 1
 
 
 def adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array) -> jax.Array:
-    """Logits [S, V], in f32, with what the rows asked for: bias, penalties from the history table [N, V], mask.
+    """Return logits [S, V] in f32 with bias, penalties from the history table [N, V], and mask.
 
-    `choose` and `score` both want these: then the greedy token is always the most probable one."""
+    `choose` and `score` both take these, so that the greedy token is always the most probable one.
+    """
     logits = logits.astype(jnp.float32)
     asks = (inputs.bias_ids[:, 0] >= 0) | (inputs.slot < history.shape[0]) | (inputs.position < inputs.mask_until)
     return lax.cond(jnp.any(asks), lambda logits: _adjust(logits, inputs, history), lambda logits: logits, logits)
@@ -109,9 +113,10 @@ def _adjust(logits: jax.Array, inputs: SampleInputs, history: jax.Array) -> jax.
 
 
 def count_tokens(history: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The history table [N, V] with tokens [S] sampled for slots [S]; a slot of N is left out.
+    """Return the history table [N, V] with tokens [S] sampled for slots [S] counted; a slot of N is left out.
 
-    An entry is 2 * (times in the output) + (1 if in the prompt): one table, updated where it lies."""
+    An entry is 2 * (times in the output) + (1 if in the prompt): one table, updated in place.
+    """
     return history.at[slots, tokens].add(2, mode="drop")
 
 
@@ -119,13 +124,13 @@ def count_tokens(history: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax
 
 
 def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """-inf for the tokens that each row's min_p, top_k and then top_p [S] leave out; logits [S, V] after temperature.
+    """Set the tokens that each row's min_p, top_k and then top_p [S] exclude to -inf; logits [S, V] after temperature.
 
     min_p: at least min_p times as probable as the most probable. top_k: the k greatest logits. top_p: the smallest set
-    of most probable tokens whose share of what the first two left reaches p, and always one. Each is exact, and a tie
-    with the last token that is in is in too: nothing but its place in the vocabulary tells it apart.
+    of most probable tokens whose share of what the first two left reaches p, and at least one. Each is exact, and ties
+    with the last included token are included: only its index tells it apart.
 
-    The vocabulary is not sorted: a threshold is found bit by bit, one count or sum over the row a bit.
+    The vocabulary is not sorted: a threshold is found bit by bit, with one count or sum over the row per bit.
     """
     V = logits.shape[1]
     logits = lax.cond(jnp.any(min_p > 0), _keep_min_p, lambda logits, _: logits, logits, min_p)
@@ -157,7 +162,7 @@ def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _greatest(holds: Callable[[jax.Array], jax.Array], S: int, bits: int) -> jax.Array:
-    """Per row the greatest t [S] uint32 for which `holds`, which does for all below it; 0 if it does for none."""
+    """Return per row the greatest t [S] uint32 for which `holds`, which is monotonic; 0 if there is none."""
 
     def decide_bit(i: jax.Array, t: jax.Array) -> jax.Array:
         trial = t | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
@@ -167,13 +172,13 @@ def _greatest(holds: Callable[[jax.Array], jax.Array], S: int, bits: int) -> jax
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """uint32 in the order of the floats: negative ones have all bits turned, the others only the sign's."""
+    """Return uint32 in the order of the floats: negative ones have all bits inverted, the others only the sign."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 equals 0.0 and must tie with it
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _top(logits: jax.Array) -> jax.Array:
-    """The greatest of each row [S, 1]; 0 where every token is masked, so that nothing becomes NaN."""
+    """Return the greatest of each row [S, 1]; 0 if every token is masked, so that nothing becomes NaN."""
     top = jnp.max(logits, axis=1, keepdims=True)
     return jnp.where(jnp.isneginf(top), 0.0, top)
 
@@ -182,17 +187,20 @@ def _top(logits: jax.Array) -> jax.Array:
 
 
 def argmax(logits: jax.Array, placement: Placement | None = None) -> jax.Array:
-    """The greatest of each row [S, V], the lowest id among equals. Through blocks: on a CPU XLA's maximum takes a tenth
-    of its argmax's time or less (64 x 49k: 0.6 ms against 20), and the argmax then has one block to look at."""
+    """Return the greatest of each row [S, V], the lowest id among equals.
+
+    It works in blocks: on a CPU XLA's maximum takes a tenth of its argmax's time or less (64 x 49k: 0.6 ms against 20
+    ms), and the argmax then has one block to search.
+    """
     blocks = _blocks(logits, placement)
     return _within(blocks, jnp.argmax(jnp.max(blocks, axis=2), axis=1), 0.0)
 
 
 def gumbel_argmax(logits: jax.Array, inputs: SampleInputs, placement: Placement | None = None) -> jax.Array:
-    """One token per row, drawn from softmax(logits [S, V]); the noise is a function of (seed, position) [S] alone.
+    """Draw one token per row from softmax(logits [S, V]); the noise is a function of (seed, position) [S] alone.
 
     The maximum of a block's logits with Gumbel noise is itself Gumbel, about the block's logsumexp. So a block is drawn
-    first, then a token of it: the same distribution for V / BLOCK + BLOCK random numbers in place of V.
+    first, then a token of it: the same distribution with V / BLOCK + BLOCK random numbers instead of V.
     """
     blocks = _blocks(logits, placement)
     count = -(-logits.shape[1] // BLOCK)  # over several devices there are empty blocks behind these
@@ -209,15 +217,19 @@ def gumbel_argmax(logits: jax.Array, inputs: SampleInputs, placement: Placement 
 
 
 def _gumbel(bits: jax.Array) -> jax.Array:
-    """Gumbel noise from uint32. The winner has u near 0, where 32 bits are as fine as 2^-32; jax.random.gumbel has it
-    near 1, in steps of 2^-24."""
+    """Return Gumbel noise from uint32.
+
+    The winner has u near 0, where 32 bits are as fine as 2^-32; jax.random.gumbel has it near 1, in steps of 2^-24.
+    """
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))
 
 
 def _blocks(logits: jax.Array, placement: Placement | None) -> jax.Array:
-    """[S, V] -> [S, V / BLOCK, BLOCK]; V rounded up with tokens that cannot be, so that each device has whole blocks:
-    what moves is then the edges of the devices' shares, and not the logits."""
+    """Map [S, V] to [S, V / BLOCK, BLOCK].
+
+    V is padded with impossible tokens so that each device has whole blocks: only the edges of the devices' shares move.
+    """
     S, V = logits.shape
     each = BLOCK * (placement.size("vocab") if placement else 1)
     padded = jnp.pad(logits, ((0, 0), (0, -V % each)), constant_values=-jnp.inf)
@@ -225,13 +237,13 @@ def _blocks(logits: jax.Array, placement: Placement | None) -> jax.Array:
 
 
 def _within(blocks: jax.Array, block: jax.Array, noise: jax.Array | float) -> jax.Array:
-    """The token of the greatest logit with noise [S, BLOCK] in each row's block [S]."""
+    """Return the token of the greatest logit with noise [S, BLOCK] in each row's block [S]."""
     chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [S, BLOCK]
     return (block * BLOCK + jnp.argmax(chosen + noise, axis=1)).astype(jnp.int32)
 
 
 def choose(logits: jax.Array, inputs: SampleInputs, placement: Placement | None = None) -> jax.Array:
-    """Tokens [S] from adjusted logits [S, V]: the most probable one at temperature 0, else one that is drawn."""
+    """Return tokens [S] from adjusted logits [S, V]: the most probable one at temperature 0, else one that is drawn."""
     greedy = argmax(logits, placement)
 
     def draw(logits: jax.Array) -> jax.Array:
@@ -250,14 +262,19 @@ Scores = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> Scores:
-    """For tokens [S]: their log-probability [S], their rank [S] (1 is the most probable), and the k most probable
-    tokens' log-probabilities [S, k] and ids [S, k], the most probable first, the lower id first among equals."""
+    """Return the scores of tokens [S].
+
+    They are the log-probability [S], the rank [S] (1 is the most probable), and the k most probable tokens'
+    log-probabilities [S, k] and ids [S, k], most probable first, the lower id first among equals.
+    """
     return score(logits.astype(jnp.float32), tokens, jnp.full(len(logits), k, jnp.int32), k)
 
 
 def score(logits: jax.Array, tokens: jax.Array, wanted: jax.Array, top: int) -> Scores:
-    """As `logprobs`, of as many most probable tokens as each row wants [S], up to `top`; -1: not even its token's. What
-    is not wanted is 0."""
+    """Return `logprobs` with as many most probable tokens as each row wants [S], up to `top`.
+
+    -1 means not even the token's own. What is not wanted is 0.
+    """
     S = len(logits)
 
     def own(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -291,8 +308,10 @@ def sample(
     platform: str | None = None,
     placement: Placement | None = None,
 ) -> tuple[jax.Array, Scores]:
-    """(tokens [S], their scores) from the model's logits: the scores are of the adjusted logits, as `score` gives them
-    with `top_logprobs` and `top`."""
+    """Return (tokens [S], their scores) from the model's logits.
+
+    The scores are of the adjusted logits, as from `score` with `top_logprobs` and `top`.
+    """
     if kernel := sample_kernel(platform, placement):
         return kernel(logits, inputs, history, top)
     logits = adjust(logits, inputs, history)

@@ -1,11 +1,10 @@
-"""Numbers of each token whose logits are never all in memory at once: log-probabilities, entropy, the divergence of a
-student from a teacher.
+"""Values of each token whose logits are never all in memory at once: log-probabilities, entropy, divergences.
 
-How much each token counts is known only when the gradient comes back, so the backward pass makes the logits of each
-chunk once more: one product more than ops.loss has. What is not trained costs no gradient: a frozen head, a teacher.
+The weight of each token is known only when the gradient comes back, so the backward pass computes the logits of each
+chunk again: one product more than ops.loss. What is not trained costs no gradient: a frozen head, a teacher.
 
-B rows, T tokens, D model dim, V vocabulary, K words kept of each distribution; G groups of C tokens (ops.chunks);
-M masks of a row, each a bit per word in W = ceil(V / 32) uint32.
+B rows, T tokens, D model dim, V vocabulary, K tokens kept of each distribution; G groups of C tokens (ops.chunks); M
+masks of a row, each a bit per token in W = ceil(V / 32) uint32.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ ABSENT = -1e30  # the logit of a word that is not there
 
 @dataclass(frozen=True)
 class Unembed:
-    """What makes logits of hidden states, besides the head: they are multiplied by `scale`, capped, and divided by the
-    `temperature` of the softmax."""
+    """Describe how hidden states become logits: multiplied by `scale`, capped, and divided by `temperature`."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -46,14 +44,14 @@ class Unembed:
 
 
 class Allowed(NamedTuple):
-    """The words that there are in each place, where they may be thousands: few masks are different."""
+    """Hold the allowed tokens of each position as masks, of which few differ."""
 
     masks: jax.Array  # [B, M, W] uint32: token v is bit v % 32 of word v // 32, and it is there where that is set
     number: jax.Array  # [B, T] int32: which of its row's masks holds in a place
 
 
 class TokenScores(NamedTuple):
-    """Each [B, T] in f32."""
+    """Hold values [B, T] in f32."""
 
     logprobs: jax.Array  # log p(target)
     best: jax.Array  # 1 where no other word outdoes the target; carries no gradient
@@ -61,7 +59,7 @@ class TokenScores(NamedTuple):
 
 
 def token_logprobs(hidden: jax.Array, head: Any, targets: jax.Array, **unembed: Any) -> jax.Array:
-    """log p(target) of hidden [B, T, D] under head [V, D], [B, T] in f32; see Unembed for the rest."""
+    """Return log p(target) of hidden [B, T, D] under head [V, D], [B, T] in f32; see Unembed for the rest."""
     return token_scores(hidden, head, targets, **unembed).logprobs
 
 
@@ -75,9 +73,19 @@ def token_scores(
     allowed: Allowed | None = None,
     **unembed: Any,
 ) -> TokenScores:
-    """Differentiable in hidden and head, which is an array or an ops.linear.Weight. A target may be anything where its
-    number is not read. `support` [B, T, K] int32: the words that there are in each place, -1 beyond them; `allowed`
-    says so of many. Without either all are."""
+    """Return the scores of targets [B, T], differentiable in hidden and head (an array or an ops.linear.Weight).
+
+    A target may be anything where its score is not read.
+
+    Args:
+        hidden: [B, T, D].
+        head: [V, D].
+        targets: [B, T].
+        entropy: Also return the entropy.
+        support: [B, T, K] int32: the allowed tokens of each position, -1 for padding.
+        allowed: The same as masks, for many tokens. Without either, all are allowed.
+        unembed: See Unembed.
+    """
     how = Unembed(**unembed)
     _check(hidden, head, targets.shape)
     require(support is None or allowed is None, "support and allowed both say which words there are: give one of them")
@@ -108,17 +116,17 @@ def _all_of(logits: jax.Array) -> jax.Array:
 
 
 def _among(logits: jax.Array, words: jax.Array) -> jax.Array:
-    """The logits of these words [..., K] alone."""
+    """Return the logits of these tokens [..., K] alone."""
     return jnp.where(words >= 0, jnp.take_along_axis(logits, jnp.maximum(words, 0), axis=-1), ABSENT)
 
 
 def _within(masks: jax.Array, logits: jax.Array, number: jax.Array) -> jax.Array:
-    """Those of the words that each place's mask, of masks [B * M, W], lets be there."""
+    """Mask the logits by each position's mask of masks [B * M, W]."""
     return jnp.where(unpack(masks[number], logits.shape[-1]), logits, ABSENT)
 
 
 def _flat(allowed: Allowed, vocab: int, placement: Placement | None) -> tuple[jax.Array, jax.Array]:
-    """(all rows' masks [B * M, W], on every device; which of them holds in a place [B, T])."""
+    """Return all rows' masks [B * M, W], on every device, and the index of each position's mask [B, T]."""
     rows, count, words = allowed.masks.shape
     require(
         words == -(-vocab // 32),
@@ -140,10 +148,11 @@ def token_divergence(
     teacher_softcap: float | None = None,
     **unembed: Any,
 ) -> jax.Array:
-    """How far the student's distribution S is from the teacher's T, [B, T] in f32; `unembed` is the student's.
+    """Return the divergence [B, T] in f32 of the student's distribution S from the teacher's T.
 
-    forward KL(T || S), reverse KL(S || T), or jsd: beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T,
-    which is the forward one at beta 0 and the reverse one at beta 1 (GKD, arXiv 2306.13649). Only the student learns.
+    It is the forward KL(T || S), the reverse KL(S || T), or jsd: beta KL(T || M) + (1 - beta) KL(S || M) with M = (1 -
+    beta) S + beta T, which is the forward one at beta 0 and the reverse one at beta 1 (GKD, arXiv 2306.13649). Only the
+    student has a gradient; `unembed` is the student's.
     """
     how = Unembed(**unembed)
     _check(hidden, head, teacher_hidden.shape[:2])
@@ -164,8 +173,10 @@ def top_k_divergence(
     beta: float = 0.5,
     **unembed: Any,
 ) -> jax.Array:
-    """The same, where of the teacher there are `logits` (or log-probabilities: the same but for what they sum to) of
-    `words` alone, both [B, T, K]. Both distributions are renormalised over these words."""
+    """Return `token_divergence` given the teacher's `logits` (or log-probabilities) of `words`, both [B, T, K].
+
+    Both distributions are renormalised over these tokens.
+    """
     how = Unembed(**unembed)
     _check(hidden, head, words.shape[:2])
 
@@ -177,7 +188,7 @@ def top_k_divergence(
 
 
 def token_top_k(hidden: jax.Array, head: Any, k: int, **unembed: Any) -> tuple[jax.Array, jax.Array]:
-    """(the k likeliest words, int32, their log-probabilities, f32), each [B, T, K]: a teacher's, to be kept."""
+    """Return the k most probable tokens, int32, and their log-probabilities, f32, each [B, T, K], of a teacher."""
     require(1 <= k <= head.shape[0], f"top_k must be 1 to the {head.shape[0]} words of the vocabulary; got {k}")
 
     def top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,7 +199,7 @@ def token_top_k(hidden: jax.Array, head: Any, k: int, **unembed: Any) -> tuple[j
 
 
 def divergence(ours: jax.Array, theirs: jax.Array, *, kind: str, beta: float = 0.5) -> jax.Array:
-    """Of two distributions given by their logits [..., V]; see token_divergence."""
+    """Return the divergence of two distributions given by their logits [..., V] (see token_divergence)."""
     one_of("kind", kind, DIVERGENCES)
     require(0 <= beta <= 1, f"beta must be from 0 (forward KL) to 1 (reverse KL); got {beta}")
     s, t = jax.nn.log_softmax(ours), jax.nn.log_softmax(theirs)
@@ -201,7 +212,7 @@ def divergence(ours: jax.Array, theirs: jax.Array, *, kind: str, beta: float = 0
 
 
 def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
-    """KL(p || q) of log-probabilities: sum_v p_v (log p_v - log q_v)."""
+    """Return KL(p || q) of log-probabilities: sum_v p_v (log p_v - log q_v)."""
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
@@ -209,9 +220,10 @@ def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _over_chunks(measure: Callable, models: list[tuple[jax.Array, Any, Unembed]], *columns: jax.Array) -> Any:
-    """measure(logits [G, C, V] of each model, each column's chunk) -> arrays [G, C, ...], for all tokens [B, T, ...].
+    """Return measure(logits [G, C, V] of each model, chunks of columns) -> [G, C, ...] for all tokens [B, T, ...].
 
-    The first model's Unembed says how the tokens are cut."""
+    The first model's Unembed decides the chunks.
+    """
     hidden, head, how = models[0]
     itemsize = len(models) * (jnp.dtype(how.dtype).itemsize + F32)
     cut = chunks_of(hidden.shape, head.shape[0], itemsize=itemsize, chunk=how.chunk, placement=how.placement)
@@ -230,8 +242,10 @@ def _over_chunks(measure: Callable, models: list[tuple[jax.Array, Any, Unembed]]
 
 
 def _per_group(cut: Chunks, head: Any) -> Any:
-    """The head [V, D] once per group of tokens, [G, V, D], each on its own device: each sums its own part of the
-    gradient, in f32, and the parts are added up once, after the loop."""
+    """Return the head [V, D] once per group of tokens, [G, V, D], each on its own device.
+
+    Each sums its own part of the gradient, in f32, and the parts are added once, after the loop.
+    """
     if not isinstance(head, ARRAYS):
         return head  # what of it is trained (an adapter) is small
     laid_out = constrain(jnp.asarray(head), cut.placement, "vocab", "embed")  # and so is its gradient
@@ -250,7 +264,7 @@ def _logits(cut: Chunks, h_GCD: jax.Array, head: Any, how: Unembed) -> jax.Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(placement: Placement | None, dtype: Any, h_GCD: jax.Array, head_GVD: jax.Array) -> jax.Array:
-    """In the dtype of h, as are those of its backward pass whatever the logits are held in; sums in f32."""
+    """Multiply in the dtype of h, in the backward pass too, whatever the type of the logits; sums are in f32."""
     return jnp.einsum("gcd,gvd->gcv", h_GCD, head_GVD.astype(h_GCD.dtype), preferred_element_type=dtype)
 
 

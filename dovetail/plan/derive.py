@@ -13,13 +13,14 @@ from dovetail.core.accelerator import of_devices
 from dovetail.core.chips import Chip
 from dovetail.core.errors import RecipeError
 from dovetail.core.training import REMATS, Mesh, Training
+from dovetail.core.units import format_bytes
 from dovetail.models.config import ModelConfig
 from dovetail.models.repeats import repeats
 from dovetail.models.spec import flops_per_token
 from dovetail.plan.flops import recomputed
 from dovetail.plan.plans import MeshPlan, axes_of, layers_folded, most_unrolled, plans, row_shards
 from dovetail.plan.refusal import check, refuse_devices
-from dovetail.plan.train_memory import PLANNED, PLANNED_HOST, TrainMemory, gib, memory
+from dovetail.plan.train_memory import PLANNED, PLANNED_HOST, TrainMemory, memory
 from dovetail.plan.train_time import ranked
 
 
@@ -48,9 +49,9 @@ class Derived:
         lines.append("memory of one device at the peak of a step, estimated")
         parts = {f.name: getattr(self.memory, f.name) for f in fields(self.memory)} | dict(self.beside)
         wide = max(12, *(len(name) + 2 for name in parts))
-        lines += [f"  {name:<{wide}}{gib(size):>10}" for name, size in parts.items()]
-        share = f"  of {gib(self.limit)} to plan with" if self.limit else ""
-        return [*lines, f"  {'total':<{wide}}{gib(sum(parts.values())):>10}{share}"]
+        lines += [f"  {name:<{wide}}{format_bytes(size):>10}" for name, size in parts.items()]
+        share = f"  of {format_bytes(self.limit)} to plan with" if self.limit else ""
+        return [*lines, f"  {'total':<{wide}}{format_bytes(sum(parts.values())):>10}{share}"]
 
 
 def derive(
@@ -148,12 +149,16 @@ def _why_mesh(cfg: ModelConfig, settings: Training, plan: MeshPlan, limit: int |
         for m in (plan.memory, memory(cfg, settings, {"data": row_shards(plan.mesh)}, plan.remat, plan.rows))
     )
     if state < whole:
-        return given + f"the state ({gib(whole)}) is split: each device holds {gib(state)} of it"
+        return given + f"the state ({format_bytes(whole)}) is split: each device holds {format_bytes(state)} of it"
     if plan.mesh.context > 1:
         return given + "each row is split over devices, and weights are whole on each"
     if row_shards(plan.mesh) == 1:
         return given + "nothing is split"
-    fits = f"the state ({gib(state)}) fits on each, so no weight travels" if limit else "weights are whole on each"
+    fits = (
+        f"the state ({format_bytes(state)}) fits on each, so no weight travels"
+        if limit
+        else "weights are whole on each"
+    )
     return given + f"rows are split over the devices; {fits}"
 
 
@@ -176,7 +181,7 @@ def _why_remat(cfg: ModelConfig, settings: Training, plan: MeshPlan, limit: int 
     needed = memory(cfg, laid, axes_of(plan.mesh), before, plan.rows, on_tpu=on_tpu).total
     if limit and needed <= limit:
         return f"{extra:.0%} more FLOPs; the loop over layers would copy all that {before} saves"
-    return f"{extra:.0%} more FLOPs; {before} with as many rows would need {gib(needed)}"
+    return f"{extra:.0%} more FLOPs; {before} with as many rows would need {format_bytes(needed)}"
 
 
 def _why_rows(settings: Training, plan: MeshPlan) -> str:
@@ -205,5 +210,5 @@ def _name(chip: Chip | None, hbm: int | None, on_host: bool) -> str:
 
 
 def _hardware(name: str, devices: int, slices: int, hbm: int | None) -> str:
-    size = f", {gib(hbm)} each" if hbm else ""
+    size = f", {format_bytes(hbm)} each" if hbm else ""
     return f"{devices} x {name}{size}" + (f", in {slices} slices" if slices > 1 else "")

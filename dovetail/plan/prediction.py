@@ -11,6 +11,7 @@ import jax
 from dovetail.core.accelerator import Accelerator, of_devices
 from dovetail.core.chips import Chip, chip_of, cpu_chip
 from dovetail.core.host import host_memory
+from dovetail.core.units import format_duration
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions, Observation
 from dovetail.plan.derive import Derived
@@ -37,21 +38,21 @@ class Prediction:
     @property
     def says(self) -> str:
         """For the start of a run."""
-        bounds = f"{seconds_text(self.best)} to {seconds_text(self.worst)}"
+        bounds = f"{format_duration(self.best)} to {format_duration(self.worst)}"
         if self.likely is None:
             return f"a step is predicted to take {bounds} (bounds, from the peaks of {self.chip})"
-        return f"a step is predicted to take {seconds_text(self.likely)} ({self.calibrated}; bounds {bounds})"
+        return f"a step is predicted to take {format_duration(self.likely)} ({self.calibrated}; bounds {bounds})"
 
     def beside(self, measured: float) -> str:
         """The same once steps were measured."""
-        guess = f"{seconds_text(self.best)} to {seconds_text(self.worst)}"
-        guess = guess if self.likely is None else f"{seconds_text(self.likely)}, within {guess}"
+        guess = f"{format_duration(self.best)} to {format_duration(self.worst)}"
+        guess = guess if self.likely is None else f"{format_duration(self.likely)}, within {guess}"
         verdict = ""
         if measured > self.worst:
             verdict = ": slower than the upper bound, so something else holds it up (other work on the machine, data)"
         elif measured < self.best:
             verdict = ": faster than the lower bound, so steps had fewer tokens, or what is known of the chip is wrong"
-        return f"a step takes {seconds_text(measured)} (median), predicted {guess}{verdict}"
+        return f"a step takes {format_duration(measured)} (median), predicted {guess}{verdict}"
 
     def observed(self, run: str, measured: float, date: str = "") -> Observation:
         return Observation(run, self.chip, self.devices, self.products, self.memory, self.links, measured, date)
@@ -79,11 +80,6 @@ def predict_training(
         chip.name, derived.devices, peak.products, peak.memory, peak.links, peak.lower, peak.upper,
         likely.lower if likely else None, known.describe() if known else "",
     )  # fmt: skip
-
-
-def seconds_text(seconds: float) -> str:
-    """`3.1 ms`, `2.4 s`."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 # The chip of a device that is here, to plan with.

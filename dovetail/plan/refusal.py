@@ -13,9 +13,10 @@ from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import CHIPS, FAMILIES, GIB, Chip, usual_sides
 from dovetail.core.errors import OutOfMemoryError, RecipeError, UserError
 from dovetail.core.training import DERIVED, REMATS, Training
+from dovetail.core.units import format_bytes
 from dovetail.models.config import ModelConfig
 from dovetail.plan.plans import axes_of, least_memory, meshes, num_experts, num_heads, row_shards, row_splits
-from dovetail.plan.train_memory import PLANNED, gib
+from dovetail.plan.train_memory import PLANNED
 
 OTHERS = ("v5e", "v6e", "v5p", "H100", "H200", "B200", "TPU7x")  # suggested when no slice of the same chip is enough
 MOST_DEVICES = 16_384
@@ -130,8 +131,8 @@ def refuse_devices(
     would = list(islice(remedies, 2)) or ["more memory" if on_host else "a device with more memory"]
     share = ", its share of the memory that this host, container or job has"
     return OutOfMemoryError(
-        f"it does not fit: each of {devices} x {name} would need {gib(least)} at least (remat={remat}) and has "
-        f"{gib(limit)} to plan with{share if on_host else ''}. What would do: {' or '.join(would)}"
+        f"it does not fit: each of {devices} x {name} would need {format_bytes(least)} at least (remat={remat}) and "
+        f"has {format_bytes(limit)} to plan with{share if on_host else ''}. What would do: {' or '.join(would)}"
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any, cast
 
 from jax.sharding import AbstractMesh
 
-from dovetail.core.chips import GIB, LOGITS_BYTES
+from dovetail.core.chips import LOGITS_BYTES
 from dovetail.core.compute import compute_of
 from dovetail.core.mesh import MESH_AXES, TRAIN, Placement
 from dovetail.core.spec import leaves
@@ -138,11 +138,6 @@ def _logits(cfg: ModelConfig, settings: Training, tensor: int, tokens: int) -> i
     itemsize = BYTES[settings.precision.logits or settings.precision.compute]
     chunk = min(LOGITS_BYTES // itemsize, tokens * vocab)
     return chunk * (itemsize + BYTES[settings.precision.compute])
-
-
-def gib(size: float) -> str:
-    """Return a size as text: `12.1 GiB`, or `300 MiB` below one GiB."""
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
 # --- the state --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, NVIDIA GPUs and TPUs, with the signatures of the references in ops."""

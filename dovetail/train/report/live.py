@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from dovetail.core.reporter import Reporter
+from dovetail.core.units import format_clock, format_count
 
 LEARNING = {
     "loss": "loss {:.4f}", "reward_accuracy": "in order {:.1%}", "reward_margin": "margin {:.3g}",
@@ -55,7 +56,7 @@ class StepStatus(NamedTuple):
 
     def speed(self) -> list[str]:
         """Return speed and MFU: attention counted as causal, then in full."""
-        parts = [f"{short(self.tokens_per_second)} tok/s"]
+        parts = [f"{format_count(self.tokens_per_second)} tok/s"]
         if self.split:
             parts = [f"{parts[0]}, {self.seconds:.3g} s per step: {', '.join(map(self._part, self.split))}"]
         if self.mfu_causal is not None and self.mfu_full is not None:
@@ -64,7 +65,7 @@ class StepStatus(NamedTuple):
 
     def _part(self, name: str) -> str:
         rate = self.values.get(f"{name}_tokens_per_second")
-        return f"{name} {self.split[name]:.0%}" + (f" ({short(rate)} tok/s)" if rate else "")
+        return f"{name} {self.split[name]:.0%}" + (f" ({format_count(rate)} tok/s)" if rate else "")
 
     def around(self) -> list[str]:
         """Return memory and goodput."""
@@ -91,7 +92,7 @@ class Live:
     def show(self, status: StepStatus) -> None:
         """Show the newest metrics."""
         self._last = status
-        left = f"{clock_text((self._steps - status.step) * status.seconds)} left"
+        left = f"{format_clock((self._steps - status.step) * status.seconds)} left"
         if self._console.is_terminal:
             between = "\n  " if status.split else "  "  # the parts of a step need a line of their own
             self._text.plain = "  " + between.join("  ".join(each) for each in (status.numbers(), status.speed()))
@@ -128,20 +129,3 @@ class Live:
         count = f"step {status.step:,}/{self._steps:,}"
         line = "  ".join([count, *status.numbers(), *status.speed(), *status.around(), left])
         self._console.print(line, markup=False, soft_wrap=True)
-
-
-def short(value: float) -> str:
-    """Return a number as short text: 48,434 is `48.4k`."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.1f}".removesuffix(".0") + letter
-    return f"{value:.0f}"
-
-
-def clock_text(seconds: float) -> str:
-    """Return seconds as text: `1:02:03`, `2:03` or `3d 04:05`."""
-    whole = round(max(0.0, seconds))
-    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
-    if days:
-        return f"{days}d {hours:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -12,12 +12,12 @@ from typing import Any
 from dovetail.core.errors import MissingFileError
 from dovetail.core.files import write_atomic
 from dovetail.core.page import html, table
+from dovetail.core.units import format_count
 from dovetail.train.report import completions_page as browser
 from dovetail.train.report import curves, reinforcement
 from dovetail.train.report.completions import turns, written
 from dovetail.train.report.curves import Mark, Series, chart, name_of, smooth
 from dovetail.train.report.goodput import KINDS, OTHER
-from dovetail.train.report.live import clock_text, short
 from dovetail.train.report.summary import RunRecord, read, step_times, summary, when
 
 PAGE = "report.html"
@@ -133,7 +133,7 @@ def _common(run: RunRecord, marks: Sequence[Mark]) -> list[str]:
         ),
         _named(
             "tokens_per_second", [Series("each step", rates, "raw", 2), Series("tok/s", smooth(rates), "line", 2)],
-            form=short, zero=True,
+            form=format_count, zero=True,
         ),
         _named(
             "mfu",
@@ -250,14 +250,6 @@ def _value(value: Any) -> str:
 def _saved(run: RunRecord) -> str:
     rows = [[f"{s.step:,}", s.kind, _size(s.bytes), when(s.time)] for s in run.saved[-MOST_ROWS:]]
     return "<h2>Checkpoints</h2>" + table(["step", "", "size", "saved"], rows, numbers=(0, 2)) if rows else ""
-
-
-def _size(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} TiB"
 
 
 def _environment(run: RunRecord) -> str:

@@ -15,10 +15,10 @@ from statistics import fmean, median
 from typing import Any
 
 from dovetail.core.errors import MissingFileError
-from dovetail.plan.prediction import Prediction, seconds_text
+from dovetail.core.units import format_clock, format_count, format_duration
+from dovetail.plan.prediction import Prediction
 from dovetail.train.report import completions, goodput
 from dovetail.train.report.goodput import REST, parts, split
-from dovetail.train.report.live import clock_text, short
 from dovetail.train.report.metrics import AVERAGED, EVAL, FILE, WARM, read_prediction
 
 HELD_OUT = "held_out_loss"
@@ -109,7 +109,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
     step = run.steps[-1]["step"] if run.steps else 0
     rows = [("steps", f"{step:,}" + (f" of {run.total:,}" if run.total else ""))]
     tokens = sum(value for _, value in run.curve("tokens"))
-    rows += [("tokens", short(tokens))] if tokens else []
+    rows += [("tokens", format_count(tokens))] if tokens else []
     rows += _reward_rows(run)
     if (loss := run.last("loss")) is not None:
         rows.append(("loss", f"{loss:.4f}" if abs(loss) >= 0.001 else f"{loss:.2g}"))
@@ -119,7 +119,7 @@ def summary(run: RunRecord) -> list[tuple[str, str]]:
         notes = [run.held_out_of, *notes] if run.held_out_of else notes
         rows.append(("held-out loss", f"{run.held_out[-1][1]:.4f}" + (f" ({'; '.join(notes)})" if notes else "")))
     if (rate := run.typical("tokens_per_second")) is not None:
-        rows.append(("speed", f"{short(rate)} tok/s"))
+        rows.append(("speed", f"{format_count(rate)} tok/s"))
     rows += _step_rows(run)
     causal, full = run.typical("mfu_causal"), run.typical("mfu_full")
     if causal is not None and full is not None:
@@ -154,15 +154,15 @@ def _step_rows(run: RunRecord) -> list[tuple[str, str]]:
     found = run.prediction
     beside = ""
     if found is not None:
-        likely = "" if found.likely is None else f"{seconds_text(found.likely)} ({found.calibrated}), bounds "
-        beside = f", predicted {likely}{seconds_text(found.best)} to {seconds_text(found.worst)}"
+        likely = "" if found.likely is None else f"{format_duration(found.likely)} ({found.calibrated}), bounds "
+        beside = f", predicted {likely}{format_duration(found.best)} to {format_duration(found.worst)}"
     spent = typical_split(run)
     if not spent:
-        return [("step time", seconds_text(measured) + beside)]
+        return [("step time", format_duration(measured) + beside)]
     whole = sum(spent.values())
     shares = ", ".join(f"{name} {seconds / (whole or 1.0):.0%}" for name, seconds in spent.items())
-    training = f"; training {seconds_text(measured)}{beside}" if beside else ""
-    return [("step time", f"{seconds_text(whole)} ({shares}{training})")]
+    training = f"; training {format_duration(measured)}{beside}" if beside else ""
+    return [("step time", f"{format_duration(whole)} ({shares}{training})")]
 
 
 def _reward_rows(run: RunRecord) -> list[tuple[str, str]]:
@@ -198,8 +198,8 @@ def _time_rows(run: RunRecord) -> list[tuple[str, str]]:
     rows = []
     if run.ledger:
         starts = f", {run.ledger.starts} starts" if run.ledger.starts > 1 else ""
-        starts += f" and {clock_text(run.ledger.between)} between them" if starts and run.ledger.between else ""
-        rows += [("time", clock_text(run.ledger.wall) + starts), ("goodput", f"{run.ledger.share:.1%}")]
+        starts += f" and {format_clock(run.ledger.between)} between them" if starts and run.ledger.between else ""
+        rows += [("time", format_clock(run.ledger.wall) + starts), ("goodput", f"{run.ledger.share:.1%}")]
         losses = [(kind, share) for kind, _, share in run.ledger.table() if kind != "step" and share >= 0.005]
         if losses:
             rows.append(("lost to", ", ".join(f"{kind} {share:.1%}" for kind, share in losses[:4])))

@@ -13,7 +13,7 @@ from dovetail.core.errors import MissingPackageError
 from dovetail.core.reporter import Reporter
 from dovetail.core.training import Training
 from dovetail.train.report.goodput import Goodput, added, split
-from dovetail.train.report.live import Live, StepStatus, clock_text, short
+from dovetail.train.report.live import Live, StepStatus
 from dovetail.train.report.loggers import check_loggers
 from dovetail.train.report.metrics import AVERAGED, Passage, RunMetrics, Work, drop_after
 
@@ -252,8 +252,3 @@ def test_the_parts_of_several_steps_are_added():
     assert added([{"a_seconds": 1.0, "reward": 3.0}, {"a_seconds": 2.0, "b_seconds": 1.0}, {}]) == {
         "a_seconds": 3.0, "b_seconds": 1.0,
     }  # fmt: skip
-
-
-def test_numbers_a_person_reads():
-    assert [short(x) for x in (12.0, 48434.0, 3.2e6, 7e9)] == ["12", "48.4k", "3.2M", "7B"]
-    assert [clock_text(x) for x in (3.2, 123, 3723, 3 * 86400 + 14700)] == ["0:03", "2:03", "1:02:03", "3d 04:05"]

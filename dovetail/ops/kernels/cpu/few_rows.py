@@ -1,8 +1,8 @@
-"""Products with few rows for CPUs (numba), as fast as the weights can be read. XLA's product takes several times as
-long for two rows as for one: twelve times on an Arm Neoverse-N1, three times on a Xeon.
+"""Products with few rows for CPUs (numba), as fast as the weights can be read.
 
-A thread takes some of the weight's rows, four at a time, and holds them against four rows of x: each number that is
-read from memory is used by all rows of x, each of x by four of the weight.
+XLA's product takes several times as long for two rows as for one: twelve times on an Arm Neoverse-N1, three times on a
+Xeon. A thread takes some of the weight's rows, four at a time, with four rows of x: each number read from memory is
+used by all rows of x, each of x by four of the weight.
 
 R rows, D in, F out.
 """
@@ -35,14 +35,14 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and 
 
 
 def few_rows_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [R, D] and w [F, D], both f32 -> [R, F]."""
+    """Multiply x [R, D] by w [F, D], both f32 -> [R, F]."""
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     return jax.ffi.ffi_call(NAME, out, vmap_method="sequential")(x, w)
 
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def _four(x, w, y, r, f):
-    """y[r : r + 4, f : f + 4]."""
+    """Compute y[r : r + 4, f : f + 4]."""
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = np.float32(0)
     x0, x1, x2, x3, w0, w1, w2, w3 = x[r], x[r + 1], x[r + 2], x[r + 3], w[f], w[f + 1], w[f + 2], w[f + 3]
     for i in range(x.shape[1]):
@@ -58,7 +58,7 @@ def _four(x, w, y, r, f):
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def _two(x, w, y, r, f):
-    """y[r : r + 2, f : f + 4]."""
+    """Compute y[r : r + 2, f : f + 4]."""
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
     x0, x1, w0, w1, w2, w3 = x[r], x[r + 1], w[f], w[f + 1], w[f + 2], w[f + 3]
     for i in range(x.shape[1]):
@@ -70,7 +70,7 @@ def _two(x, w, y, r, f):
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def _one(x, w, y, r, f):
-    """y[r, f]."""
+    """Compute y[r, f]."""
     total, x0, w0 = np.float32(0), x[r], w[f]
     for i in range(x.shape[1]):
         total += x0[i] * w0[i]
@@ -79,7 +79,7 @@ def _one(x, w, y, r, f):
 
 @njit(nogil=True, cache=True)
 def _columns(x, w, y, start, end):
-    """y[:, start : end]."""
+    """Compute y[:, start : end]."""
     R, whole = x.shape[0], start + (end - start) // 4 * 4
     for f in range(start, whole, 4):
         for r in range(0, R - 3, 4):
@@ -96,7 +96,7 @@ def _columns(x, w, y, start, end):
 
 @njit(nogil=True, cache=True)
 def _work(job):
-    """A job's own words: x, w, y, R, D, F."""
+    """Work on a job, whose own words are x, w, y, R, D, F."""
     own = words(job, OWN + 6)[OWN:]
     R, D, F = own[3], own[4], own[5]
     x, w = carray(pointer(own[0]), (R, D), np.float32), carray(pointer(own[1]), (F, D), np.float32)

@@ -1,8 +1,10 @@
-"""Numba functions as XLA calls: they find their arrays in XLA's call frame (xla/ffi/api/c_api.h) by themselves, so that
-no Python runs, no lock is taken, and programs with such calls can be kept compiled.
+"""Register numba functions as XLA calls.
 
-The frame is read as 64-bit words: [1] extensions, [9] where the pointers to the arguments are, [14] those to the
-results. Of a buffer, [3] is its data, [4] its rank and [5] where its dims are.
+They find their arrays in XLA's call frame (xla/ffi/api/c_api.h) themselves, so that no Python runs, no lock is taken,
+and programs with such calls can be kept compiled.
+
+The frame is read as 64-bit words: [1] extensions, [9] the pointers to the arguments, [14] those to the results. Of a
+buffer, [3] is its data, [4] its rank and [5] its dims.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ FRAME = types.int64(types.CPointer(types.int64))  # a handler's signature; what 
 
 @functools.cache
 def register(name: str, function: Any) -> None:
-    """Make a cfunc of that signature known to XLA."""
+    """Register a cfunc of that signature with XLA."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     jax.ffi.register_ffi_target(name, new(function.address, None, None), platform="cpu")
@@ -42,32 +44,37 @@ pointer: Any = _as_pointer  # called without the context
 
 @njit
 def words(address, count):
+    """Return `count` words at an address as an array."""
     return carray(pointer(address), count, np.int64)
 
 
 @njit
 def argument(frame, i):
+    """Return the i-th argument's buffer."""
     return words(words(frame[9], i + 1)[i], 6)
 
 
 @njit
 def result(frame, i):
+    """Return the i-th result's buffer."""
     return words(words(frame[14], i + 1)[i], 6)
 
 
 @njit
 def data(buffer):
+    """Return the address of a buffer's data."""
     return pointer(buffer[3])
 
 
 @njit
 def dims(buffer):
+    """Return the dims of a buffer."""
     return words(buffer[5], buffer[4])
 
 
 @njit
 def is_question(frame):
-    """Whether XLA only asks for the version (an extension of kind 1); then it is answered."""
+    """Return whether XLA only asks for the version (an extension of kind 1), and answer it."""
     if frame[1] == 0 or words(frame[1], 2)[1] & 0xFFFFFFFF != 1:
         return False
     metadata = words(words(frame[1], 4)[3], 5)

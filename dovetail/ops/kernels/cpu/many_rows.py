@@ -1,7 +1,7 @@
-"""Products with many rows for CPUs (numba), on XLA's threads: nearer to what an Arm CPU can do than XLA's own.
+"""Products with many rows for CPUs (numba), on XLA's threads: nearer to an Arm CPU's peak than XLA's own.
 
-A thread takes some rows of x, which it copies in the tiles' order, with some rows of the weight, which it reads as they
-lie; in slices of the input that a cache holds. Every number is a sum in the order of the input, whatever the shape.
+A thread takes some rows of x, which it copies in the tiles' order, with some rows of the weight, which it reads in
+place, in slices of the input that fit a cache. Every number is summed in the order of the input, whatever the shape.
 
 R rows, D in, F out.
 """
@@ -37,21 +37,21 @@ CHUNKS = 256  # about as many are made, where there is enough to do
 
 
 def many_rows_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [R, D] and w [F, D], both f32 -> [R, F]."""
+    """Multiply x [R, D] by w [F, D], both f32 -> [R, F]."""
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
     return jax.ffi.ffi_call(NAME, out, vmap_method="sequential")(x, w)
 
 
 @njit(nogil=True, cache=True)
 def _slice_of(D):
-    """How much of the input at a time: even slices, of whole vectors."""
+    """Return how much of the input to take at a time: even slices of whole vectors."""
     slices = (D + SLICE - 1) // SLICE
     return (D + 4 * slices - 1) // (4 * slices) * 4
 
 
 @njit(nogil=True, cache=True)
 def _copy(x, start, rows, packed):
-    """x[start : start + rows] as [slices, tiles, slice, ROWS]; what is behind the last row, as zeros."""
+    """Copy x[start : start + rows] as [slices, tiles, slice, ROWS], with zeros after the last row."""
     D, tiles = x.shape[1], (rows + ROWS - 1) // ROWS
     size = _slice_of(D)
     for k in range(0, D, size):
@@ -68,7 +68,7 @@ def _copy(x, start, rows, packed):
 
 @njit(nogil=True, cache=True)
 def _multiply(packed, w, y, start, rows, first, end, edge, spare):
-    """y[start : start + rows, first : end], of rows that were copied."""
+    """Compute y[start : start + rows, first : end] from copied rows."""
     (F, D), tiles = w.shape, (rows + ROWS - 1) // ROWS
     size = _slice_of(D)
     for r in range(start, start + rows):
@@ -94,7 +94,7 @@ def _multiply(packed, w, y, start, rows, first, end, edge, spare):
 
 @njit(nogil=True, cache=True)
 def _work(job):
-    """A job's own words: x, w, y, R, D, F, rows of the weight in a chunk."""
+    """Work on a job, whose own words are x, w, y, R, D, F, rows of the weight in a chunk."""
     chunk = take(job)
     if chunk < 0:
         return

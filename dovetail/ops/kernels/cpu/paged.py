@@ -1,8 +1,8 @@
-"""Ragged paged attention for CPUs: numba and BLAS in place of XLA's gathers and its small batched products.
+"""Ragged paged attention for CPUs: numba and BLAS instead of XLA's gathers and small batched products.
 
-A tile of a sequence's queries walks its keys, a block at a time, with the softmax carried along. A block is copied out
-of its pages once for all the tile's queries and heads that share it, while it is in the cache. XLA runs the parts of a
-call, each some of the tokens, on its own threads.
+A tile of a sequence's queries walks its keys, a block at a time, while the softmax is accumulated. A block is copied
+out of its pages once for all of the tile's queries and heads, while it is in the cache. XLA runs the parts of a call,
+each with some of the tokens, on its own threads.
 
 T tokens, S sequences, N query heads, K key heads, G = N / K, H head dim; R rows of a tile, which are queries x G.
 """
@@ -34,7 +34,7 @@ EMPTY = np.float32(-1e30)  # the maximum of no scores
 def paged_attention(
     ctx: Paged, q: jax.Array, pages: jax.Array, *, scale: float, window: int | None = None, softcap=None, sinks=None
 ) -> jax.Array:
-    """As ops.paged.paged_attention, in f32."""
+    """Attend as ops.paged.paged_attention does, in f32."""
     (T, N, H), K = q.shape, pages.shape[2] // 2
     slices = slices_of(T, K, decoding=ctx.kv_lens.shape[0] >= T)
     logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
@@ -54,8 +54,10 @@ def paged_attention(
 
 
 def slices_of(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
-    """An even number of slices of the T * K units (a token with a key head each), two for each part: between tokens,
-    and between a token's heads where few decode."""
+    """Return an even number of slices of the T * K units (a token with a key head each), two for each part.
+
+    They are cut between tokens, or between a token's heads if few tokens decode.
+    """
     most = 2 * min(PARTS * threads(), MOST_PARTS) if threads() > 1 else 2
     count, size = (T * K, 1) if decoding and most > T else (T, K)
     number = max(2, min(most, count if decoding else count // LEAST) // 2 * 2)
@@ -63,7 +65,7 @@ def slices_of(T: int, K: int, decoding: bool) -> list[tuple[int, int]]:
 
 
 def threads() -> int:
-    """That XLA has: the cores this process may use."""
+    """Return the number of XLA's threads: the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -72,8 +74,10 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}  # sums in any order, but NaN and 
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def _weigh(scores, low, high, softcap, top, bits):
-    """Turn a row's scores between low and high into exp(score - maximum), the others into 0: (the maximum, or top if
-    that is greater; the sum)."""
+    """Turn a row's scores between low and high into exp(score - maximum), the others into 0.
+
+    Returns the maximum (or top if that is greater), and the sum.
+    """
     if softcap > 0:
         for j in range(low, high):
             scores[j] = softcap * np.tanh(scores[j] / softcap)
@@ -103,8 +107,10 @@ def _weigh(scores, low, high, softcap, top, bits):
 
 @njit(nogil=True, cache=True)
 def _walk(rows, pages, table, first, position, G, window, softcap, tops, totals, out, keys, values):
-    """A tile's rows [heads, R, H], the first at position, over the keys that they see, of the key heads from `first`
-    on; into out [heads, R, H]. All heads of a block are copied in one go, as they lie: memory is read in order."""
+    """Attend a tile's rows [heads, R, H], the first at `position`, to the keys that they see; write out [heads, R, H].
+
+    The key heads start at `first`. All heads of a block are copied at once, so that memory is read in order.
+    """
     size, (heads, R, H) = pages.shape[1], rows.shape
     scores, new = np.empty((R, BLOCK), np.float32), np.empty((R, H), np.float32)
     bits = np.empty(BLOCK, np.int32)
@@ -144,7 +150,7 @@ def _place(pages, table, j):
 
 @njit(nogil=True, cache=True)
 def _four(pages, table, j, end):
-    """What lies at four positions, which are the last once more where they would be behind it: weights there are 0."""
+    """Return the entries of four positions; past the end the last is repeated, with weight 0."""
     last = end - 1
     return (
         _place(pages, table, j), _place(pages, table, min(j + 1, last)),
@@ -154,8 +160,7 @@ def _four(pages, table, j, end):
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def _score(rows, pages, table, first, start, end, scores):
-    """rows [heads, G, H] by the keys from start to end, four at a time, into scores [heads, G, BLOCK]: in the
-    order in which they lie."""
+    """Multiply rows [heads, G, H] by the keys from start to end, four at a time, into scores [heads, G, BLOCK]."""
     heads, G, H = rows.shape
     for j in range(start, end, 4):
         p0, p1, p2, p3 = _four(pages, table, j, end)
@@ -172,7 +177,7 @@ def _score(rows, pages, table, first, start, end, scores):
 
 @njit(nogil=True, fastmath=FAST, cache=True)
 def _mix(weights, pages, table, first, start, end, out):
-    """weights [heads, G, BLOCK] by the values from start to end, four at a time, added to out [heads, G, H]."""
+    """Multiply weights [heads, G, BLOCK] by the values from start to end and add to out [heads, G, H]."""
     heads, G, H = out.shape
     for j in range(start, end, 4):
         p0, p1, p2, p3 = _four(pages, table, j, end)
@@ -188,7 +193,10 @@ def _mix(weights, pages, table, first, start, end, out):
 
 @njit(nogil=True, cache=True)
 def _walk_one(rows, pages, table, first, position, window, softcap, tops, totals, out):
-    """As _walk, of one query [heads, G, H]: what it reads once is not worth a copy, nor BLAS for so few rows."""
+    """Attend one query [heads, G, H], as _walk does.
+
+    What is read once is not worth a copy, nor BLAS for so few rows.
+    """
     heads, G, H = rows.shape
     scores, bits = np.empty((heads, G, BLOCK), np.float32), np.empty(BLOCK, np.int32)
     earliest = max(0, position - window + 1) if window > 0 else 0
@@ -207,7 +215,7 @@ def _walk_one(rows, pages, table, first, position, window, softcap, tops, totals
 
 @njit(nogil=True, cache=True)
 def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale, softcap, sinks, out):
-    """The units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each."""
+    """Attend the units from `begin` on, as many as `out` [units, G, H] holds: a token with a key head each."""
     K, (_, N, H) = pages.shape[2] // 2, q.shape
     G, end = N // K, begin + out.shape[0]
     whole = begin % K == 0 and end % K == 0  # no token is shared with another slice
@@ -244,7 +252,7 @@ def _attend(q, pages, tables, kv_lens, cu_q_lens, num_seqs, begin, window, scale
 
 @cfunc(FRAME, cache=True)
 def _part(frame):
-    """What XLA calls, with the arguments of `part` above."""
+    """Run what XLA calls, with the arguments of `part` above."""
     if is_question(frame):
         return 0
     q, pages, tables = argument(frame, 0), argument(frame, 1), argument(frame, 2)

@@ -1,11 +1,11 @@
-"""A loop over chunks on XLA's own threads, from within a numba function that XLA has called (see ffi).
+"""Run a loop over chunks on XLA's own threads, from a numba function that XLA has called (see ffi).
 
 The caller makes a job, lets XLA's pool call a task with it once per other thread, and works on it too: each takes the
-next chunk until there is none. The pool may run a task late, or never before the caller is through, so nobody waits for
-tasks to begin, only for chunks that were taken; and the job is freed by the last that may look at it.
+next chunk until there is none. The pool may run a task late, or after the caller has finished, so that nobody waits for
+tasks to begin, only for chunks that were taken; and the job is freed by the last one that may read it.
 
-A job is 64-bit words: [0] the next chunk, [1] chunks done, [2] how many may look at it, [3] chunks; then the caller's.
-The pool is reached through XLA's table of functions (xla/ffi/api/c_api.h), which only grows at its end.
+A job is 64-bit words: [0] the next chunk, [1] chunks done, [2] how many may read it, [3] chunks; then the caller's. The
+pool is reached through XLA's table of functions (xla/ffi/api/c_api.h), which only grows at its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _INT, _POINTER = ir.IntType(64), cgutils.voidptr_t
 
 
 def task_symbol(name: str, function: Any) -> Callable:
-    """For numba functions: () -> the address of a compiled task. By its name, so that both can be kept compiled."""
+    """Return a numba function that returns the address of a compiled task.
+
+    By name, so that both can be kept compiled.
+    """
     llvm.add_symbol(name, function.address)
 
     @intrinsic
@@ -44,7 +47,7 @@ def task_symbol(name: str, function: Any) -> Callable:
 
 
 def _external(name: str, result: ir.Type, *arguments: ir.Type) -> Callable:
-    """A call of a C library's function."""
+    """Return a call of a C library's function."""
 
     def call(builder: Any, args: Any) -> Any:
         kind = ir.FunctionType(result, arguments)
@@ -86,7 +89,7 @@ def _let_others_run(context: Any) -> Any:
 
 @intrinsic
 def _add(context: Any, address: Any, value: Any) -> Any:
-    """Atomically; what was there before."""
+    """Add atomically and return the previous value."""
 
     def generate(_context, builder, _signature, args):
         return builder.atomic_rmw("add", builder.inttoptr(args[0], _INT.as_pointer()), args[1], "seq_cst")
@@ -96,7 +99,7 @@ def _add(context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def _call(context: Any, function: Any, argument: Any) -> Any:
-    """function(argument), both given by address."""
+    """Call function(argument), both given by address."""
 
     def generate(_context, builder, _signature, args):
         kind = ir.FunctionType(_INT, [_POINTER]).as_pointer()
@@ -124,7 +127,7 @@ address_of: Any = _address_of
 
 @njit(cache=True)
 def new_job(chunks, own):
-    """A job's address; its caller fills in `own` words from OWN on."""
+    """Return the address of a new job; its caller fills in `own` words from OWN on."""
     job = malloc(8 * (OWN + own))
     table = words(job, OWN)
     table[0], table[1], table[2], table[3] = 0, 0, 1, chunks
@@ -133,19 +136,20 @@ def new_job(chunks, own):
 
 @njit(cache=True)
 def take(job):
-    """The next chunk, or -1."""
+    """Return the next chunk, or -1."""
     i = add(job, 1)
     return i if i < words(job, OWN)[3] else -1
 
 
 @njit(cache=True)
 def finish(job):
-    """A chunk that was taken is done."""
+    """Mark a taken chunk as done."""
     add(job + 8, 1)
 
 
 @njit(cache=True)
 def release(job):
+    """Free the job if no one else may read it."""
     if add(job + 16, -1) == 1:
         free(job)
 
@@ -166,7 +170,7 @@ def invite(frame, job, task):
 
 @njit(cache=True)
 def await_chunks(job):
-    """After the last was taken: until those that others took are done."""
+    """Wait, after the last chunk was taken, until those of other threads are done."""
     chunks = words(job, OWN)[3]
     while add(job + 8, 0) < chunks:
         let_others_run()

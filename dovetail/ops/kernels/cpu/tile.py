@@ -1,8 +1,8 @@
 """A tile of a product for CPUs, in vectors of four: ROWS rows of x by COLUMNS rows of a weight.
 
-Written out as LLVM's instructions, for a loop in numba does not become them: 16 sums stay in registers, the weight is
-read as it lies ([out, in], four numbers of a row at a time), and x from a copy in which the tile's rows lie next to
-each other (`turn` makes it). So the weight, of which there is much more than of x, is never copied.
+Written as LLVM instructions, which a loop in numba does not become: 16 sums stay in registers, the weight is read in
+place ([out, in], four numbers of a row at a time), and x from a copy in which the tile's rows are adjacent (`turn`
+makes it). So the weight, which is much larger than x, is never copied.
 
 Addresses are integers, strides are in bytes, all numbers are f32.
 """
@@ -22,13 +22,13 @@ _FOUR = ir.VectorType(_FLOAT, 4)
 
 
 class _Code:
-    """What is said often, to one builder."""
+    """Emit common instructions with one builder."""
 
     def __init__(self, builder: Any):
         self.builder = builder
 
     def at(self, base: Any, *offsets: Any) -> Any:
-        """base + the offsets, numbers or values."""
+        """Return base + the offsets, numbers or values."""
         for offset in offsets:
             base = self.builder.add(base, _INT(offset) if isinstance(offset, int) else offset)
         return base
@@ -43,20 +43,23 @@ class _Code:
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
 
     def hidden(self, value: Any) -> Any:
-        """The same, unknown to LLVM: it would make each row's address from the last's, and loads would wait for it."""
+        """Return the value, opaque to LLVM.
+
+        It would compute each row's address from the last one's, and loads would wait.
+        """
         return self.builder.asm(ir.FunctionType(_INT, [_INT]), "", "=r,0", [value], False)
 
     def pick(self, a: Any, b: Any, *lanes: int) -> Any:
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_LANE, 4), lanes))
 
     def add_product(self, total: Any, a: Any, b: Any) -> None:
-        """total, a variable, += a * b."""
+        """Add a * b to the variable `total`."""
         kind = ir.FunctionType(_FOUR, [_FOUR] * 3)
         fma = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.fma.v4f32")
         self.builder.store(self.builder.call(fma, [a, b, self.builder.load(total)]), total)
 
     def turned(self, a: Any, b: Any, c: Any, d: Any) -> list[Any]:
-        """The four vectors as the columns of a square: its rows."""
+        """Transpose a square of four vectors."""
         low, high = (0, 4, 1, 5), (2, 6, 3, 7)
         ac, bd, ac_high, bd_high = (self.pick(*two, *half) for half in (low, high) for two in ((a, c), (b, d)))
         return [self.pick(*two, *half) for two in ((ac, bd), (ac_high, bd_high)) for half in (low, high)]

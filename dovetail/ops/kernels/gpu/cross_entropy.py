@@ -1,7 +1,7 @@
 """Softmax cross entropy and its gradient in one kernel for NVIDIA GPUs (Pallas, Triton).
 
-XLA reads the logits three times: for their maximum, for the sum, for the gradient. Here a row is read twice, once for
-both with the sum scaled as the maximum rises, and again, in part still in the cache, for the gradient.
+XLA reads the logits three times: for the maximum, the sum and the gradient. Here a row is read twice: once for both,
+with the sum rescaled as the maximum rises, and again, partly still in the cache, for the gradient.
 
 R rows, V vocabulary.
 """
@@ -31,8 +31,10 @@ def cross_entropy_rows(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(log p of the target, logsumexp, whether the target is the likeliest, each [R]; the gradient of
-    weight * (-log p + z lse^2) by the logits [R, V] in `dtype`)."""
+    """Return (log p of the target, logsumexp, whether the target is the most probable, each [R]; the gradient [R, V]).
+
+    The gradient is that of weight * (-log p + z lse^2) by the logits, in `dtype`.
+    """
     R, V = logits.shape
     numbers = jax.ShapeDtypeStruct((R,), jnp.float32)
     logp, lse, best, grad = pl.pallas_call(

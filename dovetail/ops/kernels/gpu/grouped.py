@@ -1,8 +1,8 @@
 """Grouped matmul for NVIDIA GPUs, in Pallas (Triton): each group of rows by its own weights, forward and backward.
 
-XLA has `lax.ragged_dot_general` multiply every row by every group's weights there and keeps what belongs together: E
-times the work. Here rows are cut into tiles that never span two groups, so a tile needs one group's weights, and the
-gradient of a group's weights is a sum over its own rows. Weights are read where they lie, out x in as in checkpoints.
+There XLA's `lax.ragged_dot_general` multiplies every row by every group's weights and selects: E times the work. Here
+rows are split into tiles that never span two groups, so that a tile needs one group's weights, and the gradient of a
+group's weights is a sum over its own rows. Weights are read in place, out x in as in checkpoints.
 
 M rows, sorted by group, E groups, K input dim, N output dim, I tiles.
 """
@@ -24,10 +24,12 @@ from dovetail.core.compute import is_traced_exact
 
 @dataclass(frozen=True)
 class Blocks:
-    """What one program computes: rows x cols of its output, `inner` of the summed dim at a time. All powers of two.
+    """Describe what one program computes.
 
-    `swizzle` output blocks along the first dim are walked before the second moves on: they share what they read of the
-    other operand while it is in the L2 cache.
+    Rows x cols of its output, `inner` of the summed dim at a time. Powers of two.
+
+    `swizzle` output blocks along the first dim are computed before the second advances: they share what they read of
+    the other operand while it is in the L2 cache.
     """
 
     rows: int = 128
@@ -39,7 +41,10 @@ class Blocks:
 
 
 def default_blocks(rows: int, groups: int, dtype: Any) -> Blocks:
-    """For `rows` dealt out over `groups`: few rows a group are a matter of reading weights, many of arithmetic."""
+    """Return the blocks for `rows` over `groups`.
+
+    With few rows per group reading weights dominates, with many arithmetic.
+    """
     blocks = Blocks()
     share = rows // groups
     if share <= 64:
@@ -57,7 +62,9 @@ def grouped_matmul(
     to_w: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N]: the first sizes[0] rows by w[0]^T, the next sizes[1] by w[1]^T and so on; the rows left over give 0.
+    """Return [M, N]: the first sizes[0] rows by w[0]^T, the next sizes[1] by w[1]^T and so on.
+
+    The remaining rows give 0.
 
     The blocks are those of the product, of the gradient to x and of the gradient to w.
     """
@@ -89,7 +96,7 @@ _matmul.defvjp(_matmul_forward, _matmul_backward)
 def rows_product(
     x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, blocks: Blocks | None = None, interpret=False
 ) -> jax.Array:
-    """x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
+    """Multiply x [M, K] by each group's w [E, N, K] (`transposed`) or [E, K, N] -> [M, N], in x's dtype."""
     M, K = x.shape
     N = w.shape[1 if transposed else 2]
     b = _fit(blocks or default_blocks(M, len(w), x.dtype), N, K)
@@ -106,10 +113,10 @@ def rows_product(
 
 
 def tiles_of(sizes: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tiles of up to `rows` rows of one group: its group, first row and count, each [I].
+    """Return tiles of up to `rows` rows of one group: its group, first row and count, each [I].
 
-    The rows in no group are a last group of their own, E. There are as many tiles as there can be; those past the last
-    have a count of 0.
+    The rows in no group are a last group, E. There are as many tiles as there can be; those past the last have a count
+    of 0.
     """
     num_tiles = pl.cdiv(num_rows, rows) + len(sizes)
     sizes = jnp.append(sizes, num_rows - sizes.sum()).astype(jnp.int32)
@@ -158,7 +165,7 @@ def _rows_kernel(
 def weights_product(
     dy: jax.Array, x: jax.Array, sizes: jax.Array, *, dtype: Any, blocks: Blocks | None = None, interpret=False
 ) -> jax.Array:
-    """dy [M, N] and x [M, K] -> [E, N, K]: each group's dy^T x. Blocks: rows of N, cols of K, inner of M."""
+    """Map dy [M, N] and x [M, K] to [E, N, K]: each group's dy^T x. Blocks: rows of N, cols of K, inner of M."""
     (M, N), K, E = dy.shape, x.shape[1], len(sizes)
     default = replace(Blocks(), inner=Blocks.inner * 2 // x.dtype.itemsize)
     if is_traced_exact(x.dtype):  # no tensor core: less fits the registers
@@ -205,7 +212,10 @@ def _weights_kernel(start_ref, end_ref, dy_ref, x_ref, out_ref, *, num_rows: int
 
 
 def _swizzled(program: jax.Array, num_rows: int, num_cols: int, swizzle: int) -> tuple[jax.Array, jax.Array]:
-    """(row, col) of a program's block: down `swizzle` rows, then to the next column; all columns, then on down."""
+    """Return (row, col) of a program's block: down `swizzle` rows, then the next column.
+
+    All columns, then further down.
+    """
     band = swizzle * num_cols
     first = lax.div(program, band) * swizzle
     height = jnp.minimum(num_rows - first, swizzle)
@@ -214,7 +224,7 @@ def _swizzled(program: jax.Array, num_rows: int, num_cols: int, swizzle: int) ->
 
 
 def _inside(index: jax.Array, dim: int, block: int) -> jax.Array | None:
-    """None, which costs nothing, where blocks fill the dim."""
+    """Return the mask of a block, or None, which costs nothing, if blocks fill the dim."""
     return None if dim % block == 0 else index < dim
 
 
@@ -227,10 +237,10 @@ def _read(ref: Any, mask: jax.Array | None) -> jax.Array:
 
 
 def _fit(b: Blocks, cols: int, inner: int) -> Blocks:
-    """No larger than what there is to compute."""
+    """Return blocks no larger than what there is to compute."""
     return replace(b, cols=min(b.cols, _power(cols)), inner=min(b.inner, _power(inner)))
 
 
 def _power(n: int) -> int:
-    """The power of two at or above n, 16 at least: a tensor core's smallest side."""
+    """Return the power of two at or above n, at least 16: the smallest side of a tensor core."""
     return max(16, 1 << max(n - 1, 0).bit_length())

@@ -21,7 +21,7 @@ def add_rms_norm(
     offset: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(x + delta, its norm), both [T, D]."""
+    """Return (x + delta, its norm), both [T, D]."""
     T, D = x.shape
     block = 1 << (D - 1).bit_length()
     given = [x] if delta is None else [x, delta]
@@ -37,7 +37,7 @@ def add_rms_norm(
 
 
 def _kernel(weight_ref, x_ref, *refs, block: int, eps: float, offset: float):
-    """refs: the norm; or the delta, the sum and the norm."""
+    """Normalise one row; refs are the norm, or the delta, the sum and the norm."""
     row, lanes = pl.program_id(0), jnp.arange(block)
     inside = lanes < x_ref.shape[1]
 

@@ -1,9 +1,9 @@
 """Packed attention through cuDNN's flash attention.
 
-Where it is known how many documents a row may hold, cuDNN is told where each begins and ends: nothing is computed
-between two of them and no mask is in memory. Each one that might be there costs a little (8 x 4096 tokens of 32 heads,
-forward and backward on an H200: 5.5 ms for one document, 6.6 ms for up to 16, 9.2 ms for up to 64), so a caller who
-knows should say so; where it is not known, a mask says who belongs together.
+If the maximum number of documents per row is known, cuDNN gets the start and end of each: nothing is computed between
+two of them and there is no mask in memory. Each possible document costs a little (8 x 4096 tokens of 32 heads, forward
+and backward on an H200: 5.5 ms for one document, 6.6 ms for up to 16, 9.2 ms for up to 64), so callers should pass it;
+otherwise a mask separates documents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dovetail.ops.softmax import is_visible
 
 
 def packed_attention(q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None):
-    """As ops.packed.packed_attention; soft caps and sinks are not cuDNN's (choose_packed sees to that)."""
+    """Attend as ops.packed.packed_attention does; cuDNN has no soft caps and sinks (see choose_packed)."""
     assert softcap is None and sinks is None
     if ctx.documents is not None and ctx.documents > 1:
         return _with_bounds(q, k, v, ctx.segment_ids, ctx.documents + 1, scale, window)  # padding is one more
@@ -44,7 +44,7 @@ def _with_bounds(q, k, v, segment_ids: jax.Array, most: int, scale: float, windo
 
 
 def documents(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """(lengths [B, most], offsets [B, most + 1]) of each row's runs of equal ids; -1 past the last."""
+    """Return (lengths [B, most], offsets [B, most + 1]) of each row's runs of equal ids; -1 past the last."""
     B = segment_ids.shape[0]
     new = jnp.concatenate([jnp.ones((B, 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     rank = jnp.cumsum(new, axis=1) - 1
@@ -67,8 +67,10 @@ def gathered_attention(
     key_segments,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ):
-    """As ops.packed.packed_attention. cuDNN's own causal mask takes the queries to be the first of their keys, so
-    all of it is in the mask given."""
+    """Attend as ops.packed.packed_attention does, for queries that are the last of their keys (ops.context).
+
+    cuDNN's own causal mask assumes that queries are the first of their keys, so all of it is in the mask given.
+    """
     assert softcap is None and sinks is None
     T, S = q.shape[1], k.shape[1]
     same = ctx.segment_ids[:, :, None] == key_segments[:, None, :]

@@ -2,7 +2,7 @@
 
 A program takes a tile of one sequence's new tokens, one key head with all the query heads that share it, and a part of
 the keys (`splits`: few sequences with long pasts would otherwise leave most of the chip idle); the parts are joined by
-their log-sum-exp. Pages are read where they lie.
+their log-sum-exp. Pages are read in place.
 
 T tokens, I tiles of R tokens, M = R * G' rows of a tile, N query heads, K key heads, G = N / K, G' the power of two at
 or above it, H head dim.
@@ -44,6 +44,7 @@ def paged_attention(
     num_stages: int = 2,
     interpret: bool = False,
 ) -> jax.Array:
+    """Attend as ops.paged.paged_attention does."""
     T, N, H = q.shape
     K = pages.shape[2] // 2
     group = 1 << (N // K - 1).bit_length()
@@ -76,14 +77,17 @@ def paged_attention(
 
 
 def _rows(decode: bool, group: int, exact: bool) -> int:
-    """Those of a tile: 16 at least for a tensor core. Without one, 64 do not fit the registers: six times as slow."""
+    """Return the rows of a tile: at least 16 for a tensor core.
+
+    Without one, 64 would spill registers and be six times as slow.
+    """
     if decode:
         return max(16, group)
     return max(32, group) if exact else 64
 
 
 def _splits(programs: int, max_keys: int, decode: bool) -> int:
-    """Enough programs to fill the chip, each with some keys to look at: joining costs a kernel more."""
+    """Return enough splits to fill the chip, each with some keys: joining them takes one more kernel."""
     if not decode:
         return 1
     wanted, room = -(-132 // programs), max(1, max_keys // 192)
@@ -95,8 +99,10 @@ def _kernel(
     N: int, K: int, page_size: int, rows: int, group: int, block: int, splits: int, decode: bool, scale: float,
     window: int | None, softcap: float | None,
 ):  # fmt: skip
-    """q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H]: rows are reckoned here, all in one way.
-    A sink takes a share of the softmax and gives nothing: the first part begins with it."""
+    """Attend one tile: q [T * N, H], pages [P * page * 2K, H], out [splits * T * N, H], all indexed by row.
+
+    A sink takes a share of the softmax and has no value: the first part begins with it.
+    """
     *sinks, out_ref, lse_ref = refs
     head, tile, split = pl.program_id(0) % K, pl.program_id(0) // K, pl.program_id(1)
     H, G = q_ref.shape[1], N // K
@@ -161,7 +167,7 @@ def _kernel(
 
 
 def _join(out: jax.Array, lse: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
-    """Parts [splits, T, N, H] weighed by their share of the softmax."""
+    """Join parts [splits, T, N, H], weighted by their share of the softmax."""
     splits, T, N, H = out.shape
     if splits == 1:
         return out[0]
@@ -176,7 +182,7 @@ def _join(out: jax.Array, lse: jax.Array, dtype: Any, interpret: bool) -> jax.Ar
 
 
 def _join_kernel(out_ref, lse_ref, joined_ref, *, splits: int):
-    """One head of one token. Only parts that saw keys are read: tables are wide, and most pasts are short."""
+    """Join one head of one token. Only parts with keys are read: tables are wide, and most pasts are short."""
     row, lanes = pl.program_id(0), jnp.arange(out_ref.shape[1])
     place = jnp.arange(splits) * (out_ref.shape[0] // splits) + row
     lse = plgpu.load(lse_ref.at[place])

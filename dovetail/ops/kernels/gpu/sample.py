@@ -1,14 +1,15 @@
-"""From logits to tokens and their log-probabilities in two kernels for NVIDIA GPUs (Pallas, Triton): no sort, and no
-branch that waits for the host. What a row does not ask for, its program does not do.
+"""From logits to tokens and their log-probabilities in two kernels for NVIDIA GPUs (Pallas, Triton).
 
-`_adjust_kernel` leaves alone the rows that ask for no bias, penalty or mask. `_draw_kernel`, a program per row, starts
-from the maxima of blocks of tokens. To truncate, it looks first at the FEW blocks with the greatest maxima: they hold
-every token above the greatest maximum of the others (the edge), and most thresholds lie above that. Where one does not,
-passes over the row narrow it down (`_search`). Thresholds are exact either way.
+There is no sort, and no branch that waits for the host. A row's program does only what the row asks for.
+
+`_adjust_kernel` skips the rows without bias, penalty or mask. `_draw_kernel`, a program per row, starts from the maxima
+of blocks of tokens. To truncate, it looks first at the FEW blocks with the greatest maxima: they hold every token above
+the greatest maximum of the others (the edge), and most thresholds lie above that. If one does not, passes over the row
+narrow it down (`_search`). Thresholds are exact either way.
 
 A draw has the reference's noise and formulas. A sum in another order, or a logarithm or quotient that the two compilers
-round differently, may change last bits: one draw in many thousand then falls to another token. So may a sum that is a
-share of p to within rounding put one token more or less into the nucleus.
+round differently, may change last bits: one draw in many thousand then gives another token. Likewise a sum that is a
+share of p to within rounding may put one token more or less into the nucleus.
 
 S rows, V vocabulary, M = ceil(V / BLOCK) blocks. A row that is drawn from is scaled, to at most 0; a threshold in it is
 searched for as its key, an int32 in the order of floats.
@@ -52,13 +53,13 @@ def sample(
     top: int,
     interpret: bool = False,
 ) -> tuple[jax.Array, Scores]:
-    """As ops.sample.sample. The logits are changed in place where the caller has no more use for them."""
+    """Sample as ops.sample.sample does. The logits are changed in place if the caller has no further use for them."""
     logits = adjust(logits.astype(jnp.float32), inputs, history, interpret)
     return draw(logits, block_maxima(logits), inputs, top, interpret=interpret)
 
 
 def block_maxima(logits: jax.Array) -> jax.Array:
-    """[S, M]."""
+    """Return the maximum of each block [S, M]."""
     S, V = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf)
     return jnp.max(padded.reshape(S, -1, BLOCK), axis=2)
@@ -68,6 +69,7 @@ def block_maxima(logits: jax.Array) -> jax.Array:
 
 
 def adjust(logits: jax.Array, inputs: Any, history: jax.Array, interpret: bool = False) -> jax.Array:
+    """Adjust as ops.sample.adjust does."""
     S, V = logits.shape
     given = [
         inputs.bias_ids, inputs.bias, inputs.slot, inputs.presence, inputs.frequency, inputs.repetition, inputs.mask,
@@ -87,7 +89,7 @@ def adjust(logits: jax.Array, inputs: Any, history: jax.Array, interpret: bool =
 
 
 def _row_of(x: Any) -> pl.BlockSpec:
-    """A program's own."""
+    """Return the block spec of a program's own row."""
     return pl.BlockSpec((1, *x.shape[1:]), lambda i, *_: (i, *(0,) * (len(x.shape) - 1)))
 
 
@@ -145,7 +147,7 @@ def draw(
     num_warps: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Scores]:
-    """(tokens, scores) of adjusted logits, as ops.sample.sample."""
+    """Return (tokens, scores) of adjusted logits, as ops.sample.sample does."""
     S, num_warps = len(logits), num_warps or WARPS
     given = [
         inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed_hi, inputs.seed_lo, inputs.position,
@@ -212,7 +214,7 @@ def _draw_kernel(
 
 @dataclass(frozen=True)
 class _Line:
-    """A program's row of the logits; scaled, it is at most 0."""
+    """Access a program's row of the logits; scaled, it is at most 0."""
 
     ref: Any  # [S, V]
     few_ref: Any  # [S, FEW]
@@ -234,7 +236,7 @@ class _Line:
         return (logits - self.top) / self.heat
 
     def fold(self, add: Callable, carry: Any, in_blocks: bool = False, unroll: int | None = None) -> Any:
-        """carry = add(first token, logits, carry) over the row by parts [part], or [part / BLOCK, BLOCK]."""
+        """Compute carry = add(first token, logits, carry) over the row by parts [part], or [part / BLOCK, BLOCK]."""
         within = _places(jnp.arange(self.part // BLOCK)) if in_blocks else jnp.arange(self.part)
         unroll = unroll or UNROLL
 
@@ -248,19 +250,19 @@ class _Line:
         return lax.fori_loop(0, pl.cdiv(self.size, self.part * unroll), turn, carry)
 
     def wait(self) -> None:
-        """Until every thread of the program has stored what the others will load."""
+        """Wait until every thread of the program has stored what the others will load."""
         if not self.interpret:
             plgpu.debug_barrier()
 
 
 def _if(asked: jax.Array, branch: Callable, otherwise: Any) -> Any:
-    """A branch that gives a constant does not lower: `otherwise` is made to look like none."""
+    """Branch; a branch that returns a constant does not lower, so `otherwise` is disguised."""
     otherwise = jax.tree.map(lambda x: jnp.where(asked, x, x), otherwise)
     return lax.cond(asked, branch, lambda: otherwise)
 
 
 def _places(blocks: jax.Array) -> jax.Array:
-    """[n] -> [n, BLOCK]: the tokens of blocks."""
+    """Return the tokens of blocks: [n] -> [n, BLOCK]."""
     return blocks[:, None] * BLOCK + jnp.arange(BLOCK)[None, :]
 
 
@@ -277,8 +279,11 @@ def _value(key: jax.Array) -> jax.Array:
 
 
 def _truncate(line: _Line, block_keys: jax.Array, k: jax.Array, p: jax.Array, min_p: jax.Array):
-    """(floor, least, edge, blocks): stays whose key is at least the floor and whose exponential at least `least`; the
-    first of `few_ref`, so many, are the blocks with a token above the edge."""
+    """Return (floor, least, edge, blocks).
+
+    A token stays if its key is at least the floor and its exponential at least `least`; the first `blocks` of `few_ref`
+    are the blocks with a token above the edge.
+    """
     edge, number = _first_blocks(line, block_keys)
     place = jnp.arange(ROOM)
     filled = place // BLOCK < number
@@ -287,7 +292,7 @@ def _truncate(line: _Line, block_keys: jax.Array, k: jax.Array, p: jax.Array, mi
     weights = jnp.exp(scaled)
 
     def find(target, floor, by_mass: bool):
-        """The greatest key with so many tokens, or so much weight, at or above it."""
+        """Return the greatest key with so many tokens, or so much weight, at or above it."""
 
         def reach(key):
             return jnp.sum(jnp.where(scaled >= _value(key), weights if by_mass else 1.0, 0.0))
@@ -312,7 +317,7 @@ def _truncate(line: _Line, block_keys: jax.Array, k: jax.Array, p: jax.Array, mi
 
 
 def _first_blocks(line: _Line, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the edge, how many): up to FEW blocks with the greatest maxima, in `few_ref`, by their ids."""
+    """Return the edge and the number of blocks: up to FEW with the greatest maxima, written to `few_ref` by id."""
 
     def too_many(key):
         return jnp.sum((keys >= key).astype(jnp.int32)) > FEW
@@ -328,7 +333,7 @@ def _first_blocks(line: _Line, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _halve(holds: Callable, low: jax.Array, high: jax.Array, turns: int) -> tuple[jax.Array, jax.Array]:
-    """Nearer together: low, which holds or is taken to, and high, which does not."""
+    """Narrow the interval between low, which holds or is assumed to, and high, which does not."""
 
     def turn(_, bounds):
         low, high = bounds
@@ -340,7 +345,7 @@ def _halve(holds: Callable, low: jax.Array, high: jax.Array, turns: int) -> tupl
 
 
 def _greatest(holds: Callable, low: jax.Array, high: jax.Array) -> jax.Array:
-    """The greatest key in [low, high) that holds; low is taken to."""
+    """Return the greatest key in [low, high) that holds; low is assumed to."""
     return _halve(holds, low, high, 31)[0]
 
 
@@ -353,10 +358,13 @@ def _mass(line: _Line, floor: jax.Array) -> jax.Array:
 
 
 def _search(line: _Line, target, low, high, held, above, by_mass: bool) -> jax.Array:
-    """The greatest key in [low, high) with `target` tokens, or as much weight, at or above it: low is taken to have
-    that. At or above high there is `held`, in `above` tokens, which is less.
+    """Return the greatest key in [low, high) with `target` tokens, or as much weight, at or above it.
 
-    Each pass tries several keys between the two, until the tokens between can be held at once."""
+    Low is assumed to have it.
+
+    At or above high there is `held`, in `above` tokens, which is less. Each pass tries several keys between the two,
+    until the tokens between fit in registers.
+    """
 
     def goes_on(state):
         low, high, _, above, below = state
@@ -398,7 +406,7 @@ def _search(line: _Line, target, low, high, held, above, by_mass: bool) -> jax.A
 
 
 def _search_held(line: _Line, target, low, high, held, by_mass: bool) -> jax.Array:
-    """The same, where the tokens with keys in [low, high) are no more than ROOM."""
+    """Search as `_search` does, if the tokens with keys in [low, high) are no more than ROOM."""
 
     def gather(start, logits, number):
         scaled = line.scale(logits)
@@ -421,7 +429,7 @@ def _search_held(line: _Line, target, low, high, held, by_mass: bool) -> jax.Arr
 
 
 def _draw(line: _Line, block_keys: jax.Array, count: int, noise: _Noise, k, p, min_p) -> jax.Array:
-    """A token, as ops.sample.gumbel_argmax after truncate: a block by its weight, then a token of it."""
+    """Draw a token, as ops.sample.gumbel_argmax does after truncate: a block by its weight, then a token of it."""
     truncates = (min_p > 0) | ((k > 0) & (k < line.size)) | (p < 1)
     everything = jnp.int32(LOWEST), jnp.float32(0), jnp.int32(TOP), jnp.int32(0)
     floor, least, edge, number = _if(truncates, lambda: _truncate(line, block_keys, k, p, min_p), everything)
@@ -463,8 +471,10 @@ def _draw(line: _Line, block_keys: jax.Array, count: int, noise: _Noise, k, p, m
 
 @dataclass(frozen=True)
 class _Noise:
-    """A row's Gumbel noise, as in ops.sample: jax.random's bits (with jax_threefry_partitionable, as is the default) of
-    its seed and position."""
+    """Generate a row's Gumbel noise, as in ops.sample: jax.random's bits of its seed and position.
+
+    They are those with jax_threefry_partitionable, the default.
+    """
 
     hi: Any
     lo: Any
@@ -478,7 +488,7 @@ class _Noise:
 
 
 def _threefry(k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
+    """Compute Threefry-2x32 with 20 rounds (Salmon et al. 2011)."""
     keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + k0, x1 + k1
     for group in range(5):
@@ -493,7 +503,7 @@ def _threefry(k0: jax.Array, k1: jax.Array, x0: jax.Array, x1: jax.Array) -> tup
 
 
 def _score(line: _Line, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(logsumexp of the row, the token's rank)."""
+    """Return the logsumexp of the row and the token's rank."""
     chosen = line.ref[line.row, token]
 
     def add(_, logits, carry):
@@ -505,8 +515,10 @@ def _score(line: _Line, token: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _list(line: _Line, keys: jax.Array, number: jax.Array, total: jax.Array, values_ref, ids_ref) -> None:
-    """Stores the most probable tokens, the lower id first among equals. keys [M]: of the greatest in each block that
-    has not been listed."""
+    """Store the most probable tokens, the lower id first among equals.
+
+    keys [M] are those of the greatest token in each block that has not been listed.
+    """
     blocks, lanes = jnp.arange(keys.shape[0]), jnp.arange(BLOCK)
 
     def left(tokens, at, last, last_id):

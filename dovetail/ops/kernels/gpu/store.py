@@ -1,7 +1,10 @@
-"""New keys and values into their pages, in place, for NVIDIA GPUs (Pallas, Triton): XLA's scatter takes several kernels
-and, for a long prompt, eight times as long as the bytes do.
+"""Write new keys and values into their pages, in place, for NVIDIA GPUs (Pallas, Triton).
 
-T tokens, K key heads, H head dim.
+XLA's scatter takes several kernels and, for a long prompt, eight times as long as the bytes need. `rotate_store` does
+all from the product of one fused projection to attention's inputs in one kernel: the norm of each head, the rotation,
+and the write; XLA takes five.
+
+T tokens, N query heads, K key heads, H head dim.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dovetail.ops.paged import token_places
 
 
 def write_heads(ctx: Paged, pages: jax.Array, k: jax.Array, v: jax.Array, interpret: bool = False) -> jax.Array:
-    """As ops.paged.write_heads: pages [P, page, 2K, H] with k and v [T, K, H]."""
+    """Write as ops.paged.write_heads does: pages [P, page, 2K, H] with k and v [T, K, H]."""
     T, K, H = k.shape
     flat = pages.reshape(-1, H)
     out = pl.pallas_call(
@@ -58,7 +61,7 @@ def rotate_store(
     offset: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(queries [T, N, H], the pages)."""
+    """Return the queries [T, N, H] and the pages."""
     T, heads, H = qkv.shape
     K = pages.shape[2] // 2
     N = heads - 2 * K

@@ -1,0 +1,1 @@
+"""Kernels for TPUs, ours and upstream's."""

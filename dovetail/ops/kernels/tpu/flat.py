@@ -1,13 +1,13 @@
 """Ragged paged attention over flat pages [P, page, W]: a token is one row, its heads' keys and values side by side.
 
-Ours, for what upstream's kernel does not take: head dims other than multiples of 128, any number of key heads, sinks,
-latents. Pages are flat because XLA stores [.., 2K, H] row by row only where 2K and H fill its tiles; otherwise it turns
-the page round to save memory, and copies the whole pool for a kernel, which wants rows. Here a row is a whole number of
-tiles whatever K and H are, and a head is a slice of its lanes.
+Ours, for what upstream's kernel does not support: head dims other than multiples of 128, any number of key heads,
+sinks, latents. Pages are flat because XLA stores [.., 2K, H] row by row only if 2K and H fill its tiles; otherwise it
+transposes the page to save memory, and copies the whole pool for a kernel, which needs rows. Here a row is a whole
+number of tiles whatever K and H are, and a head is a slice of its lanes.
 
 Written from the published description (arXiv 2604.15464). The grid walks tiles of queries, each of one sequence. A tile
-walks its keys block by block, the softmax carried along, while the next block's pages (at its end, the next tile's
-first) come in by DMA. SMEM holds the tables of two sequences, however many there are.
+walks its keys block by block while the softmax is accumulated and the next block's pages (at its end, the next tile's
+first) arrive by DMA. SMEM holds the tables of two sequences, however many there are.
 
 I tiles of R tokens, N query heads, K key heads, G = N / K, H head dim, W width of a row, M pages a sequence may hold.
 """
@@ -32,8 +32,8 @@ from dovetail.ops.softmax import MASKED, cap_and_mask, is_visible
 USUAL_VMEM = 16 * MIB  # that XLA lets a kernel have, and all that a core of v4 has
 
 
-class Plan(NamedTuple):
-    """All of a call that is static."""
+class KernelPlan(NamedTuple):
+    """Hold all static values of a call."""
 
     cut: Tiling
     scale: float
@@ -55,13 +55,13 @@ def paged_attention(
     rank: int | None = None,  # of latents: a row is one key of H numbers for all heads, the first `rank` its value
     interpret: Any = False,
 ) -> jax.Array:
-    """[T, N, H], or [T, N, rank]: each token attends to its sequence's pages up to itself."""
+    """Return [T, N, H], or [T, N, rank]: each token attends to its sequence's pages up to itself."""
     (T, N, H), K = q.shape, kv_heads
     cut = tiling(q.shape, ctx.kv_lens.shape[0], K, pages, rank)
     seq, first, count, position = tiles_of(ctx, T, cut.tokens)
     tables = ctx.block_tables[:, None]  # [S, 1, M]: a block of it is a whole row
     tiles = _queries(q, first, cut)
-    run = _call(Plan(cut, scale, window, softcap, sinks is not None), tiles, pages, tables.shape[-1], interpret)
+    run = _call(KernelPlan(cut, scale, window, softcap, sinks is not None), tiles, pages, tables.shape[-1], interpret)
     out = run(seq, position, count, tables, tables, _start(sinks, cut, N), tiles, pages)
     out = out[:, :, : N // K * cut.tokens].reshape(-1, K, N // K, cut.tokens, cut.value).transpose(0, 3, 1, 2, 4)
     out = out.reshape(-1, cut.tokens, N, cut.value)[tile_of_token(ctx, T, cut.tokens)]
@@ -69,7 +69,7 @@ def paged_attention(
 
 
 def _queries(q: jax.Array, first: jax.Array, cut: Tiling) -> jax.Array:
-    """q [T, N, H] -> [I, K, rows, lanes of a key]: row g R + r of a tile is head g's query of its token r."""
+    """Map q [T, N, H] to [I, K, rows, lanes of a key]: row g R + r of a tile is head g's query of its token r."""
     (T, N, H), K, R = q.shape, len(cut.heads), cut.tokens
     token = jnp.minimum(first[:, None] + jnp.arange(R), T - 1)
     tiles = q[token].reshape(-1, R, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * R, H)
@@ -77,7 +77,7 @@ def _queries(q: jax.Array, first: jax.Array, cut: Tiling) -> jax.Array:
 
 
 def _start(sinks: jax.Array | None, cut: Tiling, N: int) -> jax.Array:
-    """The softmax's maximum before any key [K, rows, lanes]: the sinks' logits, or nothing."""
+    """Return the softmax's maximum before any key [K, rows, lanes]: the sinks' logits, or a minimum."""
     K = len(cut.heads)
     shape = (K, cut.rows, LANES)
     if sinks is None:
@@ -87,7 +87,7 @@ def _start(sinks: jax.Array | None, cut: Tiling, N: int) -> jax.Array:
     return jnp.broadcast_to(logits[..., None], shape)
 
 
-def _call(plan: Plan, q: jax.Array, pages: jax.Array, table_width: int, interpret: Any) -> Callable:
+def _call(plan: KernelPlan, q: jax.Array, pages: jax.Array, table_width: int, interpret: Any) -> Callable:
     (num_tiles, K, rows, key), value = q.shape, plan.cut.value
 
     def table(ahead: int) -> pl.BlockSpec:
@@ -123,9 +123,24 @@ def _call(plan: Plan, q: jax.Array, pages: jax.Array, table_width: int, interpre
 
 
 def _attend(
-    plan: Plan, seq, position, count, table, next_table, start, q, pages, out, buffer, arrived, turn, top, total, acc
+    plan: KernelPlan,
+    seq,
+    position,
+    count,
+    table,
+    next_table,
+    start,
+    q,
+    pages,
+    out,
+    buffer,
+    arrived,
+    turn,
+    top,
+    total,
+    acc,
 ):
-    """One tile. `position` and `count` [I] are of every tile's tokens; `turn` says which buffer is next."""
+    """Attend one tile. `position` and `count` [I] are of every tile's tokens; `turn` says which buffer is next."""
     i, page = pl.program_id(0), pages.shape[1]
     block = plan.cut.pages * page
     following = jnp.minimum(i + 1, pl.num_programs(0) - 1)
@@ -175,7 +190,7 @@ def _attend(
 
 
 def _clear(buffer, keys) -> None:
-    """What stands behind a sequence's last key, perhaps NaN, becomes 0: its weight is 0, and 0 * NaN is not."""
+    """Set what follows a sequence's last key, perhaps NaN, to 0: its weight is 0, and 0 * NaN is not."""
     pages, page, _ = buffer.shape
     for n in range(pages):
 
@@ -186,8 +201,11 @@ def _clear(buffer, keys) -> None:
             buffer[n] = jnp.where(n * page + row < keys, rows, 0).astype(buffer.dtype)
 
 
-def _head(plan: Plan, k: int, q, buffer, top, total, acc, position) -> None:
-    """Key head k's part of a block, for the G query heads of a tile; `position` is the first token's in the block."""
+def _head(plan: KernelPlan, k: int, q, buffer, top, total, acc, position) -> None:
+    """Attend to key head k's part of a block, for the G query heads of a tile.
+
+    `position` is the first token's in the block.
+    """
     pages, page, _ = buffer.shape
     keys, values = (buffer[:, :, span.first : span.first + span.size] for span in plan.cut.heads[k])
     keys, values = (x.reshape(pages * page, x.shape[-1]) for x in (keys, values))

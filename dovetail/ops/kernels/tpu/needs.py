@@ -1,7 +1,11 @@
-"""What each kernel for TPUs needs, and why it cannot take a call: ops.dispatch chooses by these.
+"""What each kernel for TPUs requires, why it cannot take a call, and how the flat kernel tiles its work.
 
-Each function gives its reason as the end of a sentence, or None: the kernel takes it all. Shapes are of all devices;
-T tokens, N query heads, K key heads, H head dim.
+ops.dispatch chooses by these. Each `why_not` function returns its reason as the end of a sentence, or None if the
+kernel takes the call. Shapes are of all devices. The sizes of SMEM and VMEM are jax's own (pltpu.get_tpu_info_for_chip;
+a test compares them).
+
+T tokens of S sequences, N query heads, K key heads, G = N / K, H head dim, W width of a row, M pages a sequence may
+hold, I tiles.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ TOO_OLD = ("TPU v2", "TPU v3")
 
 
 def why_not_splash(q: Any, sinks: Any = None) -> str | None:
-    """Upstream's kernel, of q [B, T, N, H]."""
+    """Return why upstream's packed kernel cannot take q [B, T, N, H]."""
     return "it knows no sinks" if sinks is not None else why_not_rows(q)
 
 
 def why_not_rows(q: Any) -> str | None:
-    """Upstream's and tokamax's packed kernels, both."""
+    """Return why neither upstream's nor tokamax's packed kernel can take q."""
     if q.dtype not in DTYPES:
         return f"it takes bf16 and f32, and this is {q.dtype}"
     if (kind := tpu_kind(None)) in TOO_OLD:
@@ -39,7 +43,7 @@ def why_not_ragged(
     placement: Placement | None = None,
     tables: Any = None,  # [S, M]
 ) -> str | None:
-    """Upstream's kernel over pages [P, page, 2K, H]."""
+    """Return why upstream's kernel over pages [P, page, 2K, H] cannot take a call."""
     reason = why_not_heads(q.shape[-1], q.dtype, kv_heads, sinks is not None, placement) or why_not_chip(placement)
     if reason is None and tables is not None and table_bytes(*tables.shape) > TABLE_BYTES:
         size, most = (bytes / MIB for bytes in (table_bytes(*tables.shape), TABLE_BYTES))
@@ -50,7 +54,7 @@ def why_not_ragged(
 def why_not_heads(
     head_dim: int, dtype: Any, kv_heads: int, has_sinks: bool, placement: Placement | None = None
 ) -> str | None:
-    """Pages [P, page, 2K, H] that upstream's kernel reads, and that XLA lays out row by row."""
+    """Return why upstream's kernel cannot read pages [P, page, 2K, H], or XLA does not lay them out row by row."""
     here = heads_here(kv_heads, placement)[0]
     rows, odd = divmod(2 * here, 4 // jnp.dtype(dtype).itemsize)  # of keys and values, in words of 32 bits
     reasons = {
@@ -76,7 +80,7 @@ def why_not_flat(
     pages: Any = None,  # [P, page, W]
     rank: int | None = None,  # of latents
 ) -> str | None:
-    """Our kernel over flat pages."""
+    """Return why our kernel over flat pages cannot take a call."""
     if q.dtype not in DTYPES:
         return f"it takes bf16 and f32, and this is {q.dtype}"
     if (reason := why_not_chip(placement)) or pages is None or tables is None:
@@ -106,6 +110,7 @@ def _why_no_room(q, kv_heads, placement, tables, pages, rank) -> str | None:
 
 
 def why_not_chip(placement: Placement | None) -> str | None:
+    """Return why the chip is not supported."""
     kind = tpu_kind(placement)
     if not kind:
         return "it is compiled for one kind of TPU, and none is known here"
@@ -113,13 +118,16 @@ def why_not_chip(placement: Placement | None) -> str | None:
 
 
 def heads_here(kv_heads: int, placement: Placement | None) -> tuple[int, int]:
-    """(key heads of one device, devices that they are dealt out to)."""
+    """Return the key heads of one device, and the devices that they are split over."""
     parts = placement.size("kv_heads") if placement else 1
     return (kv_heads // parts, parts) if kv_heads % parts == 0 else (kv_heads, 1)
 
 
 def tpu_kind(placement: Placement | None) -> str:
-    """The kind of TPU a call is compiled for: that of the mesh, the context, or this machine; "" where it is none."""
+    """Return the kind of TPU that a call is compiled for: that of the mesh, the context, or this machine.
+
+    "" for none.
+    """
     mesh: Any = placement.mesh if placement else jax.sharding.get_abstract_mesh()
     device = getattr(mesh, "abstract_device", None) or (mesh.devices.flat[0] if placement else None)
     if device is None and jax.default_backend() == "tpu":
@@ -133,6 +141,8 @@ TABLE_BYTES = MIB // 2  # of SMEM, for upstream's table: libtpu took one of 256 
 
 
 class Room(NamedTuple):
+    """Hold the bytes of SMEM and VMEM of a core."""
+
     smem: int
     vmem: int
 
@@ -149,25 +159,31 @@ ROOM = {
 
 
 def room_of(kind: str) -> Room | None:
-    """Of a jax device_kind; None for one that is not in the table."""
+    """Return the memory of a jax device_kind; None if it is not in the table."""
     chip = chip_of(kind)
     return ROOM.get(chip.name) if chip else None
 
 
 def table_bytes(seqs: int, width: int) -> int:
-    """SMEM of upstream's kernel: every sequence's pages [S, M]."""
+    """Return the SMEM of upstream's kernel: every sequence's pages [S, M]."""
     return seqs * width * 4
 
 
 def flat_smem(tiles: int, width: int) -> int:
-    """SMEM of ours: the M pages of this tile's sequence and of the next's, each twice over while the next pair comes
-    in, and three numbers of each of I tiles."""
+    """Return the SMEM of our kernel.
+
+    It holds the M pages of this tile's sequence and of the next's, each twice while the next pair arrives, and three
+    numbers of each of I tiles.
+    """
     return 4 * whole(width) * 4 + 3 * tiles * 4
 
 
 def flat_vmem(cut: Tiling, pages: Any) -> int:
-    """VMEM of ours: the buffers of two blocks, queries and outputs twice over, the softmax's state with its start, and
-    the scores, keys and values of the head at work."""
+    """Return the VMEM of our kernel.
+
+    It holds the buffers of two blocks, queries and outputs twice, the softmax's state with its start, and the scores,
+    keys and values of the current head.
+    """
     _, page, width = pages.shape
     keys, rows, sizes = cut.pages * page, cut.rows * len(cut.heads), whole(cut.key) + whole(cut.value)
     buffers = 2 * keys * whole(width) * pages.dtype.itemsize
@@ -183,52 +199,63 @@ TOKENS = 32  # of a tile, where sequences have many
 ROWS = 1024  # of a tile over all heads, at most
 
 
-class Span(NamedTuple):
-    """Lanes of a row of a page."""
+class LaneSpan(NamedTuple):
+    """Hold a range of lanes of a page's row."""
 
     first: int
     size: int
 
 
 class Tiling(NamedTuple):
+    """Describe the tiles of queries and blocks of keys."""
+
     tokens: int  # of a tile: R, a power of two
     rows: int  # of a tile for each key head: G R, in whole sublanes
     pages: int  # of a block
-    heads: tuple[tuple[Span, Span], ...]  # where each key head's keys and values are
+    heads: tuple[tuple[LaneSpan, LaneSpan], ...]  # where each key head's keys and values are
 
     @property
     def key(self) -> int:
+        """Return the lanes of a key."""
         return self.heads[0][0].size
 
     @property
     def value(self) -> int:
+        """Return the lanes of a value."""
         return self.heads[0][1].size
 
 
 def tiling(shape: tuple[int, ...], seqs: int, kv_heads: int, pages: Any, rank: int | None = None) -> Tiling:
-    """For queries of shape [T, N, H]; pages [P, page, W]. `rank`: of latents, whose row is one key of H numbers for all
-    heads, the first `rank` of them its value. A decode step's tile is one token."""
+    """Return the tiling for queries of shape [T, N, H] and pages [P, page, W].
+
+    `rank` is that of latents, whose row is one key of H numbers for all heads, the first `rank` of them its value. A
+    decode step's tile is one token.
+    """
     count, N, H = shape
     tokens = 1 if count <= seqs else SUBLANES if count <= SUBLANES * seqs else TOKENS
     while tokens > 1 and tokens * N > ROWS:
         tokens //= 2
     keys = min(KEYS, BUFFER_BYTES // (2 * pages.shape[2] * pages.dtype.itemsize))
-    heads = ((Span(0, H), Span(0, rank)),) if rank else head_spans(kv_heads, H)
+    heads = ((LaneSpan(0, H), LaneSpan(0, rank)),) if rank else head_spans(kv_heads, H)
     return Tiling(tokens, whole(N // kv_heads * tokens, SUBLANES), max(1, keys // pages.shape[1]), heads)
 
 
-def head_spans(K: int, H: int) -> tuple[tuple[Span, Span], ...]:
-    """Keys and values of a head stand side by side. Both in one tile of lanes are read as one: the query has zeros
-    where the values are, and what the keys add to the output is cut off."""
+def head_spans(K: int, H: int) -> tuple[tuple[LaneSpan, LaneSpan], ...]:
+    """Return the lanes of each head's keys and values, which are side by side.
+
+    Both in one tile of lanes are read as one: the query has zeros for the values, and the keys' part of the output is
+    cut off.
+    """
     if 2 * H <= LANES:
-        return tuple((Span(2 * H * k, 2 * H), Span(2 * H * k, 2 * H)) for k in range(K))
-    return tuple((Span(2 * H * k, H), Span(2 * H * k + H, H)) for k in range(K))
+        return tuple((LaneSpan(2 * H * k, 2 * H), LaneSpan(2 * H * k, 2 * H)) for k in range(K))
+    return tuple((LaneSpan(2 * H * k, H), LaneSpan(2 * H * k + H, H)) for k in range(K))
 
 
 def num_tiles(T: int, seqs: int, tokens: int) -> int:
-    """The most there can be: see ops.paged.tiles_of."""
+    """Return the maximum number of tiles (see ops.paged.tiles_of)."""
     return T if tokens == 1 else T // tokens + seqs
 
 
 def whole(size: int, unit: int = LANES) -> int:
+    """Round a size up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -1,4 +1,8 @@
-"""Packed attention through upstream's splash kernel: sparse flash attention with segment ids, forward and backward."""
+"""Packed attention on TPUs: upstream's splash kernel (sparse flash attention with segment ids) and tokamax's successor.
+
+tokamax's knows sinks, and its backward pass is one kernel. It is imported from its private module: the public call has
+no name for what a checkpoint is to keep, and would run the forward pass again.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,10 @@ LANES = 128
 def packed_attention(
     q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None, interpret: bool = False
 ):
-    """As ops.packed.packed_attention, for T a multiple of 128. The kernel's output and denominators are named
-    `attention`, for models.decoder.remember to keep."""
+    """Attend as ops.packed.packed_attention does, for T a multiple of 128.
+
+    The kernel's output and denominators are named `attention`, for models.decoder.remember to keep.
+    """
     assert sinks is None
     T, G = q.shape[1], q.shape[2] // k.shape[2]
     kernel = splash.make_splash_mqa_single_device(
@@ -34,8 +40,10 @@ def packed_attention(
 
 
 def over_heads(kernel: Callable, q, k, v, segments: Any, scale: float, *of_heads: jax.Array) -> jax.Array:
-    """Run a kernel that takes one row's key head, with the G query heads that share it, on all rows and heads. Heads
-    that do not fill a TPU's lanes are padded. `of_heads` [N]: further arguments, of each query head."""
+    """Run a kernel for one row's key head, with the G query heads that share it, on all rows and heads.
+
+    Heads that do not fill a TPU's lanes are padded. `of_heads` [N] are further arguments of each query head.
+    """
     (B, T, N, _), K, V = q.shape, k.shape[2], v.shape[-1]
     q = _padded(q * jnp.asarray(scale, q.dtype)).reshape(B, T, K, N // K, -1).transpose(0, 2, 3, 1, 4)
     k, v = (_padded(x).transpose(0, 2, 1, 3) for x in (k, v))
@@ -56,7 +64,7 @@ def _mask(T: int, window: int | None):
 
 
 def blocks(T: int) -> dict[str, Any]:
-    """The largest tiles up to 512 that divide T: they fit the vector memory of every generation from v4 on."""
+    """Return the largest tiles up to 512 that divide T: they fit the vector memory of every generation from v4 on."""
     size = next(size for size in (512, 384, 256, 128) if T % size == 0)
     names = "block_q block_kv block_kv_compute block_q_dkv block_kv_dkv block_kv_dkv_compute block_q_dq block_kv_dq"
     return dict.fromkeys(names.split(), size)
@@ -65,8 +73,10 @@ def blocks(T: int) -> dict[str, Any]:
 def gathered_attention(
     q, k, v, ctx: Packed, *, scale: float, window=None, softcap=None, sinks=None, key_segments, interpret: bool = False
 ):
-    """As ops.packed.packed_attention, for T and S multiples of 128. The kernel's output and denominators are named
-    `attention`, for ops.context to keep."""
+    """Attend as ops.packed.packed_attention does, for queries that are the last of their keys (ops.context).
+
+    T and S are multiples of 128. The kernel's output and denominators are named `attention`, for ops.context to keep.
+    """
     assert sinks is None
     T, S, G = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     mask = masks.LocalMask((T, S), (window - 1 if window else None, 0), offset=S - T)
@@ -83,8 +93,11 @@ def gathered_attention(
 def tokamax_attention(
     q, k, v, ctx: Packed, *, scale: float, window=None, softcap=None, sinks=None, key_segments=None, interpret=False
 ):
-    """As ops.packed.packed_attention, for T and S multiples of 128. With `key_segments` the queries are the last of
-    their keys (ops.context). Output and denominators are named `attention`, for a checkpoint to keep."""
+    """Attend as ops.packed.packed_attention does, through tokamax, for T and S multiples of 128.
+
+    With `key_segments` the queries are the last of their keys (ops.context). Output and denominators are named
+    `attention`, for a checkpoint to keep.
+    """
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as splash  # type: ignore
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks  # type: ignore
 

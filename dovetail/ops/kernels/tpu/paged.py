@@ -1,6 +1,6 @@
-"""Ragged paged attention for TPUs: upstream's Pallas kernel, which takes our pages and tables as they are.
+"""Ragged paged attention for TPUs: upstream's Pallas kernel, which takes our pages and tables unchanged.
 
-Upstream looks its block sizes up by the device it finds, which fails when another machine lowers for a TPU: they are
+Upstream looks up its block sizes by the device it finds, which fails when another machine lowers for a TPU: they are
 given here. T tokens, N query heads, K key heads, H head dim.
 """
 
@@ -27,6 +27,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
+    """Attend as ops.paged.paged_attention does."""
     assert sinks is None, "choose_paged gives sinks to another"
     room = room_of(tpu_kind(None))
     pages_a_block = min(ctx.block_tables.shape[1], max(1, KEYS // pages.shape[1]))
