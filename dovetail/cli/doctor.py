@@ -5,7 +5,6 @@ from pathlib import Path
 import typer
 
 from dovetail.core.errors import UserError
-from dovetail.models.block import Table
 
 MARKS = {"good": "[green]✓[/]", "note": "[cyan]·[/]", "warning": "[yellow]![/]", "fault": "[red]✗[/]"}
 
@@ -119,6 +118,7 @@ def _summary(findings) -> None:
 def _compare(paths: list[Path], as_json: bool) -> None:
     from rich.console import Console
 
+    from dovetail.cli.tables import framed
     from dovetail.doctor import differences, read_report
 
     reports = [read_report(path) for path in paths]
@@ -131,9 +131,7 @@ def _compare(paths: list[Path], as_json: bool) -> None:
     elif not rows:
         Console(highlight=False).print(f"{len(hosts)} hosts, no differences: {', '.join(hosts)}")
     else:
-        table = Table(title="differences between hosts", title_justify="left", title_style="bold", box=box.ROUNDED)
-        for column in ("", *hosts):
-            table.add_column(column)
+        table = framed("differences between hosts", "", *hosts)
         for about, said in rows:
             table.add_row(about, *said)
         Console(highlight=False).print(table)

@@ -77,7 +77,7 @@ def takes_options(
         flag = f"--{name.replace('_', '-')}"
         flags = [flag] if kind is bool and default is False else []  # a flag that is off needs no --no-
         shown = typer.Option(
-            list(default) if listed else default, *flags, help=(help or {}).get(name, each.help),
+            list(default or ()) if listed else default, *flags, help=(help or {}).get(name, each.help),
             metavar=each.metavar or _METAVARS.get(kind), rich_help_panel=each.panel or panel,
         )  # fmt: skip
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=kind)

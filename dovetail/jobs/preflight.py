@@ -17,8 +17,8 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
+from dovetail.core import cloud
 from dovetail.core import recipe as recipes
-from dovetail.core import regions
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.errors import MissingFileError, RecipeError, UserError
 from dovetail.jobs import cost, files, secrets
@@ -140,10 +140,10 @@ def check_place(spec: Spec, anyway: str = "") -> str:
             return slurm_script.check_request(spec)
         if spec.backend in ("gcp-tpu", "gke"):
             for zone in spec.zones:
-                regions.check_zone("zones", zone)
+                cloud.check_zone("zones", zone)
             for mount in spec.mounts:
                 if mount.region:
-                    regions.check_place("mounts.region", mount.region)
+                    cloud.check_place("mounts.region", mount.region)
     except UserError as error:
         message = f"{str(error).removesuffix('.')} ({anyway})" if anyway else str(error)
         raise UserError(message, param=error.param, code=error.code) from None

@@ -29,7 +29,6 @@ from dovetail.core.errors import NotPermittedError, RecipeError
 from dovetail.core.terminal import printable
 from dovetail.jobs import actions, call, logs, preflight, presence
 from dovetail.jobs.backends import chooser
-from dovetail.jobs.backends.__init__ import chooser
 from dovetail.jobs.files import jobs_home
 from dovetail.jobs.job import CALL_FOLDER, Attempt, Job
 from dovetail.jobs.spec import Spec, make

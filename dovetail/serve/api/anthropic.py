@@ -14,7 +14,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, collect
 from dovetail.io.tool_formats.formats import SHORT_ID_LENGTH
 from dovetail.serve.api.chat import Name
@@ -215,8 +215,8 @@ class MessagesRequest(CountRequest):
         values = {**defaults, **{name: value for name, value in values.items() if value is not None}}
         values["max_tokens"] = self.max_tokens
         form = self.output_config.format if self.output_config else None
-        structured = Structured(json=form.schema_ or "object") if form else None
-        return SamplingParams(stop=tuple(self.stop_sequences or ()), structured=structured, **values)
+        structured = StructuredOutputsParams(json=form.schema_ or "object") if form else None
+        return SamplingParams(stop=tuple(self.stop_sequences or ()), structured_outputs=structured, **values)
 
 
 def _system(system: str | list[Block]) -> str:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic_core import PydanticCustomError
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, Structured, StructuredOutputsParams
+from dovetail.engine.request.params import MAX_LOGPROBS, SamplingParams, StructuredOutputsParams
 
 log = logging.getLogger(__name__)
 _logged: set[str] = set()  # ignored fields that the log has named
@@ -134,7 +134,7 @@ class StructuredOutputs(Body):
         "structural_tag": RefusedField("send a grammar, or tools with tool_choice"),
     }
 
-    def structured(self) -> Structured:
+    def structured(self) -> StructuredOutputsParams:
         """Return the engine's parameter."""
         try:
             choice = None if self.choice is None else tuple(self.choice)
@@ -159,13 +159,13 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     refused: ClassVar = {"grammar": RefusedField("send structured_outputs with a grammar")}
 
-    def structured(self) -> Structured | None:
+    def structured(self) -> StructuredOutputsParams | None:
         """Return the engine's parameter; None for plain text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return Structured(json="object")
-        return Structured(json=self.need("json_schema", "response_format").schema_ or "object")
+            return StructuredOutputsParams(json="object")
+        return StructuredOutputsParams(json=self.need("json_schema", "response_format").schema_ or "object")
 
 
 class StreamOptions(Body):
@@ -258,10 +258,10 @@ class GenerationRequest(Body):
         if self.logit_bias:
             values["logit_bias"] = _by_id(self.logit_bias)
         if self.structured_outputs is not None:
-            if more.get("structured") is not None:
+            if more.get("structured_outputs") is not None:
                 message = "`structured_outputs` cannot be combined with `response_format`: send one of them"
                 raise RequestError(message, param="structured_outputs")
-            values["structured"] = self.structured_outputs.structured()
+            values["structured_outputs"] = self.structured_outputs.structured()
         return SamplingParams(**values | {name: value for name, value in more.items() if value is not None})
 
     def check_stream(self) -> None:

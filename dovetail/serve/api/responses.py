@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dovetail.core.errors import RequestError
-from dovetail.engine.request.params import SamplingParams, Structured, StructuredOutputsParams
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.tool_formats.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from dovetail.serve.api.chat import CalledFunction, FunctionCall, Message, Name
 from dovetail.serve.api.delivery import EventStream, JsonAnswer, TokenUsage, event
@@ -103,7 +103,7 @@ class TextFormat(Body):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: Flag | None = None
 
-    def structured(self) -> Structured | None:
+    def structured(self) -> StructuredOutputsParams | None:
         """Return the engine's parameter; None for plain text."""
         if self.type == "text":
             return None
@@ -173,7 +173,7 @@ class ResponsesRequest(Body):
         given["logprobs"] = (self.top_logprobs or 0) if with_logprobs else None
         values = {"max_tokens": None, **defaults, **{name: each for name, each in given.items() if each is not None}}
         form = self.text.format if self.text else None
-        return SamplingParams(**values, structured=form.structured() if form else None)
+        return SamplingParams(**values, structured_outputs=form.structured() if form else None)
 
     def conversation(self) -> Conversation:
         """Return the conversation, checked."""

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Response
 from dovetail import __version__
 from dovetail.core.errors import RequestError
 from dovetail.engine.controls import EngineDied
-from dovetail.engine.stats import Stats
+from dovetail.engine.stats import EngineStats
 from dovetail.serve.api.delivery import json_answer
 from dovetail.serve.errors import RETRY_SECONDS, ApiError
 from dovetail.serve.talk.service import Service
@@ -99,7 +99,7 @@ def _place(names: list[str], name: str | None, param: str, default: int) -> int:
     return default if name is None else names.index(name)
 
 
-async def _stats(service: Service) -> Stats:
+async def _stats(service: Service) -> EngineStats:
     trouble = service.engine.trouble
     if trouble is None:
         try:

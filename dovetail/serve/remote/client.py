@@ -21,6 +21,7 @@ from dovetail.core.errors import RequestError
 from dovetail.engine.controls import EngineDied as EngineDied
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
 from dovetail.serve.remote.wire import Add, Delta, EngineInfo, StartEngine, plain
@@ -150,9 +151,9 @@ class EngineClient:
         except EngineDied:
             return 0
 
-    async def stats(self) -> Stats:
+    async def stats(self) -> EngineStats:
         """Return the engine's current statistics, without waiting for its current step."""
-        return plain(await self._call("stats"), Stats)
+        return plain(await self._call("stats"), EngineStats)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

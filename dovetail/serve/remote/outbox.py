@@ -24,7 +24,7 @@ class Outbox:
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, item: list[Update] | FromEngine) -> None:
+    def put(self, item: list[OutputDelta] | FromEngine) -> None:
         """Queue a message, or the updates of one step."""
         self._queue.put(item)
 
@@ -40,7 +40,7 @@ class Outbox:
         except OSError:  # the parent has ended
             os._exit(0)
 
-    def _waiting(self) -> list[list[Update] | FromEngine | None]:
+    def _waiting(self) -> list[list[OutputDelta] | FromEngine | None]:
         """Wait for an item, and return everything that is queued."""
         items = [self._queue.get()]
         try:
@@ -49,9 +49,9 @@ class Outbox:
         except Empty:
             return items
 
-    def _send(self, items: list[list[Update] | FromEngine | None]) -> bool:
+    def _send(self, items: list[list[OutputDelta] | FromEngine | None]) -> bool:
         """Send the items in order; return False after the last one (None)."""
-        joined: dict[tuple[str, int], Update] = {}
+        joined: dict[tuple[str, int], OutputDelta] = {}
         for item in items:
             if isinstance(item, list):
                 for update in item:

@@ -28,6 +28,7 @@ import numpy as np
 from dovetail.core.errors import RequestError, UserError, as_user_error
 from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.options import EngineOptions
+from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.outbox import Outbox
 from dovetail.serve.remote.wire import (
     LENGTH,
@@ -291,7 +292,7 @@ class Commands:
         """Return the seconds that the current step has taken so far."""
         return self._loop.pulse()
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Return the engine's statistics."""
         return self._loop.engine.stats()
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dovetail.core.errors import UserError
 from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.request.text import OutputText
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import CallEnd, CallStart, Content, Event
 from dovetail.io.tool_formats.stream import StreamParser
@@ -62,7 +63,7 @@ class AnswerReader:
         # A prompt of token ids may hold ids that the tokenizer does not know: model vocabularies are often padded.
         known = [token for token in request.prompt[-CONTEXT:] if tokenizer.backend.id_to_token(token) is not None]
         detokenizer = tokenizer.stream(request.skip_special, known, request.keep)
-        self._text = Text(detokenizer, params.stop, params.include_stop_str_in_output)
+        self._text = OutputText(detokenizer, params.stop, params.include_stop_str_in_output)
         self._parser = request.new_parser() if request.new_parser else None
         self._params, self._one_call, self._eos = params, request.one_call, frozenset(tokenizer.eos_ids)
         self._count = 0  # tokens, up to the one that completed a stop string

@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from dovetail.engine.stats import EngineStats
+
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -48,7 +50,7 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Metrics that the HTTP process counts; those of the engine come from its Stats."""
+    """Metrics that the HTTP process counts; those of the engine come from its EngineStats."""
 
     def __init__(self, model: str):
         name = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -59,7 +61,7 @@ class ServerMetrics:
         self.prompt_tokens = self.generated_tokens = 0
         self.finished: dict[str, int] = dict.fromkeys(_REASONS, 0)
 
-    def text(self, stats: Stats | None) -> str:
+    def text(self, stats: EngineStats | None) -> str:
         """Return all metrics in Prometheus' text format; without the engine's if `stats` is None."""
         lines = [line for each in self._counters(stats) for line in self._number(*each)]
         lines += _head("vllm:request_success_total", "Finished sequences.", "counter")
@@ -69,7 +71,7 @@ class ServerMetrics:
             lines += histogram.lines(self._labels)
         return "\n".join(lines) + "\n"
 
-    def _counters(self, stats: Stats | None) -> Iterator[tuple[str, str, str, float]]:
+    def _counters(self, stats: EngineStats | None) -> Iterator[tuple[str, str, str, float]]:
         yield "vllm:prompt_tokens_total", "counter", "Prompt tokens.", self.prompt_tokens
         yield "vllm:generation_tokens_total", "counter", "Generated tokens.", self.generated_tokens
         if stats is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.request.params import SamplingParams, Structured
+from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.io.chat import ChatTemplate
 from dovetail.io.tokenizer import LiteralText, Tokenizer
 from dovetail.io.tokenizer_files import read_templates
@@ -83,7 +83,7 @@ class Prompts:
                 tool_format, talk.tools, {"name": talk.named} if talk.choice == "named" else talk.choice, talk.parallel,
                 special=special, reasoning=reasoning, in_reasoning=bool(inside),
             )  # fmt: skip
-            params = replace(params, structured=Structured(grammar=grammar))
+            params = replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar))
         only_calls = tool_format is not None and talk.choice != "auto"
         if tool_format is None and reasoning is None:
             return PromptRequest(prompt=prompt, params=params, **more)
@@ -213,7 +213,7 @@ class Prompts:
             return None
         if self.tool_format is None:
             raise RequestError("`tools` is not supported: the server has no tool call parser", param="tools")
-        if params.structured is not None:
+        if params.structured_outputs is not None:
             raise RequestError("`tools` cannot be combined with an output format: send one of them", param="tools")
         return self.tool_format
 

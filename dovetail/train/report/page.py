@@ -12,7 +12,7 @@ from typing import Any
 from dovetail.core.errors import MissingFileError
 from dovetail.core.files import write_atomic
 from dovetail.core.page import html, table
-from dovetail.core.units import format_count
+from dovetail.core.units import format_clock, format_count, format_decimal_bytes
 from dovetail.train.report import completions_page as browser
 from dovetail.train.report import curves, reinforcement
 from dovetail.train.report.completions import turns, written
@@ -190,7 +190,7 @@ def _goodput(run: RunRecord) -> str:
         colour = f"background:var({colours[kind]})"
         bar.append(f'<div style="flex:{share:.5f};{colour}" title="{escape(what)}: {share:.1%}"></div>')
         name = f'<span class="swatch" style="{colour}"></span>{escape(kind)}'
-        rows.append([name, escape(what), clock_text(seconds), f"{share:.1%}"])
+        rows.append([name, escape(what), format_clock(seconds), f"{share:.1%}"])
     spent = table(["", "", "time", "share"], rows, numbers=(2, 3))
     about = f'<p class="note">{escape(name_of("goodput").about)}</p>'
     return f'<h2>Goodput {run.ledger.share:.1%}</h2>{about}<div class="bar">{"".join(bar)}</div>{spent}'
@@ -248,7 +248,7 @@ def _value(value: Any) -> str:
 
 
 def _saved(run: RunRecord) -> str:
-    rows = [[f"{s.step:,}", s.kind, _size(s.bytes), when(s.time)] for s in run.saved[-MOST_ROWS:]]
+    rows = [[f"{s.step:,}", s.kind, format_decimal_bytes(s.bytes), when(s.time)] for s in run.saved[-MOST_ROWS:]]
     return "<h2>Checkpoints</h2>" + table(["step", "", "size", "saved"], rows, numbers=(0, 2)) if rows else ""
 
 
