@@ -22,33 +22,35 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.layout import Layout
-from dovetail.tune.rl.parts import Sampling
+from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.script import Script
+from dovetail.tune.rl.sections import Sampling
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task
 
 ALL = 0xFFFFFFFF  # a word of a mask that allows everything
 
 
 class Calls:
-    def __init__(self, wanted: Sampling, script: Script, tokenizer: Tokenizer, cfg: ModelConfig, tasks: Iterable[Task]):
+    def __init__(
+        self, wanted: Sampling, script: Script, tokenizer: Tokenizer, cfg: ModelConfig, tasks: Iterable[PromptRecord]
+    ):
         self._choice, self._parallel = wanted.tool_choice, wanted.parallel_tool_calls
         self._script, self._tokenizer, self._vocab = script, tokenizer, cfg.vocab
         self._eos_ids = tuple(dict.fromkeys((*cfg.eos_ids, *tokenizer.eos_ids)))  # as the engine's
-        self._tools = {task.number: [_closed(tool) for tool in task.tools] for task in tasks}
+        self._tools = {task.index: [_closed(tool) for tool in task.tools] for task in tasks}
         self._most = 1  # entries of a row's table so far: a smaller one would have the step compiled once more
         self._check()
 
     @classmethod
-    def of(cls, settings: Rl, tokenizer: Tokenizer, cfg: ModelConfig, tasks: Iterable[Task]) -> Calls | None:
+    def of(cls, settings: Rl, tokenizer: Tokenizer, cfg: ModelConfig, tasks: Iterable[PromptRecord]) -> Calls | None:
         """ValueError where no grammar keeps these tasks' answers to their tools."""
         if not settings.sampling.tool_choice:
             return None
         return cls(settings.sampling, Script(example_encoder(settings.data, tokenizer)), tokenizer, cfg, tasks)
 
     def grammar(self, episode: Episode) -> StructuredOutputsParams | None:
-        """Of the turn that begins now (a player.Grammar); None: it may be anything, for there are no tools."""
-        return self._grammar(episode.task, episode.tokens)
+        """Of the turn that begins now (a episode_runner.Grammar); None: it may be anything, for there are no tools."""
+        return self._grammar(episode.prompt_index, episode.tokens)
 
     def _grammar(self, task: int, before: np.ndarray) -> StructuredOutputsParams | None:
         tools = self._tools[task]
@@ -80,7 +82,7 @@ class Calls:
         """Of each token that a grammar kept, where it is and what was allowed there."""
         edges = np.flatnonzero(np.diff(episode.sampled, prepend=False, append=False))
         for first, end in edges.reshape(-1, 2):  # of each turn of the policy's
-            if structured := self._grammar(episode.task, episode.tokens[:first]):
+            if structured := self._grammar(episode.prompt_index, episode.tokens[:first]):
                 turn = episode.tokens[first:end].tolist()
                 bits = masks(structured, self._tokenizer, turn, self._vocab, self._eos_ids)
                 yield from zip(range(first, end), bits, strict=True)

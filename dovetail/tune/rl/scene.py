@@ -13,7 +13,7 @@ from dovetail.data.example_encoder import example_encoder
 from dovetail.data.examples import ChatExample, TextExample
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment import Environment, Maker, Said, maker_of
-from dovetail.tune.rl.episode import Place
+from dovetail.tune.rl.episode import EpisodeId
 from dovetail.tune.rl.script import Script, with_said
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.tools import tools_of
@@ -30,7 +30,7 @@ class Scene:
         """`made`: a class, a function that makes one, or where a recipe says that it lies."""
         return cls(maker_of(made), settings.seed, Script(example_encoder(settings.data, tokenizer)))
 
-    def environment(self, task: int, columns: Mapping[str, Any], place: Place) -> tuple[Environment, Said]:
+    def environment(self, task: int, columns: Mapping[str, Any], place: EpisodeId) -> tuple[Environment, Said]:
         """At its start, and what it says there. It depends on the run's seed, the task and the episode's place alone,
         so an episode that a killed run had not ended is played again as it would have been.
         """
@@ -45,7 +45,7 @@ class Scene:
         self, side: ChatExample | TextExample, task: int, columns: Mapping[str, Any]
     ) -> tuple[ChatExample | TextExample, list[int]]:
         """A task's prompt with the environment's tools and what it says first, and its tokens."""
-        environment, said = self.environment(task, columns, Place(0, 0))
+        environment, said = self.environment(task, columns, EpisodeId(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         if isinstance(side, ChatExample) and side.tools:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The stage: where the episodes of agents are played, each in an environment of its own (a player.Reply).
+"""The stage: where the episodes of agents are played, each in an environment of its own (a episode_runner.Reply).
 
 When the policy's turn is over, its tokens are read as the server would read them, the environment answers, and what it
 says goes back as tokens. An environment that fails ends its episode, which then has no reward; the others go on.
@@ -19,13 +19,13 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import ToolCall
 from dovetail.tune.rl.answer import Answer
 from dovetail.tune.rl.environment import Environment, Said, Step
-from dovetail.tune.rl.episode import Episode, Place
+from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.failures import Failures, traceback_of
-from dovetail.tune.rl.referee import ENVIRONMENT
+from dovetail.tune.rl.prompts import PromptRecord
+from dovetail.tune.rl.reward_assigner import ENVIRONMENT
 from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.script import said_messages, said_text, stand_in
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task
 from dovetail.tune.rl.tools import tools_of
 
 
@@ -43,20 +43,25 @@ class _Playing:
 
 
 class Stage:
-    def __init__(self, scene: Scene, tasks: Iterable[Task], room: int, failures: Failures):
+    def __init__(self, scene: Scene, tasks: Iterable[PromptRecord], room: int, failures: Failures):
         """`room`: tokens that an episode may have after its prompt."""
         self._scene, self._script, self._room, self._failures = scene, scene.script, room, failures
-        self._tasks = {task.number: task for task in tasks}
+        self._tasks = {task.index: task for task in tasks}
         # Several threads reply, each for an episode of its own, and a dict's single operations are atomic.
         self._playing: dict[int, _Playing] = {}
         self._check()
 
     @classmethod
     def of(
-        cls, made: Any, settings: Rl, tokenizer: Tokenizer, tasks: Iterable[Task], failures: Failures | None = None
+        cls,
+        made: Any,
+        settings: Rl,
+        tokenizer: Tokenizer,
+        tasks: Iterable[PromptRecord],
+        failures: Failures | None = None,
     ) -> Stage:
         """`made`: see Scene.of. ValueError where the chat template does not let an environment speak."""
-        return cls(Scene.of(made, settings, tokenizer), tasks, settings.max_tokens, failures or Failures())
+        return cls(Scene.of(made, settings, tokenizer), tasks, settings.max_completion_length, failures or Failures())
 
     def reply(self, episode: Episode) -> list[int] | None:
         """What the environment says, as tokens; None: the episode is over, and has its reward."""
@@ -74,12 +79,12 @@ class Stage:
     # --- an episode ---------------------------------------------------------------------------------------------------
 
     def _begin(self, episode: Episode) -> _Playing:
-        task = self._tasks[episode.task]
-        environment, _ = self._scene.environment(task.number, task.columns, episode.place)
+        task = self._tasks[episode.prompt_index]
+        environment, _ = self._scene.environment(task.index, task.columns, episode.id)
         tools = [tool.schema for tool in tools_of(environment)]
         messages = None if isinstance(task.prompt, str) else list(task.prompt)
         episode.messages = None if messages is None else []
-        playing = _Playing(episode, environment, tools, messages, episode.prompt)
+        playing = _Playing(episode, environment, tools, messages, episode.prompt_length)
         self._playing[id(episode)] = playing
         return playing
 
@@ -96,7 +101,7 @@ class Stage:
         said = self._said(playing, step.observation, is_last)
         if is_last:
             return self._over(playing, "done" if step.done else "turns")
-        if len(episode.tokens) - episode.prompt + len(said) >= self._room:
+        if len(episode.tokens) - episode.prompt_length + len(said) >= self._room:
             return self._over(playing, "length")
         playing.read = len(episode.tokens) + len(said)
         return said
@@ -140,7 +145,7 @@ class Stage:
         task = next((task for task in self._tasks.values() if not isinstance(task.prompt, str)), None)
         if task is None:
             return
-        environment, _ = self._scene.environment(task.number, task.columns, Place(0, 0))
+        environment, _ = self._scene.environment(task.index, task.columns, EpisodeId(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         forms = [Answer("", ""), *([Answer("", "", calls=(ToolCall("call00000", "f", "{}", True),))] if tools else [])]
         self._script.check(ChatExample(list(task.prompt), tools or None), forms)

@@ -29,14 +29,17 @@ class Scenario(NamedTuple):
 SCENARIOS = {
     "one update": Scenario(
         5, (("rollout", 2), ("reward", 3), ("train", 4), ("sync", 5)),
-        {"checkpoint": {"every": 2}, "prompts": 2, "group_size": 4, "max_tokens": 6, "engine": {"max_num_seqs": 2}},
+        {
+            "checkpoint": {"every": 2}, "prompts": 2, "num_generations": 4, "max_completion_length": 6,
+            "engine": {"max_num_seqs": 2},
+        },
     ),
     # rollouts of four updates: two passes of two, each in two parts, with a checkpoint after each
     "several passes": Scenario(
         8, (("train", 2), ("train", 4), ("reward", 5), ("train", 7)),
         {
-            "algo": "ppo", "critic": {"beta": 0.01}, "checkpoint": {"every": 1}, "prompts": 2, "group_size": 4,
-            "max_tokens": 6, "updates": 2, "num_iterations": 2, "accumulate": 2,
+            "algo": "ppo", "critic": {"kl_coef": 0.01}, "checkpoint": {"every": 1}, "prompts": 2, "num_generations": 4,
+            "max_completion_length": 6, "updates": 2, "num_iterations": 2, "accumulate": 2,
         },
     ),
 }  # fmt: skip
@@ -57,26 +60,26 @@ def die_in(cls: type, method: str, when: Callable[..., bool]) -> None:
 def prepare(where: str, step: int) -> None:
     """`step`: whose rollout, rewards, update or weights are never whole."""
     from dovetail.train.loop import Loop
-    from dovetail.tune.rl import drafts
-    from dovetail.tune.rl.actor import Actor
-    from dovetail.tune.rl.player import Player
-    from dovetail.tune.rl.referee import Referee
+    from dovetail.tune.rl import partial_turns
+    from dovetail.tune.rl.episode_runner import EpisodeRunner
+    from dovetail.tune.rl.reward_assigner import RewardAssigner
+    from dovetail.tune.rl.sampler import Sampler
 
     seen = []
     match where:
         case "rollout":  # amid a group, whose answers so far are journaled
-            drafts.SECONDS, drafts.SHARE = 0.0, float("inf")
+            partial_turns.WRITE_SECONDS, partial_turns.MAX_SHARE = 0.0, float("inf")
             die_in(
-                Player,
-                "take",
+                EpisodeRunner,
+                "append_turn",
                 lambda self, episode, _: episode.version == step - 1 and (seen.append(1) or len(seen) > 5),
             )
         case "reward":
-            die_in(Referee, "end", lambda self, episodes, _: episodes[0].version == step - 1)
+            die_in(RewardAssigner, "assign", lambda self, episodes, _: episodes[0].version == step - 1)
         case "train":
             die_in(Loop, "_look", lambda self, launched: launched.step == step)
         case "sync":
-            die_in(Actor, "publish", lambda self, params, version: version == step - 1)
+            die_in(Sampler, "publish", lambda self, params, version: version == step - 1)
 
 
 def play(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:

@@ -141,7 +141,7 @@ def test_an_answer_that_was_cut_off_is_not_played():
 
 def test_an_episode_without_room_for_an_answer_is_too_long():
     tokenizer = small_tokenizer()
-    stage, (task,) = staged(Echo, tokenizer, settings=replace(SETTINGS, max_tokens=20))
+    stage, (task,) = staged(Echo, tokenizer, settings=replace(SETTINGS, max_completion_length=20))
     episode = begin(task)
     assert not play(stage, episode, tokenizer, "the quick fox<|im_end|>")
     assert episode.truncated and episode.rewards == {"environment": 0.5}
@@ -209,7 +209,7 @@ def test_a_task_starts_alike_and_its_episodes_go_their_own_ways():
     first, second = (tokenizer.decode(task.tokens) for task in tasks)
     assert first.startswith("roll: The target is ") and first != second
     rolled = {
-        (task.number, turn, member): tokenizer.decode(play(stage, begin(task, member, turn), tokenizer, "go")[0])
+        (task.index, turn, member): tokenizer.decode(play(stage, begin(task, member, turn), tokenizer, "go")[0])
         for task in tasks for turn in range(2) for member in range(3)
     }  # fmt: skip
     assert len(set(rolled.values())) > 9

@@ -6,15 +6,15 @@ from concurrent.futures import Future
 
 import pytest
 
-from dovetail.tune.rl.episode import Place, begun
+from dovetail.tune.rl.episode import EpisodeId, new_episode
 from dovetail.tune.rl.failures import MOST_UNREWARDED, Failures, traceback_of
-from dovetail.tune.rl.referee import Referee
+from dovetail.tune.rl.prompts import PromptRecord
+from dovetail.tune.rl.reward_assigner import RewardAssigner
 from dovetail.tune.rl.rewards.code import Code
 from dovetail.tune.rl.rewards.judge import Judge
 from dovetail.tune.rl.rewards.model import ModelReward
 from dovetail.tune.rl.rewards.reward import KINDS, reward_of
 from dovetail.tune.rl.rewards.scored import NoReward, Problem, Scored
-from dovetail.tune.rl.task import Task
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -34,15 +34,15 @@ class Pool:
 
 
 def judged(prompt, referee, messages=None):
-    episode = begun(0, Place(0, 0), [5, 6], 0)
+    episode = new_episode(EpisodeId(0, 0), 0, [5, 6], 0)
     episode.text, episode.messages = "It is 4", messages
-    referee.end([episode], referee.begin(Task(0, prompt, (5, 6), {"answer": "4"}), [episode]))
+    referee.assign([episode], referee.submit(PromptRecord(0, prompt, (5, 6), {"answer": "4"}), [episode]))
     return episode
 
 
 def test_completions_are_messages_where_prompts_are():
     pool = Pool()
-    referee = Referee(pool)  # type: ignore[arg-type]
+    referee = RewardAssigner(pool, None)  # type: ignore[arg-type]
     judged("2+2?", referee)
     assert pool.given[:2] == (["2+2?"], ["It is 4"])
     judged(CHAT, referee)
@@ -101,7 +101,7 @@ def raises():
 def test_rollouts_without_a_reward_stop_the_run_with_the_first_traceback():
     told: list[str] = []
     failures = Failures(told.append)
-    referee = Referee(Pool(), failures)  # type: ignore[arg-type]
+    referee = RewardAssigner(Pool(), None, failures)  # type: ignore[arg-type]
     for _ in range(MOST_UNREWARDED - 1):
         assert judged("2+2?", referee).reward is None
         failures.end_rollout(False, rollouts=100)
