@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refuses
 from tune.small_models import CONFIG, LORA, RUN, metrics, model_folder, pairs
 
 import dovetail as dt
@@ -151,5 +152,5 @@ def test_rl_has_the_same_reference():
     assert create(Rl, given).kept_reference
     assert create(Rl, given | {"reference": {"model": "base"}}).kept_reference is None
     assert create(Rl, given | {"loss": {"beta": 0.0}}).kept_reference is None
-    with pytest.raises(ValueError, match="which sync_every=2 does not reach"):
+    with refuses("reference.sync_every", RecipeError):
         create(Rl, given | {"reference": {"devices": 1, "sync_every": 2, "mixup_alpha": 1.0}})

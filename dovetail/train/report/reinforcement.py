@@ -47,7 +47,8 @@ def charts(run: RunRecord) -> list[str]:
     """Return the small charts; empty strings for missing metrics."""
     return [
         *_named_rewards(run), _evaluation(run), _one(run, "kl", 3), _one(run, "entropy", 2),
-        _one(run, "completion_length", 6), _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run), _times(run),
+        _one(run, "completion_length", 6), _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run),
+        _times(run),
     ]  # fmt: skip
 
 

@@ -197,7 +197,7 @@ def test_an_environment_that_fails_costs_its_episode_alone(environment):
     assert episode.rewards == {"environment": None} and FAILING[environment] in episode.problems["environment"]
     assert episode.finish == "error"
     assert from_json(json.loads(to_json([episode])))[0].problems == episode.problems
-    assert not episode.mask(False).any()
+    assert not episode.loss_mask(False).any()
 
 
 # --- chance -----------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_run_that_is_resumed_meets_the_same_chance():
 
     def transcripts(order):
         stage, tasks = staged(Dice, tokenizer, records)
-        episodes = {(t.number, m): begin(t, m) for t in tasks for m in range(4)}
+        episodes = {(t.index, m): begin(t, m) for t in tasks for m in range(4)}
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda key: play(stage, episodes[key], tokenizer, *["x<|im_end|>"] * 4), order(episodes)))
         assert not any(e.problems for e in episodes.values())

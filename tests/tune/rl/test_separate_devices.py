@@ -107,5 +107,5 @@ def test_a_reference_without_a_kl_term_is_refused(place, changes, param):
 
 
 def test_a_device_must_be_left_to_the_trainer(place):
-    with refuses(kind=RecipeError, naming="8 devices"):
+    with refuses("engine.devices", RecipeError):
         run(place, name="refused", reference={"devices": 7}, engine={"devices": 1}, loss={"beta": 0.1})
