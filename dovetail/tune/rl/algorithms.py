@@ -108,10 +108,26 @@ def policy_loss_of(loss: Loss) -> PolicyLoss:
         raise RecipeError(f"loss.{error}", param=error.param and f"loss.{error.param}") from None
 
 
-def check_loss(algo: str, changes: Loss) -> None:
-    """Refuse keys of `loss` that the algorithm does not read."""
+def check_loss(algo: str, changes: Loss, num_generations: int, max_completion_length: int) -> None:
+    """Refuse keys of `loss` that the algorithm does not read, or that contradict other keys of the recipe."""
     loss = loss_of(algo, changes)
     policy_loss_of(loss)
+    _check_unread(algo, changes, loss)
+    require(
+        (loss.soft_punish_cache or 0) <= max_completion_length,
+        f"loss.soft_punish_cache must be at most max_completion_length, {max_completion_length}, got "
+        f"{loss.soft_punish_cache}",
+        param="loss.soft_punish_cache",
+    )
+    require(
+        not loss.dynamic_sampling or num_generations > 1,
+        "loss.dynamic_sampling requires num_generations of at least 2, got 1: it compares the completions of a prompt",
+        param="loss.dynamic_sampling",
+    )
+
+
+def _check_unread(algo: str, changes: Loss, loss: Loss) -> None:
+    """Refuse keys that `algo` does not read; `loss` has the algorithm's values and the changes."""
     require(
         algo != "gkd" or changes == DEFAULT_LOSS,
         "loss is not read with algo=gkd, which reads distillation: leave it out",

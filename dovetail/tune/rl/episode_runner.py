@@ -237,8 +237,8 @@ class _Running:
 def support_of(logprobs: Logprobs, tokens: Sequence[int], sampling: Sampling) -> np.ndarray:
     """Return the tokens that each token was drawn from, [tokens, top_k] int32; -1 pads.
 
-    They are cut as the sampler cuts them: the top_k most probable, and of these the ones before which less than top_p
-    of the probability lies.
+    They are cut as the sampler cuts them: the top_k most probable, and of these the ones that have
+    less than top_p of the probability before them.
     """
     ids, top = logprobs.top
     values = top.astype(np.float64)

@@ -1,13 +1,12 @@
 """Rollouts: the batches of RL, sampled by the current weights (a train.rows.BatchSource).
 
-`Rollouts._make_batches` is one step of GRPO, top to bottom:
+One step of GRPO, top to bottom (`Rollouts._make_batches`):
 
-1. publish the weights to the sampler (tune.rl.sampler)
-2. draw prompts (tune.rl.prompts)
-3. run episodes (tune.rl.episode_runner)
-4. assign rewards (tune.rl.reward_assigner)
-5. compute advantages (tune.rl.advantages)
-6. build the batches of the updates (tune.rl.batches)
+1. publish the weights to the sampler: `Rollouts._publish`, tune.rl.sampler
+2. draw prompts: `_RolloutRun._sample_draw`, tune.rl.prompts
+3. run episodes: `_RolloutRun._run_episodes`, tune.rl.episode_runner
+4. assign rewards: `_RolloutRun._submit` and `_assign`, tune.rl.reward_assigner
+5. compute advantages and build the batches of the updates: `Rollouts._build`, tune.rl.advantages and tune.rl.batches
 
 What was sampled and rewarded is in the journal, so a killed run samples nothing twice.
 """
@@ -132,18 +131,6 @@ class Rollouts:
             self._documents[first + i] = update.layout.documents
         return [update.batch for update in updates]
 
-    def _build(self, number: int, rollout: Rollout, at: Position, is_first: bool) -> list[UpdateBatch]:
-        """Build the batches, with scores by the weights before the first update.
-
-        A run that is resumed between the updates of a rollout does not have these weights: the journal has the scores.
-        """
-        known = self._parts.journal.scores(number) if rollout.is_recalled and not is_first else None
-        advantages = self._parts.builder.advantages(rollout.groups)
-        updates = self._parts.builder.build(rollout.groups, advantages, at.state.params, at.state.reference, known)
-        if known is None and self._settings.updates_per_rollout > 1:
-            self._parts.journal.write_scores(number, [update.scores for update in updates])
-        return updates
-
     def _sample(self, number: int, at: Position) -> Rollout:
         """Sample a rollout with the current weights."""
         seconds, is_recalled = 0.0, self._read_journal(number).trained is not None
@@ -174,6 +161,7 @@ class Rollouts:
         return time.monotonic() - began
 
     def _run(self, number: int, version: int) -> Rollout:
+        """Sample and reward a rollout with the published weights, or read it from the journal."""
         return _RolloutRun(self._parts, number, version, self._read_journal(number)).run()
 
     def _read_journal(self, number: int) -> JournalEntry:
@@ -182,6 +170,18 @@ class Rollouts:
         if found.trained is None or self._settings.has_teacher or has_reward(found.episodes.values()):
             return found
         return JournalEntry({}, {}, None)
+
+    def _build(self, number: int, rollout: Rollout, at: Position, is_first: bool) -> list[UpdateBatch]:
+        """Build the batches, with scores by the weights before the first update.
+
+        A run that is resumed between the updates of a rollout does not have these weights: the journal has the scores.
+        """
+        known = self._parts.journal.scores(number) if rollout.is_recalled and not is_first else None
+        advantages = self._parts.builder.advantages(rollout.groups)
+        updates = self._parts.builder.build(rollout.groups, advantages, at.state.params, at.state.reference, known)
+        if known is None and self._settings.updates_per_rollout > 1:
+            self._parts.journal.write_scores(number, [update.scores for update in updates])
+        return updates
 
 
 class _RolloutRun:

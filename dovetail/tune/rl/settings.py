@@ -95,28 +95,13 @@ class Rl(Tuning):
             f"got {self.num_generations}",
             param="num_generations",
         )
-        check_loss(self.algo, self.loss)
-        self._check_loss_lengths()
+        check_loss(self.algo, self.loss, self.num_generations, self.max_completion_length)
         self._check_teacher()
         self._check_reference()
         self._check_unread()
         super().__post_init__()
 
     # --- checks -------------------------------------------------------------------------------------------------------
-
-    def _check_loss_lengths(self) -> None:
-        loss, key = self.resolved_loss, "loss.soft_punish_cache"
-        require(
-            (loss.soft_punish_cache or 0) <= self.max_completion_length,
-            f"{key} must be at most max_completion_length, {self.max_completion_length}, got {loss.soft_punish_cache}",
-            param=key,
-        )
-        require(
-            not loss.dynamic_sampling or self.num_generations > 1,
-            "loss.dynamic_sampling requires num_generations of at least 2, because it compares the completions of a "
-            "prompt",
-            param="loss.dynamic_sampling",
-        )
 
     def _check_teacher(self) -> None:
         require(

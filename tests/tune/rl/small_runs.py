@@ -1,4 +1,4 @@
-"""What the tests of reinforcement learning share: a small model, prompts, and rewards that it can learn in seconds."""
+"""A small RL run for tests: a model, prompts and a reward that it can learn in seconds."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.main import app
 from dovetail.core import yaml_text
-from dovetail.core.errors import RecipeError, UserError
+from dovetail.core.errors import CheckpointError, RecipeError, UserError
 from dovetail.core.option import default_of, kinds_of, options_of
 from dovetail.core.recipe import create
 from dovetail.core.types import Batch
@@ -237,10 +237,10 @@ def test_ratios_of_a_second_pass_are_to_the_policy_before_the_first(evaluated):
 
 def test_a_changed_reward_stops_a_resume(place, evaluated):
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
-    with pytest.raises(ValueError, match=r"the reward 'failing' has changed since step 2 .*allow_changed_inputs"):
+    with refuses(None, CheckpointError, "changed_inputs", naming="the reward 'failing' has changed since step 2"):
         run(place, name="evaluated", data=data, **{**EVALUATED, "steps": 4, "rewards": EVALUATED["rewards"][1:]})
     heavier = [failing, Reward("low_tokens", low_tokens, 2.0), EVALUATED["rewards"][2]]
-    with pytest.raises(ValueError, match="the reward 'low_tokens' has changed since step 2"):
+    with refuses(None, CheckpointError, "changed_inputs", naming="the reward 'low_tokens' has changed since step 2"):
         run(place, name="evaluated", data=data, **{**EVALUATED, "steps": 4, "rewards": heavier})
 
 
@@ -255,7 +255,7 @@ def test_a_failing_reward_affects_only_its_rows(evaluated):
 
 def test_a_run_in_which_every_reward_fails_stops(place):
     """The error has the first traceback, and nothing is exported."""
-    with pytest.raises(ValueError, match="no completion of the last rollout got a reward") as stopped:
+    with pytest.raises(UserError, match="no completion of the last rollout got a reward") as stopped:
         run(place, name="unrewarded", steps=1, rewards=[of_messages])
     assert "in of_messages" in str(stopped.value) and "TypeError: string indices" in str(stopped.value)
     folder = place / "unrewarded"
@@ -268,7 +268,7 @@ def test_a_run_in_which_every_reward_fails_stops(place):
 def test_a_stopped_run_repeats_its_rollouts_with_a_corrected_reward(place):
     reward = place / "corrected.py"
     reward.write_text("def mine(completions, **columns):\n    return [len(c[0]['content']) for c in completions]\n")
-    with pytest.raises(ValueError, match="got a reward"):
+    with pytest.raises(UserError, match="got a reward"):
         run(place, name="corrected", steps=2, rewards=[{"function": f"{reward}:mine"}])
     reward.write_text("def mine(completions, **columns):\n    return [len(c) for c in completions]\n")
     sys.modules.pop(next(name for name in sys.modules if name.startswith("corrected_")))  # as a new process would
