@@ -38,10 +38,10 @@ class Loss:
     loss_type: str | None = None  # normalisation over the batch: grpo, dapo, bnpo or dr_grpo
     epsilon: float | None = None  # the policy's ratio is clipped below 1 - epsilon
     epsilon_high: float | None = None  # and above 1 + epsilon_high (cispo: above epsilon_high)
-    delta: float | None = None  # the largest ratio that counts for negative advantages too (two-sided clip)
+    delta: float | None = None  # the largest ratio for negative advantages (two-sided clip)
     sapo_temperature_pos: float | None = None  # temperature of sapo's gate for positive advantages
     sapo_temperature_neg: float | None = None  # and for the others
-    scale_rewards: str | None = None  # divide advantages by the std of the group or the batch, or by none
+    scale_rewards: str | None = None  # divide advantages by the std of the group or of the batch; none: do not divide
     top_entropy_quantile: float = 1.0  # the share of tokens that are trained, those with the highest entropy
     beta: float | None = None  # weight of the KL from the reference; 0: no reference is run
     kl_estimator: str = "k3"  # estimator of that KL: k2 or k3
@@ -49,7 +49,7 @@ class Loss:
     importance_sampling_mode: str = "truncate"  # correct for the sampler's probabilities: truncate, mask or none
     importance_sampling_cap: float = 2.0  # the largest importance ratio; larger ones become the cap, or 0 with mask
     dynamic_sampling: bool | None = None  # draw other prompts in place of groups whose rewards are all equal
-    soft_punish_cache: int | None = None  # lower the reward over so many last tokens of max_completion_length; 0: no
+    soft_punish_cache: int | None = None  # lower rewards within so many tokens of max_completion_length; 0: no
 
     def __post_init__(self) -> None:
         named = (("policy_loss", POLICY_LOSSES), ("advantage", ADVANTAGES), ("loss_type", LOSS_TYPES))

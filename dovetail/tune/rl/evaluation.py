@@ -18,7 +18,7 @@ from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.episode_runner import EpisodeGroup, EpisodeRunner, Grammar, Reply
 from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.reward_assigner import RewardAssigner
-from dovetail.tune.rl.sampler import Sampler
+from dovetail.tune.rl.sampler import PolicySampler
 from dovetail.tune.rl.settings import Rl
 
 
@@ -28,7 +28,7 @@ class Evaluator:
 
     settings: Rl
     prompts: list[PromptRecord]
-    sampler: Sampler
+    sampler: PolicySampler
     rewards: RewardAssigner
     reply: Reply | None = None
     grammar: Grammar | None = None

@@ -30,7 +30,7 @@ class PromptRecord:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSet:
     """The prompts to train on. Each is drawn once per epoch."""
 
     records: Sequence[PromptRecord]
@@ -55,7 +55,7 @@ def open_prompts(
     records: Iterable[Any] | None = None,
     progress: Progress | None = None,
     scene: Scene | None = None,
-) -> tuple[Prompts, list[PromptRecord], int]:
+) -> tuple[PromptSet, list[PromptRecord], int]:
     """Read the prompts of a run.
 
     Args:
@@ -100,7 +100,7 @@ def open_prompts(
             f"{too_long} are longer and {len(held_out)} held out. Raise max_prompt_length, or set another data.path",
             param="max_prompt_length",
         )
-    return Prompts(train, settings.seed), held_out, too_long
+    return PromptSet(train, settings.seed), held_out, too_long
 
 
 def _split(found: list[PromptRecord], settings: TuningData) -> tuple[list[PromptRecord], list[PromptRecord]]:

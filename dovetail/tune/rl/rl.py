@@ -31,14 +31,14 @@ from dovetail.tune.rl.failures import Failures
 from dovetail.tune.rl.journal import Journal
 from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
-from dovetail.tune.rl.prompts import PromptRecord, Prompts, open_prompts
+from dovetail.tune.rl.prompts import PromptRecord, PromptSet, open_prompts
 from dovetail.tune.rl.reward_assigner import RewardAssigner
 from dovetail.tune.rl.rewards.code_identity import identity
 from dovetail.tune.rl.rewards.imported import Imported
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import reward_of
 from dovetail.tune.rl.rollouts import RolloutParts, Rollouts
-from dovetail.tune.rl.sampler import Sampler
+from dovetail.tune.rl.sampler import PolicySampler
 from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.stage import Stage
@@ -156,7 +156,7 @@ class _Data:
         devices = max(1, jax.device_count() - settings.spare_devices)
         return settings.with_steps(len(self.read(settings)[0].records)).filled(devices)
 
-    def read(self, settings: Rl) -> tuple[Prompts, list[PromptRecord], int]:
+    def read(self, settings: Rl) -> tuple[PromptSet, list[PromptRecord], int]:
         if self._read is None:
             tokenizer, made = tokenizer_of(settings), self._functions.environment or settings.environment
             scene = Scene.of(made, settings, tokenizer) if made else None
@@ -186,7 +186,7 @@ def _open_rows(
     columns = {name for record in prompts.records for name in record.columns}
     pool = _reward_pool(settings, functions, columns, has_environment=reply is not None)
     rewards = RewardAssigner(stack.enter_context(pool) if pool else None, tokenizer, failures)
-    sampler = Sampler(settings, ready, tokenizer)
+    sampler = PolicySampler(settings, ready, tokenizer)
     calls = Calls.of(settings, tokenizer, ready.cfg, everything.values())
     grammar = calls.grammar if calls else None
     builder = BatchBuilder(settings, ready, functions.advantage, calls)

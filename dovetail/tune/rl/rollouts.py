@@ -30,9 +30,9 @@ from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.episode_runner import EpisodeGroup, EpisodeRunner, Grammar, Reply
 from dovetail.tune.rl.journal import Journal, JournalEntry, TrainedGroups
-from dovetail.tune.rl.prompts import PromptRecord, Prompts
+from dovetail.tune.rl.prompts import PromptRecord, PromptSet
 from dovetail.tune.rl.reward_assigner import Computing, RewardAssigner
-from dovetail.tune.rl.sampler import Sampler, offloaded_optimizer
+from dovetail.tune.rl.sampler import PolicySampler, offloaded_optimizer
 from dovetail.tune.rl.settings import Rl
 
 MAX_DRAWS = 8  # draws of prompts for one rollout, where dynamic sampling replaces groups
@@ -58,8 +58,8 @@ class RolloutParts:
     """The parts of a run that a rollout uses."""
 
     settings: Rl
-    prompts: Prompts
-    sampler: Sampler
+    prompts: PromptSet
+    sampler: PolicySampler
     rewards: RewardAssigner
     builder: BatchBuilder
     journal: Journal

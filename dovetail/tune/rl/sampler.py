@@ -28,7 +28,7 @@ from dovetail.tune.rl.settings import Rl, kv_cache_bytes
 ADAPTER = "policy"  # the engine's name of the adapter that is trained
 
 
-class Sampler:
+class PolicySampler:
     """Hold the engine of a run. It is created when weights are published for the first time."""
 
     def __init__(self, settings: Rl, ready: Ready, tokenizer: Tokenizer):

@@ -83,7 +83,7 @@ class RolloutEngine:
     max_num_seqs: int | None = None  # maximum number of sequences per step; default: all of a rollout, up to 512
     max_num_batched_tokens: int | None = None  # maximum number of tokens per step of the engine
     gpu_memory_utilization: float | None = None  # share of the memory that a separate or sleeping engine may use
-    kv_cache_memory_bytes: int | None = None  # bytes of KV cache per device; default: as the plan leaves
+    kv_cache_memory_bytes: int | None = None  # bytes of KV cache per device; default: as many as the plan leaves
     enable_prefix_caching: bool = True  # reuse the KV pages of prompts that start with the same tokens
     max_decode_steps: int | None = None  # maximum number of decode steps per dispatch
     block_size: int | None = None  # tokens per KV page
@@ -172,6 +172,7 @@ class RlEval(Eval):
 
     RENAMED: ClassVar[Mapping[str, str]] = {"samples": "num_generations", "right": "success_threshold"}
 
+    every: int = 0  # steps between evaluations; 0: none
     num_generations: int = 8  # completions of each held-out prompt
     prompts: int = 64  # the most held-out prompts of one evaluation
     success_threshold: float = 1.0  # the least reward of a completion that counts as correct

@@ -62,7 +62,7 @@ def prepare(where: str, step: int) -> None:
     from dovetail.tune.rl import partial_turns
     from dovetail.tune.rl.episode_runner import EpisodeRunner
     from dovetail.tune.rl.reward_assigner import RewardAssigner
-    from dovetail.tune.rl.sampler import Sampler
+    from dovetail.tune.rl.sampler import PolicySampler
 
     seen = []
     match where:
@@ -78,7 +78,7 @@ def prepare(where: str, step: int) -> None:
         case "train":
             die_in(Loop, "_look", lambda self, launched: launched.step == step)
         case "sync":
-            die_in(Sampler, "publish", lambda self, params, version: version == step - 1)
+            die_in(PolicySampler, "publish", lambda self, params, version: version == step - 1)
 
 
 def train(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:
