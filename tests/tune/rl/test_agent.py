@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.tune.rl.environment import ToolEnvironment
 from dovetail.tune.rl.rl import rl
-from dovetail.tune.rl.tools import Tool, ToolEnvironment
+from dovetail.tune.rl.tools import Tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -37,8 +38,8 @@ class Shop(ToolEnvironment):
         """The price of an item."""
         return self.columns["price"] if item == self.columns["item"] else 0
 
-    def score(self, answer):
-        return float(answer.content.strip() == str(self.columns["price"]))
+    def score(self, turn):
+        return float(turn.content.strip() == str(self.columns["price"]))
 
 
 def tasks() -> list[dict[str, Any]]:

@@ -230,7 +230,7 @@ def _ending(code: int | None, is_early: bool) -> str:
     return "it ended before its tests did" if is_early else ""
 
 
-# --- the process --------------------------------------------------------------------------------------------------
+# --- the process ------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-# --- calls of the C library ---------------------------------------------------------------------------------------
+# --- calls of the C library -------------------------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
@@ -46,7 +46,7 @@ def _last_error() -> OSError:
     return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-# --- namespaces and capabilities ----------------------------------------------------------------------------------
+# --- namespaces and capabilities --------------------------------------------------------------------------------------
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_NET = 0x00020000, 0x08000000, 0x10000000, 0x40000000
 NO_SUID, NO_DEVICES, RECURSIVE, PRIVATE = 0x2, 0x4, 0x4000, 0x40000
@@ -80,7 +80,7 @@ def drop_capabilities() -> None:
     _require_success(_libc().capset(head, struct.pack("6I", *[0] * 6)))
 
 
-# --- Landlock -----------------------------------------------------------------------------------------------------
+# --- Landlock ---------------------------------------------------------------------------------------------------------
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
 ASK_VERSION, PATH_BENEATH = 1, 1

@@ -39,7 +39,7 @@ def main(payload_fd: int, report_fd: int) -> None:
     sys.exit(_run(payload["source"], payload["tests"], report))
 
 
-# --- restrictions -------------------------------------------------------------------------------------------------
+# --- restrictions -----------------------------------------------------------------------------------------------------
 
 
 def _die_with(parent: int) -> None:
@@ -99,7 +99,7 @@ def _set_limits(payload: Payload) -> None:
                 raise
 
 
-# --- audit hook ---------------------------------------------------------------------------------------------------
+# --- audit hook -------------------------------------------------------------------------------------------------------
 
 REFUSED = (
     "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.chmod",
@@ -137,7 +137,7 @@ def add_audit_hook(readable: Iterable[str], folder: str) -> None:
     sys.addaudithook(hook)
 
 
-# --- the program and its tests ------------------------------------------------------------------------------------
+# --- the program and its tests ----------------------------------------------------------------------------------------
 
 
 def _reporter(fd: int, secret: str) -> WriteReport:
