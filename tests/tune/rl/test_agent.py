@@ -26,7 +26,7 @@ def price(item: str) -> int:
 
 
 class Shop(ToolEnvironment):
-    """The price is another in every task of an item: only the tool knows it."""
+    """The price of an item differs between prompts: only the tool knows it."""
 
     turns = 3
 
@@ -73,7 +73,7 @@ def test_it_learns_to_call_its_tool(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines]
     assert np.mean(rewards[:2]) < 0.65 and np.mean(rewards[-3:]) > 0.75, rewards
-    assert all(line["gap_max"] < 1e-3 for line in lines)  # what was told between turns is no part of either
+    assert all(line["gap_max"] < 1e-3 for line in lines)  # observations count in neither
     played = [json.loads(line) for line in (tmp_path / "rl/completions.jsonl").read_text().splitlines()]
     called = {step: np.mean([_calls(p) for p in played if p["step"] == step]) for step in (1, 16)}
     assert called[1] < 0.75 and called[16] > 0.85, called

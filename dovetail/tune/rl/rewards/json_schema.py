@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.core.choice import did_you_mean, require
-from dovetail.core.errors import RecipeError, from_os
+from dovetail.core.errors import RecipeError
 from dovetail.tune.rl.rewards.completion import NoReward, block_of, text_of
 
 TYPES: dict[str, Callable[[Any], bool]] = {
@@ -87,10 +87,8 @@ def _refuse_constant(constant: str) -> None:
 def _read_schema(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except OSError as error:
-        raise from_os(error) or error from None
-    except ValueError as error:
-        raise RecipeError(f"schema must be JSON; {path} is not: {error}", param="schema") from None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"schema must be a mapping or a JSON file; {path} is not: {error}", param="schema") from None
 
 
 # --- the schema -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dovetail.core.choice import not_negative, require
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.tune.rl.rewards.completion import NoReward, last_match, require_pattern, text_of, transcript_of
 from dovetail.tune.rl.rewards.worker import seconds_left
 
@@ -230,7 +231,10 @@ class ModelReward:
         if isinstance(self.model, str):
             from dovetail.engine.llm import LLM
 
-            object.__setattr__(self, "model", LLM(self.model, **self.options))
+            try:
+                object.__setattr__(self, "model", LLM(self.model, **self.options))
+            except UserError as error:
+                raise RecipeError(f"model {self.model!r} cannot be loaded: {error}", param="model") from error
         else:
             kind = type(self.model).__name__
             require(hasattr(self.model, "score"), f"model must have score(texts); got a {kind}", param="model")

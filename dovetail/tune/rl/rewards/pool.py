@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,11 +117,6 @@ class Rewards:
         """The failures so far, each with the number of rows that it cost, in the order of the rewards."""
         with self._lock:
             return [problem for _, problem in sorted(self._problems.items())]
-
-    def check(self, columns: Collection[str]) -> None:
-        """Raise a RecipeError if a reward needs a column that the data does not have."""
-        for reward in self.rewards:
-            reward.check(columns)
 
     def score(
         self, prompts: Sequence, completions: Sequence, columns: Mapping[str, Sequence] | None = None

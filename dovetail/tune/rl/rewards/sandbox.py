@@ -133,7 +133,7 @@ def require_isolation(limits: Limits) -> None:
     if limits.isolation == "kernel" and not ENFORCED.issubset(isolation_here()):
         missing = ", ".join(sorted(ENFORCED - set(isolation_here())))
         raise UnsupportedError(
-            f"`isolation`=kernel requires {missing}, which this kernel does not offer: use Linux 5.13 or newer on "
+            f"isolation=kernel requires {missing}, which this kernel does not offer: use Linux 5.13 or newer on "
             "x86-64 or arm64, or set isolation to 'any' if you trust the code not to break out",
             param="isolation",
         )

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from refusals import refuses
 
-from dovetail.core.errors import FileError, RecipeError
+from dovetail.core.errors import RecipeError
 from dovetail.tune.rl.rewards.completion import NoReward
 from dovetail.tune.rl.rewards.json_schema import JsonReward, check_schema, fits
 
@@ -94,7 +94,7 @@ def test_an_unsupported_schema_is_refused(schema, naming):
 
 
 def test_a_file_without_a_schema_is_refused(tmp_path):
-    with refuses(None, FileError, naming="no.json"):
+    with refuses("schema", RecipeError, naming="no.json"):
         JsonReward(str(tmp_path / "no.json"))
     (tmp_path / "bad.json").write_text("{")
     with refuses("schema", RecipeError, naming="bad.json"):

@@ -50,6 +50,8 @@ def test_a_function_by_its_location(tmp_path, monkeypatch):
         ({"kind": "exact", "seconds": 0}, "rewards.seconds", "0"),
         ({"kind": "regex", "pattern": "("}, "rewards.regex.pattern", "'('"),
         ({"kind": "length", "most": "long"}, "rewards.length.most", "long"),
+        ({"kind": "json", "schema": "no.json"}, "rewards.json.schema", "no.json"),
+        ({"kind": "model", "model": "no/such/folder"}, "rewards.model.model", "no/such/folder"),
         ({"function": "math.gcd"}, "rewards.function", "math.gcd"),
         ({"function": "math:gdc"}, "rewards.function", "Did you mean 'gcd'"),
         ({"function": "math:pi"}, "rewards.function", "'pi' is not callable"),
