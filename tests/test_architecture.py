@@ -272,7 +272,7 @@ FINE = {
     "ops/a.py": "import jax\nfrom dovetail.core.types import Packed",
     "io/a.py": "import numpy\ndef f():\n    import gguf",
     "tune/rl/a.py": "import dovetail.engine, dovetail.train\nfrom dovetail.tune import sft\nfrom . import loop",
-    "tune/rl/stage.py": "from dovetail.io.tool_formats.events import ToolCall",
+    "tune/rl/environment_runner.py": "from dovetail.io.tool_formats.events import ToolCall",
     "cli/a.py": "import typer\nfrom dovetail.cli import errors\ndef f():\n    import jax, dovetail",
     "cli/bench_forward.py": "def f():\n    import torch, transformers",
     "interop/torch.py": "import torch",

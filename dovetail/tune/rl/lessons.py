@@ -18,13 +18,13 @@ from dovetail.tune.rl.advantages import (
     token_rewards,
     whiten,
 )
-from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.journal import Scores
 from dovetail.tune.rl.layout import Layout, lay_out, row_sizes
 from dovetail.tune.rl.losses import token_weights, top_entropy
 from dovetail.tune.rl.scorer import Scorer
 from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.tool_grammars import ToolGrammars
 
 Groups = Sequence[Sequence[Episode]]
 
@@ -38,7 +38,9 @@ class Lesson:
 
 
 class Lessons:
-    def __init__(self, settings: Rl, ready: Ready, advantage: Advantage | None = None, calls: Calls | None = None):
+    def __init__(
+        self, settings: Rl, ready: Ready, advantage: Advantage | None = None, calls: ToolGrammars | None = None
+    ):
         """`advantage`: the user's own, in place of the algorithm's. `calls`: what kept the episodes, if any."""
         self._settings, self._ready, self._calls = settings, ready, calls
         self._advantage = advantage or settings.wanted.advantage

@@ -3,8 +3,8 @@
 `loss_mask` holds what a token weighs in the whole batch (losses.token_weights), so the loss is a plain sum, and a batch
 taken in parts has the very gradient of the whole one. Further columns, each at the token whose target it is about:
 `advantages`; `sampler`, the log-probability that the sampler reported; and where the recipe asks for them `old` and
-`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.calls), a critic's `values` and
-`returns`, and `top_entropy`, 1 at the tokens that are trained where those are only some.
+`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.tool_grammars), a critic's
+`values` and `returns`, and `top_entropy`, 1 at the tokens that are trained where those are only some.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def policy_scores(
 
 
 def allowed_words(batch: Batch) -> Allowed | None:
-    """By a grammar (tune.rl.calls)."""
+    """By a grammar (tune.rl.tool_grammars)."""
     return Allowed(batch.columns["masks"], batch.columns["mask"]) if "masks" in batch.columns else None
 
 

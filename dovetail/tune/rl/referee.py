@@ -9,8 +9,8 @@ from typing import Any
 
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.failures import Failures
+from dovetail.tune.rl.rewards.completion import Scored
 from dovetail.tune.rl.rewards.pool import Rewards
-from dovetail.tune.rl.rewards.scored import Scored
 from dovetail.tune.rl.task import Task
 
 ENVIRONMENT = "environment"  # the name of the reward that an environment gives

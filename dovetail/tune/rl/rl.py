@@ -23,8 +23,9 @@ from dovetail.train.rows import Opened
 from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import Advantage
 from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, loss_of
-from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.completions import Completions
+from dovetail.tune.rl.environment_factory import EnvironmentFactory
+from dovetail.tune.rl.environment_runner import EnvironmentRunner
 from dovetail.tune.rl.exam import Examiner
 from dovetail.tune.rl.failures import Failures
 from dovetail.tune.rl.journal import Journal
@@ -33,15 +34,13 @@ from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
 from dovetail.tune.rl.player import Reply
 from dovetail.tune.rl.referee import Referee
-from dovetail.tune.rl.rewards.code_identity import identity
-from dovetail.tune.rl.rewards.imported import Imported
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import reward_of
+from dovetail.tune.rl.rewards.user_code import ImportedFunction, identity
 from dovetail.tune.rl.rollouts import Rollouts
-from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.stage import Stage
 from dovetail.tune.rl.task import Task, Tasks, open_tasks
+from dovetail.tune.rl.tool_grammars import ToolGrammars
 from dovetail.tune.run import given_settings, tokenizer_of
 
 
@@ -135,7 +134,7 @@ class _Data:
     def read(self, settings: Rl) -> tuple[Tasks, list[Task], int]:
         if self._read is None:
             tokenizer, made = tokenizer_of(settings), self._own.environment or settings.environment
-            scene = Scene.of(made, settings, tokenizer) if made else None
+            scene = EnvironmentFactory.from_settings(made, settings, tokenizer) if made else None
             with self._reporter.progress() as progress:
                 self._read = open_tasks(settings.data, tokenizer, settings.max_prompt, self._records, progress, scene)
         return self._read
@@ -163,7 +162,7 @@ def _open_rows(
     actor = Actor(settings, ready, tokenizer)
     everyone = {task.number: task for task in (*tasks.tasks, *held)}
     shown = Completions(folder, settings, everyone)
-    calls = Calls.of(settings, tokenizer, ready.cfg, everyone.values())
+    calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everyone.values())
     grammar = calls.grammar if calls else None
     lessons = Lessons(settings, ready, own.advantage, calls)
     inputs = _inputs(settings, own, (*tasks.tasks, *held), rewards)
@@ -181,7 +180,8 @@ def _inputs(settings: Rl, own: Own, tasks: Sequence[Task], rewards: Rewards | No
     for reward in rewards.rewards if rewards else ():
         found[f"the reward {reward.name!r}"] = reward.fingerprint
     if made := own.environment or settings.environment:
-        found["the environment"] = fingerprint(identity(Imported.of(made) if isinstance(made, str) else made))
+        code = ImportedFunction.parse(made) if isinstance(made, str) else made
+        found["the environment"] = fingerprint(identity(code))
     for name, function in (("advantage", own.advantage), ("policy_loss", own.loss)):
         found |= {f"the function {name}": fingerprint(identity(function))} if function else {}
     return found
@@ -205,4 +205,4 @@ def _reply(settings: Rl, own: Own, tokenizer: Tokenizer, tasks: Sequence[Task], 
     made = own.environment or settings.environment
     if not made:
         return None
-    return Stage.of(made, settings, tokenizer, tasks, failures).reply
+    return EnvironmentRunner.from_settings(made, settings, tokenizer, tasks, failures).reply

@@ -27,7 +27,7 @@ from dovetail.tune.rl.lessons import Lesson, Lessons
 from dovetail.tune.rl.offload import offloaded
 from dovetail.tune.rl.player import Grammar, Player, Reply, Start, write_texts
 from dovetail.tune.rl.referee import Referee
-from dovetail.tune.rl.rewards.scored import Scored
+from dovetail.tune.rl.rewards.completion import Scored
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.task import Task, Tasks
 

@@ -15,7 +15,7 @@ from dovetail.data.examples import ChatExample, TextExample, example
 from dovetail.data.records import BadRecords, open_records
 from dovetail.data.settings import TuningData
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.tune.rl.scene import Scene
+from dovetail.tune.rl.environment_factory import EnvironmentFactory
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def open_tasks(
     most: int,
     records: Iterable[Any] | None = None,
     progress: Progress | None = None,
-    scene: Scene | None = None,
+    scene: EnvironmentFactory | None = None,
 ) -> tuple[Tasks, list[Task], int]:
     """(to learn from, held out, how many prompts of more than `most` tokens were left out). `scene`: of agents, whose
     environment adds to the prompts.

@@ -20,7 +20,7 @@ from dovetail.cli.main import app
 from dovetail.core import yaml_text
 from dovetail.core.types import Batch
 from dovetail.tune.rl.losses import Plain
-from dovetail.tune.rl.rewards.reward import Reward
+from dovetail.tune.rl.rewards.reward import RewardFunction
 from dovetail.tune.rl.rollouts import Rollouts
 
 pytestmark = pytest.mark.slow
@@ -177,7 +177,7 @@ def test_what_gives_way_changes_nothing(place):
 PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `examined`: its rows, their log-probabilities then
 EXAMINED: dict[str, Any] = {
     "eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "steps": 2, "max_prompt": 32,
-    "rewards": [failing, low_tokens, Reward("of_messages", of_messages, 0.0)],
+    "rewards": [failing, low_tokens, RewardFunction("of_messages", of_messages, 0.0)],
     "num_iterations": 2, "loss": {"correction": "none", "delta": 1.5, "top_entropy_quantile": 0.5},
 }  # fmt: skip
 
@@ -228,7 +228,7 @@ def test_another_reward_is_noticed_when_a_run_goes_on(place, examined):
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
     with pytest.raises(ValueError, match=r"the reward 'failing' has changed since step 2 .*allow_changed_inputs"):
         run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": EXAMINED["rewards"][1:]})
-    heavier = [failing, Reward("low_tokens", low_tokens, 2.0), EXAMINED["rewards"][2]]
+    heavier = [failing, RewardFunction("low_tokens", low_tokens, 2.0), EXAMINED["rewards"][2]]
     with pytest.raises(ValueError, match="the reward 'low_tokens' has changed since step 2"):
         run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": heavier})
 

@@ -1,4 +1,4 @@
-"""Agents kept by a grammar: what they write are calls, and the trainer knows the words that these were drawn from."""
+"""Agents constrained by a grammar: they write calls, and the trainer knows the tokens that were allowed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from tune.rl.staged import write
+from refusals import refuses
+from tune.rl.environments import write
 from tune.small_models import metrics
 
+from dovetail.core.errors import RecipeError
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.registry import read_model
-from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.environment import Environment, Step
 from dovetail.tune.rl.episode import Episode, Place, begun
 from dovetail.tune.rl.layout import lay_out
@@ -22,7 +23,8 @@ from dovetail.tune.rl.parts import Sampling
 from dovetail.tune.rl.rl import rl
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.task import Task
-from dovetail.tune.rl.tools import Tool, results, tools_of
+from dovetail.tune.rl.tool_grammars import ToolGrammars
+from dovetail.tune.rl.tools import Tool, call_tools, tools_of
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -35,19 +37,19 @@ def buy(item: Literal["a", "b"]) -> str:
 
 
 class Shop(Environment):
-    """Paid for each a, by calls alone."""
+    """Reward each call that buys a."""
 
     tools = (buy,)
     turns = 2
 
-    def step(self, answer):
-        bought = [json.loads(call.arguments)["item"] for call in answer.calls]
-        return Step(results(answer.calls, tools_of(self)) or "buy", reward=bought.count("a") / 4)
+    def step(self, turn):
+        bought = [json.loads(call.arguments)["item"] for call in turn.calls]
+        return Step(call_tools(turn.calls, tools_of(self)) or "buy", reward=bought.count("a") / 4)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Random weights: whatever of its answers has a form has it from the grammar."""
+    """Random weights: only the grammar gives the turns a form."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         tiny = importlib.import_module("tiny")
@@ -58,7 +60,7 @@ def model(tmp_path_factory):
 
 
 def run(model: str, folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(its metrics, what was played)."""
+    """Return the metrics and the completions of a run."""
     given: dict[str, Any] = dict(
         data=TASKS, environment=Shop, steps=2, prompts=2, group_size=2, max_prompt=64, max_tokens=160, show=False,
         optimizer={"lr": 3e-3}, precision={"compute": "f32"}, schedule={"name": "constant"}, show_every=0,
@@ -69,21 +71,21 @@ def run(model: str, folder: Path, **changes: Any) -> tuple[list[dict[str, Any]],
     return metrics(folder), played
 
 
-def test_required_calls_are_calls_and_the_trainer_knows_their_words(model, tmp_path):
+def test_required_calls_are_calls_and_the_trainer_knows_the_allowed_tokens(model, tmp_path):
     lines, played = run(model, tmp_path, sampling={"tool_choice": "required", "parallel_tool_calls": False})
     assert max(line["gap_max"] for line in lines) < 1e-4
     assert len(played) == 8 and any(line["grad_norm"] > 0 for line in lines)
     for each in played:
         assert [message["role"] for message in each["completion"]] == ["assistant", "tool"] * 2
-        for told, result in zip(each["completion"][::2], each["completion"][1::2], strict=True):
-            (call,) = told["tool_calls"]
-            assert call["function"]["name"] == "buy" and told["content"] == ""
+        for message, result in zip(each["completion"][::2], each["completion"][1::2], strict=True):
+            (call,) = message["tool_calls"]
+            assert call["function"]["name"] == "buy" and message["content"] == ""
             assert result["content"] == f"1 {call['function']['arguments']['item']}"
 
 
 @pytest.mark.thorough
-def test_auto_among_few_words_at_another_temperature(model, tmp_path):
-    """Both the words that top-k left and those that the grammar allows are known to the trainer."""
+def test_auto_with_top_k_and_another_temperature(model, tmp_path):
+    """The trainer knows both the tokens of top-k and those that the grammar allows."""
     sampling = {"tool_choice": "auto", "temperature": 0.8, "top_k": 10, "top_p": 0.9}
     lines, _ = run(model, tmp_path, updates=2, sampling=sampling, loss={"beta": 0.01})
     assert max(line["gap_max"] for line in lines) < 1e-4
@@ -96,28 +98,28 @@ CALL = '<tool_call>\n{"name": "buy", "arguments": {"item": "a"}}\n</tool_call>'
 ODD = {"type": "function", "function": {"name": "f", "parameters": {"type": "circle"}}}
 
 
-def kept(model: str, choice: str, *turns: str) -> tuple[Tokenizer, Episode, dict[str, np.ndarray]]:
-    """(its tokenizer, an episode of these turns, the words that were left to each of its tokens)."""
+def masked(model: str, choice: str, *turns: str) -> tuple[Tokenizer, Episode, dict[str, np.ndarray]]:
+    """Return the tokenizer, an episode of these turns, and the masks of its tokens."""
     tokenizer, cfg = Tokenizer.from_folder(model), read_model(model)
     task = Task(0, "", (1, 2, 3), {}, [Tool.of(buy).schema])
     settings = Rl(model=model, steps=1, sampling=Sampling(tool_choice=choice))
-    calls = Calls.of(settings, tokenizer, cfg, [task])
+    grammars = ToolGrammars.from_settings(settings, tokenizer, cfg, [task])
     episode = begun(0, Place(0, 0), task.tokens, 0)
     for i, turn in enumerate(turns):
         episode.extend([5, 6] if i else [])
         write(episode, tokenizer, turn)
-    assert calls is not None
-    return tokenizer, episode, calls.columns(lay_out([episode], 256, [1]), [episode])
+    assert grammars is not None
+    return tokenizer, episode, grammars.columns(lay_out([episode], 256, [1]), [episode])
 
 
 def allowed(columns: dict[str, np.ndarray], place: int) -> set[int]:
-    """The words that a token of the only episode was drawn from."""
+    """Return the tokens that were allowed at a position of the only episode."""
     bits = columns["masks"][0, columns["mask"][0, place - 1]]
     return set(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist())
 
 
-def test_each_token_has_the_words_that_its_grammar_left(model):
-    tokenizer, episode, columns = kept(model, "required", CALL, CALL)
+def test_each_token_has_the_mask_of_its_grammar(model):
+    tokenizer, episode, columns = masked(model, "required", CALL, CALL)
     begins = tokenizer.encode("<tool_call>", add_special=False)[0]
     places = np.flatnonzero(episode.sampled).tolist()
     for place in places:
@@ -125,28 +127,28 @@ def test_each_token_has_the_words_that_its_grammar_left(model):
         assert int(episode.tokens[place]) in words and len(words) < 20
     first, second = np.flatnonzero(np.diff(episode.sampled, prepend=False) & episode.sampled).tolist()
     assert begins in allowed(columns, first) and allowed(columns, first) == allowed(columns, second)
-    assert not columns["mask"][0, [0, second - 2]].any()  # what nobody sampled may be anything
+    assert not columns["mask"][0, [0, second - 2]].any()  # observations have no mask
     assert len(allowed(columns, second - 1)) >= tokenizer.vocab_size
-    assert sum(len(allowed(columns, place)) == 1 for place in places) >= 2  # what nothing else can stand for
+    assert sum(len(allowed(columns, place)) == 1 for place in places) >= 2  # forced tokens
 
 
 def test_auto_leaves_text_free_until_a_call_opens(model):
-    tokenizer, episode, columns = kept(model, "auto", "some text " + CALL)
+    tokenizer, episode, columns = masked(model, "auto", "some text " + CALL)
     free, end = allowed(columns, 3), len(episode.tokens) - 1
     assert len(free) > tokenizer.vocab_size // 2 and tokenizer.eos_ids[0] in free
     assert len(allowed(columns, end)) < 20
 
 
 @pytest.mark.parametrize(
-    "choice, tools, told",
+    "choice, tools, naming",
     [
         ("auto", [[]], "no prompt shows any"),
         ("required", [[], [Tool.of(buy).schema]], "in every prompt"),
-        ("required", [[ODD]], "cannot be kept to"),
+        ("required", [[ODD]], "no grammar"),
     ],
 )
-def test_what_no_grammar_can_keep_is_told(model, choice, tools, told):
+def test_prompts_without_a_grammar_are_refused(model, choice, tools, naming):
     tasks = [Task(i, "", (1, 2), {}, each) for i, each in enumerate(tools)]
     settings = Rl(model=model, steps=1, sampling=Sampling(tool_choice=choice))
-    with pytest.raises(ValueError, match=told):
-        Calls.of(settings, Tokenizer.from_folder(model), read_model(model), tasks)
+    with refuses("sampling.tool_choice", RecipeError, naming=naming):
+        ToolGrammars.from_settings(settings, Tokenizer.from_folder(model), read_model(model), tasks)

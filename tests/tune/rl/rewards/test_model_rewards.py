@@ -1,4 +1,4 @@
-"""A judge behind a server that fails in the ways such servers do."""
+"""The judge reward, with a server that fails in several ways."""
 
 import asyncio
 import json
@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from refusals import refuses
 
-from dovetail.tune.rl.rewards.deadline import time_limit
-from dovetail.tune.rl.rewards.judge import Judge
-from dovetail.tune.rl.rewards.scored import NoReward
+from dovetail.core.errors import RecipeError
+from dovetail.tune.rl.rewards.completion import NoReward
+from dovetail.tune.rl.rewards.model_rewards import JudgeReward
+from dovetail.tune.rl.rewards.worker import time_limit
 
 
 def says(text) -> tuple[int, bytes]:
@@ -20,7 +22,7 @@ def says(text) -> tuple[int, bytes]:
 
 @contextmanager
 def judging(reply):
-    """`reply(number, body)` gives a status and what comes with it, and perhaps headers; None: the line is cut."""
+    """Serve `reply(number, body)`: a status, a body and perhaps headers; None closes the connection."""
     seen, lock, busy = [], threading.Lock(), [0, 0]
 
     class Handler(BaseHTTPRequestHandler):
@@ -67,11 +69,11 @@ def judging(reply):
 
 def judge(url, prompts=("2+2?",), completions=("4",), columns=None, **settings):
     return asyncio.run(
-        Judge(url, "m", **{"wait": 0.01, **settings})(list(prompts), list(completions), **(columns or {}))
+        JudgeReward(url, "m", **{"wait": 0.01, **settings})(list(prompts), list(completions), **(columns or {}))
     )
 
 
-def test_the_last_number_it_says_brought_to_one(monkeypatch):
+def test_the_last_rating_is_scaled_to_one(monkeypatch):
     monkeypatch.setenv("MY_KEY", "k3y")
     with judging(lambda n, body: says("Score: 2? No. It is right.\n**Score: 7.5**")) as server:
         messages = [{"role": "user", "content": "2+2?"}]
@@ -81,14 +83,14 @@ def test_the_last_number_it_says_brought_to_one(monkeypatch):
     assert "user: 2+2?" in body["messages"][0]["content"] and "{" not in body["messages"][0]["content"]
 
 
-def test_its_prompt_may_name_columns_and_its_scale_be_another():
+def test_the_prompt_may_name_columns_and_the_scale_may_differ():
     settings = {"prompt": "{completion} like {answer}? {other} {not here}", "lowest": -1, "highest": 1}
     settings["pattern"] = r"-?\d+"
-    assert Judge("http://x", "m", **settings).columns == ("answer", "other")
+    assert JudgeReward("http://x", "m", **settings).columns == ("answer", "other")
     with judging(lambda n, body: says(body["messages"][0]["content"])) as server:
         rows = {"answer": ["1", "-1", "5"], "other": ["0", "-1", "5"]}
         found = judge(server.url, [""] * 3, ["{answer}", "b", "c"], rows, **settings)
-    assert found[:2] == [0.5, 0.0] and found[2].message == "the judge said 5, which is not within -1 to 1"
+    assert found[:2] == [0.5, 0.0] and found[2].message == "the judge gave 5, expected -1 to 1"
     assert {body["messages"][0]["content"] for _, body, _ in server.seen} == {
         "{answer} like 1? 0 {not here}", "b like -1? -1 {not here}", "c like 5? 5 {not here}",
     }  # fmt: skip
@@ -107,13 +109,13 @@ def test_its_prompt_may_name_columns_and_its_scale_be_another():
     ],
     ids=["429", "500", "503", "no JSON", "no choices", "no content", "cut"],
 )
-def test_what_passes_is_tried_again(trouble):
+def test_a_passing_failure_is_retried(trouble):
     with judging(lambda n, body: trouble if n < 2 else says("Score: 10")) as server:
         assert judge(server.url) == [1.0]
     assert len(server.seen) == 3
 
 
-def test_what_does_not_pass_is_a_none_with_why():
+def test_a_lasting_failure_has_no_reward_but_a_reason():
     with judging(lambda n, body: (500, b"it is \n broken")) as server:
         assert judge(server.url, retries=1) == [NoReward("judge", "the judge answered 500: 'it is broken'")]
         assert len(server.seen) == 2
@@ -121,12 +123,12 @@ def test_what_does_not_pass_is_a_none_with_why():
         assert judge(server.url) == [NoReward("judge", "the judge answered 401: 'who are you?'")]
         assert len(server.seen) == 1, "another try would not help"
     with judging(lambda n, body: says("I would rather not say")) as server:
-        assert judge(server.url) == [NoReward("judge", "the judge said no number: 'I would rather not say'")]
+        assert judge(server.url) == [NoReward("judge", "the judge gave no number: 'I would rather not say'")]
     (found,) = judge(server.url, retries=0)  # it is gone
     assert found.kind == "judge" and "could not be reached" in found.message
 
 
-def test_rows_do_not_share_their_trouble_and_keep_their_order():
+def test_rows_fail_independently_and_keep_their_order():
     def reply(n, body):
         text = body["messages"][0]["content"]
         time.sleep(0.05 if text == "0" else 0)
@@ -138,7 +140,7 @@ def test_rows_do_not_share_their_trouble_and_keep_their_order():
     assert server.busy[1] <= 2
 
 
-def test_one_that_hangs_is_left():
+def test_a_request_that_hangs_is_given_up():
     release = threading.Event()
 
     def reply(n, body):
@@ -155,18 +157,13 @@ def test_one_that_hangs_is_left():
         finally:
             release.set()
     assert slow == [0.5, NoReward("judge", "the judge did not answer within 0.2 s")]
-    assert late == [0.5, NoReward("time", "the judge had not answered when time was up")]
+    assert late == [0.5, NoReward("time", "the judge did not answer before the time limit of the reward")]
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"url": "localhost:8000"}, "url must begin with http"),
-        ({"prompt": "Good?"}, "prompt must hold {completion}"),
-        ({"highest": 0}, "highest must be above lowest"),
-        ({"concurrency": 0}, "concurrency must be above 0"),
-    ],
+    "settings",
+    [{"url": "localhost:8000"}, {"prompt": "Good?"}, {"pattern": "("}, {"highest": 0}, {"concurrency": 0}],
 )
-def test_wrong_settings_are_told(settings, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        Judge(**{"url": "http://x", "model": "m", **settings})
+def test_a_wrong_setting_is_refused(settings):
+    with refuses(*settings, RecipeError):
+        JudgeReward(**{"url": "http://x", "model": "m", **settings})

@@ -1,9 +1,9 @@
-"""Seccomp: the kernel refuses this process the calls that reach past it. No rights needed; works in containers.
+"""Seccomp: refuse this process the system calls that reach other processes. It needs no rights; works in containers.
 
-Refused: sockets, other programs, processes of its own (threads are fine), signals to others (also those that the
-kernel sends for a file: `F_SETOWN`, `O_ASYNC`), memory that outlives the process or escapes its limit, writes that
-`watch.written` does not see, and what Landlock does not see: a file's mode, owner, times. A list of what is refused
-rather than of what is allowed, so that a newer Python or C library goes on working.
+Refused: sockets, other programs, child processes (threads are fine), signals to others (also those that the kernel
+sends for a file: `F_SETOWN`, `O_ASYNC`), memory that outlives the process or escapes its limit, writes that
+`sandbox.bytes_written` does not count, and changes that Landlock does not cover: a file's mode, owner, times. The
+filter lists the refused calls rather than the allowed ones, so that it works with newer versions of Python and libc.
 """
 
 from __future__ import annotations
@@ -13,28 +13,22 @@ import os
 import platform
 import struct
 
-from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
+from .kernel import PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, prctl
 
 FILTER_MODE = 2
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS = 1, 38
-LOAD, EQUAL, ANY_BIT, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06  # of the filter's machine
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # where a call's data lie, in bytes
+LOAD, EQUAL, ANY_BIT, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06  # BPF opcodes
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in seccomp_data, in bytes
 CLONE_THREAD = 0x10000
 SOCK_STREAM = 1
 O_ACCMODE, O_TRUNC, O_ASYNC = 0o3, 0o1000, 0o20000
 F_SETFL = 4
-OWNER_OF_FILE = (8, 10, 15, 1024, 1026)  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
-OWNER_OR_TERMINAL = (
-    0x5452,
-    0x8901,
-    0x8902,
-    0x5412,
-    0x541C,
-)  # ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+FCNTL_REFUSED = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
+IOCTL_REFUSED = (0x5452, 0x8901, 0x8902, 0x5412, 0x541C)  # FIOASYNC, FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
 MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
 
-# machine -> the kernel's name for it, and the numbers of the calls
+# Numbers of the refused calls, for each machine.
 _X86 = """
     socket 41 connect 42 bind 49 listen 50 accept 43 accept4 288 socketpair 53
     clone 56 fork 57 vfork 58 execve 59 execveat 322 setsid 112 setpgid 109 unshare 272 setns 308
@@ -70,43 +64,44 @@ _EVERYWHERE = """
     process_madvise 440 mount_setattr 442 memfd_secret 447 fchmodat2 452 setxattrat 463 removexattrat 466
     open_tree_attr 467 file_setattr 469
 """
+# machine -> (AUDIT_ARCH constant, call numbers)
 MACHINES = {"x86_64": (0xC000003E, _X86), "aarch64": (0xC00000B7, _ARM)}
-X32 = 0x40000000  # a second set of numbers for the calls of an x86-64
-OWN_ONLY = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # allowed of this process: abort() needs it
+X32 = 0x40000000  # offset of x86-64's second set of call numbers
+SELF_ONLY = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # allowed to this process: abort() needs it
 
 
-def restrict() -> None:
-    """OSError where the kernel or the machine does not have it."""
+def restrict_calls() -> None:
+    """Install the filter; raise OSError where the kernel or the machine does not support it."""
     program = b"".join(_program(platform.machine(), os.getpid()))
-    held = ctypes.create_string_buffer(program, len(program))
+    buffer = ctypes.create_string_buffer(program, len(program))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
+    filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_SECCOMP, FILTER_MODE, ctypes.c_char_p(filter))
 
 
 def _program(machine: str, pid: int) -> list[bytes]:
     if machine not in MACHINES:
-        raise OSError(f"the numbers of the system calls of {machine} are not known here")
+        raise OSError(f"the system call numbers of {machine} are unknown")
     name, text = MACHINES[machine]
     words = (text + _EVERYWHERE).split()
     calls = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     lines = [_do(LOAD, ARCHITECTURE), _do(EQUAL, name, 1, 0), _do(RETURN, KILL), _do(LOAD, NUMBER)]
     if machine == "x86_64":
         lines += [_do(AT_LEAST, X32, 0, 1), _do(RETURN, ERROR | EPERM)]
-    for newer in ("clone3", "openat2"):  # their flags lie in memory, out of sight: the C library then uses clone
+    for newer in ("clone3", "openat2"):  # their flags are in memory, which a filter cannot read; libc falls back
         lines += [_do(EQUAL, calls.pop(newer), 0, 1), _do(RETURN, ERROR | ENOSYS)]
     lines += _only_where(calls.pop("clone"), 0, [_do(ANY_BIT, CLONE_THREAD, 0, 1)])
     lines += _only_where(calls.pop("socketpair"), 1, [_do(AND, 0xF), _do(EQUAL, SOCK_STREAM, 0, 1)])
     for call, argument in (("open", 1), ("openat", 2)):
-        if call in calls:  # a file opened to read it cannot be emptied by that: the first versions of Landlock allow it
+        if call in calls:  # O_RDONLY | O_TRUNC empties a file: the first versions of Landlock allow it
             emptied = (O_TRUNC, O_TRUNC | O_ACCMODE)
             lines += _except_where(calls.pop(call), argument, emptied, mask=O_TRUNC | O_ACCMODE)
     lines += _except_where(calls.pop("mmap"), 3, (MAP_SHARED,), mask=MAP_SHARED | MAP_ANONYMOUS)
-    lines += _except_where(calls.pop("ioctl"), 1, OWNER_OR_TERMINAL)
+    lines += _except_where(calls.pop("ioctl"), 1, IOCTL_REFUSED)
     lines += _except_async(calls["fcntl"])
-    lines += _except_where(calls.pop("fcntl"), 1, OWNER_OF_FILE)
+    lines += _except_where(calls.pop("fcntl"), 1, FCNTL_REFUSED)
     lines += _only_where(calls.pop("prlimit64"), 0, [_do(EQUAL, 0, 0, 1)])
-    for call in OWN_ONLY:
+    for call in SELF_ONLY:
         lines += _only_where(calls.pop(call), 0, [_do(EQUAL, pid, 0, 1)])
     for number in calls.values():
         lines += [_do(EQUAL, number, 0, 1), _do(RETURN, ERROR | EPERM)]
@@ -114,13 +109,13 @@ def _program(machine: str, pid: int) -> list[bytes]:
 
 
 def _only_where(number: int, argument: int, holds: list[bytes]) -> list[bytes]:
-    """The call is allowed where its argument passes `holds`, whose last line skips one line if it does not."""
+    """Allow the call where its argument passes `holds`, whose last line skips one line if it does not."""
     body = [_do(LOAD, ARGUMENTS + 8 * argument), *holds, _do(RETURN, ALLOW), _do(RETURN, ERROR | EPERM)]
     return [_do(EQUAL, number, 0, len(body)), *body]
 
 
 def _except_where(number: int, argument: int, refused: tuple[int, ...], mask: int = 0xFFFFFFFF) -> list[bytes]:
-    """The call is allowed unless its argument, in the bits of `mask`, is one of `refused`."""
+    """Allow the call unless its argument, in the bits of `mask`, is one of `refused`."""
     refuse = [line for value in refused for line in (_do(EQUAL, value, 0, 1), _do(RETURN, ERROR | EPERM))]
     body = [_do(LOAD, ARGUMENTS + 8 * argument), _do(AND, mask), *refuse, _do(RETURN, ALLOW)]
     return [_do(EQUAL, number, 0, len(body)), *body]

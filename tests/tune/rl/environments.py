@@ -1,4 +1,4 @@
-"""What the tests of agents share: tokenizers of several families, a stage, and a policy that writes what it is told."""
+"""Helpers of the tests of agents: tokenizers of several families, an environment runner, and a scripted policy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from dovetail.io.tokenizer import Tokenizer
+from dovetail.tune.rl.environment_factory import EnvironmentFactory
+from dovetail.tune.rl.environment_runner import EnvironmentRunner
 from dovetail.tune.rl.episode import Episode, Place, begun
 from dovetail.tune.rl.failures import Failures
-from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.stage import Stage
 from dovetail.tune.rl.task import Task, open_tasks
 
 SETTINGS = Rl(model="none", max_tokens=2000, seed=7, steps=1)
@@ -25,7 +25,7 @@ ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 def bytes_tokenizer(special: list[str], template: str, **more) -> Tokenizer:
-    """Of bytes, without merges: every character has the same token wherever it stands."""
+    """Return a tokenizer of bytes without merges: a character always has the same token."""
     backend = Backend(
         models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
@@ -40,25 +40,25 @@ def family(name: str) -> Tokenizer:
     template = re.sub(r"\{%-? (end)?generation -?%\}", "", (TEMPLATES / f"{name}.jinja").read_text())
     if name != "gemma":
         first, *rest = SPECIAL[name]
-        # by which the form of Llama's calls is known: this template does not tell it to the model
+        # by which the format of Llama's calls is detected: this template does not describe it
         return bytes_tokenizer([first, *(["<|python_tag|>"] if name == "llama3" else []), *rest], template)
     backend = sentencepiece()
     backend.add_special_tokens(SPECIAL[name])
     return Tokenizer(backend, bos="<bos>", eos="<end_of_turn>", chat_template=template)
 
 
-def staged(
+def runner_of(
     environment: Any,
     tokenizer: Tokenizer,
     records: list[dict] | None = None,
     settings: Rl = SETTINGS,
     failures: Failures | None = None,
-) -> tuple[Stage, Sequence[Task]]:
-    """A stage, and the tasks on it."""
-    scene = Scene.of(environment, settings, tokenizer)
+) -> tuple[EnvironmentRunner, Sequence[Task]]:
+    """Return an environment runner and its tasks."""
+    factory = EnvironmentFactory.from_settings(environment, settings, tokenizer)
     records = records or [{"messages": ASKED}]
-    tasks = open_tasks(settings.data, tokenizer, 4000, records, scene=scene)[0].tasks
-    return Stage.of(environment, settings, tokenizer, tasks, failures), tasks
+    tasks = open_tasks(settings.data, tokenizer, 4000, records, scene=factory)[0].tasks
+    return EnvironmentRunner.from_settings(environment, settings, tokenizer, tasks, failures), tasks
 
 
 def begin(task: Task, member: int = 0, turn: int = 0) -> Episode:
@@ -66,21 +66,21 @@ def begin(task: Task, member: int = 0, turn: int = 0) -> Episode:
 
 
 def write(episode: Episode, tokenizer: Tokenizer, text: str, finish: str = "stop") -> None:
-    """As the player takes a turn of the policy."""
+    """Extend an episode by a turn of the policy."""
     ids = tokenizer.encode(text, add_special=False)
     episode.extend(ids, np.full(len(ids), -1.0, np.float32))
     episode.text += text.removesuffix(tokenizer.eos or "")
     episode.finish = finish
 
 
-def play(stage: Stage, episode: Episode, tokenizer: Tokenizer, *answers: str) -> list[list[int]]:
-    """What was said after each answer; the last time nothing may be."""
-    found = []
-    for answer in answers:
-        write(episode, tokenizer, answer)
-        said = stage.reply(episode)
-        if said is None:
+def play(runner: EnvironmentRunner, episode: Episode, tokenizer: Tokenizer, *turns: str) -> list[list[int]]:
+    """Return the observation after each turn of the policy, up to the end of the episode."""
+    observations = []
+    for turn in turns:
+        write(episode, tokenizer, turn)
+        observation = runner.reply(episode)
+        if observation is None:
             break
-        found.append(said)
-        episode.extend(said)
-    return found
+        observations.append(observation)
+        episode.extend(observation)
+    return observations

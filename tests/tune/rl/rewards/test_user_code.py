@@ -1,4 +1,4 @@
-"""The fingerprint of a reward: the same in another process, another where it computes something else."""
+"""The fingerprint of a reward: the same in another process, and changed with what it computes."""
 
 import functools
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dovetail.tune.rl.rewards.matches import Exact, Length
-from dovetail.tune.rl.rewards.model import ModelReward
-from dovetail.tune.rl.rewards.reward import Reward, reward_of
+from dovetail.tune.rl.rewards.matches import ExactReward, LengthReward
+from dovetail.tune.rl.rewards.model_rewards import ModelReward
+from dovetail.tune.rl.rewards.reward import RewardFunction, reward_of
 
 MODULE = """
 import math
@@ -35,7 +35,7 @@ class Counts:
 
 
 def rewards_of(source: str, path: Path) -> dict[str, str]:
-    """The fingerprints of its rewards, as a program that holds them gives them to dt.rl."""
+    """Return the fingerprints of the rewards of a program."""
     path.write_text(source)  # where inspect finds the source
     names: dict = {"__name__": "program"}
     exec(compile(source, str(path), "exec"), names)
@@ -60,7 +60,8 @@ def test_settings_weights_and_closures():
         return lambda prompts, completions: [float(len(c) > least) for c in completions]
 
     given = [
-        Exact(), Exact(case=False), Length(most=3), Reward("exact", Exact(), 0.5), over(2), over(3), np.tanh, max,
+        ExactReward(), ExactReward(case=False), LengthReward(most=3), RewardFunction("exact", ExactReward(), 0.5),
+        over(2), over(3), np.tanh, max,
         {"kind": "model", "model": Scores(), "suffix": "a"}, ModelReward(Scores()), "math:gcd", "math:lcm",
     ]  # fmt: skip
     found = [reward_of(each).fingerprint for each in given]
@@ -79,7 +80,7 @@ def test_a_file_counts_whole_and_is_the_same_in_another_process(tmp_path):
     path.write_text(MODULE)
     given = f"{path}:mine"
     show = f"from dovetail.tune.rl.rewards.reward import reward_of; print(reward_of({given!r}).fingerprint)"
-    told = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout.strip()
-    assert told == reward_of(given).fingerprint
+    printed = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed == reward_of(given).fingerprint
     path.write_text(MODULE.replace("[0.0]", "[1.0]"))  # a neighbour, which may be a helper
-    assert told != reward_of(given).fingerprint
+    assert printed != reward_of(given).fingerprint

@@ -2,8 +2,8 @@
 
     canonical([1.0, {"b", "a"}]) == canonical([True, frozenset("ab")])      # as these are equal in Python
 
-The sandboxed process writes the text of what a call returned; its parent writes the text of what was expected, and
-compares the two. It never parses what the sandboxed process wrote.
+The sandboxed process writes the text of the value that a call returned. Its parent writes the text of the expected
+value and compares the two. It never parses the text that the sandboxed process wrote.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import math
 import numbers
 from typing import Any
 
-LONGEST = 2**20  # characters
+MAX_CHARACTERS = 2**20
 
 
 def canonical(value: Any) -> str:
-    """Return the text of a plain value: equal values have equal texts. TypeError for any other object."""
+    """Return the text of a plain value: equal values have equal texts.
+
+    Raises:
+        TypeError: The value is another kind of object.
+    """
     if value is None:
         return "None"
     if isinstance(value, str):
@@ -35,7 +39,7 @@ def canonical(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """1, 1.0, True and 1+0j have one text, and so has the same number of another library."""
+    """Return one text for 1, 1.0, True, 1+0j and the same number of another library."""
     if isinstance(value, int):
         return str(int(value)) if abs(value) < 2**64 else hex(value)  # Python refuses decimals of 4,300 digits
     if isinstance(value, float):
