@@ -11,6 +11,7 @@ from dovetail.core import recipe
 from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed
+from dovetail.models.block import block
 from dovetail.models.decoder import trunk
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
@@ -72,13 +73,21 @@ B, T = 2, 640  # which no weight has
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Trace what an NVIDIA GPU would run, where there is none; rows hold one document."""
+    """Trace what an NVIDIA GPU would run, where there is none; rows hold one document.
+
+    jax keeps the traces of `block` for the whole process, by model, layer and shapes. They do not say whether cuDNN was
+    there, so those made without it are dropped before the test, and those made with it after.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    block.clear_cache()
 
     monkeypatch.setattr(dispatch, "_has_cudnn", lambda: True)
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(fused, "check_is_flash_attention", lambda *_, **__: None)
     monkeypatch.setattr(plan, "DOCUMENTS", 1)
+    yield
+    block.clear_cache()
 
 
 def traced(name: str, layers: int, remat: str, scan: bool):
