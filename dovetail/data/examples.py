@@ -81,7 +81,7 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
         raise UserError(record.error)
     forms = _FORMS[kind]
     if form != "auto":
-        one_of(f"format of {kind}", form, forms)
+        one_of("data.format", form, forms)
         forms = {form: forms[form]}
     fields = _Fields(record, keys)
     for needed, read in forms.values():

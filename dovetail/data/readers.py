@@ -95,11 +95,15 @@ def _text_of(record: Any, text_key: str, where: Where, escaped: bool) -> str:
         raise UserError(f"{where()}: expected a JSON object with the key {text_key!r}, got {type(record).__name__}")
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "no keys"
-        raise UserError(f"{where()}: expected text under the key {text_key!r}, got {keys}; set text_key to one of them")
+        raise UserError(
+            f"{where()}: expected text under the key {text_key!r}, got {keys}; set text_key to one of them",
+            param="text_key",
+        )
     text = record[text_key] if record[text_key] is not None else ""  # null: an empty document, as in a column
     if not isinstance(text, str):
         raise UserError(
-            f"{where()}: expected text under the key {text_key!r}, got {type(text).__name__}; set text_key to another"
+            f"{where()}: expected text under the key {text_key!r}, got {type(text).__name__}; set text_key to another",
+            param="text_key",
         )
     if escaped:  # only an escape can write half a surrogate pair
         try:
