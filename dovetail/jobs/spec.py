@@ -66,7 +66,7 @@ class CodeSpec:
     def __post_init__(self) -> None:
         not_negative(self, "file_mb", "total_mb")
         inside = not self.cwd.startswith(("/", "~")) and ".." not in self.cwd.split("/")
-        require(inside, f"cwd must be a folder below code.path, such as experiments/a; got {self.cwd!r}")
+        require(inside, f"cwd must be a folder below code.path, such as experiments/a; got {self.cwd!r}", param="cwd")
 
 
 @dataclass(frozen=True)
@@ -185,18 +185,25 @@ class Spec:
         require(
             bool(re.fullmatch(r"[A-Za-z0-9][\w.-]{0,62}", self.name)),
             f"name must be letters, digits, . _ and -, at most 63; got {self.name!r}",
+            param="name",
         )
         require(
             bool(self.command) != bool(self.recipe),
             "command or recipe must be given, and not both: a shell line, or the name of a recipe",
+            param="command",
         )
-        require(bool(self.recipe) or not self.overrides, "overrides require a recipe; put them into the command")
+        require(
+            bool(self.recipe) or not self.overrides,
+            "overrides require a recipe; put them into the command",
+            param="overrides",
+        )
         one_of("training", self.training, TRAININGS)
         one_of("backend", self.backend, BACKENDS)
         one_of("tier", self.tier, TIERS)
         require(
             (self.tier == "reservation") == bool(self.reservation),
             f"reservation must be given with tier: reservation, and only then; got {self.reservation!r}",
+            param="reservation",
         )
         self._check_machines()
         for pair in self.env:
@@ -207,25 +214,30 @@ class Spec:
                 bool(kind[1]) and kind[0] in SECRETS,
                 f"secrets must say where each value comes from, such as KEY=env:KEY, KEY=file:PATH or KEY=gcp:NAME; "
                 f"got {pair.partition('=')[0]}",
+                param="secrets",
             )
 
     def _check_machines(self) -> None:
         for text in (self.accelerator, *self.others):
             parse(text)
         not_negative(self, "hosts")
-        require(self.slices >= 1, f"slices must be 1 or more; got {self.slices}")
+        require(self.slices >= 1, f"slices must be 1 or more; got {self.slices}", param="slices")
         require(
             not self.others or bool(self.recipe),
             "others requires a recipe: a command may not work with another number of chips",
+            param="others",
         )
         if self.backend in ("gcp-tpu", "gke"):
             require(
-                self.device.is_tpu, f"accelerator must be a TPU for backend {self.backend}; got {self.accelerator!r}"
+                self.device.is_tpu,
+                f"accelerator must be a TPU for backend {self.backend}; got {self.accelerator!r}",
+                param="accelerator",
             )
             require(
                 self.hosts in (0, self.device.total_hosts * self.slices),
                 f"hosts of {self.slices} x {self.device} is {self.device.total_hosts * self.slices}; got {self.hosts}: "
                 "leave it out",
+                param="hosts",
             )
 
     @property
@@ -256,7 +268,7 @@ class Spec:
 def _check_pair(field_name: str, pair: str) -> str:
     name, equals, value = pair.partition("=")
     fine = bool(equals) and re.fullmatch(r"[A-Za-z_]\w*", name) is not None
-    require(fine, f"{field_name} must be NAME=value each; got {name!r}")
+    require(fine, f"{field_name} must be NAME=value each; got {name!r}", param=field_name)
     return value
 
 
@@ -291,9 +303,9 @@ def changed(spec: Spec, words: Sequence[str]) -> Spec:
     """Return the spec with key=value changes."""
     pairs = [word.partition("=") for word in _typed(words)]
     for key, equals, _ in pairs:
-        require(bool(equals), f"an override is key=value, such as ceiling.dollars=800; got {key!r}")
+        require(bool(equals), f"an override is key=value, such as ceiling.dollars=800; got {key!r}", param=key)
         fixed = key.partition(".")[0] in ("name", "backend", "code")
-        require(not fixed, f"{key} cannot be changed after a job was created: create another job")
+        require(not fixed, f"{key} cannot be changed after a job was created: create another job", param=key)
     return recipes.change(spec, {key: yaml_text.parse(text) if text else "" for key, _, text in pairs})
 
 

@@ -1,4 +1,4 @@
-"""A supervisor over a home of jobs, in a thread of the test."""
+"""Run a supervisor over a folder of jobs in a thread of the test."""
 
 from __future__ import annotations
 

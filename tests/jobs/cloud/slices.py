@@ -1,4 +1,4 @@
-"""What the tests of the cloud backends share: an attempt, and TPU VMs that are folders of this machine."""
+"""Share helpers of the cloud tests: an attempt, and TPU VMs that are local folders."""
 
 import os
 import sys
