@@ -261,6 +261,7 @@ class Training:
             sum(bool(getattr(self, name)) for name in names) == 1,
             f"{_listed(names, 'or')} must say how long to train, and not {'both' if len(names) == 2 else 'several'}; "
             f"got {_listed(given, 'and')}",
+            param=names[0],
         )
         warmup = self.schedule.warmup
         require(
@@ -360,8 +361,8 @@ class Training:
         """Refuse what this model (a models.config.ModelConfig) cannot do."""
         require(
             self.scores or not cfg.scored,
-            f"model {self.model!r} gives texts a score and has no head for words: name a model that writes, or train "
-            "this one further as the reward model that it is (dovetail reward)",
+            f"model {self.model!r} is a reward model, without a language model head: use a causal language model, or "
+            "run `dovetail reward`",
             param="model",
         )
 

@@ -89,7 +89,10 @@ def saved_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     ends = {name: [module.rpartition(".")[2] for module in given] for name, given in outer_modules(cfg).items()}
     for wanted in lora.modules_to_save:
         if not any(wanted in modules for modules in ends.values()):
-            raise UserError(f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out")
+            raise UserError(
+                f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out",
+                param="lora.modules_to_save",
+            )
     return [name for name, modules in ends.items() if set(modules) & set(lora.modules_to_save)]
 
 
@@ -120,7 +123,9 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
         names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
         raise UserError(
-            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has {names}"
+            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has "
+            f"{names}",
+            param="lora.target_modules",
         )
     return tree
 

@@ -38,6 +38,7 @@ class Pretrain(Training):
         require(
             self.eval.every == 0 or self.data.held_out > 0,
             "eval.every measures the held-out loss and requires data.held_out, got 0: set it, such as 0.01",
+            param="data.held_out",
         )
 
     @property
@@ -57,4 +58,5 @@ class Pretrain(Training):
         require(
             not balances or any(layer.moe for layer in cfg.layers),
             "loss.router_aux and loss.router_bias_rate balance experts, and the model has none: remove them",
+            param="loss.router_aux" if self.loss.router_aux else "loss.router_bias_rate",
         )

@@ -89,7 +89,7 @@ def test_bad_options_are_refused(dovetail, args, param, kind):
 
 
 def test_a_missing_recipe_is_named(dovetail):
-    with refuses(None, RecipeError, naming="'nothing.yaml'"):
+    with refuses("recipe", RecipeError, naming="'nothing.yaml'"):
         dovetail("prepare", "nothing.yaml")
 
 

@@ -199,7 +199,7 @@ def test_two_processes_make_the_same_cache_once(tmp_path):
     [
         ({"tokenizer": ""}, None, "data.tokenizer", "the model has no tokenizer"),
         ({"tokenizer": ""}, tokenizer(eos=None), "data.tokenizer", "end-of-text token"),
-        ({"tokenizer": "no-such-model"}, None, None, "'no-such-model'"),
+        ({"tokenizer": "no-such-model"}, None, "model", "'no-such-model'"),
     ],
 )
 def test_unusable_tokenizers_are_refused(tmp_path, settings, given, param, naming):

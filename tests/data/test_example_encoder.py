@@ -1,5 +1,4 @@
-"""The trained tokens are the assistant's, token for token: as transformers masks them where a template has generation
-marks, and the same ones where it has none."""
+"""Test that exactly the assistant's tokens are trained, as transformers masks them, with and without marks."""
 
 import functools
 import json

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refuses
 
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.ops.loss import cross_entropy
@@ -207,9 +208,9 @@ def test_the_loop_moves_nothing_but_what_a_split_vocabulary_needs():
 
 def test_what_does_not_fit_is_refused():
     hidden, head, targets, mask = batch()
-    with pytest.raises(ValueError, match=r"head \[V, D\]"):
+    with refuses(naming="(16, 40)"):
         cross_entropy(hidden, head.T, targets, mask)
-    with pytest.raises(ValueError, match="targets and mask"):
+    with refuses(naming="(4, 10)"):
         cross_entropy(hidden, head, targets[:, 1:], mask)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with refuses("chunk"):
         cross_entropy(hidden, head, targets, mask, chunk=0)

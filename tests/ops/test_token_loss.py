@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from corners import corners
+from refusals import refuses
 
+from dovetail.core.errors import RecipeError
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.ops.linear import matmul
 from dovetail.ops.token_loss import (
@@ -132,7 +134,7 @@ def test_words_that_a_mask_leaves(axes):
 
     placement, args = on_mesh(axes, h, w) if axes else (None, (h, w))
     assert_same(value_and_grads(ours, *args), value_and_grads(plain, h, w), tol=2e-5)
-    with pytest.raises(ValueError, match="2 x 32 bits, one for each of 40 words; it is 1 x 32"):
+    with refuses(None, RecipeError, naming="1 x 32"):
         token_scores(h, w, targets, allowed=Allowed(allowed.masks[..., :1], allowed.number))
 
 
@@ -318,17 +320,17 @@ def test_the_loop_moves_nothing_but_what_a_split_vocabulary_needs():
 
 def test_what_does_not_fit_is_refused():
     h, w, t = some(B, T, D), some(V, D), some_targets()
-    with pytest.raises(ValueError, match=r"head \[V, D\]"):
+    with refuses(naming="(16, 40)"):
         token_logprobs(h, w.T, t)
-    with pytest.raises(ValueError, match="4, 11"):
+    with refuses(naming="(4, 10)"):
         token_logprobs(h, w, t[:, 1:])
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with refuses("chunk"):
         token_logprobs(h, w, t, chunk=0)
-    with pytest.raises(ValueError, match=r"student's vocabulary, of 40 words; it has 39: .* same tokenizer"):
+    with refuses("teacher", RecipeError, naming="39"):
         token_divergence(h, w, h, w[1:])
-    with pytest.raises(ValueError, match="kind must be one of 'forward', 'reverse', 'jsd'; got 'backward'"):
+    with refuses("kind", RecipeError):
         token_divergence(h, w, h, w, kind="backward")
-    with pytest.raises(ValueError, match="beta must be"):
+    with refuses("beta", RecipeError):
         token_divergence(h, w, h, w, kind="jsd", beta=1.1)
-    with pytest.raises(ValueError, match="top_k must be 1 to the 40 words"):
+    with refuses("top_k", RecipeError, naming="40"):
         token_top_k(h, w, 0)

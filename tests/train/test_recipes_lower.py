@@ -103,7 +103,7 @@ def test_the_step_lowers(name, platform):
     assert f"mhlo.num_partitions = {ready.derived.devices} " in text
 
 
-def test_one_lowers_whole():
+def test_one_whole_step_lowers():
     ready = nowhere("llama3-1b", "tpu")
     assert len(ready.cfg.layers) == 16
     assert "tpu_custom_call" in ready.lower().as_text()

@@ -1,4 +1,4 @@
-"""Several processes that run the command: from nothing, resumed, signalled, killed; and when one of them fails."""
+"""Test the command in several processes: started, resumed, signalled, killed, and with one failure."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.mark.thorough  # killed below, it begins from nothing and goes on to its end as well
-def test_from_nothing_and_then_on(place):
+def test_several_processes_start_and_resume(place):
     """Training, evaluation, checkpoints and an export; the same command with more steps goes on."""
     with Processes(place, "fresh", 2, 6) as two:
         assert two.codes(180) == [0, 0], two.log()
@@ -112,7 +112,7 @@ def test_from_nothing_and_then_on(place):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
+def test_kill_9_of_one_process_ends_all_and_they_resume(place, count):
     with Processes(place, f"killed{count}", count, LONG) as run:
         run.wait_for(6)
         run.wait_for_checkpoint()
