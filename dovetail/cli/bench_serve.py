@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.cli.bench_load import Generator, Load, Record
+from dovetail.cli.bench_load import Generator, Load, RequestRecord
 from dovetail.core.errors import UserError
 
 ROUNDS = 4  # maximum rounds of warming up
@@ -152,7 +152,7 @@ class Bench:
         self._seconds = self._cpu = 0.0
         self._seen: list[dict[str, float]] = []
         self._compiled: dict[str, float] = {}  # during the measurement; empty if not reported
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
 
     async def run(self, model: str, vocab: int, count: int | None) -> None:
         """Warm the server up and send the load."""
@@ -168,7 +168,7 @@ class Bench:
             with bar() as progress:
                 ended: list[bool] = []  # whether each finished request failed
 
-                def tick(record: Record) -> None:
+                def tick(record: RequestRecord) -> None:
                     ended.append(record.error is not None)
                     progress(f"requests, {sum(ended)} failed" if any(ended) else "requests", len(ended), len(bodies))
 
@@ -249,7 +249,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def rates(records: Sequence[Record], seconds: float, bins: int = 60) -> list[float]:
+def rates(records: Sequence[RequestRecord], seconds: float, bins: int = 60) -> list[float]:
     """Return output tok/s in each part of the run, assuming that all events of a request have equally many tokens."""
     each = seconds / bins or 1.0
     counts = [0.0] * bins
@@ -259,7 +259,7 @@ def rates(records: Sequence[Record], seconds: float, bins: int = 60) -> list[flo
     return [count / each for count in counts]
 
 
-def _show(figures: dict[str, Any], records: list[Record]) -> None:
+def _show(figures: dict[str, Any], records: list[RequestRecord]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -328,7 +328,7 @@ def _remarks(figures: dict[str, Any]) -> list[str]:
     return remarks
 
 
-def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file: str) -> None:
+def _write(figures: dict[str, Any], records: list[RequestRecord], plot: str, json_file: str) -> None:
     from dovetail.core.files import write_atomic
 
     ok = [record for record in records if record.ok]

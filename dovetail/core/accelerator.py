@@ -136,10 +136,6 @@ class Accelerator:
         price = None if self.chip is None else self.chip.spot if spot else self.chip.dollars
         return None if price is None else price * self.total_chips
 
-    def one_slice(self) -> Accelerator:
-        """Return a single slice of this kind."""
-        return replace(self, slices=1)
-
     def explain(self) -> str:
         """Return one line that says what the name counts, and what follows from it."""
         if self.chip is None or self.family is CPU:

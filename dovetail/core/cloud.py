@@ -121,7 +121,6 @@ def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float |
 
 NEAR_GB = 0.02
 FAR_GB = 0.08
-INTERNET_GB = 0.12
 CLASS_A = 0.05 / 10_000  # one write
 CLASS_B = 0.004 / 10_000  # one read
 PIECE_MB = 8  # of a read or write of a checkpoint or a data file

@@ -39,7 +39,7 @@ class FileSpan:
     size: int  # bytes of the span, for the progress bar
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """One row of a file."""
 
     raw: Any  # bytes of JSON or text, a str, the dict of a table's row, or the value of one column
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     done: int  # bytes of the span up to the end of this row
 
 
-def rows(span: FileSpan, column: str = "") -> Iterator[Row]:
+def rows(span: FileSpan, column: str = "") -> Iterator[FileRow]:
     """Yield the rows of a span; `column`: of a table, read only this column, which must hold text."""
     return _READERS[span.kind](span, column)
 
@@ -74,7 +74,7 @@ def parse_json(raw: bytes, where: Where) -> Any:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _text(row: Row, text_key: str, is_json: bool) -> str:
+def _text(row: FileRow, text_key: str, is_json: bool) -> str:
     raw, where = row.raw, row.where
     if raw is None or isinstance(raw, str):  # of a text, or of a column
         return raw or ""
@@ -138,18 +138,18 @@ def _short(line: bytes, width: int = 40) -> str:
 # --- texts, lines of JSON ---------------------------------------------------------------------------------------------
 
 
-def _text_file(span: FileSpan, column: str) -> Iterator[Row]:
-    yield Row(_decode(Path(span.path).read_bytes(), span.path), lambda: span.path, span.size)
+def _text_file(span: FileSpan, column: str) -> Iterator[FileRow]:
+    yield FileRow(_decode(Path(span.path).read_bytes(), span.path), lambda: span.path, span.size)
 
 
-def _corpus(span: FileSpan, column: str) -> Iterator[Row]:
+def _corpus(span: FileSpan, column: str) -> Iterator[FileRow]:
     done = 0
     for text in corpus.documents(span.path, span.start, span.stop):
         done += len(text)
-        yield Row(text, lambda: span.path, done)
+        yield FileRow(text, lambda: span.path, done)
 
 
-def _json_lines(span: FileSpan, column: str) -> Iterator[Row]:
+def _json_lines(span: FileSpan, column: str) -> Iterator[FileRow]:
     if span.path.endswith(".gz"):
         yield from _gz_lines(span)
         return
@@ -158,15 +158,15 @@ def _json_lines(span: FileSpan, column: str) -> Iterator[Row]:
         while (start := file.tell()) < span.stop and (line := file.readline()):
             if line.strip():
                 where = lambda at=start: f"{span.path} line {_line(span.path, at)}"  # noqa: E731
-                yield Row(line, where, start + len(line) - span.start)
+                yield FileRow(line, where, start + len(line) - span.start)
 
 
-def _gz_lines(span: FileSpan) -> Iterator[Row]:
+def _gz_lines(span: FileSpan) -> Iterator[FileRow]:
     with open(span.path, "rb") as raw, gzip.open(raw) as file:
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield Row(line, lambda n=number: f"{span.path} line {n}", raw.tell())
+                    yield FileRow(line, lambda n=number: f"{span.path} line {n}", raw.tell())
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise FileError(f"{span.path} is not a complete gzip file ({error}); copy or compress it again") from None
 
@@ -207,7 +207,7 @@ def _parquet(path: str):
         raise FileError(f"{path} is not a complete Parquet file ({reason}); copy it again") from None
 
 
-def _parquet_rows(span: FileSpan, column: str) -> Iterator[Row]:
+def _parquet_rows(span: FileSpan, column: str) -> Iterator[FileRow]:
     file = _parquet(span.path)
     if column:
         _check_column(file.schema_arrow, column, span.path)
@@ -216,10 +216,10 @@ def _parquet_rows(span: FileSpan, column: str) -> Iterator[Row]:
     for batch in file.iter_batches(ROWS, row_groups=list(groups), columns=[column] if column else None):
         for row in batch.column(0).to_pylist() if column else batch.to_pylist():
             number += 1
-            yield Row(row, lambda n=number: f"{span.path} row {n}", span.size * number // total)
+            yield FileRow(row, lambda n=number: f"{span.path} row {n}", span.size * number // total)
 
 
-def _arrow_rows(span: FileSpan, column: str) -> Iterator[Row]:
+def _arrow_rows(span: FileSpan, column: str) -> Iterator[FileRow]:
     """Yield the rows of a file in Arrow's streaming format, or in its file format (older versions of `datasets`)."""
     import pyarrow as pa
 
@@ -239,7 +239,7 @@ def _arrow_rows(span: FileSpan, column: str) -> Iterator[Row]:
                 done = min(file.tell(), span.size)
                 for row in batch.column(column).to_pylist() if column else batch.to_pylist():
                     number += 1
-                    yield Row(row, lambda n=number: f"{span.path} row {n}", done)
+                    yield FileRow(row, lambda n=number: f"{span.path} row {n}", done)
         except pa.ArrowInvalid as error:
             raise FileError(f"{span.path} is not a complete Arrow file ({error}); copy it again") from None
 
@@ -281,16 +281,16 @@ def _array_record(path: str) -> Iterator[Any]:
         raise FileError(f"{path} is not a complete ArrayRecord file ({reason}); copy it again") from None
 
 
-def _array_record_rows(span: FileSpan, column: str) -> Iterator[Row]:
+def _array_record_rows(span: FileSpan, column: str) -> Iterator[FileRow]:
     with _array_record(span.path) as reader:
         for start in range(span.start, span.stop, RECORDS):
             stop = min(start + RECORDS, span.stop)
             for index, record in enumerate(reader.read(start, stop), start):
                 done = span.size * (index + 1 - span.start) // (span.stop - span.start)
-                yield Row(record, lambda i=index: f"{span.path} record {i}", done)
+                yield FileRow(record, lambda i=index: f"{span.path} record {i}", done)
 
 
-_READERS: dict[str, Callable[[FileSpan, str], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[FileSpan, str], Iterator[FileRow]]] = {
     "text": _text_file,
     "jsonl": _json_lines,
     "parquet": _parquet_rows,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.core.errors import UserError
-
 
 class EngineDied(RuntimeError):
     """The engine has ended; the cause is the `__cause__` if known, or None if the engine was stopped."""
@@ -16,10 +14,6 @@ class EngineDied(RuntimeError):
 
 class Later(Exception):
     """Raised by a control's method that must wait for requests to end; an EngineLoop calls it again."""
-
-
-class InUse(UserError):
-    """Refuse a control that was told not to wait, because requests in progress need what it would change."""
 
 
 @dataclass(frozen=True)

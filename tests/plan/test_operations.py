@@ -1,6 +1,7 @@
 """The products of a model: they add up to its FLOPs and to its bytes, and split as its weights do."""
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.spec import num_bytes
 from dovetail.core.training import Mesh, Training
@@ -80,5 +81,5 @@ def test_a_latent_is_decoded_as_it_is_cached():
 
 
 def test_a_step_needs_sequences():
-    with pytest.raises(ValueError, match="sequences and queries of 1 or more"):
+    with refuses("sequences", naming="at least 1"):
         serving_operations(read_model("tiny"), {}, 0, 128)

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from refusals import refuses
 
 from dovetail.cli.plan_rl import rollout_of
 from dovetail.core import recipe
 from dovetail.core.accelerator import parse
+from dovetail.core.errors import OutOfMemoryError
 from dovetail.models.registry import read_model
 from dovetail.plan.rl_plan import plan_rl
 from dovetail.tune.rl.settings import Rl
@@ -52,15 +54,15 @@ def test_shorter_answers_take_less_at_best():
     long, _ = planned("h200x1", "smollm2-135m")
     short, settings = planned("h200x1", "smollm2-135m", answer=64)
     assert short.sampling.best < long.sampling.best / 2 and short.sampling.worst > long.sampling.worst / 2
-    with pytest.raises(ValueError, match="at most max_tokens"):
+    with refuses("--answer", naming="at most max_tokens"):
         rollout_of(settings, read_model("smollm2-135m"), parse("h200x1"), 1000)
 
 
 def test_what_does_not_fit_names_what_lies_beside():
-    with pytest.raises(ValueError, match=r"does not fit.*beside the trainer on each: critic 134\.6 GiB"):
+    with refuses(None, OutOfMemoryError, naming="beside the trainer on each: critic 134.6 GiB"):
         planned("h200x1", "llama3-8b", "algo=ppo")
     settings = Rl(model="smollm2-135m", steps=1).filled(1)
     apart = replace(settings, engine=replace(settings.engine, devices=1))
     cfg = read_model("smollm2-135m")
-    with pytest.raises(ValueError, match="leave one to the trainer"):
+    with refuses("--on", naming="leave at least one to the trainer"):
         plan_rl(cfg, apart, parse("h200x1"), rollout_of(apart, cfg, parse("h200x1")))

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from refusals import refuses
 
 from dovetail.core import recipe
 from dovetail.core.cloud import per_gb, transfer
@@ -48,7 +49,7 @@ def test_another_region_is_warned_of_and_costs():
     assert there.carried == pytest.approx(0.02 * (there.data + there.saves * there.state) / 1e9)
     assert "the bucket is in us-east5 and the machines are in us-central2" in there.warning
     assert far.carried == 4 * there.carried
-    with pytest.raises(ValueError, match="above 0"):
+    with refuses("bandwidth", naming="above 0"):
         plan_storage(cfg, settings, bandwidth=0)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.engine.request.sequence import Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.sample import SampleInputs
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
@@ -166,12 +166,12 @@ class Packer:
         return too_many
 
 
-def _slot(row: Row) -> int:
+def _slot(row: PlanRow) -> int:
     assert row.seq.slot is not None, "a running sequence has a slot"
     return row.seq.slot
 
 
-def _tokens(row: Row) -> list[int]:
+def _tokens(row: PlanRow) -> list[int]:
     """Return a row's tokens, UNKNOWN where only the device knows."""
     tokens, start, count = row.seq.tokens, row.start, row.count
     if count == 1:

@@ -27,7 +27,7 @@ from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import FIXED, SamplingPlan, SamplingState, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI accepts 300
@@ -212,7 +212,7 @@ class Sampler:
         bias_ids, bias = self._bias([(i, row.state) for i, row in asking], size)
         return dict(slot=slots, mask_until=until, mask=self._mask(masks), bias_ids=bias_ids, bias=bias)
 
-    def _row(self, row: Row, state: SamplingState, steps: int) -> _Row:
+    def _row(self, row: PlanRow, state: SamplingState, steps: int) -> _Row:
         seq, position = row.seq, row.start + row.count
         known = len(seq.tokens) == position
         assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"

@@ -10,7 +10,7 @@ from dovetail.engine.request.sequence import Sequence
 
 
 @dataclass
-class Row:
+class PlanRow:
     """`count` tokens of a sequence from position `start` on.
 
     With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
@@ -27,7 +27,7 @@ class Row:
 class StepPlan:
     """The rows of one dispatch to the device."""
 
-    rows: list[Row]
+    rows: list[PlanRow]
     steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
 
