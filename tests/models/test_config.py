@@ -1,4 +1,4 @@
-"""config.json: every field honoured or refused by name; and what follows from the architecture alone."""
+"""Test config.json: every field is honoured or refused by name; parameter counts and costs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_unsupported_ropes_are_refused(name, kind):
         parse_config(config(name, rope_parameters=params))
 
 
-def test_a_model_that_also_sees_is_read_for_its_text():
+def test_a_multimodal_config_is_read_for_its_text_model():
     outer = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}, "text_config": config("gemma3")}
     assert parse_config(outer).layers == parse_config(config("gemma3")).layers
     assert parse_config(outer | {"eos_token_id": [1, 106]} | _without_eos(outer)).eos_ids == (1, 106)
@@ -176,14 +176,14 @@ OLD = {
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_the_older_spelling_of_ropes(name):
+def test_older_names_of_rope_fields(name):
     new = config(name)
     old = config(name)
     old |= OLD[name](old.pop("rope_parameters"))
     assert parse_config(old).layers == parse_config(new).layers
 
 
-def test_longrope_takes_the_factors_of_the_longest_sequence_there_may_be():
+def test_longrope_uses_the_factors_of_the_longest_sequence():
     cfg = parse_config(config("phi4-mini", original_max_position_embeddings=64))
     assert cfg.layers[0].attn.rope.is_long and cfg.within(65) is cfg
     short = cfg.within(64)
@@ -202,7 +202,7 @@ def test_a_granite_without_positions():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_as_many_parameters_as_transformers_counts(name):
+def test_the_number_of_parameters_equals_transformers(name):
     model, _ = reference(name)
     kept = [b for key, b in model.named_buffers() if key in model.state_dict()]  # saved, but no torch parameters
     assert num_params(spec(parse_config(config(name)))) == model.num_parameters() + sum(b.numel() for b in kept)
@@ -264,7 +264,7 @@ def test_a_norm_starts_as_one():
     assert spec(parse_config(config("llama2")))["norm"].init == "ones"
 
 
-def test_deepseek_scales_its_logits_with_the_stretched_context():
+def test_deepseek_scales_logits_with_yarn():
     cfg = parse_config(config("deepseek-v3"))
     grown = 0.1 * YARN["mscale_all_dim"] * np.log(YARN["factor"]) + 1
     assert cfg.layers[0].attn.scale == pytest.approx(20**-0.5 * grown**2)

@@ -1,4 +1,4 @@
-"""Every family against transformers: an implementation nobody here wrote."""
+"""Test every family against transformers."""
 
 from __future__ import annotations
 

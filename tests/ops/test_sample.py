@@ -274,7 +274,7 @@ def test_logprobs_against_numpy():
     assert (rank == 1 + np.argmax(order == tokens[:, None], axis=1)).all()
 
 
-def test_scores_are_those_of_the_adjusted_logits_and_of_the_rows_that_ask():
+def test_scores_equal_adjusted_logits_in_the_rows_that_ask():
     logits = random_logits(4, V, seed=12)
     inputs = make_inputs(4, temperature=[0.0, 1.0, 0.0, 1.0], top_logprobs=[-1, 0, 2, 5], slot=1, bias={3: 9.0})
     tokens, (value, rank, top, ids) = ops.sample(logits, inputs, NO_HISTORY, 5)
@@ -287,7 +287,7 @@ def test_scores_are_those_of_the_adjusted_logits_and_of_the_rows_that_ask():
         np.testing.assert_allclose(top[row, :count], want[2][row, :count], atol=1e-6)
 
 
-def test_scores_that_no_row_asks_for_are_there_and_zero():
+def test_scores_without_a_request_are_zero():
     logits = random_logits(2, V, seed=13)
     tokens, (value, rank, top, ids) = ops.sample(logits, make_inputs(2, temperature=0.0, slot=1), NO_HISTORY, 3)
     assert (tokens == logits.argmax(1)).all() and top.shape == ids.shape == (2, 3)
@@ -307,7 +307,7 @@ def test_penalties_against_numpy():
     np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
 
 
-def test_greedy_rows_feel_bias_penalties_and_mask(sample):
+def test_bias_penalties_and_mask_apply_to_greedy_rows(sample):
     logits = np.zeros((4, V), np.float32)
     logits[:, 10], logits[:, 20] = 2.0, 1.0
     history = jnp.zeros((1, V), jnp.int32).at[0, 10].set(2)

@@ -103,7 +103,7 @@ def test_latents(name, dtype):
     check(got, expected, ctx, dtype)
 
 
-def test_flat_pages_hold_the_same_as_others():
+def test_flat_pages_have_the_content_of_others():
     rng = np.random.default_rng(0)
     ctx, tokens = context("mixed", rng)
     k, v, q = (jnp.asarray(rng.standard_normal((tokens, heads, 48)), jnp.float32) for heads in (2, 2, 4))

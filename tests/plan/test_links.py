@@ -1,4 +1,4 @@
-"""How a mesh lies over links: as jax lays it, with the bandwidths of the book "How to Scale Your Model"."""
+"""Test how a mesh is laid over links: as jax does, with the bandwidths of "How to Scale Your Model"."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def test_the_axes_are_the_trainers():
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (16, 16), (8, 16), (4, 4, 4), (4, 4, 8), (2, 2, 4, 2)])
-def test_a_mesh_is_laid_along_a_torus_as_jax_does_it(shape):
+def test_a_mesh_is_laid_over_a_torus_as_jax_does(shape):
     """Every way to split it in powers of two over three axes; its own function also has a name of its own in jax."""
     from jax._src.mesh_utils import _create_device_mesh_for_nd_torus as lay
 
@@ -66,7 +66,7 @@ def test_a_whole_v5p_pod_can_be_laid_out():
         ("v5p-8", (False, False, False)), ("tpu7x-4x4x8", (True, True, True)), ("h100x8", (False,)),
     ],
 )  # fmt: skip
-def test_which_sides_close_to_a_ring(on, closed):
+def test_sides_that_close_to_a_ring(on, closed):
     assert wraps(parse(on)) == closed
 
 
@@ -125,7 +125,7 @@ def test_a_mesh_of_another_size_is_refused():
         layout(parse("v5e-16"), {"fsdp": 8})
 
 
-def test_devices_that_only_say_their_kind():
+def test_devices_known_by_their_kind_alone():
     assert of_devices(CHIPS["v5e"], 512, 2) == parse("2 x v5e-256")
     assert of_devices(CHIPS["TPU7x"], 128) == parse("tpu7x-4x4x4")
     assert of_devices(CHIPS["H100"], 64) == parse("h100x64")

@@ -1,4 +1,4 @@
-"""The bytes that a plan counts: beside those measured on an H200, and beside what autodiff says it keeps."""
+"""Test the bytes that a plan counts against an H200's measurements and autodiff's residuals."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,7 +41,7 @@ def settings_of(name: str, batch: int, length: int, *more: str):
         (QWEN, 8, 2048, True, 51.9), (MIXTRAL, 4, 4096, False, 75.4),
     ],
 )  # fmt: skip
-def test_what_is_counted_is_near_what_was_measured(name, batch, length, scan, measured):
+def test_counted_bytes_are_near_those_measured(name, batch, length, scan, measured):
     """docs/performance.md, "Training on one H200"; without remat, all rows at once."""
     if isinstance(name, str):
         cfg, settings = read_model(name), settings_of(name, batch, length, "precision.params=f32")
@@ -51,7 +51,7 @@ def test_what_is_counted_is_near_what_was_measured(name, batch, length, scan, me
     assert measured * 0.97 < counted < measured * 1.05
 
 
-def test_microsteps_add_their_sums_and_a_loop_its_gradients():
+def test_microsteps_add_sums_and_scan_adds_gradients():
     cfg, settings = read_model(QWEN), settings_of(QWEN, 16, 4096)
     weights = memory(cfg, settings, {}, "none", 16).weights / 6
     half = replace(settings, batch=8)
@@ -60,7 +60,7 @@ def test_microsteps_add_their_sums_and_a_loop_its_gradients():
     assert looped - plain == 2 * weights
 
 
-def test_few_tokens_leave_the_update_as_the_worst_moment():
+def test_with_few_tokens_the_update_is_the_peak():
     cfg, settings = read_model(LLAMA), settings_of(LLAMA, 1, 128)
     found = memory(cfg, settings, {}, "full", 1)
     assert found.gradients == found.weights * 4 / 6 and found.logits == 0
@@ -110,7 +110,7 @@ def count(jaxpr, name: str) -> int:
 
 @pytest.mark.parametrize("name", [QWEN, LLAMA])
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("attention", 1), ("full", 2)])
-def test_attention_runs_again_only_where_the_plan_says_so(cudnn, name, remat, times):
+def test_attention_is_recomputed_only_where_the_plan_says_so(cudnn, name, remat, times):
     cfg, run, shapes = traced(name, 2, remat, scan=False)
     grad = jax.make_jaxpr(jax.grad(lambda p, t: run(p, t).astype(jnp.float32).sum()))(*shapes)
     assert count(grad.jaxpr, "dot_product_attention_fwd") == times * 2
@@ -120,7 +120,7 @@ def test_attention_runs_again_only_where_the_plan_says_so(cudnn, name, remat, ti
 
 
 @pytest.mark.parametrize(("name", "layers", "apart"), [("gemma3-4b", 12, True), (LLAMA, 2, False)])
-def test_layers_of_a_group_are_computed_again_one_by_one(name, layers, apart):
+def test_layers_of_a_group_are_recomputed_one_by_one(name, layers, apart):
     """A loop's body keeps XLA from doing so itself where it is a single layer."""
     _, run, shapes = traced(name, layers, "dots", scan=True)
     assert list(barriers(jax.make_jaxpr(run)(*shapes).jaxpr)) == [apart] * (6 if apart else 1)
@@ -147,7 +147,7 @@ def kept(name: str, layers: int, remat: str, scan: bool) -> float:
 
 @pytest.mark.parametrize("name", [QWEN, LLAMA])
 @pytest.mark.parametrize(("remat", "scan"), [("none", True), ("dots", False), ("attention", False), ("full", False)])
-def test_what_is_kept_is_what_autodiff_keeps(cudnn, name, remat, scan):
+def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
     """Of one layer: the difference between models of 4 and of 2."""
     D, layer = read_model(name).dim, read_model(name).layers[0]
     found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2
@@ -165,21 +165,21 @@ def test_what_is_kept_is_what_autodiff_keeps(cudnn, name, remat, scan):
         ("qwen3-30b-a3b", "TPU7x", 128, 1, 32.02), ("deepseek-v3", "v5p", 1024, 1, 81.37),
     ],
 )  # fmt: skip
-def test_what_is_counted_is_near_what_libtpu_compiled(name, chip, devices, slices, compiled):
+def test_counted_bytes_are_near_those_libtpu_assigned(name, chip, devices, slices, compiled):
     """docs/tpu.md. Where a plan is another one now, its step is to be compiled again."""
     settings = recipe.load(name, [f"mesh.slices={slices}"], Pretrain)
     found = derive(read_model(name), settings, CHIPS[chip], devices, slices)
     assert compiled == pytest.approx(found.memory.total / GIB, rel=0.15)
 
 
-def test_a_tpu_keeps_heads_of_64_as_wide_as_128_and_sums_of_softmax_once():
+def test_a_tpu_pads_heads_of_64_to_128_and_saves_softmax_sums_once():
     for name, wider in ((LLAMA, 32 * 64), ("llama3-8b", 0)):
         cfg = read_model(name)
         on, off = (plan._saved(cfg.dim, cfg.layers[0], 1, 1, "dots", on_tpu) for on_tpu in (True, False))
         assert on - off == wider - 2 * (plan.DOCUMENTS - 1) * 32
 
 
-def test_what_is_kept_is_not_made_again():
+def test_saved_activations_are_not_counted_as_recomputed():
     cfg = read_model("llama3-8b")
     found = [plan.activations_of(cfg, 0, 1, 1, remat) for remat in ("full", "attention", "dots", "none")]
     assert sorted(found) == found and sorted(found, key=lambda one: -one[1]) == found

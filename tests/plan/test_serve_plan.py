@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_engines_arrays(name, tensor):
     assert planned.weights == on_first_device(params)
 
 
-def test_the_engines_own_pool_has_as_many_bytes():
+def test_the_planned_pool_has_the_bytes_of_the_engines():
     """Through its own sizing, for kinds of devices that are not here too."""
     cfg = small("two key heads")
     given = options.EngineOptions(
@@ -95,7 +95,7 @@ def test_the_engines_own_pool_has_as_many_bytes():
     assert held_bytes(programs.pages(3)) == 3 * planned.page * planned.per_token
 
 
-def test_what_the_engine_takes_of_a_device_is_what_is_planned_with():
+def test_the_planned_share_of_a_device_is_the_engines():
     share = functools.partial(options.platform_default, "gpu_memory_utilization")
     assert (share("tpu"), share("cpu")) == (serve_memory.MEMORY_UTILIZATION, serve_memory.CPU_MEMORY_UTILIZATION)
     most = functools.partial(options.platform_default, "max_num_batched_tokens")
@@ -105,13 +105,13 @@ def test_what_the_engine_takes_of_a_device_is_what_is_planned_with():
         assert size == serve_memory.PAGE[platform]
 
 
-def test_pages_on_an_h200_are_near_those_that_the_engine_made():
+def test_planned_pages_on_an_h200_are_near_the_engines():
     """docs/performance.md: 56,320 pages of the 8B shape with 512 sequences, on a card that shows 139.8 GiB."""
     pages = held(read_model("llama3-8b"), CHIPS["H200"], rows=512, memory=int(139.8 * GIB)).pages
     assert pages == pytest.approx(56_320, rel=0.02)
 
 
-def test_key_heads_that_the_devices_do_not_divide_are_whole_on_each():
+def test_key_heads_that_the_devices_do_not_divide_are_replicated():
     cfg = read_model("qwen3-30b-a3b")  # 4 key heads
     one, four, eight = (held(cfg, CHIPS["H100"], tensor).per_token for tensor in (1, 4, 8))
     assert one == 4 * four == eight
@@ -207,7 +207,7 @@ def test_a_window_is_read_in_part_and_held_whole():
     assert held(cfg, CHIPS["H200"]).per_token == 62 * 2 * 16 * 128 * 2
 
 
-def test_the_frontier_rises_in_both():
+def test_the_frontier_rises_in_rate_and_latency():
     plans = plan_serving(read_model("llama3-8b"), parse("h200x8"), Workload(512, 256, 128))
     points = [point for _, point in frontier(plans)]
     assert len(points) > 5
@@ -222,7 +222,7 @@ def test_experts_that_no_token_chose_are_not_read():
     assert replica.critical_batch > 1_500  # 206 x 128 / 8, less what every token passes
 
 
-def test_what_cannot_fit_says_what_would():
+def test_a_model_that_does_not_fit_is_refused_with_what_would():
     with pytest.raises(OutOfMemoryError, match=r"1\.\d+x the 15\.1.*fits on v6e-8 or v5p-8.*int8"):
         plan_serving(read_model("llama3-70b"), parse("v5e-8"), Workload(2048, 512, 1))
     with pytest.raises(OutOfMemoryError, match=r"does not fit on 2 x cpu: a device needs .* fits on v5p-8"):
@@ -259,7 +259,7 @@ def test_replicas_over_gpu_machines_wait_for_their_network():
     assert far.sent(1, 1) > 2 * near.sent(1, 1) and far.sent(2048, 1) > near.sent(2048, 1)
 
 
-def test_a_machine_that_holds_the_model_is_not_left():
+def test_a_replica_stays_on_a_machine_that_holds_the_model():
     plans = plan_serving(read_model("llama3-8b"), parse("v5e-16"), Workload(1024, 256, 32))
     assert all(plan.replica.machines == 1 and not plan.unserved for plan in plans)
     (asked,) = plan_serving(read_model("llama3-8b"), parse("v5e-16"), Workload(1024, 256, 32), tensor=16)

@@ -1,4 +1,4 @@
-"""What a training keeps and moves: bytes as jax has them, seconds and dollars."""
+"""Test the storage plan: bytes as jax has them, seconds and dollars."""
 
 import jax
 import pytest
@@ -53,6 +53,6 @@ def test_another_region_is_warned_of_and_costs():
         plan_storage(cfg, settings, bandwidth=0)
 
 
-def test_what_carrying_costs():
+def test_costs_of_traffic():
     assert per_gb("us", "us-east5-b") == 0 and per_gb("us", "europe-west4-a") == 0.08
     assert transfer(1000, "us-east5", "us-east5-b") == pytest.approx(0.05)  # reads alone
