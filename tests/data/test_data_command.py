@@ -155,7 +155,7 @@ def test_bad_options_for_an_example_are_refused(tuning, record, args, param, cod
 
 
 def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp_path):
-    """With its own model, data and length, whatever kind of training it is for; of several sources, in their order."""
+    """A recipe of any kind of fine-tuning is shown with its model, data and length; sources are read in order."""
     make_tokenizer().save(tmp_path / "model")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": CHAT[:1], "chosen": "fox", "rejected": "dog"}))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT * 2}))

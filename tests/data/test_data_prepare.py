@@ -43,7 +43,7 @@ def write(path, texts):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Calls fail that would tokenise: what is asked for has to be in the cache."""
+    """Make tokenisation fail, so that later calls must use the cache."""
 
     def fail(*args):
         raise AssertionError("tokenised again")

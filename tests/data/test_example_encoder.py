@@ -89,7 +89,7 @@ class Family:
 
 
 def sentencepiece():
-    """Spaces are ▁, and what is not in the vocabulary becomes bytes."""
+    """Build a tokenizer whose spaces are ▁ and whose unknown characters become bytes."""
     texts = ["What's the weather? And then: Sunny. Rain. Clear. Rain or rain. user model tool_code"] * 3
     made = Backend(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)

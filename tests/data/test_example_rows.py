@@ -228,7 +228,7 @@ def test_held_out_records_are_set_apart(opened):
 
 
 def test_the_turns_of_a_conversation_are_held_out_together(opened, make_tokenizer):
-    """Each answer begins with new lines that would join the prompt's: each turn is a document of its own."""
+    """Answers begin with newlines that would merge with the prompt's, so each turn becomes a separate document."""
     messages = [{"role": r, "content": c} for r, c in [("user", "who"), ("assistant", "\n\nfox")] * 3]
     settings = TuningData(held_out=0.3)
     records = [{"messages": messages} for _ in range(20)]
@@ -460,6 +460,6 @@ def test_memory_does_not_grow_with_the_file(tokenizer, tmp_path, kind):
         assert rows.tokens_per_epoch > 4000 * count if kind == "unpaired" else 2000 * count
         return found
 
-    peak(1)  # what is imported and compiled once
+    peak(1)  # imports and one-time compilation
     few, many = peak(8), peak(64)
     assert many < few + 200_000, "56 more examples have 450,000 bytes of tokens as int32, and as many again of text"

@@ -129,7 +129,7 @@ def test_records_without_a_trained_turn_are_none():
     assert read({"prompt": [USER], "completion": [USER]}) is None
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 # name -> the record, arguments of `example`, what the message must contain: the place in the record, the value, the key
 WRONG = {

@@ -69,7 +69,7 @@ def test_a_job_from_its_creation_to_its_end(job):
 
 @pytest.mark.usefixtures("supervised")
 def test_a_job_created_in_a_subfolder_imports_the_repositorys_package(job, tmp_path, monkeypatch):
-    """A package at the root and one in src/, for a script that runs in a folder of its own."""
+    """The repository has a package at its root and one in src/; the script runs in a subfolder."""
     for name in ("mine", "src/ours", "trials/first"):
         (tmp_path / "code" / name).mkdir(parents=True)
     (tmp_path / "code" / "mine" / "__init__.py").write_text("WORD = 'mine'\n")
@@ -319,7 +319,7 @@ def test_the_task_commands(job, home):
 
 
 def test_create_starts_a_supervisor_that_outlives_the_terminal(tmp_path):
-    """The real thing: create in a process of its own, whose session is then hung up."""
+    """Create in a separate process and hang up its session."""
     home = tmp_path / "home"
     environ = os.environ | {"DOVETAIL_JOBS": str(home)}
     command = [

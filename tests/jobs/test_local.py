@@ -209,7 +209,7 @@ def test_a_resumed_job_reads_its_secrets_again(store, monkeypatch):
 
 @pytest.mark.usefixtures("supervised")
 def test_a_job_does_not_see_the_supervisors_secrets(store, monkeypatch):
-    """The database's password and what is named like a secret; the rest of the environment is there."""
+    """The database's password and variables named like secrets are hidden; the rest is passed on."""
     told = {
         "PGPASSWORD": "s3cret", "HF_TOKEN": "hf", "WANDB_API_KEY": "w", "XLA_FLAGS": "--x", "MAX_TOKENS": "9",
         "JAX_IN_KEY": "1", "ODD": "hf_" + "a" * 34,

@@ -109,7 +109,7 @@ def test_two_sites_list_each_others_jobs_and_supervise_their_own(home, tmp_path)
     assert here.where(here.job(job)).endswith(f"there/jobs/{job}")
     with refuses(None, NotPermittedError, naming="command=id"):
         actions.resume(here, here.job(job), ["command=id"])
-    with here.transaction() as db:  # whoever has the password can write the tables
+    with here.transaction() as db:  # every user with the password can write the tables
         db.execute("UPDATE specs SET text = replace(text, 'command:', 'notify: id\ncommand:')")
     actions.resume(here, here.job(job))
     theirs.run()

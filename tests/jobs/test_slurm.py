@@ -53,7 +53,7 @@ def test_every_process_has_its_rank_and_only_its_own_secrets(store, monkeypatch)
 
 @pytest.mark.usefixtures("supervised")
 def test_a_preempted_job_saves_is_requeued_and_completes(store):
-    """The job counts to two, a number each start, and saves it when it is told to stop."""
+    """The job counts its starts to two, and saves the count on a stop signal."""
     command = """
         file="$DOVETAIL_JOB_DIR/saved.$DOVETAIL_RANK"; echo "begins at $(cat "$file" 2>/dev/null || echo 0)"
         if [ -e "$file" ]; then exit 0; fi

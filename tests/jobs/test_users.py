@@ -135,7 +135,7 @@ def test_a_private_folder_is_refused_to_others_and_can_be_shared(folder):
         (0, 0, [("chmod", "777", str(home))]),  # even where the folder itself could be written, the store is hers
         (BOB, LAB, [("list",)]),
         (0, 0, [("chgrp", str(LAB), str(home)), ("chmod", "2770", str(home))]),
-        (ALICE, LAB, [("list",)]),  # her next command gives what is there the group and the modes
+        (ALICE, LAB, [("list",)]),  # her next command sets the group and modes of existing files
         (BOB, LAB, [("queue", "work", "q")]),
     )
     assert (

@@ -41,7 +41,7 @@ def job(store) -> str:
 
 
 def ask(address: str, method: str = "GET", **headers: str):
-    """(status, headers, body) with the headers given, and no cookie of one's own; no redirect is followed."""
+    """Return (status, headers, body) of a request with these headers, without cookies or redirects."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=10)
     connection.request(method, address.removeprefix(f"http://{parts.netloc}") or "/", headers=headers)

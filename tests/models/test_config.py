@@ -28,7 +28,7 @@ def config(name: str, **changes) -> dict:
     return json.loads(_text(name)) | changes
 
 
-# ------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,4 +1,4 @@
-"""The sampler against plain NumPy: exact sets, the distribution of what is drawn, and what a draw depends on."""
+"""Test the sampler against NumPy: exact sets, the distribution of draws, and what a draw depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_HISTORY = jnp.zeros((1, V), jnp.int32)
 
 
 def make_inputs(S: int, **given) -> ops.SampleInputs:
-    """S rows that ask for nothing but what is given: a number for all of them, or an array."""
+    """Return S rows with these settings, each a number for all rows or an array, and defaults for the rest."""
     dtypes = dict.fromkeys(("temperature", "top_p", "min_p", "presence", "frequency", "repetition"), np.float32)
     dtypes |= dict.fromkeys(("top_k", "position", "slot", "mask_until", "top_logprobs"), np.int32)
     dtypes |= dict.fromkeys(("seed_hi", "seed_lo"), np.uint32)
@@ -136,7 +136,7 @@ def test_distribution(name: str, sample):
     counts, prompt = rng.poisson(0.3, V), rng.random(V) < 0.2
     allowed = rng.random(V) < 0.5 if params.pop("masked", False) else np.ones(V, bool)
     history = jnp.array((2 * counts + prompt)[None].astype(np.int32))
-    # a seed of its own for each row, as the N requests of a day have
+    # another seed for each row, as for N requests
     inputs = make_inputs(N, **params, allowed=allowed, mask_until=ops.FOREVER, seed_hi=5, position=9)
     drawn = np.asarray(sample(np.broadcast_to(logits, (N, V)), inputs, history))
     want = expected(logits, counts, prompt, allowed, params)

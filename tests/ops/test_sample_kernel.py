@@ -179,7 +179,7 @@ def test_truncation_keeps_the_references_tokens(change, monkeypatch):
 
 
 def thresholds(logits, k, p, min_p) -> np.ndarray:
-    """The logits that `_truncate` keeps, through a kernel of its own."""
+    """Return the logits that `_truncate` keeps, through a separate kernel."""
     S = len(logits)
     maxima = gpu.block_maxima(jnp.asarray(logits))
     count = maxima.shape[1]

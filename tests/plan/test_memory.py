@@ -66,7 +66,7 @@ def test_with_few_tokens_the_update_is_the_peak():
     assert found.gradients == found.weights * 4 / 6 and found.logits == 0
 
 
-# --- what is kept, as jax says ----------------------------------------------------------------------------------------
+# --- saved activations, as traced by jax ------------------------------------------------------------------------------
 
 B, T = 2, 640  # which no weight has
 
@@ -91,7 +91,7 @@ def cudnn(monkeypatch):
 
 
 def traced(name: str, layers: int, remat: str, scan: bool):
-    """(model, its trunk, shapes to call it with)."""
+    """Return the model, its trunk, and the shapes to call it with."""
     cfg = read_model(name)
     cfg = replace(cfg, layers=cfg.layers[:layers], source=f"{name}, {layers} layers")
 
@@ -121,13 +121,13 @@ def test_attention_is_recomputed_only_where_the_plan_says_so(cudnn, name, remat,
 
 @pytest.mark.parametrize(("name", "layers", "apart"), [("gemma3-4b", 12, True), (LLAMA, 2, False)])
 def test_layers_of_a_group_are_recomputed_one_by_one(name, layers, apart):
-    """A loop's body keeps XLA from doing so itself where it is a single layer."""
+    """A loop over single layers needs no barrier."""
     _, run, shapes = traced(name, layers, "dots", scan=True)
     assert list(barriers(jax.make_jaxpr(run)(*shapes).jaxpr)) == [apart] * (6 if apart else 1)
 
 
 def barriers(jaxpr) -> Iterator[bool]:
-    """Of every layer that is computed again, whether XLA is kept from sharing it."""
+    """Yield, for every recomputed layer, whether XLA is kept from merging it with the first computation."""
     for eqn in jaxpr.eqns:
         if "prevent_cse" in eqn.params:
             yield eqn.params["prevent_cse"]
@@ -138,7 +138,7 @@ def barriers(jaxpr) -> Iterator[bool]:
 
 
 def kept(name: str, layers: int, remat: str, scan: bool) -> float:
-    """bf16 numbers per token, beyond the weights."""
+    """Return the bf16 numbers per token that autodiff saves, without the weights."""
     _, run, (params, tokens) = traced(name, layers, remat, scan)
     left = jax.tree.leaves(jax.eval_shape(lambda p, t: jax.vjp(lambda p: run(p, t), p)[1], params, tokens))
     of_tokens = [leaf for leaf in left if (B, T) in (leaf.shape[:2], leaf.shape[1:3]) or leaf.shape[-1:] == (T,)]
@@ -148,7 +148,7 @@ def kept(name: str, layers: int, remat: str, scan: bool) -> float:
 @pytest.mark.parametrize("name", [QWEN, LLAMA])
 @pytest.mark.parametrize(("remat", "scan"), [("none", True), ("dots", False), ("attention", False), ("full", False)])
 def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
-    """Of one layer: the difference between models of 4 and of 2."""
+    """Compare one layer: half the difference between models of 4 and 2 layers."""
     D, layer = read_model(name).dim, read_model(name).layers[0]
     found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2
     expected = plan._saved(D, layer, 1, 1, remat) * (LOOPED if scan else 1)
@@ -166,7 +166,7 @@ def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
     ],
 )  # fmt: skip
 def test_counted_bytes_are_near_those_libtpu_assigned(name, chip, devices, slices, compiled):
-    """docs/tpu.md. Where a plan is another one now, its step is to be compiled again."""
+    """The numbers are docs/tpu.md's. If a plan changes, compile its step again."""
     settings = recipe.load(name, [f"mesh.slices={slices}"], Pretrain)
     found = derive(read_model(name), settings, CHIPS[chip], devices, slices)
     assert compiled == pytest.approx(found.memory.total / GIB, rel=0.15)

@@ -80,7 +80,7 @@ def test_collectives_are_those_of_the_book():
     assert sent == 15e9 and seconds == pytest.approx(15 / 90, rel=0.01)
     assert collective("all-reduce", 16e9, ring)[1] == pytest.approx(2 * seconds, rel=0.01)
     assert collective("all-gather", 16e9, line)[1] == pytest.approx(14 / 45, rel=0.01)
-    # 64 H100: the eight cards of a machine share what is far
+    # 64 H100: the eight GPUs of a machine share its network
     gpus = layout(parse("h100x64"), {"fsdp": 64})[0]
     assert collective("all-gather", 64e9, gpus)[1] == pytest.approx(64 * 7 / 8 / 8 / 50, rel=0.01)
 

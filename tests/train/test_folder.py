@@ -64,7 +64,7 @@ def test_a_failed_last_checkpoint_is_retried(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_at_the_end_is_an_error_with_its_reason_last(tmp_path):
-    """The command, on a disk of its own that holds two checkpoints and not a third."""
+    """Run the command on a disk with room for two checkpoints."""
     disk = tmp_path / "disk"
     disk.mkdir()
     model = model_folder(tmp_path)
@@ -79,7 +79,7 @@ def test_a_full_disk_at_the_end_is_an_error_with_its_reason_last(tmp_path):
     environment = os.environ | {"DOVETAIL_HOME": str(tmp_path / "home"), "XLA_FLAGS": flags(1)}
     ended = subprocess.run([*inside, *command], env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2, ended.stderr[-3000:]
-    # (a library may still warn of what the error broke off: when Python collects it, nobody can say)
+    # (a library may still warn about interrupted work whenever Python collects it)
     last = [line for line in ended.stderr.splitlines() if line.startswith("error")][-1]
     assert last.startswith("error: the last checkpoint, of step 6, could not be written (no space is left there)"), last
     assert "Traceback" not in ended.stderr and "step 6/6" in ended.stderr

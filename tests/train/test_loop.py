@@ -97,7 +97,7 @@ def test_changes_of_the_recipe_are_reported_and_applied(tmp_path):
 
 
 def test_steps_without_a_checkpoint_count_as_lost(tmp_path):
-    """It is killed before its first checkpoint: the next one begins anew, and the steps are no goodput."""
+    """A run killed before its first checkpoint starts again, and its steps do not count as goodput."""
     settings, path = settings_for(tmp_path, steps=4), tmp_path / "goodput.json"
     with Goodput(path) as ledger:
         ledger.begin()

@@ -66,7 +66,7 @@ def settings(model: str) -> Pretrain:
 
 
 def curve(wanted: Pretrain, devices: int) -> list[dict[str, np.ndarray]]:
-    """The metrics of a few steps, each on a batch of its own."""
+    """Return the metrics of a few steps, each on another batch."""
     ready = prepare(wanted, next_token(wanted), jax.devices()[:devices])
     state, step = ready.init(), ready.lower().compile()
     found = []

@@ -1,4 +1,4 @@
-"""Every shipped recipe, on as many chips as it needs, without one of them: shapes, shardings and lowering.
+"""Test shapes, shardings and lowering of every shipped recipe for as many chips as it needs, without chips.
 
 The state is laid out at full depth. The step is lowered at full width and on the whole recipe's mesh, with the same
 remat and rows, but with a few layers of each kind: the others are equal to them and would be lowered once more each in

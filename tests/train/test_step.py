@@ -134,7 +134,7 @@ def test_loss_and_gradients_equal_pytorchs(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama3.1", pytest.param("mixtral", marks=pytest.mark.thorough)])
 def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
-    """Clipped by the global norm; what is only looked up or added is not decayed."""
+    """Clip by the global norm; embeddings, norms and biases are not decayed."""
     theirs, folder = reference(name)
     theirs, ours = copy.deepcopy(theirs), load(folder, dtype="f32")
     wanted = Optimizer(
@@ -246,7 +246,7 @@ def test_remat_keeps_what_its_name_says(scan):
     assert attention - full == tokens * layers * dim * 4, "the attention's output, of 4 heads of 8"
 
 
-# ------------------------------------------------------------------------------------------------------ what is trained
+# ------------------------------------------------------------------------------------------------------ training
 
 
 def curve(name: str, steps: int = 12, **changes):

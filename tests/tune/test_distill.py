@@ -322,7 +322,7 @@ def test_a_student_equal_to_its_teacher_has_no_divergence():
     assert abs(told["divergence"]) < 1e-6 and max(np.abs(g).max() for g in jax.tree.leaves(grads)) < 1e-6
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_teacher_of_another_vocabulary_is_refused():

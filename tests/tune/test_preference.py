@@ -79,7 +79,7 @@ def some_rows() -> Batch:
 
 
 def one_per_row() -> Batch:
-    """The same pairs, each in a row of its own."""
+    """Return the same pairs, one per row."""
     all_pairs = documents(0, 6)
     return rows_of([all_pairs[i : i + 2] for i in range(0, 12, 2)], 24)
 

@@ -39,7 +39,7 @@ def theirs(folder: Path | str, **more):
 
 @pytest.mark.slow
 def test_a_reward_model_with_all_weights_trained(tmp_path):
-    """Learnt in some steps; transformers, the engine and a training that goes on from there give the same scores."""
+    """A few steps learn it; transformers, the engine and a resumed training give the same scores."""
     ended = dt.reward(model=model_folder(tmp_path), data=pairs(), steps=8, run_dir=tmp_path / "run", **RUN)
     assert ended.code == 0 and ended.metrics["reward_accuracy"] == 1 and ended.metrics["reward_margin"] > 2
     folder = ended.folder / "export/step_8"

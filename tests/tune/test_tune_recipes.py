@@ -43,7 +43,7 @@ def test_shipped_recipes_load_and_fit(training, name):
 
 
 def test_the_built_in_samples_are_right():
-    """The sums are: what is trained, preferred and rewarded is the sum of its question."""
+    """The trained, preferred and rewarded answers are the sums asked for."""
     folder = recipe.SHIPPED / "samples"
     chats, pairs, prompts = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in samples()

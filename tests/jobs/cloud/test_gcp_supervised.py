@@ -1,4 +1,4 @@
-"""The supervisor with queued resources that fail in every way: Google's client, the real store, a server on loopback.
+"""Test the supervisor with queued resources that fail in every way, with Google's client and a loopback server.
 
 Whatever happens on the way: nothing is made twice, nothing is left behind, and every attempt is written down as what it
 was. The server's clock is moved by the test; the VMs are a model of what the lines of tpu_worker do, which

@@ -256,7 +256,7 @@ def test_a_waiting_request_is_deleted_on_stop(cloud, tmp_path):
     assert held.observe(one).state == "preempted"
     cloud.world.now = 5
     assert not cloud.world.live() and held.observe(one).state == "absent"
-    held.stop(one, 60)  # of what is gone: nothing
+    held.stop(one, 60)  # nothing happens: it is gone
 
 
 def test_listed_resources_are_ours_and_can_be_deleted_by_handle(cloud, tmp_path):
@@ -292,7 +292,7 @@ def test_a_node_is_an_orphan_only_when_its_queued_resource_is_gone(cloud, tmp_pa
     cloud.world.now = 5
     assert [one.attempt for one in held.list()] == [("a1b2", 1)]
     (queued,) = cloud.world.live().values()
-    queued.hidden = True  # deleted by somebody who forgot its nodes
+    queued.hidden = True  # deleted without its nodes
     nodes = held.list()
     assert [one.attempt for one in nodes] == [("a1b2", 1)] * 2 and all("/nodes/" in one.handle for one in nodes)
 

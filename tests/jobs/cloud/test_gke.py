@@ -249,4 +249,4 @@ def test_hosts_at_fault_are_fetched(cluster, tmp_path):
     cluster.run(NAME)
     cluster.finish(NAME, [86, 86, 0, 0], message='{"what": "quarantine", "at_fault": {"hosts": ["n7"]}}\n')
     assert held.observe(one).exit_code == held.observe(one).exit_code == 86
-    assert (one.home / "run" / "health.jsonl").read_text().count("n7") == 1  # told by two pods, and asked for twice
+    assert (one.home / "run" / "health.jsonl").read_text().count("n7") == 1  # reported by two pods, and fetched twice

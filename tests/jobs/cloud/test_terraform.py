@@ -75,7 +75,7 @@ def test_a_job_that_names_no_account_acts_as_the_projects_own():
 
 
 def test_pods_are_granted_the_buckets_that_they_mount():
-    """The driver acts as the pod's Kubernetes account, which no service account of Google stands for."""
+    """The driver uses the pod's Kubernetes account, which has no Google service account."""
     given = {"bucket": "gs://lab-jobs", "namespace": "lab", "service_account": "sa"}
     text = terraform(gke(gke=given, mounts=[DATA, {"source": "gs://lab-jobs/x", "path": "/x", "read_only": True}]))
     made = parsed(text)

@@ -103,7 +103,7 @@ def test_the_ledger_continues_after_a_kill(tmp_path):
     take(first, clock, 1, 30)
     clock.now += 0.5  # the step that the kill breaks off
     first.save()
-    clock.now += 1000  # until someone starts it again: told, and not counted
+    clock.now += 1000  # until it is started again: reported, and not counted
     second = Goodput(path, clock, calendar=lambda: time.time() + 1000)
     assert second.starts == 2 and second.between == pytest.approx(1000, abs=60)
     second.restored(12)

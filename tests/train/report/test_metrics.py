@@ -44,7 +44,7 @@ def test_one_line_per_step_with_speed_and_mfu(tmp_path):
     assert first["tokens_per_second"] == 4000 and first["seconds"] == 0.5
     assert first["mfu_causal"] == pytest.approx(0.08) and first["mfu_full"] == pytest.approx(0.12)
     assert first["goodput"] == pytest.approx(0.75)
-    assert "mfu_causal" not in Work(1.0, 1.0).mfu(5.0)  # a chip nobody knows
+    assert "mfu_causal" not in Work(1.0, 1.0).mfu(5.0)  # an unknown chip
 
 
 def test_the_held_out_loss_names_its_weights(tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_samples_may_be_conversations(tmp_path):
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
-# Uses the page as a person would, and leaves what is then seen in the document's title.
+# Uses the page as a user would, and writes what it shows into the document's title.
 VISIT = """<script>
 const field = name => document.querySelector(`#completions [name=${name}]`);
 const set = (name, value) => { field(name).value = value; field(name).dispatchEvent(new Event('input')); };
