@@ -1,8 +1,8 @@
 """Run steps of `dovetail job` as several Unix users: python as_user.py UMASK, as root.
 
 Reads turns [[uid, gid, [words, ...]], ...] as JSON from stdin and writes what each step printed as JSON to stdout.
-A gid of 0 means no group. Root's words are commands. Other users' words are those of `dovetail job`, or `! COMMAND ...` (its
-exit code and output), `sql STATEMENT` (in the tables), or `tick` (of a supervisor).
+A gid of 0 means no group. Root's words are commands. Other users' words are those of `dovetail job`, or
+`! COMMAND ...` (its exit code and output), `sql STATEMENT` (in the tables), or `tick` (of a supervisor).
 """
 
 from __future__ import annotations
