@@ -176,7 +176,7 @@ def test_an_unknown_device_is_planned_by_what_its_driver_allows():
         ("llama3-8b", ["mesh.fsdp=3"], "H200", 3, "must divide the model dim, 4096"),
         ("llama3-8b", ["mesh.context=3"], "H200", 3, "mesh.context=3 must divide length"),
         ("llama3-8b", ["length=16384"], "H200", 8, "`length` must be at most the model's 8192 positions, got 16384"),
-        ("llama3-8b", ["loss.router_aux=0.1"], "H200", 8, "balance experts, and the model has none"),
+        ("llama3-8b", ["loss.router_aux=0.1"], "H200", 8, "require a model with experts"),
         ("mixtral-8x7b", ["mesh.expert=3"], "H200", 9, "mesh.expert=3 must divide the model's experts; it has 8"),
         ("tiny", ["mesh.slices=3"], None, 8, "in 3 slices"),
     ],

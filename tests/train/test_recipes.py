@@ -13,6 +13,7 @@ from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.core.errors import UserError
 from dovetail.core.spec import matmul_flops, num_params
+from dovetail.core.training import profile_window
 from dovetail.models.registry import read_model, shipped_models
 from dovetail.models.spec import spec
 from dovetail.plan.derive import derive
@@ -110,8 +111,8 @@ BASE = ["steps=40", "schedule.warmup=0"]
         (["data.sources.0.format=csv"], "data.sources.0.format must be one of"),
         (["data.packing=bestfit"], "Did you mean 'best_fit'"),
         (["checkpoint.keep=0"], "checkpoint.keep must be at least 1"),
-        (["checkpoint.durable_every=5"], "checkpoint.durable_every and durable belong together"),
-        (["eval.command=x"], "eval.command_every and command belong together"),
+        (["checkpoint.durable_every=5"], "checkpoint.durable_every and durable must be set together"),
+        (["eval.command=x"], "eval.command_every and command must be set together"),
         (["mesh.slices=0"], "mesh.slices must be at least 1"),
         (["mesh.slices=2", "mesh.data=3"], "mesh.data must be a multiple of the 2 slices"),
         (["health.spike=1"], "health.spike must be a multiple above 1"),
@@ -127,7 +128,7 @@ def test_settings_that_cannot_be_honoured_are_refused(overrides, message):
 def test_tokens_round_up_to_a_step():
     settings = recipe.load("tiny", ["tokens=5k", "schedule.warmup=0", "profile=1:3"], Pretrain)
     assert settings.tokens_per_step == 2048 and settings.total_steps == 3
-    assert settings.profile_window == (1, 3)
+    assert profile_window(settings.profile) == (1, 3)
 
 
 @pytest.fixture

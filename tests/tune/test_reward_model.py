@@ -114,7 +114,7 @@ def test_what_a_recipe_may_not_say():
 def test_a_reward_model_is_not_taught_words(tmp_path):
     judge(tmp_path)
     small_tokenizer().save(tmp_path)
-    with pytest.raises(ValueError, match="gives texts a score and has no head for words"):
+    with pytest.raises(ValueError, match="must be a causal language model"):
         dt.sft(model=str(tmp_path), data=[{"prompt": "a", "completion": " b"}], steps=1, run_dir=tmp_path / "r", **RUN)
 
 

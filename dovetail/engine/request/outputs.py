@@ -68,7 +68,7 @@ class OutputDelta(NamedTuple):
     """
 
     request_id: str
-    index: int  # which of the request's n sequences
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] vLLM's name: which of the request's n sequences
     token_ids: list[int]
     text: str
     times: Times  # shared with the sequence, and filled in as it goes on

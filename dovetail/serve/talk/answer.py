@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.engine.request.params import SamplingParams
@@ -42,8 +42,9 @@ class PromptRequest:
         return replace(self.params, stop=(), include_stop_str_in_output=False)
 
 
-class AnswerDelta(NamedTuple):
-    """The tokens that one of the n answers gained, with the events that their text makes."""
+@dataclass(slots=True)
+class AnswerDelta:
+    """Hold the tokens that one of the n answers gained, with the events that their text makes."""
 
     index: int
     events: list[Event]
