@@ -45,7 +45,7 @@ class RemoteError(RuntimeError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as text."""
+    """Show the traceback of an exception in another process."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -64,12 +64,12 @@ class Handle(Generic[R_co]):
 
     @functools.cached_property
     def store(self) -> JobStore:
-        """The store of the job."""
+        """Return the store of the job."""
         return JobStore(self.root)
 
     @property
     def job(self) -> Job:
-        """The job as it is now."""
+        """Return the job as it is now."""
         return self.store.job(self.id)
 
     def done(self) -> bool:

@@ -33,7 +33,7 @@ OUTER = {"embed": "embed_tokens", "head": "lm_head"}  # the weights outside of t
 
 @dataclass(frozen=True)
 class Lora:
-    """The settings of LoRA adapters, under PEFT's names."""
+    """Configure LoRA adapters, under PEFT's names."""
 
     r: int = 16  # rank of the adapter matrices
     lora_alpha: float = 32.0  # the update is multiplied by lora_alpha / r
@@ -142,8 +142,11 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
     return on_each(params, adapters, put)
 
 
-def on_each(params: Params, adapters: Params, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Params:
-    """Return the weights with put(name, weight, pair) for each adapted one, and with the adapter's own arrays."""
+def on_each(params: Any, adapters: Any, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Any:
+    """Return the weights with put(name, weight, pair) for each adapted one, and with the adapter's own arrays.
+
+    `params` and `adapters` are trees, or the subtrees and leaves of a call on a part.
+    """
     if isinstance(adapters, tuple):
         return tuple(on_each(*pair, put) for pair in zip(params, adapters, strict=True))
     if not isinstance(adapters, dict):

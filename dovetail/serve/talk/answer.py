@@ -23,7 +23,7 @@ MIN_LOGPROB = -9999.0  # stands for -inf, which JSON does not have, as in OpenAI
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRequest:
-    """One prompt for the engine, and how its n answers are read."""
+    """Hold one prompt for the engine, and how its n answers are read."""
 
     prompt: list[int]
     params: SamplingParams
@@ -38,7 +38,7 @@ class PromptRequest:
 
     @property
     def engine_params(self) -> SamplingParams:
-        """The parameters without stop strings, which AnswerReader finds."""
+        """Return the parameters without stop strings, which AnswerReader finds."""
         return replace(self.params, stop=(), include_stop_str_in_output=False)
 
 

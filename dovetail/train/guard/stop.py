@@ -142,7 +142,7 @@ class Stop:
         print(stopped, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        os._exit(stopped.code)
+        os._exit(stopped.status)
 
     def is_due(self, step: int) -> bool:
         """Return whether to stop after `step`."""
