@@ -61,7 +61,7 @@ class Load:
 
 @dataclass
 class RequestRecord:
-    """One request, with times in seconds since the load began.
+    """Hold one request, with times in seconds since the load began.
 
     `due` is when it should have been sent. Latencies count from there, so that a server that blocks the sender does
     not look faster.
@@ -73,11 +73,11 @@ class RequestRecord:
     end: float | None = None  # None: not finished
     tokens: int = 0
     error: str | None = None  # the kind of the error
-    said: str = ""  # its message
+    message: str = ""  # of the error
 
     @property
     def ok(self) -> bool:
-        """Whether the request was answered."""
+        """Return whether the request was answered."""
         return self.end is not None and self.error is None
 
     @property
@@ -137,7 +137,7 @@ class Generator:
             if not record.events:
                 raise ServerError("no tokens", "the answer had no token")
         except ServerError as error:
-            record.error, record.said = error.kind, str(error)
+            record.error, record.message = error.kind, str(error)
         record.end = self.now()
         self._tick(record)
         return record

@@ -75,7 +75,7 @@ async def warm_up(client: Any, load: Load, model: str, vocab: int, count: int | 
 def _check(generator: Generator) -> None:
     for record in generator.records:
         if record.error:
-            raise UserError(f"a warm-up request failed: {record.said}")
+            raise UserError(f"a warm-up request failed: {record.message}")
 
 
 async def watch(client: Any, found: list[dict[str, float]]) -> None:
@@ -142,7 +142,7 @@ def run(
 
 
 class Bench:
-    """One measurement of a server under a load."""
+    """Measure a server under a load."""
 
     def __init__(self, url: str, api_key: str, load: Load, timeout: float):
         from dovetail.cli.remote import client_options
@@ -284,10 +284,10 @@ def _show(figures: dict[str, Any], records: list[RequestRecord]) -> None:
     if figures["decode_step"]:
         console.print(describe(figures["decode_step"]), soft_wrap=True)
     for kind, count in figures["errors"].items():
-        said = next(record.said for record in records if record.error == kind)
-        console.print(f"{count} failed, {kind}: {said}", style="red", markup=False, soft_wrap=True)
-    for remark in _remarks(figures):
-        console.print(remark, style="yellow", soft_wrap=True)
+        message = next(record.message for record in records if record.error == kind)
+        console.print(f"{count} failed, {kind}: {message}", style="red", markup=False, soft_wrap=True)
+    for note in _notes(figures):
+        console.print(note, style="yellow", soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
@@ -303,7 +303,7 @@ def _describe(figures: dict[str, Any]) -> str:
     return f"{load['requests']} requests, {how}, {load['input']} + {load['output']} tokens, seed {load['seed']}"
 
 
-def _remarks(figures: dict[str, Any]) -> list[str]:
+def _notes(figures: dict[str, Any]) -> list[str]:
     """Return warnings about what distorted the measurement."""
     remarks = []
     if (compiled := figures["compiled"]) and compiled["steps"]:

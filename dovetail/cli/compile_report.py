@@ -9,7 +9,7 @@ from dovetail.core.units import format_bytes, format_duration
 
 @dataclass
 class CompileReport:
-    """A compiled program beside its estimate.
+    """Compare a compiled program with its estimate.
 
     `estimated` maps kinds of memory, "memory in all" and "FLOPs" to numbers; `notes` are further rows.
     """

@@ -318,8 +318,8 @@ def _parts(
 
 
 def _heading(record: Record, kind: str, outcome: str, documents: list[MaskedTokens], label: bool | None) -> str:
-    said = "" if label is None else f", label {str(label).lower()}"
-    return _counts(f"{record.where()} ({kind}{said}, {outcome})", documents)
+    label_text = "" if label is None else f", label {str(label).lower()}"
+    return _counts(f"{record.where()} ({kind}{label_text}, {outcome})", documents)
 
 
 def _counts(what: str, documents: list[MaskedTokens]) -> str:

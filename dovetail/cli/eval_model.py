@@ -14,7 +14,7 @@ MAX_NEW = 256  # default tokens of a completion
 
 
 class Score(NamedTuple):
-    """The score of a continuation."""
+    """Hold the score of a continuation."""
 
     logprob: float
     greedy: bool  # whether every token was the most probable one

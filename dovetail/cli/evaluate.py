@@ -5,10 +5,11 @@ from __future__ import annotations
 import json as json_module
 import math
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
@@ -18,8 +19,9 @@ from dovetail.core.errors import MissingFileError, MissingPackageError, UserErro
 LOSS = "loss"
 
 
-class Result(NamedTuple):
-    """One metric of one task."""
+@dataclass(frozen=True)
+class Result:
+    """Hold one metric of one task."""
 
     task: str
     metric: str
@@ -55,7 +57,7 @@ def evaluate(
         from dovetail.core.files import write_atomic
 
         write_atomic(
-            json, json_module.dumps({"model": model, "results": [row._asdict() for row in rows]}, indent=1) + "\n"
+            json, json_module.dumps({"model": model, "results": [asdict(row) for row in rows]}, indent=1) + "\n"
         )
 
 

@@ -111,7 +111,7 @@ class Accelerator:
     def runtime_version(self) -> str | None:
         """Return the software version of a TPU VM.
 
-        None where there is no TPU VM (GPUs, and TPU7x, which only GKE has).
+        None if there is no TPU VM (GPUs, and TPU7x, which is on GKE only).
         """
         return self.family.runtime
 

@@ -96,7 +96,7 @@ CHIPS: dict[str, Chip] = {
         _tpu("TPU7x", ("TPU7x",), 2307, 192, 7.4, (6, 100), 9216, None, None, devices=2),
         _tpu("TPU8t", ("TPU8t",), 3150, 216, 6.5, (6, 200), 9600, None, None, provisional=True,
              source=_EIGHTH.format(12.6)),
-        # its network is no torus: planned as one, with more hops than it has
+        # its network is not a torus: it is planned as one, with more hops than it has
         _tpu("TPU8i", ("TPU8i",), 2525, 288, 8.6, (6, 200), 1024, None, None, devices=2, provisional=True,
              source=_EIGHTH.format(10.1)),
         _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 40, 1.6, 600, 3.93, 2.27, 200,

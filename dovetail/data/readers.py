@@ -26,7 +26,7 @@ Where = Callable[[], str]  # names the place of a row; called only for a message
 
 @dataclass(frozen=True)
 class FileSpan:
-    """A part of one file.
+    """Hold a part of one file.
 
     The unit of `start` and `stop` depends on the kind: bytes of a plain JSONL file, row groups of a Parquet file,
     records of an ArrayRecord file, documents of a corpus; unused for files that are read whole.
@@ -40,7 +40,7 @@ class FileSpan:
 
 
 class FileRow(NamedTuple):
-    """One row of a file."""
+    """Hold one row of a file."""
 
     raw: Any  # bytes of JSON or text, a str, the dict of a table's row, or the value of one column
     where: Where

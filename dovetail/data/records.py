@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Record(NamedTuple):
-    """One record of a source; `error` says why there are no fields."""
+    """Hold one record of a source; `error` says why there are no fields."""
 
     fields: dict[str, Any]
     where: Where

@@ -39,7 +39,7 @@ SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|dev|test)(?=[-_./]|$)")
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a source."""
+    """Hold the files of a source."""
 
     kind: str  # of ENDINGS, or corpus
     name: str  # for messages, and for the cache's folder

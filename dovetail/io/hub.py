@@ -203,7 +203,7 @@ def _intact(path: Path, entry: Entry, report: Progress) -> bool:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256:
                 return True
-    report(f"{path} is damaged; fetching it anew", 0, 0)
+    report(f"{path} is damaged; fetching it again", 0, 0)
     return False
 
 
@@ -316,7 +316,7 @@ def _not_understood(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return (
-        f"{name!r} is no folder or .gguf file that exists, no hub id (org/name) and not in the catalogue "
+        f"{name!r} is not an existing folder or .gguf file, not a hub id (org/name) and not in the catalogue "
         f"({known()}).{hint}"
     )
 
@@ -344,5 +344,5 @@ PUBLISHED = {
 # Shipped architectures without weights to serve, and why.
 UNPUBLISHED = {
     "deepseek-v3": "deepseek-ai/DeepSeek-V3 is published in fp8, which is not loaded: serve a folder with a bf16 copy",
-    "tiny": "nobody publishes weights of it: train it (dovetail pretrain tiny) and serve what the run exports",
+    "tiny": "no weights of it are published: train it (dovetail pretrain tiny) and serve the export of the run",
 }

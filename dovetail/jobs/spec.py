@@ -37,7 +37,7 @@ SECRETS = ("env", "file", "gcp")
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """The Python environment of the command: one of `lock`, `venv`, `conda` and `image`, or the machine's own."""
+    """Choose the Python environment of the command: `lock`, `venv`, `conda` or `image`, or the machine's own."""
 
     lock: str = ""  # a requirements file with exact versions: a venv is made from it, once per digest of the file
     venv: str = ""  # an existing venv
@@ -53,7 +53,7 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class CodeSpec:
-    """The working tree as it is when the job is created; every attempt runs this copy."""
+    """Configure the copy of the working tree that is made when the job is created; every attempt runs it."""
 
     path: str = "."  # "": without code; the command runs in the job's own folder
     # Folder of the code in which the command runs. If `path` is in a git repository, `create` copies the whole
@@ -71,7 +71,7 @@ class CodeSpec:
 
 @dataclass(frozen=True)
 class Mount:
-    """A bucket (gs://) that is mounted at `path`."""
+    """Mount a bucket (gs://) at `path`."""
 
     source: str
     path: str
@@ -81,7 +81,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a job is started again, counted separately by cause."""
+    """Limit how often a job is started again, counted separately by cause."""
 
     preemptions: int = 1000  # taken away by the backend
     faults: int = 10  # of hosts and networks
@@ -95,7 +95,7 @@ class Retries:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The limits at which a job is stopped, with a signal first so that it saves. 0: no limit."""
+    """Set the limits at which a job is stopped, with a signal first so that it saves. 0: no limit."""
 
     dollars: float = 0.0
     hours: float = 0.0  # running time of all attempts
@@ -124,7 +124,7 @@ class SlurmSpec:
 
 @dataclass(frozen=True)
 class GcpSpec:
-    """Settings of Cloud TPU queued resources."""
+    """Configure Cloud TPU queued resources."""
 
     project: str = ""  # $GOOGLE_CLOUD_PROJECT if not given
     runtime: str = ""  # the accelerator's default runtime if not given
@@ -140,7 +140,7 @@ class GcpSpec:
 
 @dataclass(frozen=True)
 class GkeSpec:
-    """Settings of a JobSet on a GKE cluster."""
+    """Configure a JobSet on a GKE cluster."""
 
     context: str = ""  # of kubeconfig
     namespace: str = "default"
@@ -153,7 +153,7 @@ class GkeSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run, where, and within which limits."""
+    """Describe what to run, where, and within which limits."""
 
     name: str
     command: str = ""  # a shell line, run in the code's folder by every process
@@ -242,7 +242,7 @@ class Spec:
 
     @property
     def device(self) -> Accelerator:
-        """The parsed accelerator."""
+        """Return the parsed accelerator."""
         return parse(self.accelerator)
 
     @property
@@ -252,13 +252,13 @@ class Spec:
 
     @property
     def processes(self) -> int:
-        """One per host, over all slices; on Slurm `tasks_per_node` per host."""
+        """Return the number of processes: one per host, over all slices; on Slurm `tasks_per_node` per host."""
         hosts = self.hosts or self.device.total_hosts * self.slices
         return hosts * (self.slurm.tasks_per_node if self.backend == "slurm" else 1)
 
     @property
     def line(self) -> str:
-        """The shell line that every process runs. A recipe's run folder is in the job's folder, for all attempts."""
+        """Return the shell line that every process runs. A recipe's run folder is in the job's folder."""
         if self.command:
             return self.command
         words = ["python", "-m", "dovetail", self.training, self.recipe, *self.overrides]

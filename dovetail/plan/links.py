@@ -20,7 +20,7 @@ from dovetail.core.errors import RecipeError
 from dovetail.core.mesh import assign
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")  # core.mesh.MESH_AXES, without importing jax
-HOP = 1e-6  # seconds from one chip to the next, as the book "How to Scale Your Model" has it
+HOP = 1e-6  # seconds from one chip to the next, from the book "How to Scale Your Model"
 NETWORK_HOP = 10e-6  # the same through a datacentre network, an order of magnitude more
 # In a two-dimensional torus only a side as long as the whole pod has joined ends.
 CLOSED_SIDE = {"v2": 16, "v3": 32, "v5e": 16, "v6e": 16}

@@ -23,7 +23,7 @@ PORT = 8476  # the coordinator's port if the environment names only its host
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process's place among all. Without a coordinator jax finds the others itself."""
+    """Describe one process's place among all. Without a coordinator jax finds the others itself."""
 
     kind: str
     coordinator: str | None = None  # host:port of process 0

@@ -41,7 +41,7 @@ from dovetail.train.step import Step
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose results have not been read yet."""
+    """Hold a step whose results have not been read yet."""
 
     step: int  # the number of its update
     index: int  # the number of its batch

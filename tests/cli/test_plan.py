@@ -136,7 +136,7 @@ def test_plan_and_info_take_what_compile_takes(home, tmp_path, monkeypatch, caps
         assert "fits" in run("train", model, "--on", "v5p-8")
         assert "checkpoint" in run("storage", model)
     assert "run:  1,000 steps" in run("rl", "org/name", "--on", "h200x1")
-    with pytest.raises(ValueError, match=r"no shipped architecture\. Did you mean 'llama3-70b'"):
+    with pytest.raises(ValueError, match=r"not a shipped architecture\. Did you mean 'llama3-70b'"):
         run("serve", "lama3-70b", "--on", "v5p-8")
 
 

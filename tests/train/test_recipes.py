@@ -14,7 +14,7 @@ from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
 from dovetail.core.errors import MissingFileError, RecipeError
 from dovetail.core.spec import matmul_flops, num_params
-from dovetail.core.training import OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULE_KEYS, SCHEDULES
+from dovetail.core.training import OPTIMIZER_KEYS, OPTIMIZERS, SCHEDULE_KEYS, SCHEDULES, profile_window
 from dovetail.models.registry import read_model, shipped_models
 from dovetail.models.spec import spec
 from dovetail.plan.derive import derive
@@ -157,7 +157,7 @@ def test_the_message_of_a_setting_names_recipe_choices_and_the_closest_one():
 def test_tokens_round_up_to_a_step():
     settings = recipe.load("tiny", ["tokens=5k", "schedule.warmup=0", "profile=1:3"], Pretrain)
     assert settings.tokens_per_step == 2048 and settings.total_steps == 3
-    assert settings.profile_window == (1, 3)
+    assert profile_window(settings.profile) == (1, 3)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ NUMBERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape that a step is compiled for."""
+    """Describe the shape that a step is compiled for."""
 
     tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step with prompts
     rows: int  # S
@@ -82,7 +82,7 @@ class Shape:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepArrays:
-    """The parts of a step's vector."""
+    """Hold the parts of a step's vector."""
 
     tokens: jax.Array  # [T], UNKNOWN where only the device knows
     kv_lens: jax.Array  # [S]

@@ -21,7 +21,7 @@ CHUNK = 128  # prompt positions scored at a time, so that not all their logits a
 
 @dataclass
 class LaunchedStep:
-    """A step in flight; its results are on the device."""
+    """Hold a step in flight; its results are on the device."""
 
     plan: StepPlan
     tokens: jax.Array  # [steps, S]

@@ -40,7 +40,7 @@ def seed_of(seed: int, index: int) -> int:
 
 
 class _Row(NamedTuple):
-    """One row of a batch that needs more than numbers."""
+    """Hold one row of a batch that needs more than numbers."""
 
     state: SamplingState
     slot: int  # in the history
@@ -221,7 +221,7 @@ class Sampler:
 
     @property
     def history(self) -> jax.Array:
-        """The counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
+        """Return the counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
         if self._history is None:
             self.history = jnp.zeros((self.max_rows, self.vocab), jnp.int32, device=self._history_sharding)
         assert self._history is not None

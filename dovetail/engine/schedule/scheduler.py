@@ -35,7 +35,7 @@ _FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The scheduler's limits."""
+    """Hold the scheduler's limits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int  # of one device step, over all sequences
