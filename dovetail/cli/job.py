@@ -308,8 +308,8 @@ def supervise(
     store.close()
     ended = presence.stop(store.root) if stop or restart else ""
     if stop:
-        said = f"the supervisor, {ended}, has ended; jobs continue" if ended else "no supervisor runs"
-        _print(as_json, {"stopped": ended}, said)
+        message = f"the supervisor, {ended}, has ended; jobs continue" if ended else "no supervisor runs"
+        _print(as_json, {"stopped": ended}, message)
     elif restart or not foreground:
         found = presence.started(store.root)
         _print(as_json, {"supervisor": found, "stopped": ended}, f"the supervisor is {found}")

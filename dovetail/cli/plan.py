@@ -56,11 +56,11 @@ def _calibrate(folder: str) -> None:
     one = run.prediction.observed(_name(folder), measured, last)
     known = store(one)
     parts = {"products": one.products, "memory": one.memory, "links": one.links}
-    told = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items() if seconds)
+    parts_text = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items() if seconds)
     console = Console(highlight=False)
     console.print(
         f"{_name(folder)}: a step takes {format_duration(measured)} on {one.devices} x {one.chip}, bound by "
-        f"{one.bound_by}; at peak rates {told}",
+        f"{one.bound_by}; at peak rates {parts_text}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"{one.chip}: {known.describe()}", markup=False, soft_wrap=True)

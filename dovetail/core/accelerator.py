@@ -111,7 +111,7 @@ class Accelerator:
     def runtime_version(self) -> str | None:
         """Return the software version of a TPU VM.
 
-        None where there is no TPU VM (GPUs, and TPU7x, which only GKE has).
+        None if there is no TPU VM (GPUs, and TPU7x, which is on GKE only).
         """
         return self.family.runtime
 
@@ -135,10 +135,6 @@ class Accelerator:
         """Return the price of all slices per hour; None where no price is published."""
         price = None if self.chip is None else self.chip.spot if spot else self.chip.dollars
         return None if price is None else price * self.total_chips
-
-    def one_slice(self) -> Accelerator:
-        """Return a single slice of this kind."""
-        return replace(self, slices=1)
 
     def explain(self) -> str:
         """Return one line that says what the name counts, and what follows from it."""

@@ -12,8 +12,8 @@ import jax
 
 from dovetail.core.mesh import Placement
 
-Params = Any  # a pytree of arrays, shaped as models.spec declares it
-Cache = tuple  # one entry per layer: pages, or None for a layer that reads another's
+Params = dict[str, Any]  # a pytree of arrays (or quantised weights) by name, with the structure of models.spec
+Cache = tuple[Any, ...]  # one entry per layer: pages, or None for a layer that reads another's
 
 
 @jax.tree_util.register_dataclass

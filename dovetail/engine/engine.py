@@ -254,8 +254,9 @@ class Engine:
         return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
 
     def read_weights(self, path: str, keep_cache: bool = False, version: int | None = None) -> tuple[Any, ...]:
-        """The arguments of swap_weights, with weights from a path; any thread may ask for it. Both versions are in
-        memory until the new one is in place, unless the engine sleeps.
+        """Return the arguments of swap_weights with the weights of a path. Any thread may call it.
+
+        Both versions are in memory until the swap, unless the engine sleeps.
         """
         params = load(path, self.runner.compute.dtype, self.runner.placement).params
         return self.published(params, take=True), keep_cache, version

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot; counters are since the start. A prompt sampled n times counts n times."""
+    """Hold a snapshot of the engine; counters are since the start. A prompt sampled n times counts n times."""
 
     # now
     running: int  # sequences (a request has n)

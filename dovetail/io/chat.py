@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.core.errors import UserError
 from dovetail.io import sandbox
 
-# Unicode's noncharacters: reserved for marks inside a program, they are no part of any language's text.
+# Unicode's noncharacters are reserved for use inside a program and do not occur in text.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 # Names under which clients send a message's reasoning; templates read the first (gpt-oss's reads `thinking`).
 _REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -219,7 +219,7 @@ def gumbel_argmax(logits: jax.Array, inputs: SampleInputs, placement: Placement 
 def _gumbel(bits: jax.Array) -> jax.Array:
     """Return Gumbel noise from uint32.
 
-    The winner has u near 0, where 32 bits are as fine as 2^-32; jax.random.gumbel has it near 1, in steps of 2^-24.
+    The winner has u near 0, where 32 bits are as fine as 2^-32; in jax.random.gumbel it is near 1, in steps of 2^-24.
     """
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from fake_openai import Reply, says, serving
 
-from dovetail.cli.bench_load import Load, Record
+from dovetail.cli.bench_load import Load, RequestRecord
 from dovetail.cli.bench_serve import percentile, rates, run, summary
 
 pytestmark = pytest.mark.slow
@@ -209,7 +209,7 @@ def test_percentiles():
 
 
 def test_tokens_over_time():
-    records = [Record(0, 0, [0.1, 0.9, 3.9], end=4.0, tokens=6), Record(0, 0)]
+    records = [RequestRecord(0, 0, [0.1, 0.9, 3.9], end=4.0, tokens=6), RequestRecord(0, 0)]
     assert rates(records, 4.0, bins=4) == [4.0, 0.0, 0.0, 2.0]
 
 

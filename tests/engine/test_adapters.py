@@ -218,7 +218,7 @@ def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
         llm.load_adapter("c", saved(tmp_path / "dora", "llama3.1", 4, 1, use_dora=True))
     with pytest.raises(ValueError, match="an adapter for another model"):
         llm.load_adapter("c", saved(tmp_path / "phi", "phi3", 4, 1))
-    with pytest.raises(ValueError, match="is no adapter"):
+    with pytest.raises(ValueError, match="is not an adapter"):
         llm.load_adapter("c", tmp_path / "nowhere")
     with pytest.raises(ValueError, match="one `adapter` per prompt, got 2 for 8"):
         llm.generate(PROMPTS, GREEDY, adapter=["a", "b"])

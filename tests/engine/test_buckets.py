@@ -11,7 +11,7 @@ from dovetail.engine.device.buckets import Buckets, steps_in_time
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes
 
 SIZES = {
@@ -30,7 +30,7 @@ SIZES = {
 
 def plan(counts: list[int], samples: bool, steps: int = 1) -> StepPlan:
     request = Request("r", (1,), SamplingParams())
-    return StepPlan([Row(Sequence(request, pages=[1]), 0, count, samples) for count in counts], steps)
+    return StepPlan([PlanRow(Sequence(request, pages=[1]), 0, count, samples) for count in counts], steps)
 
 
 @pytest.mark.parametrize("name", SIZES)

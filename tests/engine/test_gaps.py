@@ -16,7 +16,7 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Row, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.engine.schedule.step_time import STEP_SECONDS, Pace
 
 LONG = replace(GREEDY, max_tokens=120)
@@ -208,12 +208,12 @@ def test_the_size_of_a_step_does_not_change_to_and_fro():
 def test_a_decode_step_says_nothing_of_prompts():
     pace = Pace(8192, 1e-3)
     seq = Sequence(Request("r", (1,), SamplingParams()), pages=[1])
-    pace.learn(StepPlan([Row(seq, 0, 1, True)]), 1, 5.0)
+    pace.learn(StepPlan([PlanRow(seq, 0, 1, True)]), 1, 5.0)
     assert pace.tokens == 256 and pace.decode_seconds > 1
 
 
 def prompt_step() -> StepPlan:
-    return StepPlan([Row(Sequence(Request("r", (1,), SamplingParams()), pages=[1]), 0, 100, False)])
+    return StepPlan([PlanRow(Sequence(Request("r", (1,), SamplingParams()), pages=[1]), 0, 100, False)])
 
 
 def test_one_prompt_takes_no_program_of_many_rows():

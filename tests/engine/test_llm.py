@@ -332,7 +332,7 @@ def test_options_that_do_not_fit_the_model_are_refused_before_weights_are_read(m
     monkeypatch.setattr("dovetail.io.load.read_params", lambda *_, **__: pytest.fail("weights were read"))
     for options, message in (
         (dict(max_model_len=10**6), "max_model_len must be between 2 and the model's own"),
-        (dict(lora_modules={"a": str(tmp_path)}), "is no adapter"),
+        (dict(lora_modules={"a": str(tmp_path)}), "is not an adapter"),
         (dict(lora_modules={"a": str(tmp_path)}, max_loras=0), "`max_loras` must be at least"),
         (dict(tensor_parallel_size=4096), "tensor_parallel_size=4096 needs 4096 devices"),
         (dict(max_num_batched_tokens=1, max_num_seqs=5), "`max_num_batched_tokens` must be at least max_num_seqs"),

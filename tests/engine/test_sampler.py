@@ -10,7 +10,7 @@ import pytest
 from dovetail.engine.device.sampler import MAX_BIAS, Sampler
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.ops import sample as ops
 
@@ -54,7 +54,7 @@ def make(prompt=(1, 2, 3), slot: int = 0, index: int = 0, seed: int = 0, **param
 
 def plan_for(*seqs: Sequence, steps: int = 1) -> StepPlan:
     """As the scheduler leaves it: the tokens to come are already counted as pending."""
-    rows = [Row(seq, seq.length - 1, 1, True) for seq in seqs]
+    rows = [PlanRow(seq, seq.length - 1, 1, True) for seq in seqs]
     for seq in seqs:
         seq.pending += steps
     return StepPlan(rows, steps)
@@ -231,7 +231,7 @@ def test_rows_that_do_not_sample_are_as_padding(sampler):
     busy = make(prompt=range(1, 9), slot=1, presence_penalty=1.0, temperature=1.0, allowed_token_ids=(3,))
     decoding = make(slot=0, temperature=0.5, top_k=5)
     decoding.tokens.append(4)
-    inputs = sampler.inputs(StepPlan([Row(busy, 0, 4, False), Row(decoding, 3, 1, True)]), 4)
+    inputs = sampler.inputs(StepPlan([PlanRow(busy, 0, 4, False), PlanRow(decoding, 3, 1, True)]), 4)
     assert inputs.temperature.tolist() == [0, 0.5, 0, 0] and inputs.top_k.tolist() == [0, 5, 0, 0]
     assert inputs.position.tolist() == [0, 4, 0, 0]
     assert inputs.slot.tolist() == [SLOTS] * 4 and inputs.mask_until.tolist() == [0] * 4

@@ -94,7 +94,7 @@ def test_a_near_name_gets_a_suggestion(name):
 @pytest.mark.parametrize("name", ["", "zzz", "./a/b", "/no/such/folder", "a/b/c", "org/missing.gguf", "../a"])
 def test_what_is_not_understood_says_what_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where none of them is
-    with pytest.raises(ValueError, match=r"no hub id .* catalogue") as error:
+    with pytest.raises(ValueError, match=r"not a hub id .* catalogue") as error:
         hub.resolve(name)
     assert "Did you mean" not in str(error.value)
 

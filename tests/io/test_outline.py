@@ -36,7 +36,7 @@ def test_of_a_hub_id_the_config_is_fetched(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("tinny", "no shipped architecture.*Did you mean 'tiny'"), ("absent.gguf", "absent.gguf")],
+    [("tinny", "not a shipped architecture.*Did you mean 'tiny'"), ("absent.gguf", "absent.gguf")],
 )
 def test_what_is_not_there(name, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -46,5 +46,5 @@ def test_what_is_not_there(name, message):
 def test_the_name_of_a_shipped_architecture_means_its_published_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "_from_hub", lambda hub_id: tmp_path / hub_id)
     assert hub.resolve("qwen3-8b") == tmp_path / "Qwen/Qwen3-8B"
-    with pytest.raises(ValueError, match="'tiny' is no folder"):
+    with pytest.raises(ValueError, match="'tiny' is not an existing folder"):
         hub.resolve("tiny")

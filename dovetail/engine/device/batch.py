@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.engine.request.sequence import Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.sample import SampleInputs
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
@@ -30,7 +30,7 @@ NUMBERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape that a step is compiled for."""
+    """Describe the shape that a step is compiled for."""
 
     tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step with prompts
     rows: int  # S
@@ -82,7 +82,7 @@ class Shape:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepArrays:
-    """The parts of a step's vector."""
+    """Hold the parts of a step's vector."""
 
     tokens: jax.Array  # [T], UNKNOWN where only the device knows
     kv_lens: jax.Array  # [S]
@@ -166,12 +166,12 @@ class Packer:
         return too_many
 
 
-def _slot(row: Row) -> int:
+def _slot(row: PlanRow) -> int:
     assert row.seq.slot is not None, "a running sequence has a slot"
     return row.seq.slot
 
 
-def _tokens(row: Row) -> list[int]:
+def _tokens(row: PlanRow) -> list[int]:
     """Return a row's tokens, UNKNOWN where only the device knows."""
     tokens, start, count = row.seq.tokens, row.start, row.count
     if count == 1:

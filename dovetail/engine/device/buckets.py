@@ -19,7 +19,7 @@ LONG = 4096  # tokens from which a step takes so long that its padding matters
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes of an engine's steps. The defaults are an accelerator's."""
+    """Hold the shapes of an engine's steps. The defaults are an accelerator's."""
 
     max_rows: int
     max_tokens: int

@@ -59,7 +59,7 @@ class Compilations:
 
 
 class StepProgram(NamedTuple):
-    """The program of one shape."""
+    """Hold the program of one shape."""
 
     shape: Shape
     function: Any  # jitted
@@ -216,7 +216,7 @@ class Programs:
 
 
 class CompiledSteps:
-    """An engine's compiled steps by shape; any thread may use it.
+    """Manage an engine's compiled steps by shape; any thread may use it.
 
     Args:
         program: Returns the program of a shape; a method of the runner.

@@ -55,7 +55,7 @@ class Runner:
 
     @property
     def weights(self) -> Weights:
-        """The weights with their version; set them again after loading an adapter."""
+        """Return the weights with their version; set them again after loading an adapter."""
         return self._weights
 
     @weights.setter
@@ -196,7 +196,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Asleep:
-    """The state of a sleeping engine."""
+    """Hold the state of a sleeping engine."""
 
     level: int
     host: Params | None  # level 1 keeps the weights here; level 2 drops them

@@ -27,7 +27,7 @@ from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import FIXED, SamplingPlan, SamplingState, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI accepts 300
@@ -40,7 +40,7 @@ def seed_of(seed: int, index: int) -> int:
 
 
 class _Row(NamedTuple):
-    """One row of a batch that needs more than numbers."""
+    """Hold one row of a batch that needs more than numbers."""
 
     state: SamplingState
     slot: int  # in the history
@@ -212,7 +212,7 @@ class Sampler:
         bias_ids, bias = self._bias([(i, row.state) for i, row in asking], size)
         return dict(slot=slots, mask_until=until, mask=self._mask(masks), bias_ids=bias_ids, bias=bias)
 
-    def _row(self, row: Row, state: SamplingState, steps: int) -> _Row:
+    def _row(self, row: PlanRow, state: SamplingState, steps: int) -> _Row:
         seq, position = row.seq, row.start + row.count
         known = len(seq.tokens) == position
         assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"
@@ -221,7 +221,7 @@ class Sampler:
 
     @property
     def history(self) -> jax.Array:
-        """The counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
+        """Return the counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
         if self._history is None:
             self.history = jnp.zeros((self.max_rows, self.vocab), jnp.int32, device=self._history_sharding)
         assert self._history is not None

@@ -25,7 +25,7 @@ from dovetail.ops.sample import SampleInputs, advance, count_tokens, logprobs, s
 
 
 class DeviceState(NamedTuple):
-    """The arrays that each step is given (donated) and returns for the next one."""
+    """Hold the arrays that each step is given (donated) and returns for the next one."""
 
     cache: Cache
     last: jax.Array  # [slots + 1] the last token that each slot sampled; the last slot is padding's
@@ -34,7 +34,7 @@ class DeviceState(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The results of a step."""
+    """Hold the results of a step."""
 
     tokens: jax.Array  # [steps, S]
     logprobs: tuple[jax.Array, ...]  # [steps, S, ...]: see ops.sample.logprobs
@@ -42,7 +42,7 @@ class StepOutput(NamedTuple):
 
 
 class Unsampled(NamedTuple):
-    """The sampler's inputs after a step with prompts; they do not depend on its number of tokens."""
+    """Hold the sampler's inputs after a step with prompts; they do not depend on its number of tokens."""
 
     logits: jax.Array  # [S, V] f32
     slots: jax.Array  # [S] where the token is stored; padding's slot for rows that do not sample

@@ -10,7 +10,7 @@ from dovetail.engine.request.sequence import Sequence
 
 
 @dataclass
-class Row:
+class PlanRow:
     """`count` tokens of a sequence from position `start` on.
 
     With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
@@ -25,9 +25,9 @@ class Row:
 
 @dataclass
 class StepPlan:
-    """The rows of one dispatch to the device."""
+    """Hold the rows of one dispatch to the device."""
 
-    rows: list[Row]
+    rows: list[PlanRow]
     steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class StepPlan:
 
 
 class StepLimits(NamedTuple):
-    """The most that a step may have, so that no stream waits for a long prompt or for a compiler."""
+    """Limit a step, so that no stream waits for a long prompt or for a compiler."""
 
     tokens: int
     rows: int
@@ -51,7 +51,7 @@ class StepLimits(NamedTuple):
 
 
 class StepDemand(NamedTuple):
-    """What the scheduler would put into a step without limits."""
+    """Hold what the scheduler would put into a step without limits."""
 
     decoding: int  # sequences that decode
     prompts: int = 0  # sequences with more than one token to compute

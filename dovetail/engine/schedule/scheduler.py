@@ -26,7 +26,7 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.request.sequence import Sequence, Status
 from dovetail.engine.request.stops import Stops
 from dovetail.engine.schedule.blocks import BlockPool
-from dovetail.engine.schedule.plan import Gain, Row, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import Gain, PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.engine.stats import EngineStats
 
 _RANK = attrgetter("rank")
@@ -35,7 +35,7 @@ _FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The scheduler's limits."""
+    """Hold the scheduler's limits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int  # of one device step, over all sequences
@@ -177,7 +177,7 @@ class Scheduler:
         """
         most = self.config.max_num_seqs
         limits = limits or StepLimits(self.config.max_num_batched_tokens, most, most)
-        rows: list[Row] = []
+        rows: list[PlanRow] = []
         before = self.preemptions
         left, stalled = self._schedule_running(rows, limits, prompts_first and self._prompts_fill_a_step())
         # While running sequences are short of pages none is admitted: it would be the next one to be preempted.
@@ -213,7 +213,7 @@ class Scheduler:
         decoding = len(gaps) + len(coming) - len(prompts)
         return StepDemand(decoding, len(prompts), sum(gap for _, gap in prompts), scores)
 
-    def _schedule_running(self, rows: list[Row], limits: StepLimits, only_prompts: bool) -> tuple[StepLimits, bool]:
+    def _schedule_running(self, rows: list[PlanRow], limits: StepLimits, only_prompts: bool) -> tuple[StepLimits, bool]:
         """Add rows for the running sequences in order.
 
         A decoding batch spends its host time in this loop, so it is kept flat.
@@ -246,7 +246,7 @@ class Scheduler:
             if end > len(seq.pages) * size and not self._grow(seq, end):
                 stalled = True
                 continue
-            rows.append(Row(seq, start, count, end == length))
+            rows.append(PlanRow(seq, start, count, end == length))
             seq.computed = end
             if end == length:
                 seq.pending = pending + 1
@@ -307,7 +307,7 @@ class Scheduler:
         self.preempt_all()
         self.reset_prefix_cache()
 
-    def _admit(self, rows: list[Row], left: StepLimits) -> tuple[int, bool]:
+    def _admit(self, rows: list[PlanRow], left: StepLimits) -> tuple[int, bool]:
         """Add rows for waiting sequences in strict order.
 
         Returns:
@@ -325,7 +325,7 @@ class Scheduler:
             seq.status, seq.slot = Status.RUNNING, heapq.heappop(self._free_slots)
             known = len(seq.tokens)
             end = min(known, cached + budget)
-            rows.append(Row(seq, cached, end - cached, end == known))
+            rows.append(PlanRow(seq, cached, end - cached, end == known))
             seq.computed, seq.pending = end, int(end == known)
             self._register(seq, cached, end)
             budget -= end - cached
@@ -355,7 +355,7 @@ class Scheduler:
             pool.count_lookup(known, cached)
         return cached
 
-    def _more_steps(self, rows: list[Row], more: int) -> int:
+    def _more_steps(self, rows: list[PlanRow], more: int) -> int:
         """Return how many device steps the plan takes beyond the first, and reserve the pages for them.
 
         That is `more` if every row may go that far, the pages suffice and no waiting sequence starts later for it, else

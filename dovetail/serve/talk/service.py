@@ -44,12 +44,12 @@ class Service:
 
     @property
     def name(self) -> str:
-        """The model's name in answers."""
+        """Return the model's name in answers."""
         return self.config.names[0]
 
     @property
     def max_len(self) -> int:
-        """The most tokens of a prompt and its answer."""
+        """Return the most tokens of a prompt and its answer."""
         return self.engine.info.max_model_len
 
     def name_of(self, adapter: str | None) -> str:
