@@ -35,7 +35,8 @@ def names_of(file: str) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if hasattr(each, "name")}
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+            found |= {f"{node.name}.{each.name}" for each in methods}
     return found
 
 
