@@ -1,4 +1,4 @@
-"""An exception inside `dovetail serve`, in real processes: HTTP 500, a traceback in the log, the next request answered."""
+"""Exceptions inside `dovetail serve`, in real processes: HTTP 500, a logged traceback, the next request answered."""
 
 from __future__ import annotations
 
