@@ -47,7 +47,8 @@ def config_of(x: str) -> ModelConfig:
         return read_config(fetch_config(x))
     raise UserError(
         f"{x!r} is no folder or .gguf file that exists, no config.json, no hub id (org/name) and no shipped "
-        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}"
+        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}",
+        param="model",
     )
 
 

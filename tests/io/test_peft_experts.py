@@ -11,8 +11,10 @@ import pytest
 from adapter_cases import logits, random_adapters, shake, theirs
 from later import later
 from reference_models import reference
+from refusals import refuses
 from safetensors.numpy import load_file, save_file
 
+from dovetail.core.errors import CheckpointError
 from dovetail.io.load import load
 from dovetail.io.peft import read_adapter, save_adapter
 from dovetail.models.lora import Lora, attach, merge
@@ -155,21 +157,21 @@ def test_a_pair_per_expert_is_read(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, naming",
     [
-        ({"target_parameters": [*BOTH, "experts.gate_up_proj_bias"]}, "gate_up_proj_bias, and this model has no"),
+        ({"target_parameters": [*BOTH, "experts.gate_up_proj_bias"]}, "gate_up_proj_bias"),
         ({"use_dora": True}, "use_dora and target_parameters"),
-        ({"rank_pattern": {}}, "ranks 4 and 4 and its config says 2"),
-        ({"target_parameters": BOTH[1:]}, "no module model.layers.0.mlp.experts.base_layer"),
+        ({"rank_pattern": {}}, "ranks 4 and 4"),
+        ({"target_parameters": BOTH[1:]}, "model.layers.0.mlp.experts.base_layer"),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_refused(changes, words, tmp_path):
+def test_an_adapter_that_cannot_be_used_is_refused(changes, naming, tmp_path):
     cfg = load(small("gpt-oss")[1], dtype="f32").config
     lora = Lora(2, 4.0, ("gate_up_proj", "down_proj"))
     save_adapter(tmp_path, cfg, random_adapters(cfg, lora), lora)
     said = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(said | changes))
-    with pytest.raises(ValueError, match=words):
+    with refuses(None, CheckpointError, naming=naming):
         read_adapter(tmp_path, cfg)
 
 
@@ -178,5 +180,5 @@ def test_an_adapter_for_other_experts_is_refused(tmp_path):
     lora = Lora(2, 4.0, ("down_proj",))
     save_adapter(tmp_path, cfg, random_adapters(cfg, lora), lora)
     other = load(small("gpt-oss", intermediate_size=64)[1], dtype="f32").config
-    with pytest.raises(ValueError, match=r"another model.*5 experts of 48 x 64 here"):
+    with refuses(None, CheckpointError, naming="5 experts of 48 x 64"):
         read_adapter(tmp_path, other)

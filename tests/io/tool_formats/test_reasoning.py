@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refuses
 from tool_call_cases import TOOLS, events_of
 
 from dovetail.io.tool_formats.events import Content, Reasoning, collect
@@ -148,5 +149,5 @@ def test_the_format_of_a_model(template: str, tokens: list[str], name: str | Non
 def test_the_format_by_name():
     assert reasoning_for("<think>", name="gemma4") is REASONING_FORMATS["gemma4"]
     assert reasoning_for("<think>", name="none") is None
-    with pytest.raises(ValueError, match=r"must be one of deepseek_r1, gemma4, mistral, qwen3 or none, got .r1."):
+    with refuses("reasoning_parser", naming="deepseek_r1, gemma4, mistral, qwen3 or none"):
         reasoning_for(name="r1")
