@@ -120,7 +120,8 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
         names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
         raise UserError(
-            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has {names}"
+            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has {names}",
+            param="lora.target_modules",
         )
     return tree
 

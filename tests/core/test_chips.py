@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from refusals import refuses
 
 from dovetail.core.chips import CHIPS, GIB, chip_named, chip_of, cpu_chip, usable_bytes
 from dovetail.core.cloud import rate
@@ -64,7 +65,7 @@ def test_every_figure_is_plausible():
 
 def test_by_name_as_people_type_it():
     assert chip_named("h200") is CHIPS["H200"] and chip_named("tpu7x") is CHIPS["TPU7x"]
-    with pytest.raises(ValueError, match=r"no chip 'H20O'. Did you mean 'H200'\?"):
+    with refuses("chip", naming="'H200'"):
         chip_named("H20O")
 
 
@@ -81,5 +82,5 @@ def test_prices_by_region_and_given():
     assert rate(v5e, region="us-west4").dollars == v5e.dollars
     assert rate(CHIPS["TPU7x"]).dollars is None and "--price" in rate(CHIPS["TPU7x"]).says
     assert rate(None, given=2.5).dollars == rate(CHIPS["TPU7x"], given=2.5).dollars == 2.5
-    with pytest.raises(ValueError, match="0 or more dollars"):
+    with refuses("price"):
         rate(v5e, given=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
+from refusals import refuses
 
 from dovetail.core.mesh import MESH_AXES, lay_out, make_mesh, num_slices
 
@@ -53,7 +53,7 @@ def test_data_alone_crosses_slices():
 
 
 def test_a_data_axis_that_does_not_cover_the_slices():
-    with pytest.raises(ValueError, match="multiple of the 2 slices"):
+    with refuses("data", naming="2 slices"):
         lay_out([1, 8, 1, 1, 2], tpus(4, 2, slices=2))
 
 
