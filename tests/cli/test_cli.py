@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from refusals import refuses
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from dovetail.cli.main import app
 from dovetail.cli.models import parse_bytes
 from dovetail.cli.tour import _pretrain as train_on_the_way
 from dovetail.cli.tour import tour
+from dovetail.core.errors import RecipeError
 from dovetail.core.reporter import bar
 
 pytestmark = pytest.mark.slow
@@ -189,7 +191,7 @@ def test_kernels_of_tpus(capsys):
     shown = capsys.readouterr().out
     for word in ("splash", "ragged", "v5e", "GPT-OSS"):
         assert word in shown
-    with pytest.raises(ValueError, match="--kernels must be one of 'tpu'; got 'cuda'"):
+    with refuses("--kernels", RecipeError, naming="'tpu'"):
         info(None, "cuda")
 
 
@@ -211,5 +213,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "5 parsecs", "0", "0.1"])
 def test_bad_sizes(text):
-    with pytest.raises(ValueError, match="500MB"):
+    with refuses(naming="500MB"):
         parse_bytes(text)

@@ -9,11 +9,13 @@ import sys
 
 import jax
 import pytest
+from refusals import refuses
 from typer.testing import CliRunner
 
 from dovetail.cli.compile import app
 from dovetail.cli.compile_report import compiled, plain, recipe_report, show
 from dovetail.core import chips
+from dovetail.core.errors import MissingPackageError
 from dovetail.core.recipe import load
 from dovetail.engine import abstract_engine
 from dovetail.plan import topology
@@ -48,33 +50,33 @@ def test_a_topology_is_a_chip_and_its_grid(text, chip, sides):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "naming"),
     [
         ("v5e", "such as v5e:16x16"),
         ("v5e:4by4", "such as v5e:16x16"),
         ("", "such as v5e:16x16"),
-        ("v5e:4", r"has 2 sides, such as v5e:4x4; got 'v5e:4'"),
-        ("v5p:4x4", "has 3 sides, such as v5p:4x4x4"),
-        ("v5e:4x4x2", "has 2 sides"),
-        ("v5e:0x4", "has 2 sides"),
-        ("v5f:4x4", r"no TPU 'v5f' to compile for\. Did you mean"),
-        ("H200:8x1", r"Known: v2.*TPU7x"),
-        ("v5e:32x32", r"has 1,024 chips and a slice of v5e at most 256.*--slices 2"),
+        ("v5e:4", "such as v5e:4x4; got 'v5e:4'"),
+        ("v5p:4x4", "such as v5p:4x4x4"),
+        ("v5e:4x4x2", "such as v5e:4x4"),
+        ("v5e:0x4", "such as v5e:4x4"),
+        ("v5f:4x4", "Did you mean 'v5p'?"),
+        ("H200:8x1", "Known: v2, "),
+        ("v5e:32x32", "--slices 2"),
     ],
 )
-def test_what_is_no_topology(text, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_bad_topology_is_refused(text, naming):
+    with refuses(naming=naming):
         parse(text)
 
 
 def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'dovetail\[tpu\]'"):
+    with refuses(None, MissingPackageError, naming="pip install 'dovetail[tpu]'"):
         tpu_devices(parse("v5e:4x4"))
 
 
 def test_gpu_needs_one():
-    with pytest.raises(ValueError, match=r"needs a GPU on this machine, and jax sees 8 x cpu"):
+    with refuses(naming="8 x cpu"):
         gpu_devices()
     assert isinstance(run("tiny", "--topology", "gpu").exception, ValueError)
 
@@ -148,7 +150,7 @@ class TestWithLibtpu:
         assert sorted({device.slice_index for device in found}) == [0, 1]
 
     def test_a_grid_that_no_host_has(self):
-        with pytest.raises(ValueError, match="libtpu does not know a slice v5e:3x3"):
+        with refuses(naming="v5e:3x3"):
             tpu_devices(parse("v5e:3x3"))
 
     @pytest.mark.slow

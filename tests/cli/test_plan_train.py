@@ -4,10 +4,12 @@ import json
 
 import pytest
 import yaml
+from refusals import refuses
 from typer.testing import CliRunner
 
 from dovetail.cli import plan
 from dovetail.core import recipe
+from dovetail.core.errors import RecipeError
 from dovetail.train.settings import Pretrain
 
 ASKED = ["train", "llama3-8b", "--on", "v5e-64", "--batch", "1M", "--seq", "8192", "--tokens", "1T"]
@@ -68,7 +70,7 @@ def test_for_how_many_tokens_is_said(args, words):
 
 
 def test_a_warmup_that_was_asked_for_is_checked():
-    with pytest.raises(ValueError, match=r"schedule\.warmup must end within the run"):
+    with refuses("schedule.warmup", RecipeError):
         run("train", "llama3-8b", "--on", "v5e-64", "--tokens", "1M", "schedule.warmup=2000")
 
 

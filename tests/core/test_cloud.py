@@ -31,7 +31,7 @@ def test_known_names():
     ],
 )
 def test_unknown_names_are_refused(check, given, naming):
-    with refuses("bucket_region", naming=naming):
+    with refuses("--bucket-region", naming=naming):
         check("--bucket-region", given)
 
 
