@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from engine.engines import OPTIONS, make_llm
+from refusals import refuses
 
 from dovetail.engine.abstract_engine import abstract_engine
 from dovetail.engine.options import EngineOptions
@@ -63,7 +64,7 @@ def test_over_devices_prompts_gather_logits_and_no_weights():
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="at most the 8 devices of the topology, got 16"):
+    with refuses("tensor_parallel_size", naming="8 devices"):
         abstract_engine(
             make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel_size=16), jax.devices()
         )

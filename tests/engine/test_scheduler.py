@@ -6,7 +6,9 @@ import time
 import numpy as np
 import pytest
 from fake_device import EOS, STOPS, Driver, add, check_invariants, expected, make
+from refusals import refuses
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.request.sequence import Status
 
 
@@ -252,22 +254,34 @@ def test_waste_stays_below_4_percent_on_mixed_lengths():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
-    [([], "at least one"), ([1] * 200, "max_model_len=200"), ([1] * 41, "a KV pool of 10 pages x 4")],
+    ("prompt", "code", "naming"),
+    [
+        ([], None, ""),
+        ([1] * 200, "context_length_exceeded", "max_model_len=200"),
+        ([1] * 41, "context_length_exceeded", "10 pages x 4 tokens"),
+    ],
 )
-def test_what_can_never_run_is_refused(prompt, message):
+def test_a_prompt_that_can_never_run_is_refused(prompt, code, naming):
     scheduler = make(pages=10)
-    with pytest.raises(ValueError, match=message):
+    with refuses("prompt", RequestError, code=code, naming=naming):
         add(scheduler, "a", prompt)
     assert not scheduler.has_work
     (seq,) = add(scheduler, "a", [1] * 40)
-    with pytest.raises(ValueError, match="already added"):
+    with refuses("request_id", RequestError, naming="a/0"):
         scheduler.add(seq)
 
 
-@pytest.mark.parametrize("bad", [{"policy": "lifo"}, {"budget": 0}, {"max_model_len": 1}, {"max_decode_steps": 0}])
-def test_bad_config(bad):
-    with pytest.raises(ValueError, match="must"):
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        ({"policy": "lifo"}, "policy"),
+        ({"budget": 0}, "max_num_batched_tokens"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_decode_steps": 0}, "max_decode_steps"),
+    ],
+)
+def test_bad_config(bad, param):
+    with refuses(param):
         make(**bad)
 
 

@@ -5,7 +5,9 @@ from fake_device import EOS, Driver, check_invariants, expected, make, sequences
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from refusals import refuses
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.request.sequence import Status
 
 pytestmark = pytest.mark.slow
@@ -73,7 +75,7 @@ class Traffic(RuleBasedStateMachine):
                 self.scheduler.add(seq)
                 self.seqs.append(seq)
             else:
-                with pytest.raises(ValueError, match="prompt of"):
+                with refuses("prompt", RequestError, code="context_length_exceeded"):
                     self.scheduler.add(seq)
 
     @rule(times=st.integers(1, 6))
