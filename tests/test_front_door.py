@@ -1,4 +1,4 @@
-"""`import dovetail as dt`: the names a user needs, found when they are used."""
+"""`import dovetail as dt`: the public names, imported on first use."""
 
 import json
 import signal

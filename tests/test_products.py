@@ -1,6 +1,7 @@
-"""f32 means f32: every product of f32 numbers that the engine or a train step makes on an accelerator, in XLA or in a
-kernel, asks for all of their bits, and those of `tf32` and of bf16 do not. Read from what is traced for a platform,
-which no machine here has."""
+"""Products of f32 numbers use full precision on accelerators, in XLA and in kernels; those of tf32 and bf16 do not.
+
+The precision is read from programs traced for platforms that this machine does not have.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ def test_train_steps(name, dtype, platform, exact):
 
 
 @pytest.mark.parametrize("dtype, exact", [("f32", True), ("tf32", False)])
-def test_what_runs_beside_the_steps(dtype, exact, monkeypatch):
+def test_the_programs_besides_the_steps(dtype, exact, monkeypatch):
     """Scores of a prompt, embeddings, dt.load's logits and generate, where jax finds a GPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     compute = compute_of(dtype)
@@ -164,7 +165,7 @@ def test_names():
             compute_of(bad)
 
 
-def test_what_info_says():
+def test_compute_descriptions():
     assert COMPUTES["f32"].describe("cuda") == "products of f32"
     assert COMPUTES["tf32"].describe("cuda") == "products of TF32, summed in f32"
     assert COMPUTES["tf32"].describe("tpu") == "products of f32, for this chip has no TF32"

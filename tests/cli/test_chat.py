@@ -1,4 +1,4 @@
-"""The terminal chat, against a server that answers as it is told to."""
+"""`dovetail chat` against a scripted server."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from dovetail.core.files import write_atomic
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
-    """Say these lines to a server; what was printed, as (answers, remarks)."""
+    """Send these lines to a server; return the output as (answers, remarks)."""
 
     def talk(place, *lines, ok=True, **options):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -95,7 +95,7 @@ def test_save(talk, tmp_path):
     assert "needs a file name" in lines[2] and "is a folder" in lines[3] and "no folder /no/such" in lines[4]
 
 
-def test_what_was_saved_before_stays_when_a_write_fails(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_earlier_checkpoints(tmp_path, monkeypatch):
     path = write_atomic(tmp_path / "f", "old")
     path.chmod(0o640)
     with pytest.raises(UnicodeEncodeError):
@@ -105,7 +105,7 @@ def test_what_was_saved_before_stays_when_a_write_fails(tmp_path, monkeypatch):
     assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_help_and_unknown_commands(talk):
+def test_help_and_unknown_slash_commands(talk):
     with serving(lambda i: says("a")) as fake:
         _, err = talk(fake.url, "/nope x", "/help")
     first, *rest = err.splitlines()

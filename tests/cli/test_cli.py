@@ -1,4 +1,4 @@
-"""The command line as a person meets it: quick help, one line for an error, no traceback."""
+"""The command line: quick help, one line for an error, no traceback."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def dovetail(*args: str, timeout: float = 120, **env: str) -> subprocess.Complet
 
 
 def test_help_imports_little():
-    """Help answers at once because of what it does not import, which no other load on the machine changes."""
+    """Check the imports of --help rather than its time, which depends on the load of the machine."""
     code = (
         "import sys\nbefore = set(sys.modules)\nfrom dovetail.cli.main import main\nsys.argv = ['dovetail', '--help']\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
@@ -116,7 +116,7 @@ def test_a_misuse_is_exit_code_2(args):
 
 
 class FakeModel:
-    """As much of a model as the tour asks of it."""
+    """The part of a model that the tour uses."""
 
     def __init__(self):
         self.tokenizer = self

@@ -1,4 +1,4 @@
-"""`dovetail compile`: which topologies there are, what is refused and how; with libtpu, a real compile for TPUs."""
+"""`dovetail compile`: topologies, refusals, and a real compile for TPUs with libtpu."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
         tpu_devices(parse("v5e:4x4"))
 
 
-def test_gpu_needs_one():
+def test_topology_gpu_requires_a_gpu():
     with refuses(naming="8 x cpu"):
         gpu_devices()
     assert isinstance(run("tiny", "--topology", "gpu").exception, ValueError)
@@ -86,7 +86,7 @@ def test_a_recipe_that_is_not_there():
     assert "optimizer.lr" in str(run("tiny", "optimizer.lrr=1", "--topology", "v5e:2x2").exception)
 
 
-def test_slices_are_said_in_one_way_or_the_other(monkeypatch):
+def test_slices_are_given_by_the_flag_or_the_recipe(monkeypatch):
     asked = []
     monkeypatch.setattr(topology, "tpu_devices", lambda *args: asked.append(args))
     for words in (["--slices", "2"], ["mesh.slices=2"]):
@@ -149,7 +149,7 @@ class TestWithLibtpu:
         found = tpu_devices(parse("v5e:2x2"), slices=2)
         assert sorted({device.slice_index for device in found}) == [0, 1]
 
-    def test_a_grid_that_no_host_has(self):
+    def test_a_topology_that_libtpu_does_not_know_is_refused(self):
         with refuses(naming="v5e:3x3"):
             tpu_devices(parse("v5e:3x3"))
 

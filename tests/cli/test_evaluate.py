@@ -1,4 +1,4 @@
-"""`dovetail eval`: the engine's log-probabilities are transformers' own, and lm-eval's tasks run on local files."""
+"""`dovetail eval`: log-probabilities equal transformers', and lm-eval's tasks run on local files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def judge(folder) -> Judge:
 
 
 def their_logprobs(ids: list[int]) -> np.ndarray:
-    """Of each id after the first, by transformers."""
+    """Return the log-probability of each id after the first, by transformers."""
     with torch.no_grad():
         logits = model()[0](torch.tensor([ids])).logits[0].double()
     every = torch.log_softmax(logits, -1)[:-1]
@@ -126,7 +126,7 @@ def test_stop_strings_end_an_answer(judge):
 
 
 @pytest.mark.thorough
-def test_a_padded_vocabulary_does_no_harm(folder, tmp_path):
+def test_a_padded_vocabulary_is_supported(folder, tmp_path):
     """This model's most probable tokens are often beyond the tokenizer's."""
     path = tmp_path / "padded"
     shutil.copytree(folder, path)
@@ -182,7 +182,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.thorough
-def test_a_model_of_bytes_needs_no_tokenizer_file():
+def test_a_byte_model_needs_no_tokenizer_file():
     judge = Judge(LLM(reference("llama3.2", num_hidden_layers=1, vocab_size=257)[1], **SMALL), Bytes())
     rows = {row.metric: row.value for row in evaluate.held_out(judge, ["héllo"])}
     assert rows["tokens"] == 6  # seven ids with the end, the first not scored
@@ -218,7 +218,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path):
         evaluate._check([str(tmp_path / "none.yaml")], "", "")
 
 
-def test_of_a_run_the_last_export_is_judged(tmp_path):
+def test_eval_of_a_run_uses_its_last_export(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with refuses(naming="--export-hf"):
         evaluate.newest_export(str(tmp_path))

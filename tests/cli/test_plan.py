@@ -1,4 +1,4 @@
-"""`dovetail plan serve`, `rl`, `storage`, `--calibrate`: what a person sees, what a program reads, what it refuses."""
+"""`dovetail plan serve`, `rl`, `storage` and `--calibrate`: tables, JSON and refusals."""
 
 import json
 import shlex
@@ -64,7 +64,7 @@ def test_serving_as_json_and_as_a_picture(home, tmp_path):
         run(*GEMMA, "--price", "1", "--spot")
 
 
-def test_weights_that_the_engine_has_not_are_told(home):
+def test_a_dtype_that_the_engine_cannot_serve_is_reported(home):
     said = run("serve", "llama3-70b", "--on", "v5e-8", "--dtype", "int8")
     assert "not served by Dovetail: the engine has no weights or KV pages in int8" in said and "KV in bf16" in said
     assert "start it:" not in said
@@ -94,13 +94,13 @@ def test_serving_over_several_machines_is_planned_and_said_not_to_run(home):
 
 
 @pytest.mark.parametrize("name", [*shipped_models(), *shipped_shapes()])
-def test_what_serves_a_shipped_architecture(name):
+def test_the_model_that_serves_a_shipped_architecture(name):
     source, why = servable(name)
     assert source in hub.CATALOGUE or hub.HUB_ID.fullmatch(source) if source else "serve" in why
 
 
 def test_the_command_that_is_printed_runs_as_typed(home, monkeypatch):
-    """As far as the weights: what is asked for is what `dovetail serve` can fetch."""
+    """Run it up to the download: `dovetail serve` can fetch the model that is named."""
     asked = []
 
     def resolve(model, progress=None):
@@ -196,14 +196,14 @@ def test_a_run_calibrates_later_plans(home, tmp_path):
     assert step["best"] < step["likely"] < step["worst"]
 
 
-def test_too_short_a_run_teaches_nothing(home, tmp_path):
+def test_a_too_short_run_cannot_calibrate(home, tmp_path):
     fake_run(tmp_path / "short", steps=2)
     save_prediction(tmp_path / "short", Prediction("H200", 1, 0.4, 0.1, 0.0, 0.4, 1.0))
     with refuses("--calibrate", naming="at least 4 reports"):
         run("--calibrate", str(tmp_path / "short"))
 
 
-def test_a_run_that_learns_from_its_answers_teaches_nothing(home, tmp_path):
+def test_an_rl_run_cannot_calibrate(home, tmp_path):
     fake_run(tmp_path / "rl")
     file = tmp_path / "rl" / "metrics.jsonl"
     file.write_text(file.read_text().replace('"tokens"', '"rollout_seconds": 0.2, "tokens"'))
@@ -212,7 +212,7 @@ def test_a_run_that_learns_from_its_answers_teaches_nothing(home, tmp_path):
         run("--calibrate", str(tmp_path / "rl"))
 
 
-def test_a_benchs_look_at_a_server():
+def test_bench_reads_the_servers_decode_metrics():
     text = (
         'vllm:num_requests_running{engine="0"} 8\ndovetail:decode_step_seconds{engine="0"} 0.004\n'
         'dovetail:predicted_decode_step_seconds_least{engine="0"} 0.003\n'

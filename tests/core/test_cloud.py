@@ -1,4 +1,4 @@
-"""Names of regions and zones: the known ones pass, others are refused with the nearest or with all of them."""
+"""Names of regions and zones: known ones pass; unknown ones are refused with the nearest or with all."""
 
 import pytest
 from refusals import refuses

@@ -1,4 +1,4 @@
-"""Schemas closed: what they list may be there, and what they allow; nothing else."""
+"""Closed JSON schemas: they allow listed properties only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_unlisted_properties_are_forbidden(name: str):
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_what_the_schema_allows_stays_allowed(name: str):
+def test_properties_that_the_schema_allows_stay_allowed(name: str):
     schema, fits = OPEN[name]
     jsonschema.validate(fits, closed(schema))
 

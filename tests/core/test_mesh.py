@@ -1,4 +1,4 @@
-"""Which device stands where in a mesh. TPUs are played by objects that have their attributes."""
+"""Placement of devices in a mesh. Objects with the attributes of TPUs stand in for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def coords(devices: np.ndarray) -> list[tuple[int, int]]:
     return [device.coords[:2] for device in devices.ravel()]
 
 
-def test_all_axes_are_there():
+def test_a_mesh_has_all_axes():
     mesh = make_mesh(dict(context=4, tensor=2))
     assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == dict(data=1, fsdp=1, expert=1, context=4, tensor=2)
@@ -58,7 +58,7 @@ def test_a_data_axis_that_does_not_cover_the_slices():
 
 
 def test_some_chips_of_a_slice():
-    """An engine may take three chips of eight: they fill no box, and stand as they came."""
+    """An engine may take three chips of eight, which form no box: they keep their order."""
     placed = lay_out([1, 1, 1, 1, 3], tpus(2, 4)[:3])
     assert coords(placed) == [(0, 0), (1, 0), (0, 1)]
 

@@ -1,4 +1,4 @@
-"""Recipes: what is read, what is refused and how it says so, layering, overrides, and the way back."""
+"""Recipes: parsing, refusals, layering, overrides, and writing them back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def test_a_whole_float_is_an_int_and_an_int_a_float():
         ({3: 4}, "3 is not a key"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_path(given, message):
+def test_a_wrong_value_is_refused_with_its_path(given, message):
     with pytest.raises(RecipeError, match=message) as error:
         recipe.read(Cake, {**PARTS, **given})
     assert error.value.param == message.split()[0]
@@ -138,7 +138,7 @@ def test_mappings_of_any_keys_are_read_changed_and_written(shelf):
             recipe.read(Cake, {**PARTS, "guests": wrong})
 
 
-def test_of_alternatives_the_later_one_counts(shelf):
+def test_a_later_alternative_replaces_the_earlier_one(shelf):
     assert recipe.load("plain", ["slices=8"], Cake).crumbs == 0
     (shelf / "mine.yaml").write_text("base: plain\nslices: 4\n")
     cake = recipe.load(str(shelf / "mine.yaml"), [], Cake)
@@ -158,7 +158,7 @@ def test_a_quantization_under_base_is_refused_with_the_new_key(shelf):
         recipe.load(str(shelf / "a.yaml"), [], Cake)
 
 
-def test_bases_in_a_circle_are_refused(shelf):
+def test_a_cycle_of_bases_is_refused(shelf):
     (shelf / "a.yaml").write_text("base: b.yaml\n")
     (shelf / "b.yaml").write_text("base: a.yaml\n")
     with refuses("base", RecipeError, naming="a.yaml -> b.yaml -> a.yaml"):
@@ -213,7 +213,7 @@ def test_dump_says_what_differs_and_reads_back():
     assert recipe.dump(Cake((Part("a"),))) == {"parts": [{"name": "a"}]}
 
 
-def test_yaml_as_people_expect_it():
+def test_yaml_values_are_read_by_their_usual_types():
     text = "a: 1e-3\nb: 10:13\nc: no\nd: 1_000\ne: 010\nf: ~\ng: true\nh: 2024-01-01\ni: -1.5\nj:\nk: .inf"
     assert yaml_text.parse(text) == {
         "a": 1e-3, "b": "10:13", "c": "no", "d": 1000, "e": 10, "f": None, "g": True, "h": "2024-01-01", "i": -1.5,

@@ -1,5 +1,4 @@
-"""A batch that mixes adapters gives each request the tokens that PEFT gives with that adapter alone; and they come, go
-and are replaced while the engine runs."""
+"""Adapters in the engine: mixed batches equal PEFT, and adapters are loaded, replaced and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ PROMPTS = mixed_prompts(len(NAMES), 8, 60)
 
 
 def saved(folder, model: str, rank: int, seed: int, **options) -> str:
-    """An adapter of PEFT's, with random weights that change every answer."""
+    """Save an adapter of PEFT with random weights that change every answer."""
     torch.manual_seed(seed)
     given: dict[str, Any] = {"target_modules": "all-linear"} | options
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **given)
@@ -50,7 +49,7 @@ def peft_tokens(model: str, folder: str | None, prompts: list[list[int]]) -> lis
 
 
 def mixed(model: str, folders: dict[str, str]) -> list[list[int]]:
-    """PEFT's, each prompt with its own adapter alone."""
+    """Return PEFT's tokens, each prompt with its own adapter."""
     found: dict[int, list[int]] = {}
     for name in {*NAMES}:
         own = [i for i, each in enumerate(NAMES) if each == name]
@@ -74,7 +73,7 @@ def llm(folders) -> LLM:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixed_batch_gives_each_what_peft_gives_it_alone(llm, folders):
+def test_a_batch_with_several_adapters_equals_peft(llm, folders):
     expected = mixed("llama3.1", folders)
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == expected
     assert len({tuple(answer) for answer in expected}) == len(expected)
@@ -151,7 +150,7 @@ def test_loaded_replaced_and_unloaded_at_run_time(llm, folders):
 
 
 def test_requests_keep_the_adapter_they_began_with(llm, folders):
-    """Unloaded or replaced, it stays in its slot until they have ended."""
+    """An unloaded or replaced adapter keeps its slot until its requests have ended."""
     first, second = (tokens_of(llm.generate(PROMPTS[:1], GREEDY, adapter=name)) for name in ("a", "b"))
     engine = llm.engine
     engine.add("old", PROMPTS[0], GREEDY, adapter="a")
@@ -193,7 +192,7 @@ def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
 
 @pytest.mark.thorough
 def test_new_weights_come_below_the_adapters(folders):
-    """Also where a sleep of level 2 dropped the old ones, and with an adapter that came in between."""
+    """The same after a sleep of level 2, and with an adapter loaded in between."""
     llm = make_llm("llama3.1", lora_modules={"a": folders["a"]}, max_loras=2, max_lora_rank=8)
     model = load(reference("llama3.1")[1], dtype="f32")
     names = [name for name in NAMES if name != "b"]
@@ -213,7 +212,7 @@ def test_new_weights_come_below_the_adapters(folders):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
+def test_adapters_that_do_not_fit_are_refused(llm, tmp_path):
     with refuses("max_lora_rank", CheckpointError, naming="room for 7"):
         llm.load_adapter("c", saved(tmp_path / "wide", "llama3.1", 9, 1))
     with refuses(None, CheckpointError, naming="merge it"):
@@ -227,7 +226,7 @@ def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
     assert llm.runner.adapters.names == ["a", "b"]
 
 
-def test_an_engine_without_room_says_so(folders):
+def test_an_engine_without_adapter_slots_refuses_adapters(folders):
     llm = make_llm("llama3.1")
     with refuses("max_loras"):
         llm.load_adapter("a", folders["a"])

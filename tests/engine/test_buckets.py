@@ -1,4 +1,4 @@
-"""The shapes that steps are compiled for: every plan has one, and it is among those that a start compiles."""
+"""Compiled shapes of steps: every plan has one, and a start compiles it."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_every_plan_has_a_shape_that_was_compiled(name):
         assert scored in compiled and scored.tokens >= given.num_tokens and scored.rows >= rows
 
 
-def test_what_a_start_compiles_is_little():
+def test_a_start_compiles_few_programs():
     """Each takes seconds to compile, and the first start waits for all of them."""
     assert len(SIZES["an 8B model on an H200"].usual()) == 31
     assert len(SIZES["a GPU"].usual()) == 40
 
 
-def test_no_more_steps_in_a_dispatch_than_a_newcomer_may_wait_for():
+def test_a_dispatch_is_no_longer_than_a_new_request_may_wait():
     assert steps_in_time(1e-3) == (1, 4, 16) and steps_in_time(5e-3) == (1, 4) and steps_in_time(1.0) == (1,)
     buckets = SIZES["an 8B model on an H200"]
     assert buckets.steps_for(1) == (1, 4) and buckets.steps_for(512) == (1,)

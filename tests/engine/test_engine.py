@@ -1,4 +1,4 @@
-"""The whole engine on tiny random models: the tokens are transformers' own, however the work is cut up."""
+"""The whole engine on tiny random models: its tokens equal transformers', for every division of the work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected(model) -> list[list[int]]:
 
 
 def check_clean(llm: LLM) -> None:
-    """Nothing is left of what was asked."""
+    """Assert that no request, page or step is left."""
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_work and not scheduler.has_work and not llm.engine._requests
     assert scheduler.stats().pages_used == 0
@@ -86,7 +86,7 @@ def test_kv_bytes_and_the_engines_own_number_of_steps(model, expected):
         make_llm("llama3.1", kv_cache_memory_bytes=page_bytes)
 
 
-def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeypatch):
+def test_a_new_request_does_not_wait_for_a_multi_step_dispatch(llm, monkeypatch):
     own = variant(llm)
     del own.engine._steps_wanted  # the engine's own choice again
     engine, many = own.engine, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -102,7 +102,7 @@ def test_who_comes_amid_others_is_not_kept_waiting_by_several_steps(llm, monkeyp
 
     monkeypatch.setattr("dovetail.engine.engine.QUIET_SECONDS", 1e9)
     engine.add("first", [5, 6, 7], many)
-    assert max(launched(4)) > 1  # nobody came: alone it takes several steps a dispatch
+    assert max(launched(4)) > 1  # no new request: alone it takes several steps per dispatch
     engine.add("second", [7, 8, 9], many)
     assert launched(4) == [1, 1, 1, 1]
     monkeypatch.setattr("dovetail.engine.engine.QUIET_SECONDS", 0)
@@ -133,7 +133,7 @@ def test_other_kinds_of_attention(name):
 
 @pytest.mark.thorough
 def test_longrope_within_the_original_context():
-    """There transformers takes the short factors, and so does an engine that is told of no longer sequence."""
+    """Within it, transformers uses the short factors, and so does an engine with such a max_model_len."""
     model, folder = reference("phi4-mini", original_max_position_embeddings=200)
     prompts = mixed_prompts(3, seed=2)
     assert max(map(len, prompts)) + NEW <= 200
@@ -232,7 +232,7 @@ def test_stop_token_ids(llm, expected, steps):
 
 
 def test_the_end_token_and_min_tokens(expected):
-    """With another end token: this model never writes its own. The weights are the same."""
+    """The end token is another one, because this model never samples its own."""
     at, end = next((i, tokens[-4]) for i, tokens in enumerate(expected) if tokens.index(tokens[-4]) > 1)
     model, folder = reference("llama3.1", eos_token_id=end)
     prompt, where = PROMPTS[at], expected[at].index(end)
@@ -344,7 +344,7 @@ def test_a_bad_prompt_is_refused_and_other_requests_go_on(llm, expected, prompt,
     assert tokens_of(engine.generate(PROMPTS[1], GREEDY)) == [expected[1]]
 
 
-def test_more_that_is_refused(llm):
+def test_other_bad_requests_are_refused(llm):
     engine = variant(llm, pages=8)
     for bad in (dict(stop="x"), dict(logit_bias={160: 1.0}), dict(bad_words=["x"])):
         with refuses(next(iter(bad)), RequestError):

@@ -1,4 +1,4 @@
-"""The whole engine on the real SmolLM2-135M-Instruct: transformers' tokens, and everything that needs a tokenizer."""
+"""The whole engine on SmolLM2-135M-Instruct: transformers' tokens, and features that need a tokenizer."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_stop_string_before_min_tokens_is_text(llm, question, answer):
     assert "".join(update.text for update in streamed) == answer
 
 
-def test_the_end_token_is_no_text(llm):
+def test_the_end_token_is_not_in_the_text(llm):
     asked = llm.tokenizer.encode_chat(
         [{"role": "user", "content": "Say yes."}, {"role": "assistant", "content": "Yes."}]
     )

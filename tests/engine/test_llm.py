@@ -1,4 +1,4 @@
-"""LLM's own: sleep and wake, new weights, numbers, and what happens when calls cross."""
+"""LLM: sleep and wake-up, new weights, statistics, embeddings, options, and interleaved calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shared() -> LLM:
 
 @pytest.fixture
 def llm(shared):
-    """An engine of its own on the shared compiled steps, which is awake and has its weights again afterwards."""
+    """Yield an engine on the shared compiled steps; restore its weights and wake it up afterwards."""
     weights, llm = shared.runner.weights, variant(shared)
     yield llm
     llm.wake_up()
@@ -61,10 +61,10 @@ def _live() -> int:
     return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
 
-def test_sleep_gives_the_memory_back_and_wake_the_same_tokens(answers):
-    llm = make_llm("llama3.1")  # nobody else has its weights
+def test_sleep_frees_memory_and_wake_up_gives_the_same_tokens(answers):
+    llm = make_llm("llama3.1")  # its weights are not shared
     before = llm.generate(PROMPTS[:3], GREEDY)
-    assert llm.engine.sampler.history.nbytes  # as if somebody had asked for penalties
+    assert llm.engine.sampler.history.nbytes  # as after a request with penalties
     pages, weights = _bytes(llm.runner.cache), _bytes(llm.runner.weights.params)
     awake = _live()
     llm.sleep()
@@ -84,7 +84,7 @@ def test_sleep_gives_the_memory_back_and_wake_the_same_tokens(answers):
 
 
 @pytest.mark.parametrize("weights_first", [True, False])
-def test_after_the_deeper_sleep_new_weights_must_come(llm, answers, weights_first):
+def test_sleep_level_2_requires_new_weights(llm, answers, weights_first):
     params = load(reference("llama3.1")[1]).params
     llm.sleep(level=2)
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves((llm.runner.weights.params, llm.runner.cache)))
@@ -103,7 +103,7 @@ def test_after_the_deeper_sleep_new_weights_must_come(llm, answers, weights_firs
 
 
 def test_steps_may_be_compiled_while_the_engine_sleeps(llm, answers):
-    """As they are in the background after a start."""
+    """A start compiles steps in the background."""
     shape, steps = llm.runner.buckets.largest(), llm.runner.steps._futures
     for level in (1, 2):
         params = load(reference("llama3.1")[1]).params
@@ -165,7 +165,7 @@ def test_generate_amid_a_stream_takes_none_of_its_tokens(llm, answers):
     assert tokens == answers[0]
 
 
-def test_who_interrupts_generate_leaves_nothing_behind(llm, answers):
+def test_an_interrupted_generate_leaves_no_requests(llm, answers):
     step, steps = llm.engine.step, iter(range(4))
 
     def interrupted(*how, **more):
@@ -252,7 +252,7 @@ def test_stats_and_reset_prefix_cache(llm):
     assert [output.num_cached_tokens for output in llm.generate(prompts, GREEDY)] == [0] * 3
 
 
-def test_stats_in_the_middle(llm):
+def test_stats_during_a_run(llm):
     engine = llm.engine
     engine.add("a", PROMPTS[0], replace(GREEDY, n=2))
     assert (llm.stats().waiting, llm.stats().running) == (2, 0)
@@ -284,7 +284,7 @@ def test_times(llm):
     assert (times.arrival, times.scheduled, times.first_token) == (1.0, None, None) and times.finished is not None
 
 
-def test_a_request_is_taken_whole_or_not_at_all(llm):
+def test_a_request_is_added_whole_or_not_at_all(llm):
     engine, add = llm.engine, llm.engine.scheduler.add
 
     def fails_for_the_second(seq):
@@ -298,7 +298,7 @@ def test_a_request_is_taken_whole_or_not_at_all(llm):
     assert not engine.has_work and not engine._requests
 
 
-def test_a_rest_says_nothing_of_the_pace(llm, monkeypatch):
+def test_idle_time_does_not_change_the_pace(llm, monkeypatch):
     """How many steps go in a dispatch depends on how long one takes; a pause between two requests is no step."""
     clock = SimpleNamespace(now=0.0, monotonic=time.monotonic)
 
@@ -362,7 +362,7 @@ def test_a_share_of_memory_is_honoured_on_a_cpu_too():
 
 
 def test_the_pool_takes_what_is_free_on_the_fullest_device():
-    """A trainer may hold most of a card: a share of the card is then more than there is."""
+    """A trainer may hold most of a device, so that the requested share is more than is free."""
     GiB = 2**30
 
     def devices(*in_use: int):

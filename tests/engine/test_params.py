@@ -1,4 +1,4 @@
-"""Each parameter is taken or refused, and a refusal says which one it was."""
+"""SamplingParams: every parameter is accepted or refused by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_structured_takes_exactly_one():
     assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_taken():
+def test_sampling_params_normalise_their_values():
     params = SamplingParams(
         stop="end", bad_words=["x"], stop_token_ids=[1], logit_bias={5: 1}, max_tokens=None, seed=-1
     )
@@ -62,7 +62,7 @@ def test_structured_may_be_a_dict():
         SamplingParams(structured_outputs={"choices": ["a"]})  # type: ignore[arg-type]
 
 
-def test_an_answer_must_fit_behind_its_prompt():
+def test_max_tokens_must_fit_after_the_prompt():
     check_room("max_tokens", None, 5, 16)
     check_room("max_tokens", 11, 5, 16)
     with refuses("max_completion_tokens", RequestError, code="context_length_exceeded", naming="11"):

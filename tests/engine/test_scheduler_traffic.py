@@ -1,4 +1,4 @@
-"""The scheduler under whatever hypothesis thinks of, on a fake device that knows the truth."""
+"""The scheduler under random traffic from hypothesis, on a fake device that checks every plan."""
 
 import pytest
 from fake_device import EOS, Driver, check_invariants, expected, make, sequences
@@ -21,10 +21,10 @@ def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
         "each number of steps is compiled"
     )
     assert all(row.start + row.count < row.seq.limit for row in plan.rows), "who is at his end is planned no further"
-    assert all(row.seq.status is Status.RUNNING for row in plan.rows), "nobody with a row was preempted"
+    assert all(row.seq.status is Status.RUNNING for row in plan.rows), "no sequence with a row was preempted"
     admitted = [row.seq for row in plan.rows if row.seq in waited]
-    assert all(a.rank < b.rank for a in admitted for b in scheduler.waiting), "nobody is overtaken in the queue"
-    # No starvation: whoever is first always moves on, unless it waits for the host, or for prompts.
+    assert all(a.rank < b.rank for a in admitted for b in scheduler.waiting), "no sequence is overtaken in the queue"
+    # No starvation: the first sequence always progresses, unless it waits for the host, or for prompts.
     decodes = any(row.count == 1 and row.start >= row.seq.prompt_len for row in plan.rows)
     first_moves = not driver.prompts_first or decodes
     if (

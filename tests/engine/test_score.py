@@ -1,4 +1,4 @@
-"""Scores: a reward model's folder loads, gives what transformers gives, goes back to a folder, and writes no text."""
+"""Reward models: loading, scores equal to transformers', export, and refusal to generate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def theirs(model, prompts=PROMPTS) -> list[float]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A reward model with a tokenizer, and transformers' own of it."""
+    """Return the folder of a reward model with a tokenizer, and the model of transformers."""
     folder = tmp_path_factory.mktemp("judge")
     found = judge(folder)
     small_tokenizer().save(folder)
@@ -91,7 +91,7 @@ def test_texts_and_conversations(model, llm):
         llm.score("a fox", enable_thinking=False)
 
 
-def test_it_writes_no_text(llm):
+def test_a_reward_model_refuses_to_generate(llm):
     with refuses(None, RequestError, naming="LLM.score"):
         llm.generate(PROMPTS[:1])
     with refuses(None, RequestError):
@@ -101,7 +101,7 @@ def test_it_writes_no_text(llm):
         llm.score([[3], [1000]])
 
 
-def test_a_model_that_writes_has_no_score():
+def test_score_requires_a_reward_model():
     with refuses(None, RequestError, naming="dovetail reward"):
         LLM(reference("llama3.1")[1], **OPTIONS).score(PROMPTS)
 
@@ -116,7 +116,7 @@ def test_weights_in_memory_and_new_ones(model, llm):
     np.testing.assert_allclose(other.score(PROMPTS), 2 * llm.score(PROMPTS), atol=1e-5)
 
 
-def test_it_goes_back_to_a_folder(model, tmp_path):
+def test_a_reward_model_is_saved_to_a_folder(model, tmp_path):
     """Also where the padding is the end of text: transformers would take a text's own end for padding."""
     convert(model[0], tmp_path / "again")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "again").eval()

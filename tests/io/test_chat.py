@@ -1,3 +1,5 @@
+"""Chat templates: rendering as in transformers, sandbox limits, and errors that name the line."""
+
 import copy
 import threading
 import warnings
@@ -251,7 +253,7 @@ REFUSED = {
 
 
 def outcome(render) -> str | None:
-    """The text, or None where the arguments are refused."""
+    """Return the text, or None if the arguments are refused."""
     try:
         return render()
     except Exception:
@@ -280,7 +282,7 @@ def test_renders_as_transformers_does(reference, name, chat):
     assert bool(rendered) == ((name, chat) not in REFUSED)
 
 
-def test_one_rendering_in_full():
+def test_a_rendered_chatml_prompt():
     assert ChatTemplate(CHATML).render([say("user", "Hi")]) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n"
@@ -303,7 +305,7 @@ def test_the_last_message_goes_on_as_in_transformers(reference, name, content):
     assert got == expected and got.endswith(content.strip() if name in ("llama3", "gemma") else content)
 
 
-def test_going_on_is_refused_where_it_cannot_be():
+def test_continue_final_message_is_refused_without_text_to_continue():
     template = ChatTemplate(CHATML)
     with refuses("continue_final_message"):
         template.render([USER], continue_final_message=True)

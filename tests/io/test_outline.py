@@ -1,4 +1,4 @@
-"""A model's outline: of all that can be served, without a weight."""
+"""The config of every kind of model name, read without weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_of_a_hub_id_the_config_is_fetched(monkeypatch):
     ("name", "naming"),
     [("tinny", "Did you mean 'tiny'"), ("absent.gguf", "absent.gguf")],
 )
-def test_what_is_not_there(name, naming):
+def test_an_unknown_model_is_refused(name, naming):
     with refuses("model", naming=naming):
         outline(name)
 

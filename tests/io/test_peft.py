@@ -1,4 +1,4 @@
-"""Adapters both ways: what we save PEFT loads, what PEFT saves we load, and the logits are the same."""
+"""Adapters: PEFT loads ours, we load those of PEFT, with equal logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of experts both ways: transformers 5 stacks experts, and PEFT adapts the stack as a parameter."""
+"""Adapters of experts: transformers 5 stacks experts, and PEFT adapts the stack as a parameter."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_saved_by_peft_loaded_by_us(name, options, tmp_path):
         same(logits(attach(ours.params, adapters, lora), ours.config), expected)
 
 
-def test_what_peft_wrote_is_written_as_it_was(tmp_path):
+def test_an_adapter_of_peft_is_written_unchanged(tmp_path):
     """Gate and up have the ranks of their one pair, and no more."""
     model, folder = small("gpt-oss")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=[], target_parameters=BOTH))
@@ -119,7 +119,7 @@ def test_what_peft_wrote_is_written_as_it_was(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_a_model_that_peft_had_before(tmp_path):
+def test_a_model_wrapped_by_peft_before(tmp_path):
     """Gate and up are then outermost."""
     model, folder = small("qwen3-moe")
     config = peft.LoraConfig(r=3, target_modules=[], target_parameters=BOTH)
@@ -135,7 +135,7 @@ def test_a_model_that_peft_had_before(tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_a_pair_per_expert_is_read(name, tmp_path):
-    """As we once wrote them."""
+    """Earlier versions of Dovetail wrote them."""
     cfg = load(small(name)[1], dtype="f32").config
     w1, w2, w3 = ("w1", "w2", "w3") if name == "mixtral" else ("gate_proj", "down_proj", "up_proj")
     within = "block_sparse_moe" if name == "mixtral" else "mlp"

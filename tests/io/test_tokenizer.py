@@ -1,3 +1,5 @@
+"""Tokenizer: files, special tokens, chat templates and refusals, compared with transformers."""
+
 import json
 import warnings
 
@@ -301,7 +303,7 @@ def test_ids_in_a_gap_are_refused(make_folder, make_backend):
 
 
 @pytest.mark.parametrize("bad", [b"bytes", None, 3, "half \ud83d"])
-def test_what_is_not_text_is_refused(make_backend, bad):
+def test_input_that_is_not_text_is_refused(make_backend, bad):
     ours = Tokenizer(make_backend("byte_level"))
     with refuses():
         ours.encode(bad)

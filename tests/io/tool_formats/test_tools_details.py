@@ -1,4 +1,4 @@
-"""Where models slip, where text only looks like a call, and how soon a client hears of one."""
+"""Malformed tool calls, text that resembles one, and how early a client gets a call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_value_becomes_json(notation, text: str, expected: str):
 
 
 @pytest.mark.parametrize(("notation", "text", "expected"), BROKEN)
-def test_what_cannot_be_json_breaks_where_it_begins(notation, text: str, expected: str):
+def test_an_invalid_value_stops_the_reader_where_it_begins(notation, text: str, expected: str):
     reader = ValueReader(notation)
     reader.push(text)
     assert reader.state is State.BROKEN and reader.take() == expected
@@ -229,7 +229,7 @@ SLIPS = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), SLIPS)
-def test_slips(name: str, text: str, content: str, calls: list):
+def test_malformed_calls(name: str, text: str, content: str, calls: list):
     def read(pieces: list[str]):
         return events_of(StreamParser(TOOL_FORMATS[name], tools=TOOLS, new_id=lambda: "id"), pieces)
 
@@ -279,7 +279,7 @@ def test_arguments_come_as_they_are_written(name: str, head: str, begun: str, ex
     assert parser.finish(truncated=True) == [CallEnd(0, complete=False)]
 
 
-def test_what_only_looked_like_a_call_is_not_buffered_for_long():
+def test_text_that_resembles_a_call_is_not_buffered_for_long():
     parser = StreamParser(TOOL_FORMATS["hermes"])
     assert parser.push("The tag <tool") == [Content("The tag")]
     assert parser.push("_call> is") == [Content(" <tool_call> is")]

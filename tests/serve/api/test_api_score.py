@@ -77,14 +77,14 @@ def test_many_vectors_do_not_hold_the_event_loop(scripted):
         ({"input": "a", "text_1": "b"}, "text_1"),
     ],
 )
-def test_what_is_refused(scripted, body, param):
+def test_bad_score_requests_are_refused(scripted, body, param):
     answer = post(scripted, body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 @pytest.mark.slow
 def test_a_reward_model(tmp_path):
-    """Also that it does not answer with words, and says so."""
+    """It scores, and refuses to generate text."""
     own, tokenizer = judge(tmp_path), small_tokenizer()
     tokenizer.save(tmp_path)
 
@@ -105,7 +105,7 @@ def test_a_reward_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_writes_has_no_score(tokenizer):
+def test_score_requires_a_reward_model(tokenizer):
     from reference_models import reference
 
     async def engine():
