@@ -127,7 +127,7 @@ def test_loaded_replaced_and_unloaded(server, client, folders):
     assert post(server, load, lora_name="blue", lora_path=folders["red"]) == {"weights_version": 4}
     assert tokens(client, "blue") == tokens(client, "red") != blue
     full = post(server, load, 400, lora_name="other", lora_path=folders["red"])["error"]["message"]
-    assert "all 3 places for adapters are taken" in full
+    assert "all 3 adapter slots are in use" in full
     assert post(server, load, 400, lora_name=MODEL, lora_path="x")["error"]["param"] == "lora_name"
     assert post(server, unload, lora_name="green") == {"status": "unloaded"}
     assert "'green' is not loaded" in post(server, unload, 400, lora_name="green")["error"]["message"]
@@ -138,10 +138,10 @@ def test_loaded_replaced_and_unloaded(server, client, folders):
 
 def test_a_long_request_may_use_an_adapter_loaded_later(server, client, folders):
     long = "a " * 100_000  # read by another process, which must know it too
-    with openai_refuses(openai.BadRequestError, "prompt", "context_length_exceeded"):
+    with openai_refuses(openai.BadRequestError, code="context_length_exceeded"):
         tokens(client, "blue", prompt=long)
     post(server, "/v1/load_lora_adapter", lora_name="late", lora_path=folders["green"])
-    with openai_refuses(openai.BadRequestError, "prompt", "context_length_exceeded"):
+    with openai_refuses(openai.BadRequestError, code="context_length_exceeded"):
         tokens(client, "late", prompt=long)
 
 

@@ -183,8 +183,8 @@ def test_a_limit_beyond_the_context_is_refused_with_the_numbers(server, path):
     size = len(server.engine.tokenizer.encode_chat(HELLO["messages"])) if path != COMPLETIONS else 1
     answer = post(server, path, body | {name: 513 - size})
     assert answer.status_code == 400
-    message = f"{name}={513 - size} after a prompt of {size} tokens is more than the context of 512 holds"
-    assert answer.json()["error"]["message"] == f"{message}; at most {512 - size} fit"
+    limit = f"`{name}` must be at most {512 - size} after a prompt of {size} tokens with a context of 512"
+    assert answer.json()["error"]["message"] == f"{limit}, got {513 - size}"
     assert post(server, path, body | {name: 512 - size}).status_code == 200
     if path != "/v1/messages":  # where it must be given
         assert post(server, path, body).status_code == 200
@@ -405,7 +405,7 @@ def test_only_requests_without_a_place_in_the_batch_wait():
             inflight.check([1])
             with pytest.raises(ApiError, match="0 requests wait, and at most 1 may") as several:
                 inflight.check([1, 1])
-            with inflight.ticket(lambda: None, [3]), pytest.raises(ApiError, match="1 requests are waiting") as one:
+            with inflight.ticket(lambda: None, [3]), pytest.raises(ApiError) as one:
                 inflight.check([1])
             assert [(each.value.status, each.value.code) for each in (several, one)] == [(429, "queue_full")] * 2
             first.begun = second.begun = True

@@ -260,7 +260,7 @@ def test_sleep_pause_and_new_weights(harness, engine, llm):
             await engine.control("sleep", level=3)
         await engine.control("sleep", level=1)
         assert (await engine.stats()).sleeping == 1
-        with refuses(naming="/wake_up"):
+        with refuses(naming="wake_up()"):
             await engine.embed([[3]])
         waits = asyncio.create_task(collect(engine, "a", PROMPTS[0]))
         await asyncio.sleep(0.05)
