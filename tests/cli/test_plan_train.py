@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli import plan
 from dovetail.core import recipe
-from dovetail.core.errors import RecipeError
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.train.settings import Pretrain
 
 ASKED = ["train", "llama3-8b", "--on", "v5e-64", "--batch", "1M", "--seq", "8192", "--tokens", "1T"]
@@ -115,7 +115,7 @@ def test_json_holds_bounds_and_collectives():
     ],
 )
 def test_plans_that_cannot_be_made_are_refused(args, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         run(*args)
 
 

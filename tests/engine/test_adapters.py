@@ -209,7 +209,7 @@ def test_new_weights_come_below_the_adapters(folders):
     )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------
 
 
 def test_adapters_that_do_not_fit_are_refused(llm, tmp_path):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dovetail.core.errors import UserError
 from dovetail.engine.build import page_size_for
 from dovetail.engine.device.buckets import Buckets, steps_in_time
 from dovetail.engine.options import EngineOptions
@@ -75,5 +76,5 @@ def test_pages_of_a_tpu_are_long_enough_for_its_kernels_table(rows, length, size
 
 
 def test_pages_that_are_too_short_for_a_tpu_are_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"256 sequences of 131072 tokens.* 8\.0 MiB.* Leave it out"):
+    with pytest.raises(UserError, match=r"256 sequences of 131072 tokens.* 8\.0 MiB.* Leave it out"):
         page_size_for(EngineOptions(block_size=16), 131_072, "tpu")

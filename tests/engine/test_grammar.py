@@ -199,7 +199,7 @@ def test_an_invalid_grammar_is_refused_with_llguidances_reason(small, asked: Str
 
 def test_a_limit_reached_during_decoding_is_reported_without_the_grammar(small):
     matcher = grammar.compile(Structured(regex="([a-z]{1,500}){1,500}"), small).start()
-    with pytest.raises(ValueError, match="too complex") as error:
+    with pytest.raises(RequestError, match="too complex") as error:
         for _ in range(300):
             matcher.fill(np.zeros(-(-small.vocab_size // 32), np.uint32))
             matcher.accept(small.encode("q")[0])

@@ -382,7 +382,7 @@ def test_the_pool_takes_what_is_free_on_the_fullest_device():
 
 
 def test_options_are_checked_and_unknown_ones_refused_with_what_was_meant():
-    with pytest.raises(ValueError, match=r"no option 'max_num_seq'\. Did you mean 'max_num_seqs'\?"):
+    with pytest.raises(UserError, match=r"no option 'max_num_seq'\. Did you mean 'max_num_seqs'\?"):
         make_llm("llama3.1", max_num_seq=3)
     for name, value, said in (
         ("scheduling_policy", "random", "must be one of fcfs, priority, got 'random'"),

@@ -245,7 +245,7 @@ def test_bad_requests_among_good_ones(llm, answers):
         assert asked.holds_nothing() and asked.loop.is_alive
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["_launch", "_commit"])

@@ -7,6 +7,7 @@ import warnings
 import pytest
 from refusals import refuses
 
+from dovetail.core.errors import UserError
 from dovetail.io import sandbox, sandbox_bounds
 from dovetail.io.chat import ChatTemplate
 
@@ -364,7 +365,7 @@ def test_spans_of_text_that_is_changed_afterwards_are_refused():
         ChatTemplate(source).render_with_spans([USER])
 
 
-# --- what a template may not do ---------------------------------------------------------------------
+# --- the limits of templates ---------------------------------------------------------------------
 
 LAUGHS = "{% set n = namespace(a=[1]) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
 ATTACKS = {
@@ -475,7 +476,7 @@ def test_ordinary_arithmetic_is_untouched():
 
 
 def test_a_templates_own_refusal_is_passed_on():
-    with pytest.raises(ValueError, match=r"conversation roles must alternate .*line 9"):
+    with pytest.raises(UserError, match=r"conversation roles must alternate .*line 9"):
         ChatTemplate(MISTRAL, SPECIAL).render([USER, USER])
 
 

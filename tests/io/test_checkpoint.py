@@ -96,7 +96,9 @@ def test_saving_a_step_again_replaces_it(open_at):
 
 def test_a_checkpoint_of_another_model_is_an_error_not_damage(open_at, problems):
     checkpoints = saved(open_at(), 1)
-    with pytest.raises(ValueError, match=r"params\.layers\.0\.norm is bfloat16\[64\] .* bfloat16\[32\] in this run"):
+    with pytest.raises(
+        CheckpointError, match=r"params\.layers\.0\.norm is bfloat16\[64\] .* bfloat16\[32\] in this run"
+    ):
         checkpoints.restore(target(state(1, rows=32)))
     with refuses(None, CheckpointError, naming="moments.0"):
         checkpoints.restore(target({"params": state(1).params, "step": jnp.int32(0)}))

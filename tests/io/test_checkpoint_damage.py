@@ -71,7 +71,7 @@ def test_restore_fails_when_all_checkpoints_are_damaged(open_at, tmp_path):
     checkpoints = saved(open_at(), 1, 2)
     flip(tmp_path / "run" / "step_1")
     cut(tmp_path / "run" / "step_2")
-    with pytest.raises(OSError, match=r"no good checkpoint.*step 2.*bytes.*step 1.*bits of"):
+    with pytest.raises(FileError, match=r"no good checkpoint.*step 2.*bytes.*step 1.*bits of"):
         checkpoints.restore(target(state(0)))
     with refuses(None, FileError, naming="step 1"):
         checkpoints.restore(target(state(0)), step=1)

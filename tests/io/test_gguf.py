@@ -330,7 +330,7 @@ def test_rope_scaling_from_the_metadata(tiny):
         GgufCheckpoint(tiny("llama", {"llama.rope.scaling.type": "longrope"}))
 
 
-# --- what is refused, always with a sentence that names the file ---
+# --- refusals; each names the file ---
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_metadata_that_is_refused(tiny, values, naming):
 def test_an_unknown_architecture_lists_the_known(tmp_path):
     path = write(tmp_path / "a.gguf", "mamba", {}, {})
     with pytest.raises(
-        ValueError, match=r"'mamba', which is not supported; these are: llama, qwen2, qwen3, qwen3moe, "
+        CheckpointError, match=r"'mamba', which is not supported; these are: llama, qwen2, qwen3, qwen3moe, "
     ):
         GgufCheckpoint(path)
 

@@ -71,7 +71,7 @@ def left(cache: Path) -> list[str]:
     return sorted(p.name for p in cache.parent.rglob("*") if p.is_file() and p.suffix != ".lock")
 
 
-# --- what a name means ------------------------------------------------------------------------------------------------
+# --- names of models ------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_and_a_gguf_file_are_themselves(tmp_path):

@@ -124,7 +124,7 @@ def test_outer_weights_that_cannot_be_trained_are_refused(given, param):
         lora_spec(load(reference("llama3.1")[1], dtype="f32").config, Lora(**given))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------
 
 
 def saved(tmp_path, **changes):

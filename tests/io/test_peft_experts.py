@@ -153,7 +153,7 @@ def test_a_pair_per_expert_is_read(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read_adapter(tmp_path, cfg)[1], adapters)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def refused(server, path, body, param=None, status=400):
     return error["message"]
 
 
-# --- what is not known, and what is known and not done ----------------------------------------------------------------
+# --- unknown and unsupported fields --------------------------------------------------------------------------------
 
 
 def test_an_unknown_field_is_refused_with_a_suggestion(server, client):

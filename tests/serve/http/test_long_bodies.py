@@ -216,7 +216,7 @@ def test_authentication_precedes_reading_a_long_body(tokenizer):
     assert not set(readers()) - others  # it ends with the server
 
 
-# --- when it goes wrong -----------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------
 
 
 def test_a_reader_that_dies_is_started_again(server):
