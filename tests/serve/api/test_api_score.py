@@ -99,7 +99,9 @@ def test_a_reward_model(tmp_path):
         assert judged["usage"]["prompt_tokens"] == 2 * len(ids)
         np.testing.assert_allclose([one["score"] for one in judged["data"]], theirs(own, [ids]) * 2, atol=1e-4)
         answer = post(server, {"messages": CHAT[:1]}, "/v1/chat/completions")
-        assert answer.status_code == 400 and "gives texts a score" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 400 and "a reward model does not generate text" in answer.json()["error"]["message"]
+        )
         wrong = post(server, {"input": [[1000]]})
         assert wrong.status_code == 400 and "token ids from 0" in wrong.json()["error"]["message"]
 
@@ -113,4 +115,4 @@ def test_score_requires_a_reward_model(tokenizer):
 
     with running(engine, tokenizer) as server:
         answer = post(server, {"input": [[5, 6]]})
-        assert answer.status_code == 400 and "the model has no score" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "the model is not a reward model" in answer.json()["error"]["message"]

@@ -249,7 +249,7 @@ def test_admin_routes_need_their_own_key(guarded, server):
     assert httpx.post(f"{guarded.url}/reset_prefix_cache", headers=boss).status_code == 200
     assert post(guarded, "/update_weights", {"path": "x"}, headers=boss).json() == {"weights_version": 7}
     assert post(guarded, "/sleep", {"level": 3}, headers=boss).status_code == 400
-    called = [("sleep", {"level": 2}), ("wake",), ("reset_prefix_cache",), ("update_weights", {"path": "x"})]
+    called = [("sleep", {"level": 2}), ("wake_up",), ("reset_prefix_cache",), ("update_weights", {"path": "x"})]
     assert [call for call in guarded.engine.called if call[0] != "start_profile"] == called
     assert post(server, "/sleep", {}).status_code == 404  # without --admin there is no such route
 

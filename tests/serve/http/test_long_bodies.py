@@ -136,7 +136,7 @@ TOO_LONG = {
 def test_a_too_long_prompt_is_refused_on_every_route(server, path):
     answer = post(server, path, TOO_LONG[path])
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["code"] == "context_length_exceeded" and len(answer.content) < 500
+    assert answer.status_code == 400 and len(answer.content) < 500
     if path != MESSAGES:
         assert error["code"] == "context_length_exceeded"
 
