@@ -1,8 +1,8 @@
-"""A device for the scheduler's tests: it keeps the truth itself, and fails when a plan would compute something else.
+"""A device for the scheduler's tests that fails when a plan would compute a wrong value.
 
-Each slot of a page holds the name of the whole history up to its token (root, tokens), as real keys and values depend
-on all of it. A row is checked to continue where the sequence stood, to read only what belongs to its history, and to
-agree with what the host believes. The next token is a function of the history and the sample's index alone.
+Each slot of a page holds the name of the whole history up to its token (root, tokens), because real keys and values
+depend on all of it. Every row must continue where its sequence stood, read only its own history, and agree with the
+host. The next token is a function of the history and the sample's index alone.
 """
 
 import zlib

@@ -31,7 +31,10 @@ class Load:
 
     def __post_init__(self):
         if bool(self.rate) == bool(self.concurrency):
-            raise UserError("--rate (open loop) and --concurrency (closed loop) exclude each other: give one of them")
+            raise UserError(
+                "--rate (open loop) and --concurrency (closed loop) exclude each other: give one of them",
+                param="--rate",
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return the load as JSON types; JSON has no infinity."""

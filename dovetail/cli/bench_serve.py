@@ -196,11 +196,15 @@ class Bench:
         found = next((each for each in models if each["id"] == model), None) if model else models[0]
         if found is None:
             raise UserError(
-                f"{self._url} has no model {model}: choose one of {', '.join(each['id'] for each in models)}"
+                f"{self._url} has no model {model}: choose one of {', '.join(each['id'] for each in models)}",
+                param="--model",
             )
         longest, asked = found.get("max_model_len"), self._load.input + self._load.output
         if longest and asked > longest:
-            raise UserError(f"--input plus --output must be at most {longest} tokens for {found['id']}, got {asked}")
+            raise UserError(
+                f"--input plus --output must be at most {longest} tokens for {found['id']}, got {asked}",
+                param="--input",
+            )
         return found["id"], vocab or found.get("vocab_size") or SOME_VOCAB
 
     def figures(self) -> dict[str, Any]:

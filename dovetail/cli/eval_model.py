@@ -44,7 +44,9 @@ class EvalModel:
     def __init__(self, llm: Any, tokenizer: Any = None):
         self.llm, self.tokenizer = llm, tokenizer or llm.tokenizer
         if self.tokenizer is None:
-            raise UserError("the model has no tokenizer: set --tokenizer bytes if it reads raw bytes")
+            raise UserError(
+                "the model has no tokenizer: set --tokenizer bytes if it reads raw bytes", param="--tokenizer"
+            )
         self.longest = llm.engine.scheduler.config.max_model_len - 1  # the engine samples one token after every prompt
         self._bos = self._before_text()
         self._known = self._padded_to()
@@ -111,7 +113,8 @@ class EvalModel:
             if len(continuation) >= self.longest:
                 raise UserError(
                     f"a continuation must be below {self.longest:,} tokens, got {len(continuation):,}: raise "
-                    "--max-model-len or split it"
+                    "--max-model-len or split it",
+                    param="--max-model-len",
                 )
         whole = [[*context, *continuation][-self.longest :] for context, continuation in pairs]
         found = self._prompt_logprobs(whole)
@@ -182,7 +185,9 @@ def sampling(
     if sample and not temperature:
         temperature = 1.0  # do_sample without a temperature
     if int(rest.pop("num_beams", 1)) != 1:
-        raise UserError(f"num_beams must be 1, because the engine has no beam search, got {options['num_beams']}")
+        raise UserError(
+            f"num_beams must be 1, because the engine has no beam search, got {options['num_beams']}", param="num_beams"
+        )
     kept = {name: rest.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in rest}
     unknown = sorted(set(rest) - set(named))
     if unknown:

@@ -71,7 +71,7 @@ def _check(names: list[str], data: str, tokenizer: str) -> None:
         raise UserError(f"--tokenizer must be bytes or left out, got {tokenizer!r}", param="--tokenizer")
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise MissingFileError(f"there is no task file {name}")
+            raise MissingFileError(f"there is no task file {name}", param="--tasks")
     if names != [LOSS]:
         _lm_eval()
 
@@ -110,7 +110,7 @@ def documents(path: str, text_key: str, limit: int | None) -> list[str]:
     """Return the texts of a file, at most `limit`."""
     found = list(islice((text for text in _documents(Path(path), text_key) if text), limit))
     if not found:
-        raise UserError(f"{path} has no text")
+        raise UserError(f"{path} has no text", param="--data")
     return found
 
 
@@ -126,10 +126,11 @@ def _documents(path: Path, text_key: str) -> Iterator[str]:
                 text = json_module.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f"line {number} of {path} must be a record with the field {text_key!r}: set --text-key"
+                    f"line {number} of {path} must be a record with the field {text_key!r}: set --text-key",
+                    param="--text-key",
                 ) from None
             if not isinstance(text, str):
-                raise UserError(f"line {number} of {path}: {text_key} is not text")
+                raise UserError(f"line {number} of {path}: {text_key} is not text", param="--text-key")
             yield text
 
 

@@ -132,7 +132,7 @@ def chip_named(name: str) -> Chip:
     by_name = {known.lower(): chip for known, chip in CHIPS.items()}
     chip = by_name.get(name.strip().lower()) or _BY_KIND.get(name.strip().lower())
     if chip is None:
-        raise UserError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}")
+        raise UserError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}", param="chip")
     return chip
 
 

@@ -70,7 +70,7 @@ def compute_of(asked: Any) -> Compute:
         name = repr(asked)
     found = COMPUTES.get(_LONG_NAMES.get(name, name))
     if found is None:
-        raise UserError(f"dtype {asked!r} is not one of {', '.join(COMPUTES)}")
+        raise UserError(f"dtype {asked!r} is not one of {', '.join(COMPUTES)}", param="dtype")
     return found
 
 

@@ -47,7 +47,8 @@ def config_of(x: str) -> ModelConfig:
         return read_config(fetch_config(x))
     raise UserError(
         f"{x!r} is not an existing folder, .gguf file or config.json, not a hub id (org/name) and not a shipped "
-        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}"
+        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}",
+        param="model",
     )
 
 

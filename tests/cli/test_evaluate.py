@@ -1,4 +1,4 @@
-"""`dovetail eval`: the engine's log-probabilities are transformers' own, and lm-eval's tasks run on local files."""
+"""`dovetail eval`: log-probabilities equal transformers', and lm-eval's tasks run on local files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 import typer
 from reference_models import reference
+from refusals import refuses
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from dovetail.cli import evaluate
 from dovetail.cli.eval_model import Bytes, EvalModel, sampling
+from dovetail.core.errors import MissingFileError, MissingPackageError
 from dovetail.engine.llm import LLM
 from dovetail.io.tokenizer import Tokenizer
 
@@ -54,7 +56,7 @@ def eval_model(folder) -> EvalModel:
 
 
 def their_logprobs(ids: list[int]) -> np.ndarray:
-    """Of each id after the first, by transformers."""
+    """Return the log-probability of each id after the first, by transformers."""
     with torch.no_grad():
         logits = model()[0](torch.tensor([ids])).logits[0].double()
     every = torch.log_softmax(logits, -1)[:-1]
@@ -103,7 +105,7 @@ def test_a_long_context_loses_its_beginning_and_a_long_continuation_is_refused(e
     context, after = list(range(3, 90)), [5, 6]
     ((logprob, _),) = eval_model.score([(context, after)])
     assert logprob == pytest.approx(their_logprobs([*context, *after][-eval_model.longest :])[-2:].sum(), abs=1e-4)
-    with pytest.raises(ValueError, match="must be below 63 tokens"):
+    with refuses("--max-model-len", naming="63 tokens"):
         eval_model.score([([1], [5] * 63)])
 
 
@@ -112,9 +114,9 @@ def test_generation_arguments_are_honoured_or_refused():
     assert (params.max_tokens, params.temperature, params.top_k, params.stop, until) == (7, 0.0, 3, ("\n",), ["\n"])
     assert sampling({"do_sample": True})[0].temperature == 1.0
     assert sampling({"temperature": 0.5}, engine_stops=False)[0].temperature == 0.5
-    with pytest.raises(ValueError, match="num_beams must be 1"):
+    with refuses("num_beams"):
         sampling({"num_beams": 4})
-    with pytest.raises(ValueError, match="have penalty_alpha"):
+    with refuses(naming="penalty_alpha"):
         sampling({"penalty_alpha": 0.6})
 
 
@@ -127,7 +129,7 @@ def test_stop_strings_end_an_answer(eval_model):
 
 
 @pytest.mark.thorough
-def test_a_padded_vocabulary_does_no_harm(folder, tmp_path):
+def test_a_padded_vocabulary_is_supported(folder, tmp_path):
     """This model's most probable tokens are often beyond the tokenizer's."""
     path = tmp_path / "padded"
     shutil.copytree(folder, path)
@@ -183,41 +185,45 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.thorough
-def test_a_model_of_bytes_needs_no_tokenizer_file():
+def test_a_byte_model_needs_no_tokenizer_file():
     eval_model = EvalModel(LLM(reference("llama3.2", num_hidden_layers=1, vocab_size=257)[1], **SMALL), Bytes())
     rows = {row.metric: row.value for row in evaluate.held_out(eval_model, ["héllo"])}
     assert rows["tokens"] == 6  # seven ids with the end, the first not scored
     (answer,) = eval_model.complete([("ab", {"until": ["\n"], "max_gen_toks": 4})])
     assert isinstance(answer, str) and "\n" not in answer
-    with pytest.raises(ValueError, match="--tokenizer bytes"):
+    with refuses("--tokenizer", naming="--tokenizer bytes"):
         EvalModel(eval_model.llm)
 
 
 @pytest.mark.parametrize(
-    "content, message",
-    [("", "has no text"), ('{"words": "a"}\n', "line 1 of .* set --text-key"), ('{"text": 3}\n', "text is not text")],
+    "content, param, naming",
+    [
+        ("", "--data", "data.jsonl"),
+        ('{"words": "a"}\n', "--text-key", "line 1 of"),
+        ('{"text": 3}\n', "--text-key", "line 1 of"),
+    ],
 )
-def test_data_that_cannot_be_read_says_why(tmp_path, content, message):
+def test_unreadable_data_is_refused_with_the_line(tmp_path, content, param, naming):
     (tmp_path / "data.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with refuses(param, naming=naming):
         evaluate.documents(str(tmp_path / "data.jsonl"), "text", None)
 
 
 def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path):
-    for arguments, message in (
-        (dict(names=[], data="", tokenizer=""), "--tasks must name loss"),
-        (dict(names=["loss"], data="", tokenizer=""), "must be given together"),
-        (dict(names=["loss"], data="x", tokenizer="words"), "--tokenizer must be bytes"),
+    for arguments, param in (
+        (dict(names=[], data="", tokenizer=""), "--tasks"),
+        (dict(names=["loss"], data="", tokenizer=""), "--data"),
+        (dict(names=["loss"], data="x", tokenizer="words"), "--tokenizer"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refuses(param):
             evaluate._check(**arguments)
-    with pytest.raises(FileNotFoundError, match="no task file"):
+    with refuses("--tasks", MissingFileError, naming="none.yaml"):
         evaluate._check([str(tmp_path / "none.yaml")], "", "")
 
 
-def test_of_a_run_the_last_export_is_judged(tmp_path):
+def test_eval_of_a_run_uses_its_last_export(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has no export to evaluate"):
+    with refuses(naming="--export-hf"):
         evaluate.newest_export(str(tmp_path))
     for step in (9, 100):
         (tmp_path / "export" / f"step_{step}").mkdir(parents=True)
@@ -302,5 +308,5 @@ def test_without_lm_eval_its_tasks_say_how_to_get_it(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'dovetail\[eval\]'"):
+    with refuses(None, MissingPackageError, naming="pip install 'dovetail[eval]'"):
         evaluate._check(["hellaswag"], "", "")

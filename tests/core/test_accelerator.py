@@ -1,4 +1,4 @@
-"""One name for what a job runs on: what every name means, one spelling for each, and errors that say what there is."""
+"""Accelerator names: their meaning, their one spelling, and errors that list the known ones."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_what_a_name_means(name):
+def test_the_meaning_of_accelerator_names(name):
     a = parse(name)
     said = (
         a.chips, a.cores, a.hosts, a.topology, a.runtime_version, a.gke_label, a.chips_per_host, a.machine_type,
@@ -134,7 +134,7 @@ def test_it_explains_itself():
         "tpu": ("such as v5litepod-16",),
     }.items(),
 )
-def test_an_error_says_what_there_is(written, words):
+def test_an_error_lists_the_known_names(written, words):
     with pytest.raises(ValueError) as error:
         parse(written)
     for word in words:
@@ -151,7 +151,7 @@ def accelerators(draw):
 
 
 @given(accelerators())
-def test_a_name_says_all_of_it(accelerator):
+def test_a_name_round_trips_through_parse(accelerator):
     assert parse(accelerator.name) == accelerator
     assert accelerator.hosts * accelerator.chips_per_host == accelerator.chips
 

@@ -1,4 +1,4 @@
-"""A plan as the vector of a step, read back as the device reads it: which pages it brings, and which came before."""
+"""A plan packed as a step's input vector and read back as on the device: new pages and known ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_step_brings_only_pages_that_are_new():
     assert brought(packed(packer, StepPlan([PlanRow(seq, 21, 1, True)]), Shape(2, 2, 8))[0]) == []
 
 
-def test_a_slot_that_changes_hands_is_filled_anew():
+def test_a_reused_slot_is_filled_again():
     packer, first, second = Packer(SLOTS), sequence(1, 3, [5]), sequence(1, 3, [6])
     for seq, page in ((first, 5), (second, 6), (first, 5)):
         arrays, _ = packed(packer, StepPlan([PlanRow(seq, 0, 3, True)]), Shape(16, 2, 8))
@@ -58,7 +58,7 @@ def test_more_pages_than_there_is_room_for_go_by_another_way():
     assert too_many == [(0, long.pages)] and brought(arrays) == [(1, 0, 9)]
 
 
-def test_what_a_row_asks_of_the_sampler_arrives_bit_for_bit():
+def test_sampling_parameters_of_a_row_arrive_bit_for_bit():
     seq = sequence(3, 3, [5], temperature=0.7, top_p=0.9, min_p=0.01, top_k=11, seed=2**63 + 5, logprobs=2)
     seq.request = Request("r", (1, 2, 3), seq.request.params, seed=2**63 + 5)
     plan = StepPlan([PlanRow(seq, 0, 3, True)])
