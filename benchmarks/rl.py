@@ -20,8 +20,8 @@ from dovetail.core.overrides import parsed, split
 
 STEPS, WARM = 12, 4  # steps in all, and those before what is counted
 RECIPE = {
-    "algo": "grpo", "prompts": 8, "group_size": 64, "max_prompt": 64, "max_tokens": 256, "steps": STEPS,
-    "show_every": 0, "checkpoint": {"every": 0}, "optimizer": {"lr": 1e-6},
+    "algo": "grpo", "prompts": 8, "num_generations": 64, "max_prompt_length": 64, "max_completion_length": 256,
+    "steps": STEPS, "show_every": 0, "checkpoint": {"every": 0}, "optimizer": {"lr": 1e-6},
 }  # fmt: skip
 
 
@@ -52,9 +52,11 @@ def offline(model: str, recipe: dict) -> float:
     """Seconds of the same rollout by an engine that has the device for itself."""
     from dovetail import LLM, SamplingParams
 
-    llm = LLM(model, max_model_len=recipe["max_prompt"] + recipe["max_tokens"] + 1, max_num_seqs=512)
+    llm = LLM(model, max_model_len=recipe["max_prompt_length"] + recipe["max_completion_length"] + 1, max_num_seqs=512)
     prompts = [f"Tell me about the number {i}." for i in range(recipe["prompts"])]
-    params = SamplingParams(n=recipe["group_size"], max_tokens=recipe["max_tokens"], logprobs=0, ignore_eos=True)
+    params = SamplingParams(
+        n=recipe["num_generations"], max_tokens=recipe["max_completion_length"], logprobs=0, ignore_eos=True
+    )
     took = []
     for _ in range(6):
         llm.reset_prefix_cache()
@@ -85,7 +87,7 @@ def main(folder: str, *overrides: str) -> None:
 def _report(lines: list[dict], alone: float) -> None:
     for line in lines:
         told = {key: line.get(key) for key in ("step", "seconds", "rollout_seconds", "reward_seconds", "sync_seconds")}
-        told |= {key: line.get(key) for key in ("reward", "gap", "gap_max", "answer_tokens", "filled", "memory")}
+        told |= {key: line.get(key) for key in ("reward", "gap", "gap_max", "completion_length", "filled", "memory")}
         print("  ".join(f"{k} {v:.4g}" for k, v in told.items() if v is not None))
     counted = lines[WARM:]
     middle = {key: statistics.median(line[key] for line in counted) for key in

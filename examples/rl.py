@@ -80,8 +80,9 @@ def main() -> None:
     print(f"before: {exact_match(taught):.0%} of the answers are right")
     data = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
     ended = dt.rl(
-        model=taught, data=data, rewards=[exact], algo="grpo", prompts=25, group_size=16, max_prompt=8, max_tokens=4,
-        steps=args.steps, optimizer={"lr": lr / 2}, loss={"entropy": 0.01}, run_dir=folder / "rl", **usual,
+        model=taught, data=data, rewards=[exact], algo="grpo", prompts=25, num_generations=16,
+        max_prompt_length=8, max_completion_length=4, steps=args.steps, optimizer={"lr": lr / 2},
+        loss={"entropy_coef": 0.01}, run_dir=folder / "rl", **usual,
     )  # fmt: skip
     after = exact_match(str(ended.folder / "export" / f"step_{args.steps}"))
     print(f"after: {after:.0%} of the answers are right; {ended.folder / 'report.html'}")

@@ -77,9 +77,9 @@ def main() -> None:
     lessons = [lesson(question, chance) for question in questions() for _ in range(8)]
     model = imitate(tiny_model(folder / "model", lessons), lessons, folder / "sft", steps=150)
     learned = dt.rl(
-        model=model, data=questions(), environment=Shop, steps=args.steps, prompts=8, group_size=8, max_prompt=32,
-        max_tokens=96, optimizer={"lr": 4e-4}, precision={"compute": "f32"}, schedule={"name": "constant"},
-        engine={"max_num_seqs": 16}, run_dir=folder / "rl",
+        model=model, data=questions(), environment=Shop, steps=args.steps, prompts=8, num_generations=8,
+        max_prompt_length=32, max_completion_length=96, optimizer={"lr": 4e-4}, precision={"compute": "f32"},
+        schedule={"name": "constant"}, engine={"max_num_seqs": 16}, run_dir=folder / "rl",
     )  # fmt: skip
     first, last = first_and_last(learned.folder)
     print(f"right answers: {first:.0%} at first, {last:.0%} at last")

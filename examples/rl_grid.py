@@ -71,9 +71,9 @@ def main() -> None:
     lessons = [lesson(task, chance) for task in tasks() for _ in range(8)]
     model = imitate(tiny_model(folder / "model", lessons), lessons, folder / "sft", steps=40)
     learned = dt.rl(
-        model=model, data=tasks(), environment=Lake, steps=args.steps, prompts=7, group_size=8, max_prompt=16,
-        max_tokens=96, optimizer={"lr": 5e-4}, precision={"compute": "f32"}, schedule={"name": "constant"},
-        engine={"max_num_seqs": 16}, run_dir=folder / "rl",
+        model=model, data=tasks(), environment=Lake, steps=args.steps, prompts=7, num_generations=8,
+        max_prompt_length=16, max_completion_length=96, optimizer={"lr": 5e-4}, precision={"compute": "f32"},
+        schedule={"name": "constant"}, engine={"max_num_seqs": 16}, run_dir=folder / "rl",
     )  # fmt: skip
     first, last = first_and_last(learned.folder)
     print(f"the goal is reached by {first:.0%} of the walks at first, and by {last:.0%} at last")

@@ -78,9 +78,9 @@ def main() -> None:
     lessons = [lesson(task, chance) for task in tasks() for _ in range(8)]
     model = imitate(tiny_model(folder / "model", lessons), lessons, folder / "sft", steps=120)
     learned = dt.rl(
-        model=model, data=tasks(), environment=Repair, steps=args.steps, prompts=8, group_size=8, max_prompt=48,
-        max_tokens=80, optimizer={"lr": 8e-4}, precision={"compute": "f32"}, schedule={"name": "constant"},
-        engine={"max_num_seqs": 16}, run_dir=folder / "rl",
+        model=model, data=tasks(), environment=Repair, steps=args.steps, prompts=8, num_generations=8,
+        max_prompt_length=48, max_completion_length=80, optimizer={"lr": 8e-4}, precision={"compute": "f32"},
+        schedule={"name": "constant"}, engine={"max_num_seqs": 16}, run_dir=folder / "rl",
     )  # fmt: skip
     first, last = first_and_last(learned.folder)
     print(f"a repair is worth {first:.0%} at first, and {last:.0%} at last")

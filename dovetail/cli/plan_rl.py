@@ -55,8 +55,9 @@ def show(
     console.print()
     for line in (
         accelerator.explain(),
-        f"{what}, {settings.algo}: {settings.prompts} prompts x {settings.group_size} completions of up to "
-        f"{settings.max_tokens} tokens ({best.rollout.mean:,.0f} on average), {_updates(settings.updates)} per step",
+        f"{what}, {settings.algo}: {settings.prompts} prompts x {settings.num_generations} completions of up to "
+        f"{settings.max_completion_length} tokens ({best.rollout.mean:,.0f} on average), "
+        f"{_updates(settings.updates)} per step",
         "bounds: at peak rates with full overlap - at half of them without overlap, with every launch",
         run.paid.says,
         *([known.describe()] if known else []),
@@ -165,10 +166,12 @@ def _plain(plan: Any, keys: str, run: RlRun) -> dict[str, Any]:
 def rl(
     what: str = RECIPE_OR_MODEL,
     overrides: list[str] = typer.Argument(
-        None, metavar="[KEY=VALUE]...", help="Overrides, such as group_size=16 algo=ppo."
+        None, metavar="[KEY=VALUE]...", help="Overrides, such as num_generations=16 algo=ppo."
     ),
     on: str = typer.Option(..., "--on", help="Accelerator: h200x1, h200x8, v6e-8."),
-    answer: int = typer.Option(0, min=0, show_default=False, help="Mean tokens of a completion. Default: max_tokens."),
+    answer: int = typer.Option(
+        0, min=0, show_default=False, help="Mean tokens of a completion. Default: max_completion_length."
+    ),
     price: float = PRICE,
     spot: bool = SPOT,
     region: str = REGION,
@@ -209,10 +212,11 @@ def _ways(settings: Any, devices: int) -> list[Any]:
     from dataclasses import replace
 
     engine = settings.engine
-    ways = [engine, replace(engine, devices=0, stale=0, sleep=False), replace(engine, devices=0, stale=0, sleep=True)]
+    alone = replace(engine, devices=0, max_staleness=0, enable_sleep_mode=False)
+    ways = [engine, alone, replace(alone, enable_sleep_mode=True)]
     for own in (n for n in (1, 2, 4, 8, 16, 32) if 2 * n <= devices):
-        apart = replace(engine, devices=own, sleep=False, offload=False)
-        ways += [replace(apart, stale=0), replace(apart, stale=1)]
+        apart = replace(engine, devices=own, enable_sleep_mode=False, offload_optimizer=False)
+        ways += [replace(apart, max_staleness=0), replace(apart, max_staleness=1)]
     return list(dict.fromkeys(ways))
 
 
@@ -224,7 +228,10 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
 
     cfg, found, refused = outline_of(settings.model)[0], [], {}
     for engine in _ways(settings, accelerator.total_devices):
-        keys = f"engine.devices={engine.devices} engine.stale={engine.stale} engine.sleep={str(engine.sleep).lower()}"
+        keys = (
+            f"engine.devices={engine.devices} engine.max_staleness={engine.max_staleness} "
+            f"engine.enable_sleep_mode={str(engine.enable_sleep_mode).lower()}"
+        )
         try:
             changed = replace(settings, engine=engine)
             filled = changed.filled(max(1, accelerator.total_devices - changed.spare_devices))
@@ -238,15 +245,18 @@ def _plans(settings: Any, accelerator: Any, answer: int, known: Any) -> tuple[li
 def rollout_of(settings: Any, cfg: Any, accelerator: Any, answer: int = 0) -> Any:
     """Return the sampling work per step of a filled RL recipe."""
     from dovetail.plan.rl_plan import RolloutWorkload
+    from dovetail.tune.rl.settings import kv_cache_bytes
 
     engine, hbm = settings.engine, accelerator.chip.device_hbm if accelerator.chip else None
-    alone = engine.devices or engine.sleep
-    if answer > settings.max_tokens:
-        raise UserError(f"--answer must be at most max_tokens ({settings.max_tokens}), got {answer}", param="--answer")
+    if answer > settings.max_completion_length:
+        raise UserError(
+            f"--answer must be at most max_completion_length ({settings.max_completion_length}), got {answer}",
+            param="--answer",
+        )
     return RolloutWorkload(
-        settings.prompts, settings.group_size, settings.max_prompt, settings.max_tokens,
-        float(answer or settings.max_tokens), settings.sequences, engine.devices,
-        None if alone else settings.pool_bytes(cfg, hbm),
-        settings.scores_first + settings.has_reference + settings.is_taught, settings.has_critic, settings.updates,
-        bool(engine.stale),
+        settings.prompts, settings.num_generations, settings.max_prompt_length, settings.max_completion_length,
+        float(answer or settings.max_completion_length), settings.max_num_seqs, engine.devices,
+        None if engine.has_own_memory else kv_cache_bytes(settings, cfg, hbm),
+        settings.scores_old_policy + settings.has_reference + settings.has_teacher, settings.has_critic,
+        settings.updates, bool(engine.max_staleness),
     )  # fmt: skip

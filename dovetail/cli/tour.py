@@ -137,8 +137,8 @@ def _reward(console, model, steps: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     ended = dovetail.rl(
         model=str(model), data=[{"prompt": f"What is the {animal} like?"} for animal in ANIMALS], rewards=[letters_e],
-        prompts=6, group_size=8, max_prompt=32, max_tokens=24, steps=steps, run_dir=folder, optimizer={"lr": 1e-3},
-        precision={"compute": "f32"}, show_every=0,
+        prompts=6, num_generations=8, max_prompt_length=32, max_completion_length=24, steps=steps, run_dir=folder,
+        optimizer={"lr": 1e-3}, precision={"compute": "f32"}, show_every=0,
     )  # fmt: skip
     console.print(f"  reward {_first(folder):.2f} at the start, {ended.metrics['reward']:.2f} at the end")
     _complete(console, folder / "export" / f"step_{steps}", question, 24, "after")

@@ -206,8 +206,11 @@ def read(cls: type[T], mapping: Any, path: str = "", start: T | None = None) -> 
 
 
 def _unknown(cls: type, path: str, key: Any, fields: Mapping[str, Any]) -> str:
-    names = getattr(cls, "RENAMED", {}) | (IN_SECTION if path else OURS)  # a class may have renamed keys of its own
+    # A class may declare renamed keys (RENAMED), and keys that it does not take with the reason (REFUSED).
+    names = (IN_SECTION if path else OURS) | getattr(cls, "RENAMED", {})
     full, ours = _join(path, key), names.get(str(key), "")
+    if reason := getattr(cls, "REFUSED", {}).get(str(key)):
+        return f"{full} is not a key: {reason}."
     if ours.startswith("--"):
         return f"{full} is not a key. Use the option {ours}."
     if ours and has_key(cls, ours):

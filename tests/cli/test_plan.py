@@ -146,7 +146,7 @@ def test_the_cpu_here_is_planned_in_f32(home):
 
 
 def test_rl_shares_the_devices(home):
-    said = run("rl", "smollm2-135m", "--on", "h200x8", "group_size=16", "loss.beta=0.01")
+    said = run("rl", "smollm2-135m", "--on", "h200x8", "num_generations=16", "loss.beta=0.01")
     for words in ("colocated on 8", "split: 4 train, 4 sample, overlapped", "reference", "sync", "engine.devices="):
         assert words in said, words
     lines = said.splitlines()

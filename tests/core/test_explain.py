@@ -69,7 +69,7 @@ def test_the_option_prints_them_and_trains_nothing(tmp_path, monkeypatch):
         (Sft, "num_train_epochs=1", "Did you mean epochs?"),
         (Sft, "output_dir=here", "Use the option --run-dir."),
         (Dpo, "beta=0.1", "Did you mean preference.beta?"),
-        (Rl, "num_generations=4", "Did you mean group_size?"),
+        (Rl, "group_size=4", "Did you mean num_generations?"),
         (Sft, "lorra=8", "Did you mean lora?"),
     ],
 )

@@ -27,7 +27,8 @@ KEY = "a-key-of-the-readers"
 STEP = ["steps=1", "precision.compute=f32", "schedule.warmup=0"]
 ROWS = ["batch=8", "length=64"]
 SMALL = {
-    "pretrain": [*STEP, *ROWS], "rl": [*STEP, "prompts=2", "group_size=4", "max_prompt=64", "max_tokens=8"],
+    "pretrain": [*STEP, *ROWS],
+    "rl": [*STEP, "prompts=2", "num_generations=4", "max_prompt_length=64", "max_completion_length=8"],
     "serve": ["--max-model-len", "128", "--max-num-seqs", "4", "--dtype", "f32"],
     "bench": ["--requests", "4", "--rate", "20", "--input", "8", "--output", "4", "--api-key", KEY],
 } | {kind: [*STEP, *ROWS] for kind in ("sft", "dpo", "reward", "distill")}  # fmt: skip
@@ -200,7 +201,9 @@ SMALLER = {
     PUBLISHED: MODEL, r"\bsteps=\d+": "steps=1", r"\bepochs=1": "steps=1", r"step_\d+": "step_1",
     r'"warmup": \d+': '"warmup": 0', r"max_model_len=\d+": "max_model_len=128", r"length=1024": "length=64",
     r"dt\.(sft|reward|dpo|distill)\(model": rf"dt.\1({ROWS_SMALL}, model",
-    r"dt\.rl\(model": "dt.rl(prompts=2, max_prompt=64, max_tokens=8, precision={'compute': 'f32'}, model",
+    r"dt\.rl\(model": (
+        "dt.rl(prompts=2, max_prompt_length=64, max_completion_length=8, precision={'compute': 'f32'}, model"
+    ),
     r'dt\.pretrain\("tiny"': 'dt.pretrain("tiny", batch=8, length=64', r"\[\.\.\.\]": "[1.0] * stats.documents",
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ def planned(where: str, model: str, *overrides: str, answer: int = 0):
 
 def test_a_measured_rollout_lies_between_the_bounds():
     """docs/performance.md: 8 prompts x 64 answers of 256 tokens, SmolLM2-135M's shape, 0.56 to 0.66 s on an H200."""
-    plan, _ = planned("h200x1", "smollm2-135m", "group_size=64", "max_prompt=128")
+    plan, _ = planned("h200x1", "smollm2-135m", "num_generations=64", "max_prompt_length=128")
     assert plan.sampling.best < 0.56 and plan.sampling.worst > 0.66
     assert plan.name == "colocated on 1" and plan.scoring.best == 0
     parts = (plan.sampling, plan.scoring, plan.training, plan.sync)
@@ -30,7 +30,7 @@ def test_a_measured_rollout_lies_between_the_bounds():
 
 
 def test_memory_includes_what_the_recipe_keeps_beside_the_trainer():
-    plan, settings = planned("h200x1", "smollm2-135m", "algo=ppo", "critic.beta=0.01")
+    plan, settings = planned("h200x1", "smollm2-135m", "algo=ppo", "critic.kl_coef=0.01")
     beside = settings.beside(read_model("smollm2-135m"), parse("h200x1").chip.device_hbm)  # type: ignore[union-attr]
     assert {"critic", "reference", "engine's weights", "engine's pages"} <= beside.keys()
     assert {name: plan.memory[name] for name in beside} == beside
@@ -41,9 +41,11 @@ def test_memory_includes_what_the_recipe_keeps_beside_the_trainer():
 
 
 def test_an_engine_on_its_own_devices_overlaps():
-    together, _ = planned("h200x8", "llama3-8b", "group_size=16", "prompts=32")
-    split, _ = planned("h200x8", "llama3-8b", "group_size=16", "prompts=32", "engine.devices=4")
-    stale, _ = planned("h200x8", "llama3-8b", "group_size=16", "prompts=32", "engine.devices=4", "engine.stale=1")
+    together, _ = planned("h200x8", "llama3-8b", "num_generations=16", "prompts=32")
+    split, _ = planned("h200x8", "llama3-8b", "num_generations=16", "prompts=32", "engine.devices=4")
+    stale, _ = planned(
+        "h200x8", "llama3-8b", "num_generations=16", "prompts=32", "engine.devices=4", "engine.max_staleness=1"
+    )
     assert split.name == "split: 4 train, 4 sample" and "engine's pages" not in split.memory
     assert split.sampling.best < together.sampling.best and split.training.best > together.training.best
     assert stale.step.best == pytest.approx(max(stale.sampling.best, stale.training.best) + stale.sync.best)
@@ -54,7 +56,7 @@ def test_shorter_answers_take_less_at_best():
     long, _ = planned("h200x1", "smollm2-135m")
     short, settings = planned("h200x1", "smollm2-135m", answer=64)
     assert short.sampling.best < long.sampling.best / 2 and short.sampling.worst > long.sampling.worst / 2
-    with refuses("--answer", naming="at most max_tokens"):
+    with refuses("--answer", naming="at most max_completion_length"):
         rollout_of(settings, read_model("smollm2-135m"), parse("h200x1"), 1000)
 
 

@@ -42,7 +42,12 @@ def test_the_recorded_recipe_is_whole_and_reads_back(cls, given, tmp_path):
 
 def test_values_derived_from_the_algorithm_are_recorded():
     loss = record(recipe.create(Rl, {**TUNED, "algo": "dapo"}))["recipe"]["loss"]
-    assert (loss["policy"], loss["eps_low"], loss["eps_high"], loss["dynamic"]) == ("clipped", 0.2, 0.28, True)
+    assert (loss["policy_loss"], loss["epsilon"], loss["epsilon_high"], loss["dynamic_sampling"]) == (
+        "clipped",
+        0.2,
+        0.28,
+        True,
+    )
 
 
 def begun(cls, given, then: dict[str, object]) -> dict:
@@ -75,5 +80,5 @@ def test_explicit_values_are_not_defaults():
 
 
 def test_an_algorithms_later_default_does_not_change_a_run():
-    meta = begun(Rl, TUNED, {"loss.eps_low": 0.1})
-    assert as_begun(recipe.create(Rl, TUNED), meta)[0].effective.loss.eps_low == 0.1
+    meta = begun(Rl, TUNED, {"loss.epsilon": 0.1})
+    assert as_begun(recipe.create(Rl, TUNED), meta)[0].effective.loss.epsilon == 0.1

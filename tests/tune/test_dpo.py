@@ -151,5 +151,5 @@ def test_rl_has_the_same_reference():
     assert create(Rl, given).kept_reference
     assert create(Rl, given | {"reference": {"model": "base"}}).kept_reference is None
     assert create(Rl, given | {"loss": {"beta": 0.0}}).kept_reference is None
-    with refuses("reference", RecipeError, naming="sync_every=2"):
+    with refuses("reference.sync_every", RecipeError):
         create(Rl, given | {"reference": {"devices": 1, "sync_every": 2, "mixup_alpha": 1.0}})

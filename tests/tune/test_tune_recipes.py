@@ -22,7 +22,7 @@ SHIPPED = [(training, name) for training in recipe.TRAININGS[1:] for name in rec
 # What makes a step of each small enough for a model of a few thousand weights.
 SMALL = ["steps=1", "precision.compute=f32", "eval.every=0"]
 ROWS = ["batch=8", "length=192"]
-ROLLOUTS = ["prompts=2", "group_size=2", "max_prompt=128", "max_tokens=8", "show_every=0"]
+ROLLOUTS = ["prompts=2", "num_generations=2", "max_prompt_length=128", "max_completion_length=8", "show_every=0"]
 
 
 def test_every_training_has_one():

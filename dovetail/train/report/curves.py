@@ -323,17 +323,21 @@ _NAMES = {
     "kl": Name("KL divergence", "How far the model is from its reference, in nats."),
     "reward": Name("reward", "Mean over the step's answers."),
     "entropy": Name("entropy", "Entropy of the next token, in nats. Near 0 all answers to a prompt are the same."),
-    "answer_tokens": Name("tokens per answer", "Mean over the step's answers."),
-    "answers": Name("share of the answers", "Cut off: they reached max_tokens. Without a reward: every reward failed."),
+    "completion_length": Name("tokens per completion", "Mean over the completions of the rollout."),
+    "answers": Name(
+        "share of the answers", "Cut off: they reached max_completion_length. Without a reward: every reward failed."
+    ),
     "clip_fraction": Name("share of the tokens clipped", "Tokens whose ratio left the clipping range: no gradient."),
     "gap": Name(
         "|log-probability of trainer - of sampler|",
         "Over the sampled tokens. It should stay small: the trainer learns from the sampler's tokens.",
     ),
     "ratio": Name("trainer's / sampler's probability", "Share of the sampled tokens by this ratio; 1 is on-policy."),
-    "exam": Name("held-out prompts answered right", "pass@k: one of k answers is right; maj@k: the commonest is."),
+    "evaluation": Name(
+        "held-out prompts answered correctly", "pass@k: one of k completions is correct; maj@k: the most frequent is."
+    ),
     "filled": Name("filled rows", "Share of the training rows that holds tokens; the rest is padding."),
-    "draws": Name("draws per step", "Rollouts until enough groups had different rewards (loss.dynamic)."),
+    "draws": Name("draws per step", "Rollouts until enough groups had different rewards (loss.dynamic_sampling)."),
     "goodput": Name("goodput", "Share of the wall time spent in useful steps. The rest is listed below."),
 }
 

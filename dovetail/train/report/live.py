@@ -22,7 +22,7 @@ LEARNING = {
 }  # fmt: skip
 # For a model that learns from rewards these replace the above: its loss says little.
 REWARDED = {
-    "kl": "kl {:.3g}", "entropy": "entropy {:.3g}", "answer_tokens": "length {:.0f}", "grad_norm": "grad {:.3g}",
+    "kl": "kl {:.3g}", "entropy": "entropy {:.3g}", "completion_length": "length {:.0f}", "grad_norm": "grad {:.3g}",
 }  # fmt: skip
 PASSED = "held_out_pass@1"
 PLAIN_SHARE, PLAIN_SECONDS = 0.05, 30.0  # a plain line at every such share of the run, and at least this often

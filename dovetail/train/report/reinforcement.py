@@ -14,7 +14,7 @@ BIN = re.compile(r"ratio_([\d.]*)_([\d.]*)")  # a metric: the share of tokens wh
 LAST = 20  # they are averaged over this many steps
 NAMED = "reward/"
 _DRAWN = (
-    "reward", "reward_std", "kl", "entropy", "answer_tokens", "clip_fraction", "gap", "gap_max", "ratio",
+    "reward", "reward_std", "kl", "entropy", "completion_length", "clip_fraction", "gap", "gap_max", "ratio",
     "truncated", "unjudged", "rollout_tokens_per_second",
 )  # fmt: skip
 
@@ -46,8 +46,9 @@ def chart_of_rewards(run: RunRecord, marks: Sequence[Mark]) -> str:
 def charts(run: RunRecord) -> list[str]:
     """Return the small charts; empty strings for missing metrics."""
     return [
-        *_named_rewards(run), _exam(run), _one(run, "kl", 3), _one(run, "entropy", 2), _one(run, "answer_tokens", 6),
-        _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run), _times(run),
+        *_named_rewards(run), _evaluation(run), _one(run, "kl", 3), _one(run, "entropy", 2),
+        _one(run, "completion_length", 6), _lost(run), _one(run, "clip_fraction", 4), _gap(run), _ratios(run),
+        _times(run),
     ]  # fmt: skip
 
 
@@ -66,13 +67,13 @@ def _cut(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _exam(run: RunRecord) -> str:
+def _evaluation(run: RunRecord) -> str:
     """Return the chart of pass@k and maj@k."""
     names = dict.fromkeys(name for line in run.evals for name in line if "@" in name)
     lines = [
         Series(name.removeprefix("held_out_"), run.curve(name, run.evals), "dots", i) for i, name in enumerate(names)
     ]
-    title, about = name_of("exam")
+    title, about = name_of("evaluation")
     return chart(title, lines, form=lambda v: f"{v:.0%}", zero=True, about=about)
 
 

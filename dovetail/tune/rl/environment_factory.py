@@ -13,7 +13,7 @@ from dovetail.data.example_encoder import example_encoder
 from dovetail.data.examples import ChatExample, TextExample
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment import Environment, Observation
-from dovetail.tune.rl.episode import Place
+from dovetail.tune.rl.episode import EpisodeId
 from dovetail.tune.rl.rewards.user_code import ImportedFunction
 from dovetail.tune.rl.settings import Rl
 from dovetail.tune.rl.tools import tools_of
@@ -42,26 +42,28 @@ class EnvironmentFactory:
         encoder = TurnEncoder(example_encoder(settings.data, tokenizer))
         return cls(_environment_class(environment), settings.seed, encoder)
 
-    def environment(self, task: int, columns: Mapping[str, Any], place: Place) -> tuple[Environment, Observation]:
+    def environment(
+        self, prompt_index: int, columns: Mapping[str, Any], id: EpisodeId
+    ) -> tuple[Environment, Observation]:
         """Return an environment at its start and its first observation.
 
-        They depend only on the run's seed, the prompt and the episode's place, so an episode that a killed run had not
+        They depend only on the run's seed, the prompt and the episode's id, so an episode that a killed run had not
         finished is repeated exactly.
         """
-        environment = self.create(columns, np.random.default_rng((self.seed, task, *place)))
+        environment = self.create(columns, np.random.default_rng((self.seed, prompt_index, *id)))
         if not isinstance(environment, Environment):
             raise RecipeError(
                 f"environment must create a dovetail.tune.rl.environment.Environment; got {environment!r}: derive from "
                 "it",
                 param="environment",
             )
-        return environment, environment.reset(np.random.default_rng((self.seed, task)))
+        return environment, environment.reset(np.random.default_rng((self.seed, prompt_index)))
 
     def prompt(
-        self, example: ChatExample | TextExample, task: int, columns: Mapping[str, Any]
+        self, example: ChatExample | TextExample, prompt_index: int, columns: Mapping[str, Any]
     ) -> tuple[ChatExample | TextExample, list[int]]:
         """Return a prompt with the environment's tools and first observation, and its tokens."""
-        environment, observation = self.environment(task, columns, Place(0, 0))
+        environment, observation = self.environment(prompt_index, columns, EpisodeId(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         if isinstance(example, ChatExample) and example.tools:
             raise UserError(

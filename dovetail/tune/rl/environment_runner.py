@@ -1,4 +1,4 @@
-"""EnvironmentRunner: run the environments of agents' episodes, one for each episode (a player.Reply).
+"""EnvironmentRunner: run the environments of agents' episodes, one for each episode (a episode_runner.Reply).
 
 After each turn of the policy its tokens are parsed as the server parses a completion, the environment steps, and its
 observation is returned as tokens. An environment that fails ends its own episode without a reward; the others go on.
@@ -19,11 +19,11 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.io.tool_formats.events import ToolCall
 from dovetail.tune.rl.environment import Environment, Observation, Step
 from dovetail.tune.rl.environment_factory import EnvironmentFactory
-from dovetail.tune.rl.episode import Episode, Place
+from dovetail.tune.rl.episode import Episode, EpisodeId
 from dovetail.tune.rl.failures import Failures, traceback_of
-from dovetail.tune.rl.referee import ENVIRONMENT
+from dovetail.tune.rl.prompts import PromptRecord
+from dovetail.tune.rl.reward_assigner import ENVIRONMENT
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task
 from dovetail.tune.rl.tools import tools_of
 from dovetail.tune.rl.turns import PolicyTurn, observation_messages, observation_text
 
@@ -46,7 +46,7 @@ class EnvironmentRunner:
 
     Args:
         factory: Creates the environments.
-        tasks: The prompts.
+        prompts: The prompts.
         max_tokens: The most tokens of an episode after its prompt.
         failures: Records the exceptions of environments.
 
@@ -54,10 +54,12 @@ class EnvironmentRunner:
         RecipeError: The chat template does not allow messages between the policy's turns.
     """
 
-    def __init__(self, factory: EnvironmentFactory, tasks: Iterable[Task], max_tokens: int, failures: Failures):
+    def __init__(
+        self, factory: EnvironmentFactory, prompts: Iterable[PromptRecord], max_tokens: int, failures: Failures
+    ):
         self._factory, self._encoder = factory, factory.encoder
         self._max_tokens, self._failures = max_tokens, failures
-        self._tasks = {task.number: task for task in tasks}
+        self._prompts = {record.index: record for record in prompts}
         # Several threads reply, each for an episode of its own, and a dict's single operations are atomic.
         self._states: dict[int, _EpisodeState] = {}
         self._check_template()
@@ -68,12 +70,12 @@ class EnvironmentRunner:
         environment: Any,
         settings: Rl,
         tokenizer: Tokenizer,
-        tasks: Iterable[Task],
+        prompts: Iterable[PromptRecord],
         failures: Failures | None = None,
     ) -> EnvironmentRunner:
         """Return a runner of `environment`: see EnvironmentFactory.from_settings."""
         factory = EnvironmentFactory.from_settings(environment, settings, tokenizer)
-        return cls(factory, tasks, settings.max_tokens, failures or Failures())
+        return cls(factory, prompts, settings.max_completion_length, failures or Failures())
 
     def reply(self, episode: Episode) -> list[int] | None:
         """Return the observation after a policy's turn as tokens; None if the episode is over and has its reward."""
@@ -92,12 +94,12 @@ class EnvironmentRunner:
     # --- an episode ---------------------------------------------------------------------------------------------------
 
     def _begin(self, episode: Episode) -> _EpisodeState:
-        task = self._tasks[episode.task]
-        environment, _ = self._factory.environment(task.number, task.columns, episode.place)
+        record = self._prompts[episode.prompt_index]
+        environment, _ = self._factory.environment(record.index, record.columns, episode.id)
         tools = [tool.schema for tool in tools_of(environment)]
-        messages = None if isinstance(task.prompt, str) else list(task.prompt)
+        messages = None if isinstance(record.prompt, str) else list(record.prompt)
         episode.messages = None if messages is None else []
-        state = _EpisodeState(episode, environment, tools, messages, episode.prompt)
+        state = _EpisodeState(episode, environment, tools, messages, episode.prompt_length)
         self._states[id(episode)] = state
         return state
 
@@ -114,7 +116,7 @@ class EnvironmentRunner:
         tokens = self._encode(state, step.observation, is_last)
         if is_last:
             return self._end(state, "done" if step.done else "turns")
-        if len(episode.tokens) - episode.prompt + len(tokens) >= self._max_tokens:
+        if len(episode.tokens) - episode.prompt_length + len(tokens) >= self._max_tokens:
             return self._end(state, "length")
         state.parsed = len(episode.tokens) + len(tokens)
         return tokens
@@ -155,12 +157,12 @@ class EnvironmentRunner:
 
     def _check_template(self) -> None:
         """Check the chat template with the first prompt of messages and each form of a turn."""
-        task = next((task for task in self._tasks.values() if not isinstance(task.prompt, str)), None)
-        if task is None:
+        record = next((record for record in self._prompts.values() if not isinstance(record.prompt, str)), None)
+        if record is None:
             return
-        environment, _ = self._factory.environment(task.number, task.columns, Place(0, 0))
+        environment, _ = self._factory.environment(record.index, record.columns, EpisodeId(0, 0))
         tools = [tool.schema for tool in tools_of(environment)]
         turns = [PolicyTurn("", "")]
         if tools:
             turns.append(PolicyTurn("", "", calls=(ToolCall("call00000", "f", "{}", True),)))
-        self._encoder.check(ChatExample(list(task.prompt), tools or None), turns)
+        self._encoder.check(ChatExample(list(record.prompt), tools or None), turns)

@@ -1,6 +1,6 @@
-"""A layout: where in the rows of a batch each episode lies, to put its numbers there and to read them back.
+"""Layouts: where in the rows of a batch each episode is, to write its values there and to read them back.
 
-An episode of n tokens takes n - 1 places: in each is a token, and what is said of it is about the one that follows.
+An episode of n tokens takes n - 1 positions: a position holds a token, and values at it are about the next token.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from dovetail.tune.rl.episode import Episode
 
 @dataclass(frozen=True)
 class Layout:
+    """Place episodes in rows."""
+
     rows: int
     length: int
-    at: tuple[tuple[int, int, int], ...]  # of each episode: its row, its number there from 1 on, its first place
-    sizes: tuple[int, ...]  # places of each
+    at: tuple[tuple[int, int, int], ...]  # of each episode: row, its number in the row from 1, first position
+    sizes: tuple[int, ...]  # positions of each episode
 
     @property
     def documents(self) -> int:
-        """The most of a row."""
+        """Return the most episodes of a row."""
         return max((number for _, number, _ in self.at), default=1)
 
     def put(self, values: Sequence[np.ndarray], dtype: Any = np.float32, empty: float = 0) -> np.ndarray:
-        """[R, T, ...] of numbers of each episode's tokens [n, ...]: those of the first, which follows nothing, are left
-        out.
+        """Return rows [R, T, ...] with the values [n, ...] of each episode's tokens.
+
+        The value of an episode's first token is left out, because no position comes before it.
         """
         array = np.full((self.rows, self.length, *values[0].shape[1:]), empty, dtype)
         for (row, _, start), size, own in zip(self.at, self.sizes, values, strict=True):
@@ -37,7 +40,7 @@ class Layout:
         return array
 
     def take(self, array: np.ndarray) -> list[np.ndarray]:
-        """The other way: [n] of each episode, 0 of its first token."""
+        """Return the values [n] of each episode's tokens from rows: the inverse of `put`, with 0 at the first token."""
         return [
             np.concatenate([np.zeros(1, array.dtype), array[row, start : start + size]])
             for (row, _, start), size in zip(self.at, self.sizes, strict=True)
@@ -46,13 +49,13 @@ class Layout:
     def batch(
         self, episodes: Sequence[Episode], weights: Sequence[np.ndarray], **columns: Sequence[np.ndarray]
     ) -> Batch:
-        """`weights` and `columns`: of each episode's tokens."""
+        """Return a batch of the episodes, with the loss weights and further columns of their tokens."""
         shape = self.rows, self.length
         tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
         for (row, number, start), size, episode in zip(self.at, self.sizes, episodes, strict=True):
-            places = slice(start, start + size)
-            tokens[row, places], segments[row, places] = episode.tokens[:-1], number
-            positions[row, places] = np.arange(size)
+            span = slice(start, start + size)
+            tokens[row, span], segments[row, span] = episode.tokens[:-1], number
+            positions[row, span] = np.arange(size)
         targets = self.put([episode.tokens for episode in episodes], np.int32)
         put = {name: self.put(values) for name, values in columns.items()}
         if episodes and episodes[0].support is not None:
@@ -61,21 +64,22 @@ class Layout:
 
 
 def lay_out(episodes: Sequence[Episode], length: int, sizes: Sequence[int]) -> Layout:
-    """In the fewest rows that `sizes`, the numbers of rows that there may be, have room in; and there as few in a row
-    as can be: each that a row may hold costs the attention.
+    """Return a layout in the fewest rows that `sizes`, the allowed numbers of rows, has room in.
+
+    Within these rows, episodes are spread evenly: every episode that a row may hold costs attention time.
     """
     needed = [len(episode.tokens) - 1 for episode in episodes]
     order = sorted(range(len(needed)), key=lambda i: -needed[i])
-    tight = _packed(needed, order, length)
+    tight = _first_fit(needed, order, length)
     used = max((row for row, _, _ in tight.values()), default=0) + 1
     rows = next((size for size in sizes if size >= used), used)
-    assert rows <= sizes[-1], "a batch has room for the longest answers there may be"
-    at = _dealt(needed, order, length, rows) or tight
+    assert rows <= sizes[-1], "a batch has room for the longest completions"
+    at = _spread(needed, order, length, rows) or tight
     return Layout(rows, length, tuple(at[i] for i in range(len(needed))), tuple(needed))
 
 
-def _packed(needed: Sequence[int], order: Sequence[int], length: int) -> dict[int, tuple[int, int, int]]:
-    """Each in the first row that has room for it."""
+def _first_fit(needed: Sequence[int], order: Sequence[int], length: int) -> dict[int, tuple[int, int, int]]:
+    """Place each episode in the first row that has room for it."""
     room: list[int] = []
     counts: list[int] = []
     at: dict[int, tuple[int, int, int]] = {}
@@ -90,10 +94,10 @@ def _packed(needed: Sequence[int], order: Sequence[int], length: int) -> dict[in
     return at
 
 
-def _dealt(
+def _spread(
     needed: Sequence[int], order: Sequence[int], length: int, rows: int
 ) -> dict[int, tuple[int, int, int]] | None:
-    """One after another to each row, the longest to those with most room; None where they do not fit so."""
+    """Deal the episodes to the rows in turn, the longest to those with most room; return None if they do not fit."""
     room, at = [length] * rows, {}
     for number, first in enumerate(range(0, len(order), rows), 1):
         widest = sorted(range(rows), key=lambda row: -room[row])
@@ -106,8 +110,9 @@ def _dealt(
 
 
 def row_sizes(batch: int, devices: int, accumulate: int) -> list[int]:
-    """The numbers of rows that a step is compiled for: the whole batch, its half and its quarter, where these are whole
-    microsteps, or less than one that is whole on every device.
+    """Return the numbers of rows that a step is compiled for: the whole batch, its half and its quarter.
+
+    A part is left out unless it consists of whole microsteps, or is smaller than one and divides among the devices.
     """
     sizes = [batch]
     for part in (batch // 2, batch // 4):

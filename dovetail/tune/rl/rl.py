@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from dovetail.core.choice import require
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.reporter import Reporter
 from dovetail.io.tokenizer import Tokenizer
@@ -20,50 +20,52 @@ from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective
 from dovetail.train.prepare import Ready
 from dovetail.train.rows import Opened
-from dovetail.tune.rl.actor import Actor
 from dovetail.tune.rl.advantages import Advantage
-from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, loss_of
+from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, policy_loss_of
+from dovetail.tune.rl.batches import BatchBuilder
 from dovetail.tune.rl.completions import Completions
 from dovetail.tune.rl.environment_factory import EnvironmentFactory
 from dovetail.tune.rl.environment_runner import EnvironmentRunner
-from dovetail.tune.rl.exam import Examiner
+from dovetail.tune.rl.episode_runner import Reply
+from dovetail.tune.rl.evaluation import Evaluator
 from dovetail.tune.rl.failures import Failures
 from dovetail.tune.rl.journal import Journal
-from dovetail.tune.rl.lessons import Lessons
 from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
-from dovetail.tune.rl.player import Reply
-from dovetail.tune.rl.referee import Referee
+from dovetail.tune.rl.prompts import PromptRecord, Prompts, open_prompts
+from dovetail.tune.rl.reward_assigner import RewardAssigner
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import reward_of
 from dovetail.tune.rl.rewards.user_code import ImportedFunction, identity
-from dovetail.tune.rl.rollouts import Rollouts
+from dovetail.tune.rl.rollouts import RolloutParts, Rollouts
+from dovetail.tune.rl.sampler import Sampler
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task, Tasks, open_tasks
 from dovetail.tune.rl.tool_grammars import ToolGrammars
 from dovetail.tune.run import given_settings, tokenizer_of
 
 
 @dataclass(frozen=True)
-class Own:
-    """What a program brings that no recipe can say."""
+class RlFunctions:
+    """Functions and classes of a program, which a recipe cannot hold."""
 
-    rewards: Sequence[Any] = ()  # functions, beside those of the recipe
-    environment: Any = None  # a class, or a function that makes one
+    rewards: Sequence[Any] = ()  # functions, besides those of the recipe
+    environment: Any = None  # a class, or a function that makes an environment
     advantage: Advantage | None = None
-    loss: PolicyLoss | None = None
+    policy_loss: PolicyLoss | None = None
 
     def check(self, settings: Rl) -> None:
         """Refuse settings of what a function of the program replaces."""
         usual = ALGORITHMS[settings.algo]
         replaced = {"advantage": ("advantage", "scale_rewards") if self.advantage else ()}
-        replaced |= {"policy_loss": ("policy", *LOSS_SETTINGS) if self.loss else ()}
-        for own, names in replaced.items():
+        replaced |= {"policy_loss": ("policy_loss", *LOSS_SETTINGS) if self.policy_loss else ()}
+        for function, names in replaced.items():
             for name in names:
                 value = getattr(settings.loss, name)
                 require(
-                    value in (None, getattr(usual, name), getattr(loss_of(usual), name, None)),
-                    f"loss.{name}={value} is not read where dt.rl is given a function as `{own}`: leave one out",
+                    value in (None, getattr(usual, name), getattr(policy_loss_of(usual), name, None)),
+                    f"loss.{name} is not read where dt.rl is given a function as `{function}`, got {value}: leave one "
+                    "out",
+                    param=f"loss.{name}",
                 )
 
 
@@ -79,64 +81,87 @@ def rl(
     show: bool = True,
     **overrides: Any,
 ) -> Ended:
-    """Teach a model by rewards of what it writes itself.
+    """Train a model by RL on rewards for its own completions.
 
-        dt.rl(model="smollm2-135m", data="prompts.jsonl", rewards=[my_reward], algo="grpo", group_size=8, steps=100)
+        dt.rl(model="smollm2-135m", data="prompts.jsonl", rewards=[my_reward], num_generations=8, steps=100)
 
-    data: records with a `prompt` (text or messages); their other columns go to the rewards. rewards: functions
-    reward(prompts, completions, **columns) -> list[float | None], or what a recipe's `rewards` holds; a completion is
-    text where its prompt is, and else messages. environment: see tune.rl.environment. advantage, policy_loss:
-    functions in place of the algorithm's (tune.rl.advantages, .losses). All else is as dt.sft has it.
+    Args:
+        recipe: A shipped name, a path, or settings.
+        data: Records with a `prompt` (text or messages), or a path; the other columns are given to the rewards.
+        rewards: Functions reward(prompts, completions, **columns) -> list[float | None], or entries of a recipe's
+            `rewards`. A completion is text where its prompt is text, else messages.
+        environment: A class or a function that makes an environment, for agents: see tune.rl.environment.
+        advantage: A function in place of the algorithm's: see tune.rl.advantages.
+        policy_loss: A function in place of the algorithm's: see tune.rl.losses.
+        run_dir: The folder of the run.
+        show: Print progress and tables.
+        overrides: Keys of the recipe.
+
+    Returns:
+        How the run ended, and its folder.
+
+    Raises:
+        RecipeError: A key or its value is not valid; `param` names it.
     """
     settings, records, folder = given_settings(Rl, recipe, data, run_dir, overrides)
-    own = Own(rewards, environment, advantage, policy_loss)
-    return rl_settings(settings, folder, own, records=records, reporter=Reporter(show))
+    functions = RlFunctions(rewards, environment, advantage, policy_loss)
+    return rl_settings(settings, folder, functions, records=records, reporter=Reporter(show))
 
 
 def rl_settings(
     settings: Rl,
     folder: Path,
-    own: Own = Own(),
+    functions: RlFunctions = RlFunctions(),
     *,
     records: list[Any] | None = None,
     reporter: Reporter | None = None,
     **how: Any,
 ) -> Ended:
-    """Run the settings in `folder`. `records`: a program's own; for `how` see train.launch."""
-    own.check(settings)
+    """Run the settings in `folder`.
+
+    Args:
+        settings: The recipe.
+        folder: The folder of the run.
+        functions: Functions of the program.
+        records: Records of the program, in place of the recipe's data.
+        reporter: Prints progress.
+        how: Further arguments of train.launch.launch.
+    """
+    functions.check(settings)
     reporter = reporter or Reporter()
-    data = _Data(records, reporter, own)
+    data = _Data(records, reporter, functions)
     with ExitStack() as stack:
-        open_rows = partial(_open_rows, folder=folder, own=own, data=data, reporter=reporter, stack=stack)
-        objective = partial(_objective, own=own)
+        open_rows = partial(_open_rows, folder=folder, functions=functions, data=data, reporter=reporter, stack=stack)
+        objective = partial(_objective, functions=functions)
         return launch(settings, folder, objective, open_rows, settle=data.settle, reporter=reporter, **how)
 
 
-def _objective(settings: Rl, own: Own) -> Objective:
-    return rl_objective(settings, own.loss)
+def _objective(settings: Rl, functions: RlFunctions) -> Objective:
+    return rl_objective(settings, functions.policy_loss)
 
 
 class _Data:
-    """The prompts, read once."""
+    """Read the prompts once."""
 
-    def __init__(self, records: list[Any] | None, reporter: Reporter, own: Own):
-        self._records, self._reporter, self._own, self._read = records, reporter, own, None
+    def __init__(self, records: list[Any] | None, reporter: Reporter, functions: RlFunctions):
+        self._records, self._reporter, self._functions, self._read = records, reporter, functions, None
 
     def settle(self, settings: Rl) -> Rl:
         if jax.process_count() > 1:
-            raise UserError(
-                "dovetail rl runs in one process, with as many devices as that has: start one, without the environment "
-                "of several"
+            raise UnsupportedError(
+                f"dovetail rl runs in one process with all of its devices, got {jax.process_count()} processes: start "
+                "one process"
             )
         devices = max(1, jax.device_count() - settings.spare_devices)
-        return settings.with_steps(len(self.read(settings)[0].tasks)).filled(devices)
+        return settings.with_steps(len(self.read(settings)[0].records)).filled(devices)
 
-    def read(self, settings: Rl) -> tuple[Tasks, list[Task], int]:
+    def read(self, settings: Rl) -> tuple[Prompts, list[PromptRecord], int]:
         if self._read is None:
-            tokenizer, made = tokenizer_of(settings), self._own.environment or settings.environment
-            scene = EnvironmentFactory.from_settings(made, settings, tokenizer) if made else None
+            tokenizer, made = tokenizer_of(settings), self._functions.environment or settings.environment
+            environments = EnvironmentFactory.from_settings(made, settings, tokenizer) if made else None
             with self._reporter.progress() as progress:
-                self._read = open_tasks(settings.data, tokenizer, settings.max_prompt, self._records, progress, scene)
+                longest = settings.max_prompt_length
+                self._read = open_prompts(settings.data, tokenizer, longest, self._records, progress, environments)
         return self._read
 
 
@@ -145,64 +170,75 @@ def _open_rows(
     ready: Ready,
     *,
     folder: Path,
-    own: Own,
+    functions: RlFunctions,
     data: _Data,
     reporter: Reporter,
     stack: ExitStack,
 ) -> Opened:
     tokenizer = tokenizer_of(settings)
-    tasks, held, long = data.read(settings)
-    left_out = f", {long:,} longer than max_prompt={settings.max_prompt} left out" if long else ""
-    reporter.line(f"{len(tasks.tasks):,} prompts, {len(held):,} held out{left_out}")
-    columns = {name for task in tasks.tasks for name in task.columns}
+    prompts, held_out, too_long = data.read(settings)
+    left_out = f", {too_long:,} longer than max_prompt_length={settings.max_prompt_length} left out" if too_long else ""
+    reporter.line(f"{len(prompts.records):,} prompts, {len(held_out):,} held out{left_out}")
+    everything = {record.index: record for record in (*prompts.records, *held_out)}
     failures = Failures(reporter.line)
-    reply = _reply(settings, own, tokenizer, (*tasks.tasks, *held), failures)
-    rewards = _rewards(settings, own, columns, has_environment=reply is not None)
-    referee = Referee(stack.enter_context(rewards) if rewards else None, failures)
-    actor = Actor(settings, ready, tokenizer)
-    everyone = {task.number: task for task in (*tasks.tasks, *held)}
-    shown = Completions(folder, settings, everyone)
-    calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everyone.values())
+    reply = _reply(settings, functions, tokenizer, [*everything.values()], failures)
+    columns = {name for record in prompts.records for name in record.columns}
+    pool = _reward_pool(settings, functions, columns, has_environment=reply is not None)
+    rewards = RewardAssigner(stack.enter_context(pool) if pool else None, tokenizer, failures)
+    sampler = Sampler(settings, ready, tokenizer)
+    calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everything.values())
     grammar = calls.grammar if calls else None
-    lessons = Lessons(settings, ready, own.advantage, calls)
-    inputs = _inputs(settings, own, (*tasks.tasks, *held), rewards)
+    builder = BatchBuilder(settings, ready, functions.advantage, calls)
+    inputs = _inputs(settings, functions, (*prompts.records, *held_out), pool)
     journal = Journal(folder / "rollouts", fingerprint(inputs, settings.rollouts_key))
-    rollouts = Rollouts(settings, tasks, actor, referee, lessons, journal, shown, reply, grammar)
+    parts = RolloutParts(settings, prompts, sampler, rewards, builder, journal, reply, grammar)
+    rollouts = Rollouts(parts, Completions(folder, settings, everything))
     stack.callback(rollouts.close)
-    exam = Examiner(settings, held, actor, referee, reply, grammar) if held and settings.eval.every else None
-    return Opened(rollouts, None, tokenizer, exam, inputs=inputs)
+    evaluates = bool(held_out) and settings.eval.every > 0
+    evaluator = Evaluator(settings, held_out, sampler, rewards, reply, grammar) if evaluates else None
+    return Opened(rollouts, None, tokenizer, evaluator, inputs=inputs)
 
 
-def _inputs(settings: Rl, own: Own, tasks: Sequence[Task], rewards: Rewards | None) -> dict[str, str]:
-    """Return fingerprints of what the run reads: see train.inputs."""
+def _inputs(
+    settings: Rl, functions: RlFunctions, records: Sequence[PromptRecord], pool: Rewards | None
+) -> dict[str, str]:
+    """Return fingerprints of the inputs of a run: see train.saves."""
     where = ", ".join(source.path for source in settings.data.all_sources) or "of this program"
-    found = {f"data {where}": fingerprint([(task.tokens, task.columns) for task in tasks])}
-    for reward in rewards.rewards if rewards else ():
+    found = {f"data {where}": fingerprint([(record.tokens, record.columns) for record in records])}
+    for reward in pool.rewards if pool else ():
         found[f"the reward {reward.name!r}"] = reward.fingerprint
-    if made := own.environment or settings.environment:
-        code = ImportedFunction.parse(made) if isinstance(made, str) else made
-        found["the environment"] = fingerprint(identity(code))
-    for name, function in (("advantage", own.advantage), ("policy_loss", own.loss)):
-        found |= {f"the function {name}": fingerprint(identity(function))} if function else {}
+    if made := functions.environment or settings.environment:
+        found["the environment"] = fingerprint(
+            identity(ImportedFunction.parse(made) if isinstance(made, str) else made)
+        )
+    for name in ("advantage", "policy_loss"):
+        if function := getattr(functions, name):
+            found[f"the function {name}"] = fingerprint(identity(function))
     return found
 
 
-def _rewards(settings: Rl, own: Own, columns: set[str], has_environment: bool) -> Rewards | None:
-    given = [reward_of(each, columns) for each in (*settings.rewards, *own.rewards)]
+def _reward_pool(settings: Rl, functions: RlFunctions, columns: set[str], has_environment: bool) -> Rewards | None:
+    given = [reward_of(each, columns) for each in (*settings.rewards, *functions.rewards)]
     if given:
-        return Rewards(given, seconds=settings.reward_seconds)
-    if not (has_environment or settings.is_taught):
-        raise UserError(
-            "rewards must say what is good: a function of your program (dt.rl(rewards=[...])), or in a recipe such as "
-            "rewards: [{kind: number, column: answer}]; there is none"
+        return Rewards(given, seconds=settings.reward_timeout)
+    if not (has_environment or settings.has_teacher):
+        raise RecipeError(
+            "rewards must have at least one reward, got none: give a function (dt.rl(rewards=[...])), or in a recipe "
+            "rewards: [{kind: number, column: answer}]",
+            param="rewards",
         )
-    if settings.reward_seconds != Rl.reward_seconds:
-        raise UserError("reward_seconds is what rewards may take, and there are none: leave it out")
+    if settings.reward_timeout != Rl.reward_timeout:
+        raise RecipeError(
+            f"reward_timeout is not read without rewards, got {settings.reward_timeout}: leave it out",
+            param="reward_timeout",
+        )
     return None
 
 
-def _reply(settings: Rl, own: Own, tokenizer: Tokenizer, tasks: Sequence[Task], failures: Failures) -> Reply | None:
-    made = own.environment or settings.environment
+def _reply(
+    settings: Rl, functions: RlFunctions, tokenizer: Tokenizer, records: Sequence[PromptRecord], failures: Failures
+) -> Reply | None:
+    made = functions.environment or settings.environment
     if not made:
         return None
-    return EnvironmentRunner.from_settings(made, settings, tokenizer, tasks, failures).reply
+    return EnvironmentRunner.from_settings(made, settings, tokenizer, records, failures).reply

@@ -1,355 +1,349 @@
-"""What a recipe of reinforcement learning says besides what every fine-tuning's does (tune.settings)."""
+"""The recipe of RL: `Rl`, with the keys that fine-tuning recipes do not have (tune.settings)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dovetail.core.choice import not_negative, one_of, require
 from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.spec import num_params
-from dovetail.core.training import Eval, Optimizer, Precision
+from dovetail.core.training import Optimizer, Precision
 from dovetail.data.settings import TuningData
 from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import outer_names, saved_names
-from dovetail.models.spec import kv_bytes_per_token, spec
-from dovetail.tune.rl.advantages import SCALED
-from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, TAUGHT, Loss, loss_of
-from dovetail.tune.rl.parts import Critic, Engine, Exam, Reference, Sampling
+from dovetail.models.spec import spec
+from dovetail.plan.serve_memory import beside_trainer, rollout_pool
+from dovetail.tune.rl.algorithms import (
+    ALGORITHMS,
+    DEFAULT_LOSS,
+    DISTILLATIONS,
+    LOSS_SETTINGS,
+    WITHOUT_GROUPS,
+    Loss,
+    check_loss,
+    loss_of,
+    policy_loss_of,
+)
+from dovetail.tune.rl.sections import Critic, RlEval, RlReference, RolloutEngine, Sampling
 from dovetail.tune.sections import Distillation, SampleSettings, check_teacher
 from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning
 
-TRUNCATED = ("keep", "mask")
-MOST_SEQUENCES = 512  # of a step of the engine
-PAGE = 128  # tokens: no pages are larger
-POOL_SHARE = 0.3  # of a device's memory, that the engine's pages take beside a trainer at most
-STEP_BYTES = 2 * 2**30  # of the engine's largest step, about
-SHOWN = ("checkpoint", "eval", "exam", "health", "log_every", "profile", "show_every")  # no matter to rollouts
-OWN = Loss()
+MAX_NUM_SEQS = 512  # the most sequences of an engine's step, if the recipe does not set engine.max_num_seqs
+# Keys that change neither the weights that sample nor how they sample.
+REPORT_KEYS = ("checkpoint", "eval", "health", "log_every", "profile", "show_every")
 ON_POLICY = Distillation(kind="reverse", alpha=1.0)
-SAMPLING, CRITIC, ENGINE, REFERENCE, EXAM = Sampling(), Critic(), Engine(), Reference(), Exam()
+SAMPLING, CRITIC, ENGINE, REFERENCE, EVAL = Sampling(), Critic(), RolloutEngine(), RlReference(), RlEval()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rl(Tuning):
-    """Learning from rewards of what the model itself writes."""
+    """RL of a policy on rewards for its own completions."""
 
-    batch: int = 0  # rows of an update; 0: as many as a step's answers may fill
-    length: int = 0  # tokens of a row; 0: the longest prompt and answer
+    # Earlier names of keys, and keys that are at the top level in TRL.
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "group_size": "num_generations", "max_prompt": "max_prompt_length", "max_tokens": "max_completion_length",
+        "truncated": "mask_truncated_completions", "reward_seconds": "reward_timeout", "exam": "eval",
+        "beta": "loss.beta", "loss_type": "loss.loss_type", "delta": "loss.delta",
+        "scale_rewards": "loss.scale_rewards", "top_entropy_quantile": "loss.top_entropy_quantile",
+    }  # fmt: skip
+
+    batch: int = 0  # rows of an update; 0: as many as a step's completions may fill
+    length: int = 0  # tokens of a row; 0: the longest prompt and completion
     optimizer: Optimizer = SMALL_STEPS
     precision: Precision = SUMMED
     algo: str = "grpo"  # grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce_pp, ppo, gkd or reverse_kl
-    prompts: int = 8  # prompts of a step
-    group_size: int = 8  # answers to each prompt
-    max_prompt: int = 512  # tokens; longer prompts are left out
-    max_tokens: int = 256  # of an answer; of an episode in an environment, all that is written after its prompt
-    updates: int = 1  # of a pass over a rollout, each on its share of the answers
+    prompts: int = 8  # prompts of a rollout
+    num_generations: int = 8  # completions of each prompt
+    max_prompt_length: int = 512  # tokens; longer prompts are left out
+    max_completion_length: int = 256  # tokens of a completion; with an environment, all tokens after the prompt
+    updates: int = 1  # updates of one pass over a rollout, each on its share of the completions
     num_iterations: int = 1  # passes over a rollout; ratios are to the policy before the first
-    truncated: str = "keep"  # what reached max_tokens: keep, or mask it out of the loss
+    mask_truncated_completions: bool = False  # leave completions that reached max_completion_length out of the loss
     sampling: Sampling = SAMPLING
-    loss: Loss = OWN
+    loss: Loss = DEFAULT_LOSS
     critic: Critic = CRITIC
-    engine: Engine = ENGINE
-    reference: Reference = REFERENCE
-    exam: Exam = EXAM
-    teacher: str = ""  # of gkd and reverse_kl: a folder or a name, as `model` is
-    distillation: Distillation = ON_POLICY  # of gkd: which divergence from the teacher
-    rewards: tuple[Mapping[str, Any], ...] = ()  # what is paid for: a list of kinds or functions, see docs/rl.md
-    reward_seconds: float = 60.0  # that a reward may take for a group
-    environment: str = ""  # file.py:Class or package.module:Class, for agents; "": a prompt and its answer
+    engine: RolloutEngine = ENGINE
+    reference: RlReference = REFERENCE
+    eval: RlEval = EVAL
+    teacher: str = ""  # gkd and reverse_kl: the model to learn from, a folder or a name
+    distillation: Distillation = ON_POLICY  # gkd: the divergence from the teacher
+    rewards: tuple[Mapping[str, Any], ...] = ()  # a list of kinds or functions: see docs/rl.md
+    reward_timeout: float = 60.0  # seconds that a reward may take for a group
+    environment: str = ""  # agents: file.py:Class or package.module:Class; "": one completion per prompt
     show_every: int = 10  # steps between tables of completions; 0: none
 
     def __post_init__(self) -> None:
         one_of("algo", self.algo, ALGORITHMS)
-        one_of("truncated", self.truncated, TRUNCATED)
-        for name in ("prompts", "group_size", "max_prompt", "max_tokens", "updates", "num_iterations"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1; got {getattr(self, name)}")
+        for name in ("prompts", "num_generations", "max_prompt_length", "max_completion_length", "updates",
+                     "num_iterations"):  # fmt: skip
+            value = getattr(self, name)
+            require(value >= 1, f"{name} must be at least 1, got {value}", param=name)
         require(
-            self.prompts * self.group_size % self.updates == 0,
-            f"updates must divide the {self.prompts} x {self.group_size} answers of a step; got {self.updates}",
+            self.prompts * self.num_generations % self.updates == 0,
+            f"updates must divide the {self.prompts} x {self.num_generations} completions of a rollout, got "
+            f"{self.updates}",
+            param="updates",
         )
         require(
-            self.group_size > 1 or self.algo in ("ppo", "reinforce_pp", *TAUGHT),
-            f"group_size must be 2 or more: {self.algo} judges an answer by the others to its prompt; got "
-            f"{self.group_size}",
+            self.num_generations > 1 or self.algo in WITHOUT_GROUPS,
+            f"num_generations must be at least 2 with algo={self.algo}, which compares the completions of a prompt, "
+            f"got {self.num_generations}",
+            param="num_generations",
         )
-        self._check_loss()
-        self._check_read()
+        check_loss(self.algo, self.loss, self.num_generations, self.max_completion_length)
+        self._check_teacher()
+        self._check_reference()
+        self._check_unread()
         super().__post_init__()
 
-    def _check_loss(self) -> None:
-        wanted = self.wanted
-        loss_of(wanted)
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_teacher(self) -> None:
         require(
-            wanted.scale_rewards is None or wanted.advantage in SCALED,
-            f"loss.scale_rewards={wanted.scale_rewards} requires the advantage {' or '.join(SCALED)}, and "
-            f"algo={self.algo} has {wanted.advantage or 'none'}: leave it out",
-        )
-        require(
-            bool(self.teacher) == self.is_taught,
-            f"teacher is for algo={' and '.join(TAUGHT)}, which need one; got algo={self.algo}, "
-            f"teacher={self.teacher!r}",
+            bool(self.teacher) == self.has_teacher,
+            f"teacher is required with algo={' and algo='.join(DISTILLATIONS)}, and read by no other; got "
+            f"algo={self.algo}, teacher={self.teacher!r}",
+            param="teacher",
         )
         require(
             self.algo != "gkd" or self.distillation.teacher == "live",
-            "distillation.teacher must be live: nobody knows beforehand what the student will write",
-        )
-        require(
-            self.judges_groups or self.loss.advantage is None,
-            f"loss.advantage={self.loss.advantage} is for groups, and algo={self.algo} has none: leave it out",
-        )
-        require(
-            not wanted.overlong or wanted.overlong <= self.max_tokens,
-            f"loss.overlong must be at most max_tokens, {self.max_tokens}; got {wanted.overlong}",
-        )
-        require(
-            not wanted.dynamic or self.group_size > 1, "loss.dynamic compares the answers of a group: set group_size"
+            f"distillation.teacher must be live with algo=gkd, got {self.distillation.teacher}: completions are "
+            "sampled during the run",
+            param="distillation.teacher",
         )
 
-    def _check_read(self) -> None:
-        """Nothing may be set that this algorithm does not read."""
+    def _check_reference(self) -> None:
+        weight = "critic.kl_coef" if self.has_critic else "loss.beta"
         require(
             self.has_reference or self.reference == REFERENCE,
-            "reference is used by a KL term only: set "
-            f"{'critic.beta' if self.has_critic else 'loss.beta'} above 0, or leave reference out.",
+            f"reference requires {weight} above 0, got 0: set it, or leave reference out",
+            param="reference",
         )
         self.reference.check(self.lora is not None, self.from_adapter)
         require(
             not (self.has_critic and self.reference.sync_every),
-            f"reference.sync_every={self.reference.sync_every} does not work with algo=ppo: leave it out.",
+            f"reference.sync_every must be 0 with algo=ppo, got {self.reference.sync_every}: leave it out",
+            param="reference.sync_every",
         )
+
+    def _check_unread(self) -> None:
+        """Refuse keys that this algorithm, or RL, does not read."""
         for name, default, algo in (("critic", CRITIC, "ppo"), ("distillation", ON_POLICY, "gkd")):
             require(
                 self.algo == algo or getattr(self, name) == default,
-                f"{name} is read by algo={algo} alone; got algo={self.algo}: leave it out",
+                f"{name} is read with algo={algo} only, got algo={self.algo}: leave it out",
+                param=name,
             )
         require(
             not (self.has_critic and self.from_adapter),
-            f"from_adapter={self.from_adapter} is not read where a critic learns beside it (algo=ppo): merge it first "
-            "(dovetail merge), and begin from that folder",
+            f"from_adapter is not read with algo=ppo, got {self.from_adapter}: merge it first (dovetail merge) and "
+            "train the merged folder",
+            param="from_adapter",
         )
-        require(self.algo != "gkd" or self.loss == OWN, "loss is not read by algo=gkd, whose own is distillation")
-        require(
-            not (self.algo == "reverse_kl" and (self.loss.dynamic or self.loss.overlong)),
-            "loss.dynamic and loss.overlong are about rewards, and algo=reverse_kl has a teacher: leave them out",
-        )
-        loss = self.loss
-        require(
-            loss.kl == OWN.kl or bool(self.wanted.beta),
-            f"loss.kl={loss.kl} is what loss.beta weighs, and that is 0: set it, or leave loss.kl out",
-        )
-        require(
-            loss.cap == OWN.cap or loss.correction != "none",
-            f"loss.cap={loss.cap} is of a correction, and loss.correction=none has none: leave it out",
-        )
-        require(
-            self.exam == EXAM or self.eval.every > 0,
-            "exam is held every eval.every steps, and that is 0: set it, such as eval.every=20, or leave exam out",
-        )
-        self._check_others()
-
-    def _check_others(self) -> None:
-        """Nor what other trainings read."""
-        sources, other = self.data.sources, "is for other trainings"
-        require(
-            self.samples == SampleSettings(),
-            f"samples {other}: every answer of this one is in completions.jsonl; leave it out",
-        )
-        require(
-            self.data.overlong == TuningData().overlong,
-            f"data.overlong={self.data.overlong} {other}: prompts longer than max_prompt are left out; leave it out",
-        )
-        require(not self.data.cache, f"data.cache {other}: prompts are not cached; leave it out")
-        require(not self.packing, f"packing=true {other}: the answers of an update always share rows; leave it out")
-        require(
-            all(source.weight == 1 for source in sources),
-            f"the weight of one of data.sources {other}: each prompt is given once per epoch; leave it out",
-        )
-        require(
-            self.eval.batches == Eval().batches,
-            f"eval.batches={self.eval.batches} {other}: exam.prompts says how many held-out prompts are answered",
-        )
-        require(not self.tokens, f"tokens={self.tokens:,} {other}: set steps, or epochs over the prompts")
+        given = {
+            "samples": (self.samples != SampleSettings(), "completions.jsonl has every completion"),
+            "data.overlong": (
+                self.data.overlong != TuningData().overlong, "prompts above max_prompt_length are left out"
+            ),
+            "data.cache": (bool(self.data.cache), "prompts are not cached"),
+            "packing": (self.packing, "the completions of an update always share rows"),
+            "data.sources": (
+                any(source.weight != 1 for source in self.data.sources),
+                "its sources have no weight, because each prompt is drawn once per epoch",
+            ),
+            "tokens": (bool(self.tokens), "set steps, or epochs over the prompts"),
+        }  # fmt: skip
+        for key, (is_given, reason) in given.items():
+            require(not is_given, f"{key} is not read by RL: {reason}. Leave it out", param=key)
 
     def _check_rows(self) -> None:
-        """0 is filled in (`filled`)."""
         not_negative(self, "batch", "length")
         require(
-            self.length == 0 or self.length >= self.longest,
-            f"length must hold the longest prompt and answer, {self.longest} tokens; got {self.length}",
+            self.length == 0 or self.length >= self.max_sequence_length,
+            f"length must be at least max_prompt_length + max_completion_length, {self.max_sequence_length}, got "
+            f"{self.length}",
+            param="length",
         )
-
-    @property
-    def longest(self) -> int:
-        return self.max_prompt + self.max_tokens
-
-    @property
-    def per_update(self) -> int:
-        """Answers."""
-        return self.prompts * self.group_size // self.updates
-
-    @property
-    def updates_per_rollout(self) -> int:
-        return self.updates * self.num_iterations
-
-    @property
-    def rollouts(self) -> int:
-        """Of the whole run."""
-        return -(-self.total_steps // self.updates_per_rollout)
-
-    def with_steps(self, rows: int) -> Rl:
-        """`rows` are prompts."""
-        steps = math.ceil(self.epochs * rows / self.prompts) * self.updates_per_rollout
-        return replace(self, epochs=0.0, steps=steps) if self.epochs else self
-
-    def filled(self, devices: int = 1) -> Rl:
-        """With rows for the longest answers there may be, as many on each device."""
-        least = self._least_rows
-        require(
-            self.batch == 0 or self.batch >= least,
-            f"batch must be at least {least} rows, or 0: the longest {self.per_update} answers of an update may "
-            f"fill so many; got {self.batch}",
-        )
-        batch = self.batch or -(-least // devices) * devices
-        return replace(self, length=self._row, batch=batch)
-
-    @property
-    def _row(self) -> int:
-        """Tokens."""
-        return self.length or -(-self.longest // 64) * 64
-
-    @property
-    def _least_rows(self) -> int:
-        """For the longest answers that an update may have."""
-        return -(-self.per_update // (self._row // self.longest))
-
-    @property
-    def wanted(self) -> Loss:
-        """The algorithm's, with what the recipe changes."""
-        own = {name: value for name, value in vars(self.loss).items() if value is not None}
-        return replace(ALGORITHMS[self.algo], **own)
-
-    @property
-    def effective(self) -> Rl:
-        if self.algo == "gkd":  # which reads distillation in place of loss
-            return self
-        wanted = self.wanted
-        made = loss_of(wanted)
-        own = {name: getattr(made, name) for name in LOSS_SETTINGS if hasattr(made, name)}
-        return replace(self, loss=replace(wanted, **own))
-
-    @property
-    def has_critic(self) -> bool:
-        return self.algo == "ppo"
-
-    @property
-    def is_taught(self) -> bool:
-        return self.algo in TAUGHT
-
-    @property
-    def judges_groups(self) -> bool:
-        """Whether an answer's advantage comes from its group's rewards."""
-        return not (self.has_critic or self.is_taught)
-
-    @property
-    def frozen(self) -> tuple[tuple[Any, str], ...]:
-        return (*super().frozen, *(((config_of(self.teacher), self.held),) if self.is_taught else ()))
 
     def check_model(self, cfg: ModelConfig) -> None:
+        """Refuse settings that this model cannot be trained with, and a teacher that does not fit it."""
         super().check_model(cfg)
         require(
             not self.lora or not (outer_names(cfg, self.lora) or saved_names(cfg, self.lora)),
             "lora.target_modules and lora.modules_to_save must not name embed_tokens or lm_head in RL: the engine does "
             "not serve such an adapter while it is trained. Leave them out",
+            param="lora.target_modules",
         )
-        if self.is_taught:
+        if self.has_teacher:
             check_teacher(cfg, config_of(self.teacher))
 
-    @property
-    def has_reference(self) -> bool:
-        return bool(self.wanted.beta) or (self.has_critic and self.critic.beta > 0)
+    # --- sizes --------------------------------------------------------------------------------------------------------
 
     @property
-    def kept_reference(self) -> Reference | None:
-        return self.reference.kept(self.from_adapter) if self.has_reference else None
+    def max_sequence_length(self) -> int:
+        """Return the most tokens of a prompt and its completion."""
+        return self.max_prompt_length + self.max_completion_length
 
     @property
-    def scores_first(self) -> bool:
-        """Whether the trainer's log-probabilities before the first update are wanted: where there are several, and
-        where the policy that is trained is not the very distribution that the sampler reports.
-        """
-        return self.updates_per_rollout > 1 or self.has_critic or self.is_reshaped or self.selects_tokens
+    def updates_per_rollout(self) -> int:
+        """Return the updates of all passes over a rollout."""
+        return self.updates * self.num_iterations
 
     @property
-    def selects_tokens(self) -> bool:
-        """Whether only the tokens with the highest entropy are trained."""
-        return self.wanted.top_entropy_quantile < 1
+    def total_rollouts(self) -> int:
+        """Return the rollouts of the whole run."""
+        return -(-self.total_steps // self.updates_per_rollout)
 
     @property
-    def is_reshaped(self) -> bool:
-        """Whether the policy is another distribution than the model's own (among the words that a grammar
-        allows), which the sampler reports.
-        """
-        return self.has_support or self.sampling.temperature != 1.0
-
-    @property
-    def has_support(self) -> bool:
-        return self.sampling.top_k > 0
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether the trainer must know the words that a grammar allowed: a teacher's divergence is of all words."""
-        return bool(self.sampling.tool_choice) and self.algo != "gkd"
+    def max_num_seqs(self) -> int:
+        """Return the most sequences of a step of the engine."""
+        return self.engine.max_num_seqs or min(self.prompts * self.num_generations, MAX_NUM_SEQS)
 
     @property
     def most_documents(self) -> int:
-        """Of a row: each has a token of a prompt and one of an answer at least."""
+        """Return the most completions of a row: each has at least one token of a prompt and one of a completion."""
         return max(1, self.length // 2)
+
+    def with_steps(self, rows: int) -> Rl:
+        """Return the settings with epochs converted to steps; an epoch has so many prompts."""
+        steps = math.ceil(self.epochs * rows / self.prompts) * self.updates_per_rollout
+        return replace(self, epochs=0.0, steps=steps) if self.epochs else self
+
+    def filled(self, devices: int = 1) -> Rl:
+        """Return the settings with `length` and `batch` set: rows for the longest completions, equally many per device.
+
+        Raises:
+            RecipeError: `batch` is set, and too small.
+        """
+        length = self.length or -(-self.max_sequence_length // 64) * 64
+        completions = self.prompts * self.num_generations // self.updates
+        rows = -(-completions // (length // self.max_sequence_length))
+        require(
+            self.batch == 0 or self.batch >= rows,
+            f"batch must be 0 or at least {rows} rows, which the {completions} completions of an update may fill, got "
+            f"{self.batch}",
+            param="batch",
+        )
+        return replace(self, length=length, batch=self.batch or -(-rows // devices) * devices)
+
+    # --- what the algorithm needs -------------------------------------------------------------------------------------
+
+    @property
+    def resolved_loss(self) -> Loss:
+        """Return the algorithm's loss with the recipe's changes."""
+        return loss_of(self.algo, self.loss)
+
+    @property
+    def effective(self) -> Rl:
+        """Return the settings with every key of `loss` filled in."""
+        if self.algo == "gkd":  # which reads distillation in place of loss
+            return self
+        loss = self.resolved_loss
+        made = policy_loss_of(loss)
+        own = {name: getattr(made, name) for name in LOSS_SETTINGS if hasattr(made, name)}
+        return replace(self, loss=replace(loss, **own))
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether a value model is trained beside the policy."""
+        return self.algo == "ppo"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether a teacher takes the place of rewards."""
+        return self.algo in DISTILLATIONS
+
+    @property
+    def has_group_advantages(self) -> bool:
+        """Return whether advantages are computed from the rewards of groups."""
+        return not (self.has_critic or self.has_teacher)
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether a reference model is run."""
+        return bool(self.resolved_loss.beta) or (self.has_critic and self.critic.kl_coef > 0)
+
+    @property
+    def kept_reference(self) -> RlReference | None:
+        """Return the settings of a reference that is part of the training state; None where it is not."""
+        return self.reference.kept(self.from_adapter) if self.has_reference else None
+
+    @property
+    def scores_old_policy(self) -> bool:
+        """Return whether the trainer computes log-probabilities before the first update of a rollout.
+
+        It does if a rollout has several updates, or if the sampler reports another distribution than the policy's.
+        """
+        return self.updates_per_rollout > 1 or self.has_critic or self.reshapes_logits or self.selects_tokens
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Return whether only the tokens with the highest entropy are trained."""
+        return self.resolved_loss.top_entropy_quantile < 1
+
+    @property
+    def reshapes_logits(self) -> bool:
+        """Return whether the policy is another distribution than the model's, which the sampler reports."""
+        return self.has_top_k or self.sampling.temperature != 1.0
+
+    @property
+    def has_top_k(self) -> bool:
+        """Return whether the candidates of each token are stored."""
+        return self.sampling.top_k > 0
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether the trainer masks the tokens that a grammar did not allow; gkd compares all tokens."""
+        return bool(self.sampling.tool_choice) and self.algo != "gkd"
+
+    # --- memory and devices -------------------------------------------------------------------------------------------
+
+    @property
+    def frozen(self) -> tuple[tuple[Any, str], ...]:
+        """Return the frozen models of a step: the base of an adapter, and the teacher."""
+        return (*super().frozen, *(((config_of(self.teacher), self.held),) if self.has_teacher else ()))
 
     @property
     def spare_devices(self) -> int:
+        """Return how many of the last devices belong to the engine and the reference."""
         return self.engine.devices + self.reference.devices
 
-    @property
-    def sequences(self) -> int:
-        """That the engine takes at a time."""
-        return self.engine.max_num_seqs or min(self.prompts * self.group_size, MOST_SEQUENCES)
-
-    def pool_bytes(self, cfg: ModelConfig, hbm: int | None) -> int:
-        """Of the engine's KV pages beside the trainer: for all its sequences at their longest, but no more than a share
-        of the device.
-        """
-        if self.engine.kv_gib:
-            return int(self.engine.kv_gib * 2**30)
-        itemsize = compute_of(self.precision.compute).dtype.itemsize
-        wanted = self.sequences * (-(-(self.longest + 1) // PAGE) * PAGE) * kv_bytes_per_token(cfg, itemsize)
-        return min(wanted, int(hbm * POOL_SHARE)) if hbm else wanted
-
     def beside(self, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
-        others = {}
-        itemsize = compute_of(self.precision.compute).dtype.itemsize
-        if self.has_critic:  # what the plan counts is one model: its masters, moments, gradients and copy once more
-            others["critic"] = num_params(spec(cfg)) * (16 + itemsize) if not self.lora else 0
+        """Return bytes per device of the critic, the reference and the engine, where they share the trainer's."""
+        others: dict[str, int] = {}
+        params, itemsize = num_params(spec(cfg)), compute_of(self.precision.compute).dtype.itemsize
+        if self.has_critic:  # the plan counts one model: weights, moments, gradients and compute copy once more
+            others["critic"] = params * (16 + itemsize) if not self.lora else 0
         if self.has_reference and not (self.lora or self.reference.devices or self.kept_reference):
-            others["reference"] = num_params(spec(cfg)) * itemsize
-        if not (self.engine.sleep or self.engine.devices):
-            others["engine's weights"] = num_params(spec(cfg)) * itemsize
-            others["engine's pages"] = self.pool_bytes(cfg, hbm)
-            others["engine's steps"] = min(STEP_BYTES, hbm // 8) if hbm else 0  # a small device takes small steps
+            others["reference"] = params * itemsize
+        if not self.engine.has_own_memory:
+            others |= beside_trainer(cfg, itemsize, kv_cache_bytes(self, cfg, hbm), hbm)
         return others
+
+    # --- keys of a resume ---------------------------------------------------------------------------------------------
 
     @property
     def rollouts_key(self) -> dict[str, Any]:
-        """What decides the weights that sample, and how: rollouts in the journal are of use where it is the same."""
-        told = dump(self)
-        return {key: value for key, value in told.items() if key not in SHOWN}
+        """Return the keys that determine a rollout: the journal is read only if they are the same."""
+        return {key: value for key, value in dump(self).items() if key not in REPORT_KEYS}
 
     @property
     def rows_key(self) -> dict[str, Any]:
-        keys = ("algo", "prompts", "group_size", "max_prompt", "max_tokens", "updates", "num_iterations", "sampling")
-        told = dump(self)
-        return {**super().rows_key, **{key: told.get(key) for key in keys}}
+        """Return the keys that determine the rows of a batch: a run resumes only if they are the same."""
+        keys = ("algo", "prompts", "num_generations", "max_prompt_length", "max_completion_length", "updates",
+                "num_iterations", "sampling")  # fmt: skip
+        given = dump(self)
+        return {**super().rows_key, **{key: given.get(key) for key in keys}}
+
+
+def kv_cache_bytes(settings: Rl, cfg: ModelConfig, hbm: int | None) -> int:
+    """Return the bytes of the engine's KV cache on a device that it shares with the trainer."""
+    if settings.engine.kv_cache_memory_bytes:
+        return settings.engine.kv_cache_memory_bytes
+    itemsize = compute_of(settings.precision.compute).dtype.itemsize
+    return rollout_pool(cfg, settings.max_num_seqs, settings.max_sequence_length, itemsize, hbm)

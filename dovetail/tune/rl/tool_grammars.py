@@ -22,53 +22,58 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.layout import Layout
-from dovetail.tune.rl.parts import Sampling
+from dovetail.tune.rl.prompts import PromptRecord
+from dovetail.tune.rl.sections import Sampling
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task
 from dovetail.tune.rl.turns import TurnEncoder
 
 ALL = 0xFFFFFFFF  # a 32-bit word of a mask that allows every token
 
 
 class ToolGrammars:
-    """The grammars of an agent's turns (a player.Grammar), and their masks as columns of a batch.
+    """The grammars of an agent's turns (a episode_runner.Grammar), and their masks as columns of a batch.
 
     Args:
         sampling: With a `tool_choice`.
         encoder: Of the turns.
         tokenizer: The policy's tokenizer.
         cfg: The policy's config.
-        tasks: The prompts.
+        prompts: The prompts.
 
     Raises:
         RecipeError: No grammar constrains the turns of these prompts.
     """
 
     def __init__(
-        self, sampling: Sampling, encoder: TurnEncoder, tokenizer: Tokenizer, cfg: ModelConfig, tasks: Iterable[Task]
+        self,
+        sampling: Sampling,
+        encoder: TurnEncoder,
+        tokenizer: Tokenizer,
+        cfg: ModelConfig,
+        prompts: Iterable[PromptRecord],
     ):
         self._choice, self._parallel = sampling.tool_choice, sampling.parallel_tool_calls
         self._encoder, self._tokenizer, self._vocab = encoder, tokenizer, cfg.vocab
         self._eos_ids = tuple(dict.fromkeys((*cfg.eos_ids, *tokenizer.eos_ids)))  # as in the engine
-        self._tools = {task.number: [_closed(tool) for tool in task.tools] for task in tasks}
+        self._tools = {record.index: [_closed(tool) for tool in record.tools] for record in prompts}
         self._entries = 1  # of a row's table so far: a smaller table would compile the step again
         self._check()
 
     @classmethod
     def from_settings(
-        cls, settings: Rl, tokenizer: Tokenizer, cfg: ModelConfig, tasks: Iterable[Task]
+        cls, settings: Rl, tokenizer: Tokenizer, cfg: ModelConfig, prompts: Iterable[PromptRecord]
     ) -> ToolGrammars | None:
         """Return the grammars of `sampling.tool_choice`; None if it is not set."""
         if not settings.sampling.tool_choice:
             return None
-        return cls(settings.sampling, TurnEncoder(example_encoder(settings.data, tokenizer)), tokenizer, cfg, tasks)
+        return cls(settings.sampling, TurnEncoder(example_encoder(settings.data, tokenizer)), tokenizer, cfg, prompts)
 
     def grammar(self, episode: Episode) -> StructuredOutputsParams | None:
         """Return the grammar of the turn that begins now; None if its prompt shows no tools."""
-        return self._grammar(episode.task, episode.tokens)
+        return self._grammar(episode.prompt_index, episode.tokens)
 
-    def _grammar(self, task: int, before: np.ndarray) -> StructuredOutputsParams | None:
-        tools = self._tools[task]
+    def _grammar(self, record: int, before: np.ndarray) -> StructuredOutputsParams | None:
+        tools = self._tools[record]
         if not tools:
             return None
         parser = self._encoder.parser(True, tools)
@@ -99,7 +104,7 @@ class ToolGrammars:
         """Yield the position and the mask of each token that was sampled with a grammar."""
         edges = np.flatnonzero(np.diff(episode.sampled, prepend=False, append=False))
         for first, end in edges.reshape(-1, 2):  # each turn of the policy
-            if structured := self._grammar(episode.task, episode.tokens[:first]):
+            if structured := self._grammar(episode.prompt_index, episode.tokens[:first]):
                 turn = episode.tokens[first:end].tolist()
                 bits = grammar_masks(structured, self._tokenizer, turn, self._vocab, self._eos_ids)
                 yield from zip(range(first, end), bits, strict=True)
@@ -110,10 +115,10 @@ class ToolGrammars:
             raise self._refusal("requires tools, and no prompt shows any: give an environment with tools, or remove it")
         if self._choice == "required" and not all(self._tools.values()):
             raise self._refusal("requires tools in every prompt, and some show none: add tools to them, or set auto")
-        distinct: dict[str, Any] = {json.dumps(tools): task for task, tools in self._tools.items()}
-        for task in distinct.values():
+        distinct: dict[str, Any] = {json.dumps(tools): record for record, tools in self._tools.items()}
+        for record in distinct.values():
             try:
-                if structured := self._grammar(task, np.zeros(0, np.int32)):
+                if structured := self._grammar(record, np.zeros(0, np.int32)):
                     compile_grammar(structured, self._tokenizer)
             except ValueError as error:
                 raise self._refusal(f"has no grammar for these tools: {error}") from None

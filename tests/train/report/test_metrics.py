@@ -224,7 +224,7 @@ def test_a_slow_run_prints_every_30_seconds_and_at_its_end():
     assert 10 <= len(shown) <= 40 and shown[-1].startswith("step 99/10,000")
 
 
-REWARDED = {"loss": 0.01, "reward": 0.4123, "reward_std": 0.31, "kl": 0.0021, "answer_tokens": 118.2, "lr": 1e-6}
+REWARDED = {"loss": 0.01, "reward": 0.4123, "reward_std": 0.31, "kl": 0.0021, "completion_length": 118.2, "lr": 1e-6}
 SPENT = {"rollout_seconds": 0.6, "reward_seconds": 0.05, "sync_seconds": 0.03, "rollout_tokens_per_second": 61234.0}
 
 

@@ -23,7 +23,13 @@ def make(folder: Path, steps: int = 12) -> Path:
     with RunMetrics(folder, steps=steps, reporter=Reporter(show=False), report_to=()) as run:
         for step in range(1, steps + 1):
             noted = {"reward": step / steps, "reward_std": 0.2, "reward/right": 0.1, "reward/brief": 0.2, "kl": 0.01}
-            noted |= {"entropy": 1.0, "answer_tokens": 5.0, "clip_fraction": 0.0, "gap": 1e-3, "gap_max": 1e-2} | BINS
+            noted |= {
+                "entropy": 1.0,
+                "completion_length": 5.0,
+                "clip_fraction": 0.0,
+                "gap": 1e-3,
+                "gap_max": 1e-2,
+            } | BINS
             noted |= {"rollout_seconds": 0.5, "reward_seconds": 0.1, "sync_seconds": 0.1, "draws": 1.0}
             run.record(step, {"loss": 0.0, "lr": 1e-6, "grad_norm": 0.5} | noted, 60.0 if step == 3 else 1.0, 100)
             if step % 4 == 0:
@@ -55,8 +61,8 @@ def test_the_report_has_the_curves_of_rewards(tmp_path):
     titles = re.findall(r'aria-label="([^"]*)"', page)
     assert titles[0].startswith("reward (band")
     for title in (
-        "rewards", "held-out prompts answered right", "KL divergence", "entropy",
-        "tokens per answer", "share of the tokens clipped", "|log-probability of trainer - of sampler|",
+        "rewards", "held-out prompts answered correctly", "KL divergence", "entropy",
+        "tokens per completion", "share of the tokens clipped", "|log-probability of trainer - of sampler|",
         "trainer&#x27;s / sampler&#x27;s probability, the last 12 steps", "step time, seconds", "loss",
         "draws per step",
     ):  # fmt: skip

@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.environment_factory import EnvironmentFactory
 from dovetail.tune.rl.environment_runner import EnvironmentRunner
-from dovetail.tune.rl.episode import Episode, Place, begun
+from dovetail.tune.rl.episode import Episode, EpisodeId, new_episode
 from dovetail.tune.rl.failures import Failures
+from dovetail.tune.rl.prompts import PromptRecord, open_prompts
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task, open_tasks
 
-SETTINGS = Rl(model="none", max_tokens=2000, seed=7, steps=1)
+SETTINGS = Rl(model="none", max_completion_length=2000, seed=7, steps=1)
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
 
 
@@ -53,16 +53,16 @@ def runner_of(
     records: list[dict] | None = None,
     settings: Rl = SETTINGS,
     failures: Failures | None = None,
-) -> tuple[EnvironmentRunner, Sequence[Task]]:
+) -> tuple[EnvironmentRunner, Sequence[PromptRecord]]:
     """Return an environment runner and its tasks."""
     factory = EnvironmentFactory.from_settings(environment, settings, tokenizer)
     records = records or [{"messages": ASKED}]
-    tasks = open_tasks(settings.data, tokenizer, 4000, records, scene=factory)[0].tasks
+    tasks = open_prompts(settings.data, tokenizer, 4000, records, environments=factory)[0].records
     return EnvironmentRunner.from_settings(environment, settings, tokenizer, tasks, failures), tasks
 
 
-def begin(task: Task, member: int = 0, turn: int = 0) -> Episode:
-    return begun(task.number, Place(turn, 0, member), task.tokens, 0)
+def begin(task: PromptRecord, member: int = 0, turn: int = 0) -> Episode:
+    return new_episode(EpisodeId(turn, 0, member), task.index, task.tokens, 0)
 
 
 def write(episode: Episode, tokenizer: Tokenizer, text: str, finish: str = "stop") -> None:

@@ -1,8 +1,7 @@
-"""A small run of reinforcement learning that nothing disturbs, and one that is killed amid each of its parts and each
-time goes on: python killed_run.py PLACE SCENARIO. It prints the exit code of each.
+"""Run a small RL recipe once without a kill, and once killed in every part and resumed.
 
-Each runs in a process of its own, forked from one that has imported everything and computed nothing: importing takes
-longer than such a run.
+Usage: python killed_run.py FOLDER SCENARIO. It prints the exit code of each process. The processes are forked from one
+that has imported everything and computed nothing: importing takes longer than such a run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Kill = tuple[str, int]  # amid which part, of which step
+Kill = tuple[str, int]  # (part of a step, number of the step)
 
 
 class Scenario(NamedTuple):
@@ -29,21 +28,24 @@ class Scenario(NamedTuple):
 SCENARIOS = {
     "one update": Scenario(
         5, (("rollout", 2), ("reward", 3), ("train", 4), ("sync", 5)),
-        {"checkpoint": {"every": 2}, "prompts": 2, "group_size": 4, "max_tokens": 6, "engine": {"max_num_seqs": 2}},
+        {
+            "checkpoint": {"every": 2}, "prompts": 2, "num_generations": 4, "max_completion_length": 6,
+            "engine": {"max_num_seqs": 2},
+        },
     ),
-    # rollouts of four updates: two passes of two, each in two parts, with a checkpoint after each
+    # rollouts of four updates, two passes of two; each update is accumulated in two parts, with a checkpoint after it
     "several passes": Scenario(
         8, (("train", 2), ("train", 4), ("reward", 5), ("train", 7)),
         {
-            "algo": "ppo", "critic": {"beta": 0.01}, "checkpoint": {"every": 1}, "prompts": 2, "group_size": 4,
-            "max_tokens": 6, "updates": 2, "num_iterations": 2, "accumulate": 2,
+            "algo": "ppo", "critic": {"kl_coef": 0.01}, "checkpoint": {"every": 1}, "prompts": 2, "num_generations": 4,
+            "max_completion_length": 6, "updates": 2, "num_iterations": 2, "accumulate": 2,
         },
     ),
 }  # fmt: skip
 
 
 def die_in(cls: type, method: str, when: Callable[..., bool]) -> None:
-    """With -9, as the method is called so."""
+    """Kill this process with SIGKILL when the method is called and `when` holds."""
     own: Any = getattr(cls, method)
 
     def killed(self: Any, *args: Any) -> Any:
@@ -55,31 +57,31 @@ def die_in(cls: type, method: str, when: Callable[..., bool]) -> None:
 
 
 def prepare(where: str, step: int) -> None:
-    """`step`: whose rollout, rewards, update or weights are never whole."""
+    """Arrange the kill in the rollout, the rewards, the update or the publishing of weights of a step."""
     from dovetail.train.loop import Loop
-    from dovetail.tune.rl import drafts
-    from dovetail.tune.rl.actor import Actor
-    from dovetail.tune.rl.player import Player
-    from dovetail.tune.rl.referee import Referee
+    from dovetail.tune.rl import partial_turns
+    from dovetail.tune.rl.episode_runner import EpisodeRunner
+    from dovetail.tune.rl.reward_assigner import RewardAssigner
+    from dovetail.tune.rl.sampler import Sampler
 
     seen = []
     match where:
-        case "rollout":  # amid a group, whose answers so far are journaled
-            drafts.SECONDS, drafts.SHARE = 0.0, float("inf")
+        case "rollout":  # within a group; its completions so far are in the journal
+            partial_turns.WRITE_SECONDS, partial_turns.MAX_SHARE = 0.0, float("inf")
             die_in(
-                Player,
-                "take",
+                EpisodeRunner,
+                "append_turn",
                 lambda self, episode, _: episode.version == step - 1 and (seen.append(1) or len(seen) > 5),
             )
         case "reward":
-            die_in(Referee, "end", lambda self, episodes, _: episodes[0].version == step - 1)
+            die_in(RewardAssigner, "assign", lambda self, episodes, _: episodes[0].version == step - 1)
         case "train":
             die_in(Loop, "_look", lambda self, launched: launched.step == step)
         case "sync":
-            die_in(Actor, "publish", lambda self, params, version: version == step - 1)
+            die_in(Sampler, "publish", lambda self, params, version: version == step - 1)
 
 
-def play(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:
+def train(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:
     from tune.rl.small_runs import run
     from tune.small_models import model_folder
 
@@ -90,7 +92,7 @@ def play(place: Path, scenario: Scenario, name: str, kill: Kill | None) -> None:
 
 
 def exit_code(*given: Any) -> int | None:
-    process = multiprocessing.get_context("fork").Process(target=play, args=given)
+    process = multiprocessing.get_context("fork").Process(target=train, args=given)
     process.start()
     process.join()
     return process.exitcode
@@ -102,8 +104,8 @@ if __name__ == "__main__":
 
     from dovetail.ops.dispatch import import_kernels
 
-    import_kernels("cpu")  # as the engine does: numba is another two seconds
-    warnings.filterwarnings("ignore", "os.fork")  # nothing runs yet that a fork could break
+    import_kernels("cpu")  # numba takes two seconds more
+    warnings.filterwarnings("ignore", "os.fork")  # no thread runs yet
     place, scenario = Path(sys.argv[1]), SCENARIOS[sys.argv[2]]
     runs = [("straight", None), *(("killed", kill) for kill in scenario.kills), ("killed", None)]
     print(json.dumps([exit_code(place, scenario, *each) for each in runs]))

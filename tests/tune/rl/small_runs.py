@@ -1,4 +1,4 @@
-"""What the tests of reinforcement learning share: a small model, prompts, and rewards that it can learn in seconds."""
+"""A small RL run for tests: a model, prompts and a reward that it can learn in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dovetail.tune.rl.rl import rl
 
 PROMPTS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(8)]
 RECIPE: dict[str, Any] = dict(
-    prompts=4, group_size=8, max_prompt=16, max_tokens=8, steps=6, show=False, show_every=0, optimizer={"lr": 1e-2},
+    prompts=4, num_generations=8, max_prompt_length=16, max_completion_length=8, steps=6, show=False, show_every=0,
+    optimizer={"lr": 1e-2},
     precision={"compute": "f32"}, schedule={"name": "constant"}, checkpoint={"every": 0},
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Each advantage against its formula, group by group and token by token; what has no reward takes no part."""
+"""Compare every advantage with its formula, per group and per token; missing rewards are left out."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
+from dovetail.core.errors import RecipeError
 from dovetail.tune.rl.advantages import (
     ADVANTAGES,
     all_equal,
     gae,
     group_advantages,
     grpo,
-    maj_at_k,
-    overlong_penalty,
-    pass_at_k,
+    soft_overlong_punishment,
     token_rewards,
     whiten,
 )
+from dovetail.tune.rl.evaluation import maj_at_k, pass_at_k
 
 NAN = np.nan
 
 
 def some_rewards(seed: int) -> np.ndarray:
-    """[7, 5]: a third has none, one group has none at all, one has a single reward, and in one all are the same."""
+    """Return [7, 5]: a third is missing, one group has none, one a single reward, and in one all are equal."""
     rng = np.random.default_rng(seed)
     rewards = np.where(rng.random((7, 5)) < 0.3, NAN, rng.normal(size=(7, 5)))
     rewards[0], rewards[1] = rng.normal(size=5), NAN
@@ -35,7 +36,7 @@ def some_rewards(seed: int) -> np.ndarray:
 
 
 def by_formula(name: str, rewards: np.ndarray) -> np.ndarray:
-    """The same with torch, from lists of the rewards that there are."""
+    """Return the same with torch, from lists without the missing rewards."""
     out, there = torch.zeros(rewards.shape, dtype=torch.float64), torch.tensor(~np.isnan(rewards))
     for row, values in enumerate(torch.tensor(rewards)):
         r = values[there[row]]
@@ -56,7 +57,7 @@ def by_formula(name: str, rewards: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_advantage_is_its_formula(name, seed):
+def test_advantage_matches_its_formula(name, seed):
     rewards = some_rewards(seed)
     found = group_advantages(rewards, name)
     np.testing.assert_allclose(found, by_formula(name, rewards), rtol=1e-9, atol=1e-9)
@@ -64,7 +65,7 @@ def test_an_advantage_is_its_formula(name, seed):
     np.testing.assert_array_equal(ADVANTAGES[name](rewards.astype(np.float32)).shape, rewards.shape)
 
 
-def test_none_is_no_reward():
+def test_none_is_a_missing_reward():
     with_none: Any = [[1.0, None, 0.0], [None, None, None]]
     for name in ADVANTAGES:
         found = group_advantages(with_none, name)
@@ -72,8 +73,8 @@ def test_none_is_no_reward():
         assert found[0, 0] > 0 > found[0, 2] and np.all(found[1] == 0)
 
 
-def test_a_group_that_agrees_has_no_advantage():
-    """Exactly none: three times 0.1 is not 0.3, and what is left over is not to be magnified."""
+def test_a_group_with_equal_rewards_has_no_advantage():
+    """Exactly 0: the rounding error of 3 x 0.1 - 0.3 must not be divided by a small std."""
     rewards = np.asarray([[0.1] * 7, [0.3] * 7, [1.0, 0.0] * 3 + [NAN], [NAN] * 6 + [2.0]])
     np.testing.assert_array_equal(all_equal(rewards), [True, True, False, True])
     for name in ("grpo", "dr_grpo", "rloo"):
@@ -81,12 +82,12 @@ def test_a_group_that_agrees_has_no_advantage():
     np.testing.assert_allclose(group_advantages([[0.1] * 7] * 3, "reinforce_pp"), 0, atol=1e-9)
 
 
-def test_scaling_can_be_left_out():
+def test_scale_none_is_dr_grpo():
     rewards = some_rewards(2)
     np.testing.assert_array_equal(grpo(rewards, scale="none"), group_advantages(rewards, "dr_grpo"))
 
 
-def test_a_function_of_ones_own():
+def test_an_advantage_function_of_the_user():
     def best_of(rewards: np.ndarray) -> np.ndarray:
         return (rewards == np.nanmax(rewards, axis=1, keepdims=True)) - 0.5
 
@@ -97,8 +98,8 @@ def test_a_function_of_ones_own():
 # --- tokens and lengths -----------------------------------------------------------------------------------------------
 
 
-def test_gae_is_its_sum():
-    """A_t is the sum over l of (gamma lam)^l delta_t+l, over the tokens that count, wherever they stand in a row."""
+def test_gae_matches_its_sum():
+    """A_t is the sum over l of (gamma lam)^l delta_t+l, over the masked tokens, wherever they are in a row."""
     rng, gamma, lam = np.random.default_rng(3), 0.97, 0.9
     mask = (rng.random((6, 11)) < 0.6).astype(np.float32)
     mask[2] = 0
@@ -114,19 +115,17 @@ def test_gae_is_its_sum():
     assert np.all(found.advantages[mask == 0] == 0) and np.all(found.returns[mask == 0] == 0)
 
 
-def test_without_discount_a_return_is_the_reward_to_go():
+def test_without_discount_a_return_is_the_sum_of_later_rewards():
     mask, rewards = np.ones((1, 4)), np.asarray([[0.0, -1.0, 0.5, 2.0]])
     found = gae(rewards, np.asarray([[0.3, 0.1, 0.9, 0.2]]), mask, gamma=1.0, lam=1.0)
     np.testing.assert_allclose(found.returns, [[1.5, 1.5, 2.5, 2.0]])
 
 
-def test_a_token_is_rewarded_for_staying_near_and_the_last_one_for_the_score():
+def test_token_rewards_are_the_kl_penalty_and_the_score_at_the_last_token():
     mask = np.asarray([[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
     kl = np.where(mask > 0, 2.0, NAN)
     want = [[0, -0.2, -0.2, 0, 4.8, 0], [6.8, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
-    np.testing.assert_allclose(token_rewards([5.0, 7.0, NAN], kl, mask, beta=0.1), want)
-    with pytest.raises(ValueError, match=r"scores must be finite .* set the mask"):
-        token_rewards([5.0, NAN, 1.0], kl, mask, beta=0.1)
+    np.testing.assert_allclose(token_rewards([5.0, 7.0, NAN], kl, mask, kl_coef=0.1), want)
 
 
 def test_whitening():
@@ -138,28 +137,25 @@ def test_whitening():
     found = whiten(values, mask)
     np.testing.assert_allclose(found[mask], want, rtol=1e-12)
     assert np.all(found[~mask] == 0)
-    np.testing.assert_array_equal(whiten([[5.0, NAN]], [[1, 0]]), 0)  # one alone is its mean
+    np.testing.assert_array_equal(whiten([[5.0, NAN]], [[1, 0]]), 0)  # a single value is its mean
     np.testing.assert_array_equal(whiten([[NAN, NAN]], [[0, 0]]), 0)
 
 
-def test_the_penalty_of_length_is_in_tokens():
-    found = overlong_penalty([0, 80, 81, 90, 99, 100, 130], max_tokens=100, buffer=20)
+def test_soft_overlong_punishment():
+    found = soft_overlong_punishment([0, 80, 81, 90, 99, 100, 130], max_completion_length=100, soft_punish_cache=20)
     np.testing.assert_allclose(found, [0, 0, -0.05, -0.5, -0.95, -1, -1])
-    for buffer in (0, 101):
-        with pytest.raises(ValueError, match="buffer must be from 1 to max_tokens, which is 100"):
-            overlong_penalty([1], 100, buffer)
 
 
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
-def test_pass_at_k_is_the_mean_over_all_choices():
+def test_pass_at_k_is_the_mean_over_all_subsets():
     for n, correct, k in [(5, 2, 1), (5, 2, 3), (6, 1, 4), (4, 0, 2), (4, 4, 4), (5, 3, 4)]:
         marks = [i < correct for i in range(n)]
         want = np.mean([any(few) for few in itertools.combinations(marks, k)])
         np.testing.assert_allclose(pass_at_k(correct, n, k), want)
     np.testing.assert_allclose(pass_at_k([0, 1, 2], [2, 2, 4], 2), [0, 1, 5 / 6])
-    assert 0 < pass_at_k(1, 5000, 2000) < 1  # whose binomials no float holds
+    assert 0 < pass_at_k(1, 5000, 2000) < 1  # its binomials overflow a float
 
 
 def test_maj_at_k():
@@ -177,21 +173,24 @@ def as_nan(rewards: np.ndarray) -> np.ndarray:
     return rewards * NAN
 
 
-REFUSED = {
-    "advantage must be one of .*Did you mean 'grpo'": lambda: group_advantages([[1.0]], "grop"),
-    "rewards must be .prompts, completions of each.; got the shape": lambda: group_advantages([1.0, 2.0], "grpo"),
-    "rewards must be finite.*got an infinity": lambda: group_advantages([[1.0, np.inf]], "grpo"),
-    r"rewards' shape \(1, 2\); <lambda> gave \(1,\)": lambda: group_advantages([[1.0, 2.0]], lambda r: r.mean(axis=1)),
-    "must give finite numbers; as_nan gave .nan.": lambda: group_advantages([[1.0, NAN]], as_nan),
-    "gamma must be from 0 to 1; got 1.1": lambda: gae([[0.0]], [[0.0]], [[1]], gamma=1.1),
-    "lam must be from 0 to 1; got -0.1": lambda: gae([[0.0]], [[0.0]], [[1]], lam=-0.1),
-    "k must be at most the completions of a prompt, which are 4": lambda: pass_at_k([1, 1], [8, 4], 5),
-    "k must be 1 or more": lambda: pass_at_k(1, 4, 0),
-    "correct must be from 0 to n": lambda: pass_at_k(5, 4, 2),
-}
+REFUSED = [
+    ("advantage", "'grpo'", lambda: group_advantages([[1.0]], "grop")),
+    ("rewards", "(2,)", lambda: group_advantages([1.0, 2.0], "grpo")),
+    ("rewards", "infinity", lambda: group_advantages([[1.0, np.inf]], "grpo")),
+    ("advantage", "(1, 2); <lambda>", lambda: group_advantages([[1.0, 2.0]], lambda r: r.mean(axis=1))),
+    ("advantage", "as_nan", lambda: group_advantages([[1.0, NAN]], as_nan)),
+    ("gamma", "1.1", lambda: gae([[0.0]], [[0.0]], [[1]], gamma=1.1)),
+    ("lam", "-0.1", lambda: gae([[0.0]], [[0.0]], [[1]], lam=-0.1)),
+    ("k", "4", lambda: pass_at_k([1, 1], [8, 4], 5)),
+    ("k", "0", lambda: pass_at_k(1, 4, 0)),
+    ("correct", "5", lambda: pass_at_k(5, 4, 2)),
+    ("soft_punish_cache", "100", lambda: soft_overlong_punishment([1], 100, 0)),
+    ("soft_punish_cache", "101", lambda: soft_overlong_punishment([1], 100, 101)),
+    ("scores", "NaN", lambda: token_rewards([NAN], [[0.0]], [[1]], kl_coef=0.1)),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_means_nothing_is_refused(message):
-    with pytest.raises(ValueError, match=message):
-        REFUSED[message]()
+@pytest.mark.parametrize("param, naming, call", REFUSED)
+def test_invalid_arguments_are_refused(param, naming, call):
+    with refuses(param, RecipeError, naming=naming):
+        call()

@@ -65,7 +65,8 @@ def test_it_learns_to_call_its_tool(tmp_path, monkeypatch):
     lessons = [lesson(task, chance) for task in tasks() for _ in range(6)]
     model = tiny.imitate(tiny.tiny_model(tmp_path / "model", lessons), lessons, tmp_path / "sft", steps=140)
     ended = rl(
-        model=model, data=tasks(), environment=Shop, steps=16, prompts=4, group_size=8, max_prompt=48, max_tokens=48,
+        model=model, data=tasks(), environment=Shop, steps=16, prompts=4, num_generations=8,
+        max_prompt_length=48, max_completion_length=48,
         optimizer={"lr": 7e-4}, precision={"compute": "f32"}, schedule={"name": "constant"}, run_dir=tmp_path / "rl",
         engine={"max_num_seqs": 8}, show=False,
     )  # fmt: skip

@@ -142,7 +142,7 @@ def test_the_environment_does_not_step_after_a_truncated_turn():
 
 def test_an_episode_without_room_for_a_turn_is_truncated():
     tokenizer = small_tokenizer()
-    runner, (task,) = runner_of(Echo, tokenizer, settings=replace(SETTINGS, max_tokens=20))
+    runner, (task,) = runner_of(Echo, tokenizer, settings=replace(SETTINGS, max_completion_length=20))
     episode = begin(task)
     assert not play(runner, episode, tokenizer, "the quick fox<|im_end|>")
     assert episode.truncated and episode.rewards == {"environment": 0.5}
@@ -199,7 +199,7 @@ def test_an_environment_that_fails_ends_its_own_episode_only(environment):
     assert episode.rewards == {"environment": None} and FAILING[environment] in episode.problems["environment"]
     assert episode.finish == "error"
     assert from_json(json.loads(to_json([episode])))[0].problems == episode.problems
-    assert not episode.mask(False).any()
+    assert not episode.loss_mask(False).any()
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_episodes_of_a_prompt_start_alike_and_then_differ():
     first, second = (tokenizer.decode(task.tokens) for task in tasks)
     assert first.startswith("roll: The target is ") and first != second
     rolled = {
-        (task.number, turn, member): tokenizer.decode(play(runner, begin(task, member, turn), tokenizer, "go")[0])
+        (task.index, turn, member): tokenizer.decode(play(runner, begin(task, member, turn), tokenizer, "go")[0])
         for task in tasks for turn in range(2) for member in range(3)
     }  # fmt: skip
     assert len(set(rolled.values())) > 9
@@ -224,7 +224,7 @@ def test_a_resumed_run_repeats_the_same_random_numbers():
 
     def transcripts(order):
         runner, tasks = runner_of(Dice, tokenizer, records)
-        episodes = {(t.number, m): begin(t, m) for t in tasks for m in range(4)}
+        episodes = {(t.index, m): begin(t, m) for t in tasks for m in range(4)}
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda key: play(runner, episodes[key], tokenizer, *["x<|im_end|>"] * 4), order(episodes)))
         assert not any(e.problems for e in episodes.values())

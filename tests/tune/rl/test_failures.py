@@ -7,15 +7,15 @@ from concurrent.futures import Future
 import pytest
 from refusals import refuses
 
-from dovetail.tune.rl.episode import Place, begun
+from dovetail.tune.rl.episode import EpisodeId, new_episode
 from dovetail.tune.rl.failures import MAX_UNREWARDED, Failures, traceback_of
-from dovetail.tune.rl.referee import Referee
+from dovetail.tune.rl.prompts import PromptRecord
+from dovetail.tune.rl.reward_assigner import RewardAssigner
 from dovetail.tune.rl.rewards.code_reward import CodeReward
 from dovetail.tune.rl.rewards.completion import NoReward, Problem, Scored
 from dovetail.tune.rl.rewards.model_rewards import JudgeReward, ModelReward
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import KINDS, reward_of
-from dovetail.tune.rl.task import Task
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -35,15 +35,15 @@ class Pool:
 
 
 def judged(prompt, referee, messages=None):
-    episode = begun(0, Place(0, 0), [5, 6], 0)
+    episode = new_episode(EpisodeId(0, 0), 0, [5, 6], 0)
     episode.text, episode.messages = "It is 4", messages
-    referee.end([episode], referee.begin(Task(0, prompt, (5, 6), {"answer": "4"}), [episode]))
+    referee.assign([episode], referee.submit(PromptRecord(0, prompt, (5, 6), {"answer": "4"}), [episode]))
     return episode
 
 
 def test_completions_are_messages_where_prompts_are():
     pool = Pool()
-    referee = Referee(pool)  # type: ignore[arg-type]
+    referee = RewardAssigner(pool, None)  # type: ignore[arg-type]
     judged("2+2?", referee)
     assert pool.given[:2] == (["2+2?"], ["It is 4"])
     judged(CHAT, referee)
@@ -112,7 +112,7 @@ def test_a_reward_that_raises_is_lost_with_its_traceback_in_the_log_and_the_run_
     failures = Failures(log.append)
     with Rewards([raises_runtime_error, raises_value_error, lengths], workers=1) as rewards:
         for _ in range(2):  # the next prompt is scored as the first
-            episode = judged("2+2?", Referee(rewards, failures))
+            episode = judged("2+2?", RewardAssigner(rewards, failures))
             assert episode.rewards == {"raises_runtime_error": None, "raises_value_error": None, "lengths": 7.0}
             assert episode.reward == 7.0 and set(episode.problems) == {"raises_runtime_error", "raises_value_error"}
             failures.end_rollout(True, rollouts=100)
@@ -139,7 +139,7 @@ def raises():
 def test_rollouts_without_a_reward_stop_the_run_with_the_first_traceback():
     log: list[str] = []
     failures = Failures(log.append)
-    referee = Referee(Pool(), failures)  # type: ignore[arg-type]
+    referee = RewardAssigner(Pool(), None, failures)  # type: ignore[arg-type]
     for _ in range(MAX_UNREWARDED - 1):
         assert judged("2+2?", referee).reward is None
         failures.end_rollout(False, rollouts=100)

@@ -1,5 +1,7 @@
-"""Each loss of reinforcement learning, with its gradient by every token's log-probability, on ragged sequences: against
-the formulas written in torch, and against TRL's own. What does not count holds NaN and infinities."""
+"""Compare every loss of RL and its gradient with the formula in torch and with TRL's, on ragged sequences.
+
+Positions outside the mask hold NaN and infinities.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
+from dovetail.core.errors import RecipeError
 from dovetail.tune.rl.advantages import SCALED, SCALES, group_advantages
+from dovetail.tune.rl.batches import token_weights, top_entropy
 from dovetail.tune.rl.losses import (
-    AGGREGATIONS,
-    FARTHEST,
+    LOSS_TYPES,
+    MAX_LOG_RATIO,
     Cispo,
     Clipped,
     Gspo,
@@ -29,28 +34,26 @@ from dovetail.tune.rl.losses import (
     importance,
     kl,
     kl_loss,
-    policy_loss,
-    token_weights,
-    top_entropy,
+    make_policy_loss,
     value_loss,
 )
 
 NAN, NO_NUMBERS = np.nan, [np.nan, np.inf, -np.inf, 1e30]
 LONGEST = 9
 LOSSES = {
-    "clipped": Clipped(eps_low=0.2, eps_high=0.2),
-    "clipped, higher": Clipped(eps_low=0.2, eps_high=0.28),
-    "gspo": Gspo(eps_low=0.05, eps_high=0.08),
-    "clipped, two-sided": Clipped(eps_low=0.2, eps_high=0.2, delta=1.3),
-    "gspo, two-sided": Gspo(eps_low=0.05, eps_high=0.08, delta=1.15),
-    "cispo": Cispo(eps_high=1.3),
+    "clipped": Clipped(epsilon=0.2, epsilon_high=0.2),
+    "clipped, higher": Clipped(epsilon=0.2, epsilon_high=0.28),
+    "gspo": Gspo(epsilon=0.05, epsilon_high=0.08),
+    "clipped, two-sided": Clipped(epsilon=0.2, epsilon_high=0.2, delta=1.3),
+    "gspo, two-sided": Gspo(epsilon=0.05, epsilon_high=0.08, delta=1.15),
+    "cispo": Cispo(epsilon_high=1.3),
     "sapo": Sapo(),
     "plain": Plain(),
 }
 
 
 class Rollout(NamedTuple):
-    """Of ragged sequences, a row each [B, T]; f32 but for the mask, which is of 0 and 1."""
+    """Ragged sequences, one per row [B, T]; all f32, the mask of 0 and 1."""
 
     logprobs: np.ndarray
     old: np.ndarray
@@ -64,7 +67,7 @@ class Rollout(NamedTuple):
 
 
 def rollout(seed: int, absent: list[float] = NO_NUMBERS, count: int = 20) -> Rollout:
-    """A tool's words stand between those that count, and one sequence has none that does."""
+    """Return sequences with gaps in their masks, as tools leave them; one has no masked token."""
     rng = np.random.default_rng(seed)
     shape = (count, LONGEST)
     mask = (np.arange(LONGEST) < rng.integers(3, LONGEST + 1, count)[:, None]) & (rng.random(shape) < 0.8)
@@ -77,7 +80,7 @@ def rollout(seed: int, absent: list[float] = NO_NUMBERS, count: int = 20) -> Rol
 
 
 def sequence_mean(mask: np.ndarray, values: jax.Array) -> jax.Array:
-    """Where a row is a sequence; 0 / 0 for one in which nothing counts."""
+    """Return the mean of each row; 0 / 0 for one without masked tokens."""
     return jnp.broadcast_to((values * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True), values.shape)
 
 
@@ -87,10 +90,10 @@ def graded(loss: Callable[[jax.Array], tuple[jax.Array, Any]], logprobs: np.ndar
 
 
 def ours(
-    loss_fn: Any, rows: Rollout, aggregation: str, beta: float = 0.0, kind: str = "k3"
+    loss_fn: Any, rows: Rollout, loss_type: str, beta: float = 0.0, kind: str = "k3"
 ) -> tuple[float, np.ndarray, Any]:
-    """(the whole batch's loss, its gradient by the log-probabilities, diagnostics), as tune.rl adds them up."""
-    weights = token_weights(aggregation, rows.lengths, max_tokens=LONGEST + 3)[:, None]
+    """Return the loss of the batch, its gradient by the log-probabilities, and diagnostics."""
+    weights = token_weights(loss_type, rows.lengths, max_completion_length=LONGEST + 3)[:, None]
 
     def loss(logprobs: jax.Array) -> tuple[jax.Array, Any]:
         mean = functools.partial(sequence_mean, rows.mask)
@@ -103,7 +106,7 @@ def ours(
 
 
 def kept(rows: Rollout) -> list[tuple[torch.Tensor, ...]]:
-    """Of each sequence what counts, in f64: (logprobs, which want a gradient; old; advantages; reference)."""
+    """Return the masked values of each sequence in f64: logprobs (with a gradient), old, advantages, reference."""
     found = []
     for *row, mask in zip(*rows, strict=True):
         logprobs, *others = (torch.tensor(x[mask > 0], dtype=torch.float64) for x in row)
@@ -115,7 +118,7 @@ def of_tokens(loss_fn: Any, logps: torch.Tensor, old: torch.Tensor, adv: torch.T
     ratio = torch.exp(logps - old)
     match loss_fn:
         case Gspo(low, high, delta):
-            mean = torch.exp((logps - old).mean())  # of the sequence, with its gradient: the form that is not of tokens
+            mean = torch.exp((logps - old).mean())  # the form per sequence, not per token
             return -torch.min(torch.clamp(mean, max=delta or 1e9) * adv, torch.clamp(mean, 1 - low, 1 + high) * adv)
         case Clipped(low, high, delta):
             free = torch.clamp(ratio, max=delta or 1e9)
@@ -128,8 +131,8 @@ def of_tokens(loss_fn: Any, logps: torch.Tensor, old: torch.Tensor, adv: torch.T
     return -adv * logps
 
 
-def of_batch(aggregation: str, losses: list[torch.Tensor]) -> torch.Tensor:
-    match aggregation:
+def of_batch(loss_type: str, losses: list[torch.Tensor]) -> torch.Tensor:
+    match loss_type:
         case "grpo":
             return torch.stack([x.mean() if len(x) else x.sum() for x in losses]).mean()
         case "dr_grpo":
@@ -137,13 +140,13 @@ def of_batch(aggregation: str, losses: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(losses).mean()
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_and_its_gradient_are_the_formulas(name, aggregation):
-    loss_fn, rows = LOSSES[name], rollout(AGGREGATIONS.index(aggregation))
-    value, grads, told = ours(loss_fn, rows, aggregation)
+def test_loss_and_gradient_match_the_formula(name, loss_type):
+    loss_fn, rows = LOSSES[name], rollout(LOSS_TYPES.index(loss_type))
+    value, grads, told = ours(loss_fn, rows, loss_type)
     sequences = kept(rows)
-    want = of_batch(aggregation, [of_tokens(loss_fn, *tokens[:3]) for tokens in sequences])
+    want = of_batch(loss_type, [of_tokens(loss_fn, *tokens[:3]) for tokens in sequences])
     want.backward()
     np.testing.assert_allclose(value, want.item(), rtol=1e-5)
     theirs = np.concatenate([logps.grad.numpy() for logps, *_ in sequences if logps.grad is not None])
@@ -158,8 +161,8 @@ def test_a_loss_and_its_gradient_are_the_formulas(name, aggregation):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_on_policy_every_gradient_is_reinforces(name):
-    """Where the old policy is this one, all of them pull alike; the old one does not pull back."""
+def test_on_policy_every_gradient_is_that_of_reinforce(name):
+    """The old policy is the current one, and gradient does not flow through it."""
     rows = rollout(4)
     _, want, _ = ours(Plain(), rows, "dapo")
 
@@ -172,7 +175,7 @@ def test_on_policy_every_gradient_is_reinforces(name):
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_a_kl_term_and_its_gradient_are_the_formulas(kind):
+def test_kl_term_and_gradient_match_the_formula(kind):
     rows = rollout(5)
     value, grads, _ = ours(Clipped(), rows, "dapo", beta=0.3, kind=kind)
     sequences, losses = kept(rows), []
@@ -186,9 +189,11 @@ def test_a_kl_term_and_its_gradient_are_the_formulas(kind):
     np.testing.assert_allclose(grads[rows.mask > 0], theirs, rtol=2e-5, atol=1e-7)
 
 
-def test_where_each_estimate_of_kl_pulls():
-    """The expected gradient over all words of a policy: of k1 none, of k2 that of KL(policy || reference), of k3 that
-    of KL(reference || policy); though as numbers both k1 and k3 estimate the first without bias."""
+def test_expected_gradient_of_each_kl_estimator():
+    """k1 has none, k2 that of KL(policy || reference), k3 that of KL(reference || policy).
+
+    As numbers, k1 and k3 both estimate KL(policy || reference) without bias.
+    """
     rng = np.random.default_rng(6)
     logits, reference = jnp.asarray(rng.normal(size=9)), jax.nn.log_softmax(jnp.asarray(rng.normal(size=9)))
 
@@ -208,8 +213,8 @@ def test_where_each_estimate_of_kl_pulls():
         np.testing.assert_allclose(expected(logits, kind), divergence(logits, False), rtol=1e-5)
 
 
-def test_sequences_that_share_a_row():
-    """GSPO asks only for the mean of a token's own sequence: how they lie is not its concern."""
+def test_gspo_with_several_sequences_in_a_row():
+    """GSPO reads only the mean of a token's own sequence, wherever it is."""
     rows, loss_fn = rollout(7, absent=[-3.0], count=6), LOSSES["gspo"]
     ids = np.repeat([[1, 2], [3, 4], [5, 6]], LONGEST, axis=1).reshape(3, -1)
     packed = Rollout(*(x.reshape(3, -1) for x in rows))
@@ -223,14 +228,14 @@ def test_sequences_that_share_a_row():
     np.testing.assert_allclose(np.reshape(together, apart.shape), apart, rtol=1e-6)
 
 
-def test_a_policy_that_is_far_away_stays_a_number():
-    """Where e^x would be infinite: a token without advantage has no loss, and no gradient is NaN."""
+def test_large_log_ratios_stay_finite():
+    """e^x would be infinite: a token with advantage 0 has no loss, and no gradient is NaN."""
     far, ones = jnp.asarray([[-1.0, -200.0, -1.0, -1.0]]), jnp.ones((1, 4))
     old, advantages = jnp.asarray([[-200.0, -1.0, -200.0, -1.0]]), jnp.asarray([[0.0, 1.0, -1.0, 2.0]])
     for name, loss_fn in LOSSES.items():
         per_token, told = loss_fn(far, old, advantages, ones, lambda x: x)
         assert np.all(np.isfinite(per_token)) and per_token[0, 0] == 0, name
-        assert np.max(told["ratio"]) <= 1.001 * np.exp(FARTHEST), name
+        assert np.max(told["ratio"]) <= 1.001 * np.exp(MAX_LOG_RATIO), name
 
         def total(x: jax.Array, loss_fn: Any = loss_fn) -> jax.Array:
             return loss_fn(x, old, advantages, ones, lambda y: y)[0].sum()
@@ -238,12 +243,12 @@ def test_a_policy_that_is_far_away_stays_a_number():
         assert np.all(np.isfinite(jax.grad(total)(far))), name
 
 
-# --- of a sampler and of a critic -------------------------------------------------------------------------------------
+# --- importance sampling and values -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beyond", ["truncate", "drop"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_importance_weights_are_the_formula(level, beyond):
+def test_importance_ratios_match_the_formula(level, mode):
     rows, cap = rollout(8), 1.2
 
     def total(values: jax.Array) -> jax.Array:
@@ -252,7 +257,7 @@ def test_importance_weights_are_the_formula(level, beyond):
     @functools.partial(jax.value_and_grad, has_aux=True)
     def weigh(trainer: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = importance(
-            trainer, jnp.asarray(rows.old), jnp.asarray(rows.mask), cap, level=level, beyond=beyond, sequence_sum=total
+            trainer, jnp.asarray(rows.old), jnp.asarray(rows.mask), cap, level=level, mode=mode, sequence_sum=total
         )
         return found.sum(), found
 
@@ -261,13 +266,13 @@ def test_importance_weights_are_the_formula(level, beyond):
     for row, (trainer, sampler, *_) in enumerate(kept(rows)):
         off = (trainer - sampler).detach()
         ratio = torch.exp(off.sum() + 0 * off if level == "sequence" else off)
-        want = torch.clamp(ratio, max=cap) if beyond == "truncate" else torch.where(ratio > cap, 0, ratio)
+        want = torch.clamp(ratio, max=cap) if mode == "truncate" else torch.where(ratio > cap, 0, ratio)
         np.testing.assert_allclose(np.asarray(found)[row, rows.mask[row] > 0], want, rtol=1e-5)
-    assert np.any(np.asarray(found) == (cap if beyond == "truncate" else 0))
+    assert np.any(np.asarray(found) == (cap if mode == "truncate" else 0))
 
 
 @pytest.mark.parametrize("clip", [0.2, np.inf])
-def test_a_value_loss_and_its_gradient_are_the_formula(clip):
+def test_value_loss_and_gradient_match_the_formula(clip):
     rows = rollout(9)
     values, old, returns, mask = rows.logprobs, rows.old, rows.reference, rows.mask
 
@@ -288,22 +293,22 @@ def test_a_value_loss_and_its_gradient_are_the_formula(clip):
     np.testing.assert_array_equal(np.asarray(told["clipped"])[mask > 0] > 0, v.grad.numpy() == 0)
 
 
-# --- of a batch -------------------------------------------------------------------------------------------------------
+# --- normalisation ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_token_weighs():
+def test_token_weights():
     lengths = [4, 0, 1]
     np.testing.assert_allclose(token_weights("grpo", lengths), [1 / 12, 0, 1 / 3])
     np.testing.assert_allclose(token_weights("grpo", lengths, num_sequences=2), [1 / 8, 0, 1 / 2])
     np.testing.assert_allclose(token_weights("dapo", lengths), [1 / 5, 0, 1 / 5])
     np.testing.assert_allclose(token_weights("bnpo", lengths, 7, 9), [1 / 5, 0, 1 / 5])
-    np.testing.assert_allclose(token_weights("dr_grpo", lengths, max_tokens=10), [1 / 30, 0, 1 / 30])
-    for aggregation in AGGREGATIONS:
-        assert not token_weights(aggregation, [0, 0], max_tokens=4).any()
-        assert token_weights(aggregation, [], max_tokens=4).shape == (0,)
+    np.testing.assert_allclose(token_weights("dr_grpo", lengths, max_completion_length=10), [1 / 30, 0, 1 / 30])
+    for loss_type in LOSS_TYPES:
+        assert not token_weights(loss_type, [0, 0], max_completion_length=4).any()
+        assert token_weights(loss_type, [], max_completion_length=4).shape == (0,)
 
 
-# --- TRL's own --------------------------------------------------------------------------------------------------------
+# --- against TRL ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -314,8 +319,7 @@ def trl() -> Any:
 
 
 def trainer(trl: Any, loss_type: str, level: str, loss_fn: Any, beta: float, parts: int, quantile: float = 1.0) -> Any:
-    """What TRL's loss reads of its trainer; the model is the log-probabilities themselves, and the entropy of a token
-    is made from its own."""
+    """Return an object with what TRL's loss reads of its trainer. The model is the log-probabilities themselves."""
     kept = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, pad_across_processes=lambda x, **_: x
     )
@@ -325,7 +329,7 @@ def trainer(trl: Any, loss_type: str, level: str, loss_fn: Any, beta: float, par
     )  # fmt: skip
     own = SimpleNamespace(
         loss_type=loss_type, importance_sampling_level=level, beta=beta, args=args, accelerator=kept,
-        epsilon_low=getattr(loss_fn, "eps_low", None), epsilon_high=getattr(loss_fn, "eps_high", None),
+        epsilon_low=getattr(loss_fn, "epsilon", None), epsilon_high=getattr(loss_fn, "epsilon_high", None),
         aux_loss_enabled=False, top_entropy_quantile=quantile,
         get_high_entropy_mask=lambda *given: trl.get_high_entropy_mask(own, *given),
         off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
@@ -337,12 +341,12 @@ def trainer(trl: Any, loss_type: str, level: str, loss_fn: Any, beta: float, par
 
 
 def entropy_of(logprobs: Any) -> Any:
-    """Some number that is 0 or more, and of no two tokens the same."""
+    """Return a different number, 0 or more, for each token."""
     return logprobs * logprobs
 
 
 def by_trl(trl: Any, own: Any, rows: Rollout, parts: int) -> tuple[float, np.ndarray]:
-    """(loss, its gradient by the log-probabilities), added up over the batch's parts."""
+    """Return the loss and its gradient by the log-probabilities, summed over the parts of the batch."""
     logprobs, old, advantages, reference, mask = (torch.tensor(x) for x in rows)
     logprobs.requires_grad_(True)
     total = torch.zeros(())
@@ -360,8 +364,8 @@ def by_trl(trl: Any, own: Any, rows: Rollout, parts: int) -> tuple[float, np.nda
 
 
 TRL_CASES = {
-    **{f"{name}, no kl": (name, "token", Clipped(0.2, 0.28), 0.0, 1) for name in AGGREGATIONS},
-    **{f"{name}, kl": (name, "token", Clipped(0.2, 0.28), 0.3, 1) for name in AGGREGATIONS},
+    **{f"{name}, no kl": (name, "token", Clipped(0.2, 0.28), 0.0, 1) for name in LOSS_TYPES},
+    **{f"{name}, kl": (name, "token", Clipped(0.2, 0.28), 0.3, 1) for name in LOSS_TYPES},
     **{f"{name} in parts": (name, "token", Clipped(), 0.1, 2) for name in ("grpo", "dapo", "dr_grpo")},
     **{f"gspo, {name}": (name, "sequence", LOSSES["gspo"], 0.0, 1) for name in ("grpo", "dapo")},
     "cispo": ("cispo", "token", LOSSES["cispo"], 0.0, 1),
@@ -374,10 +378,10 @@ TRL_CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRL_CASES)
-def test_a_loss_and_its_gradient_are_trls(trl, case):
+def test_loss_and_gradient_match_trl(trl, case):
     loss_type, level, loss_fn, beta, parts = TRL_CASES[case]
     rows = rollout(10, absent=[-3.0, 0.5])
-    rows.advantages[:] = rows.advantages[:, :1]  # TRL has one of a sequence
+    rows.advantages[:] = rows.advantages[:, :1]  # TRL has one advantage per sequence
     own = trainer(trl, loss_type, level, loss_fn, beta, parts)
     want, want_grads = by_trl(trl, own, rows, parts)
     value, grads, told = ours(loss_fn, rows, {"cispo": "dapo", "sapo": "grpo"}.get(loss_type, loss_type), beta)
@@ -390,7 +394,7 @@ def test_a_loss_and_its_gradient_are_trls(trl, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.0, 0.2, 0.55])
-def test_the_loss_of_the_tokens_of_highest_entropy_is_trls(trl, quantile):
+def test_top_entropy_quantile_matches_trl(trl, quantile):
     rows, loss_fn = rollout(11, absent=[-3.0, 0.5]), Clipped(0.2, 0.28)
     rows.advantages[:] = rows.advantages[:, :1]
     want, want_grads = by_trl(trl, trainer(trl, "dapo", "token", loss_fn, 0.1, 1, quantile), rows, 1)
@@ -408,8 +412,8 @@ def test_the_loss_of_the_tokens_of_highest_entropy_is_trls(trl, quantile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
-def test_scaled_rewards_are_trls(trl, scale):
-    """TRL has this amid its generation: its lines are repeated here, on its own nanstd."""
+def test_scale_rewards_matches_trl(trl, scale):
+    """TRL computes this within its generation: its lines are repeated here, with its nanstd."""
     from trl.trainer.utils import nanstd
 
     rewards = np.random.default_rng(12).normal(size=(6, 4))
@@ -423,56 +427,54 @@ def test_scaled_rewards_are_trls(trl, scale):
         np.testing.assert_allclose(found, torch.nan_to_num(want), rtol=1e-7)
 
 
-def test_no_tokens_have_no_highest_entropy():
+def test_top_entropy_of_an_empty_mask():
     assert not top_entropy(np.ones((1, 3)), np.zeros((1, 3), bool), 0.2).any()
     assert top_entropy(np.ones((1, 3)), np.ones((1, 3), bool), 1.0).all()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- names and refusals -----------------------------------------------------------------------------------------------
 
 
-def test_a_loss_by_name_or_ones_own():
-    assert policy_loss("clipped", eps_low=None, eps_high=0.28) == Clipped(0.2, 0.28)
-    assert policy_loss("gspo", eps_low=None) == Gspo() and policy_loss("plain") == Plain()
-    assert policy_loss("cispo", eps_high=4.0) == Cispo(4.0)
-    assert policy_loss("sapo", sapo_temperature_neg=1.2) == Sapo(1.0, 1.2)
+def test_a_policy_loss_by_name_or_as_a_function():
+    assert make_policy_loss("clipped", epsilon=None, epsilon_high=0.28) == Clipped(0.2, 0.28)
+    assert make_policy_loss("gspo", epsilon=None) == Gspo() and make_policy_loss("plain") == Plain()
+    assert make_policy_loss("cispo", epsilon_high=4.0) == Cispo(4.0)
+    assert make_policy_loss("sapo", sapo_temperature_neg=1.2) == Sapo(1.0, 1.2)
 
     def mine(logprobs: jax.Array, old: jax.Array, advantages: jax.Array, mask: jax.Array, mean: Any) -> Any:
         return -advantages * logprobs, {}
 
-    assert policy_loss(mine, eps_low=None) is mine
+    assert make_policy_loss(mine, epsilon=None) is mine
 
 
 ONE = jnp.ones((1, 1))
-REFUSED = {
-    "loss must be one of .*Did you mean 'clipped'": lambda: policy_loss("cliped"),
-    "eps_low is no setting of the loss cispo, which has eps_high": lambda: policy_loss("cispo", eps_low=0.2),
-    "delta is no setting of the loss sapo": lambda: policy_loss("sapo", delta=4.0),
-    r"delta must be above 1 \+ eps_high = 1.2, .* got 1.1": lambda: Clipped(delta=1.1),
-    "sapo_temperature_pos must be above 0, got 0": lambda: Sapo(0.0),
-    "scale_rewards must be one of": lambda: group_advantages([[1.0, 0.0]], "grpo", "groups"),
-    "scale_rewards=batch is read by the advantages grpo and dr_grpo": lambda: group_advantages(
-        [[1.0]], "rloo", "batch"
-    ),
-    "eps_high is no setting of the loss plain, which has none": lambda: policy_loss("plain", eps_high=0.2),
-    "eps_low: a loss of your own takes no settings": lambda: policy_loss(Clipped(), eps_low=0.2),
-    "eps_low must be above 0 and at most 1": lambda: Clipped(eps_low=1.2),
-    "eps_high must be above 0": lambda: Gspo(eps_high=0.0),
-    "eps_high of cispo must be 1 or more, as the greatest ratio; got 0.2": lambda: Cispo(0.2),
-    "kl must be k2 or k3 as a loss; got k1, whose gradient is 0": lambda: kl_loss(ONE, ONE, ONE, "k1"),
-    "kl must be one of 'k1', 'k2', 'k3'; got 'k4'": lambda: check_kl_loss("k4"),
-    "cap must be 1 or more": lambda: importance(ONE, ONE, ONE, 0.5),
-    "level must be one of": lambda: importance(ONE, ONE, ONE, level="batch"),
-    "beyond must be one of": lambda: importance(ONE, ONE, ONE, beyond="mask"),
-    "sequence_sum must be given": lambda: importance(ONE, ONE, ONE, level="sequence"),
-    "clip must be above 0": lambda: value_loss(ONE, ONE, ONE, ONE, clip=0.0),
-    "aggregation must be one of .*Did you mean 'dapo'": lambda: token_weights("dapa", [1]),
-    "max_tokens must be given where the aggregation is dr_grpo": lambda: token_weights("dr_grpo", [1]),
-    "num_sequences must be at least the 2 sequences": lambda: token_weights("grpo", [1, 2, 0], num_sequences=1),
-}
+REFUSED = [
+    ("policy_loss", "'clipped'", lambda: make_policy_loss("cliped")),
+    ("epsilon", "epsilon_high", lambda: make_policy_loss("cispo", epsilon=0.2)),
+    ("delta", "sapo", lambda: make_policy_loss("sapo", delta=4.0)),
+    ("epsilon_high", "no settings", lambda: make_policy_loss("plain", epsilon_high=0.2)),
+    ("epsilon", "of your own", lambda: make_policy_loss(Clipped(), epsilon=0.2)),
+    ("delta", "1.2", lambda: Clipped(delta=1.1)),
+    ("epsilon", "1.2", lambda: Clipped(epsilon=1.2)),
+    ("epsilon_high", "0.0", lambda: Gspo(epsilon_high=0.0)),
+    ("epsilon_high", "largest ratio", lambda: Cispo(0.2)),
+    ("sapo_temperature_pos", "0.0", lambda: Sapo(0.0)),
+    ("scale_rewards", "groups", lambda: group_advantages([[1.0, 0.0]], "grpo", "groups")),
+    ("scale_rewards", "rloo", lambda: group_advantages([[1.0]], "rloo", "batch")),
+    ("kl_estimator", "k2", lambda: kl_loss(ONE, ONE, ONE, "k1")),
+    ("kl_estimator", "k4", lambda: check_kl_loss("k4")),
+    ("importance_sampling_cap", "0.5", lambda: importance(ONE, ONE, ONE, 0.5)),
+    ("level", "batch", lambda: importance(ONE, ONE, ONE, level="batch")),
+    ("importance_sampling_mode", "drop", lambda: importance(ONE, ONE, ONE, mode="drop")),
+    ("sequence_sum", "", lambda: importance(ONE, ONE, ONE, level="sequence")),
+    ("cliprange_value", "0.0", lambda: value_loss(ONE, ONE, ONE, ONE, cliprange_value=0.0)),
+    ("loss_type", "'dapo'", lambda: token_weights("dapa", [1])),
+    ("max_completion_length", "None", lambda: token_weights("dr_grpo", [1])),
+    ("num_sequences", "2", lambda: token_weights("grpo", [1, 2, 0], num_sequences=1)),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_means_nothing_is_refused(message):
-    with pytest.raises(ValueError, match=message):
-        REFUSED[message]()
+@pytest.mark.parametrize("param, naming, call", REFUSED)
+def test_invalid_settings_are_refused(param, naming, call):
+    with refuses(param, RecipeError, naming=naming):
+        call()

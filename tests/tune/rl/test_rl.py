@@ -1,4 +1,4 @@
-"""Whole runs of reinforcement learning on a small model: what each algorithm learns, and what a run says of itself."""
+"""Whole RL runs on a small model: every algorithm learns, and metrics, evaluation and refusals are as documented."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from corners import corners
+from refusals import refuses
 from safetensors.numpy import load_file
 from tune.rl.plain_rewards import failing, low_tokens, of_messages
 from tune.rl.small_runs import PROMPTS, RECIPE, run
@@ -18,10 +19,16 @@ from typer.testing import CliRunner
 
 from dovetail.cli.main import app
 from dovetail.core import yaml_text
+from dovetail.core.errors import CheckpointError, RecipeError, UserError
+from dovetail.core.option import default_of, kinds_of, options_of
+from dovetail.core.recipe import create
 from dovetail.core.types import Batch
+from dovetail.engine.options import EngineOptions
 from dovetail.tune.rl.losses import Plain
 from dovetail.tune.rl.rewards.reward import RewardFunction
 from dovetail.tune.rl.rollouts import Rollouts
+from dovetail.tune.rl.sections import RolloutEngine
+from dovetail.tune.rl.settings import Rl
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +80,11 @@ def test_the_command_runs_a_recipe_with_rewards(place):
 
 
 ALGORITHMS = {
-    "dr_grpo": {}, "dapo": {"loss": {"overlong": 2}}, "gspo": {"updates": 2, "loss": {"eps_low": 0.2, "eps_high": 0.2}},
+    "dr_grpo": {}, "dapo": {"loss": {"soft_punish_cache": 2}},
+    "gspo": {"updates": 2, "loss": {"epsilon": 0.2, "epsilon_high": 0.2}},
     "cispo": {}, "rloo": {}, "sapo": {"num_iterations": 2, "loss": {"scale_rewards": "batch"}},
-    "reinforce_pp": {"group_size": 4, "prompts": 8},
-    "ppo": {"updates": 2, "critic": {"beta": 0.01}},
+    "reinforce_pp": {"num_generations": 4, "prompts": 8},
+    "ppo": {"updates": 2, "critic": {"kl_coef": 0.01}},
 }  # fmt: skip
 DAILY = ()
 
@@ -91,17 +99,17 @@ def test_every_algorithm_learns(place, algo):
     assert learns(place / algo, 0.1), rewards_of(place / algo)
 
 
-def test_adapters_temperature_words_and_a_reference(place):
-    """All that needs a second look at the rows, in one run."""
+def test_lora_with_temperature_top_k_and_a_reference(place):
+    """Everything that scores rows a second time, in one run."""
     ended = run(
         place, name="lora", steps=6, lora={"r": 8}, updates=2, loss={"beta": 0.05}, optimizer={"lr": 3e-2},
         sampling={"temperature": 0.7, "top_k": 10, "top_p": 0.9},
     )  # fmt: skip
     assert ended.code == 0
     lines = metrics(place / "lora")
-    assert max(line["gap_max"] for line in lines) < 1e-4  # what the model says of its words is the same in both
+    assert max(line["gap_max"] for line in lines) < 1e-4  # sampler and trainer agree on the log-probabilities
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"] > 0
-    # the second update of a rollout finds a policy that has moved
+    # the policy has changed before the second update of a rollout
     assert lines[1]["kl"] > 0
     adapters = load_file(place / "lora" / "export" / "step_6" / "adapter_model.safetensors")
     assert any(np.abs(x).max() > 0 for name, x in adapters.items() if "lora_B" in name)
@@ -109,7 +117,7 @@ def test_adapters_temperature_words_and_a_reference(place):
 
 @pytest.mark.thorough
 def test_the_reference_is_the_policy_that_the_run_starts_with(place):
-    """Of adapters that go on, the model with them; the bare base where asked for; and one that follows the policy."""
+    """With from_adapter it is the model with the adapter, or the base if asked for; sync_every updates it."""
     given = dict(lora={"r": 8}, loss={"beta": 0.05}, optimizer={"lr": 3e-2}, checkpoint={"every": 0})
     run(place, name="before", steps=3, **given)
     given["from_adapter"] = str(place / "before/export/step_3")
@@ -124,15 +132,20 @@ def test_the_reference_is_the_policy_that_the_run_starts_with(place):
 
 
 @pytest.mark.thorough
-def test_engine_on_devices_of_its_own_and_one_update_behind(place):
-    """The same rewards are learnt with the sampler on other devices, and while the trainer computes."""
+def test_engine_on_its_own_devices_and_one_rollout_behind(place):
+    """The first rewards are the same with the sampler on other devices, and while the trainer computes."""
     assert len(jax.devices()) == 8
-    ended = run(place, name="apart", steps=6, engine={"devices": 2}, mesh={"fsdp": 2, "data": 3}, group_size=6)
+    ended = run(place, name="apart", steps=6, engine={"devices": 2}, mesh={"fsdp": 2, "data": 3}, num_generations=6)
     assert ended.code == 0
     together = rewards_of(place / "apart")
     assert all(line["gap_max"] < 1e-3 for line in metrics(place / "apart"))
     ended = run(
-        place, name="behind", steps=6, engine={"devices": 2, "stale": 1}, mesh={"fsdp": 2, "data": 3}, group_size=6
+        place,
+        name="behind",
+        steps=6,
+        engine={"devices": 2, "max_staleness": 1},
+        mesh={"fsdp": 2, "data": 3},
+        num_generations=6,
     )
     assert ended.code == 0
     said = [json.loads(line) for line in (place / "behind" / "completions.jsonl").read_text().splitlines()]
@@ -149,10 +162,10 @@ def test_engine_on_devices_of_its_own_and_one_update_behind(place):
 
 @pytest.mark.parametrize("algo", corners(["gkd", "reverse_kl"], []))
 def test_a_teacher_in_place_of_rewards(place, algo):
-    """On-policy distillation: what the student writes grows likelier to the teacher."""
+    """On-policy distillation: the divergence from the teacher falls."""
     teacher = model_folder(place, seed=1)
     ended = run(
-        place, name=algo, algo=algo, teacher=teacher, rewards=[], group_size=2, steps=12, checkpoint={"every": 0},
+        place, name=algo, algo=algo, teacher=teacher, rewards=[], num_generations=2, steps=12, checkpoint={"every": 0},
         lora={"r": 8} if algo == "gkd" else None,
     )  # fmt: skip
     assert ended.code == 0
@@ -163,10 +176,9 @@ def test_a_teacher_in_place_of_rewards(place, algo):
 
 
 @pytest.mark.thorough
-def test_what_gives_way_changes_nothing(place):
-    """An engine that sleeps and an optimizer that waits on the host: the run is the same."""
+def test_sleep_mode_and_offloading_do_not_change_the_run(place):
     run(place, name="plain", steps=3)
-    run(place, name="away", steps=3, engine={"sleep": True, "offload": True})
+    run(place, name="away", steps=3, engine={"enable_sleep_mode": True, "offload_optimizer": True})
     drop = ("sync_seconds", "rollout_seconds", "reward_seconds", "rollout_tokens_per_second")
     plain, away = (
         [{k: v for k, v in line.items() if k not in drop} for line in metrics(place / n)] for n in ("plain", "away")
@@ -174,17 +186,17 @@ def test_what_gives_way_changes_nothing(place):
     assert plain == away
 
 
-PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `examined`: its rows, their log-probabilities then
-EXAMINED: dict[str, Any] = {
-    "eval": {"every": 1}, "exam": {"samples": 4, "right": 0.6}, "steps": 2, "max_prompt": 32,
+PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `evaluated`: its rows, and their log-probabilities then
+EVALUATED: dict[str, Any] = {
+    "eval": {"every": 1, "num_generations": 4, "success_threshold": 0.6}, "steps": 2, "max_prompt_length": 32,
     "rewards": [failing, low_tokens, RewardFunction("of_messages", of_messages, 0.0)],
-    "num_iterations": 2, "loss": {"correction": "none", "delta": 1.5, "top_entropy_quantile": 0.5},
+    "num_iterations": 2, "loss": {"importance_sampling_mode": "none", "delta": 1.5, "top_entropy_quantile": 0.5},
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def examined(place):
-    """A run with a reward that fails for some, two passes over its rollout, and an exam after each step."""
+def evaluated(place):
+    """Run with a reward that fails for some rows, two passes over the rollout, and an evaluation after each step."""
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
     chats = [{"messages": [{"role": "user", "content": line["prompt"]}], **line} for line in PROMPTS]
     lines = [json.dumps({name: value for name, value in chat.items() if name != "prompt"}) + "\n" for chat in chats]
@@ -192,22 +204,21 @@ def examined(place):
     own = Rollouts.get
 
     def get(self, at):
-        batch, lessons = own(self, at), self._lessons
-        now = lessons._scorer.before(at.state.params, lessons._ready.place(batch))["old"]
+        batch, builder = own(self, at), self._parts.builder
+        now = builder._scorer.old_policy(at.state.params, builder._ready.place(batch))["old"]
         PASSES.append((jax.device_get(batch), now))
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rollouts, "get", get)
-        assert run(place, name="examined", data=data, **EXAMINED).code == 0
-    return place / "examined"
+        assert run(place, name="evaluated", data=data, **EVALUATED).code == 0
+    return place / "evaluated"
 
 
-def test_a_second_pass_has_its_ratios_to_the_policy_before_the_first(examined):
-    """The loss of each update, from the log-probabilities of its weights; the formulas are compared with TRL's in
-    test_losses."""
+def test_ratios_of_a_second_pass_are_to_the_policy_before_the_first(evaluated):
+    """Compute the loss of each update from the log-probabilities of its weights (formulas: test_losses)."""
     (rows, first), (again, second) = PASSES
-    lines = [line for line in metrics(examined) if "loss" in line]
+    lines = [line for line in metrics(evaluated) if "loss" in line]
     for name in rows.columns:
         np.testing.assert_array_equal(rows.columns[name], again.columns[name])
     mask = np.asarray(rows.loss_mask) > 0
@@ -220,31 +231,31 @@ def test_a_second_pass_has_its_ratios_to_the_policy_before_the_first(examined):
         ratio = np.exp(np.where(mask, now - old, 0.0))
         gain = np.minimum(np.minimum(ratio, 1.5) * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
         assert line["loss"] == pytest.approx(-np.sum(np.where(mask, gain * kept, 0) * rows.loss_mask), abs=1e-5)
-    said = [json.loads(line) for line in (examined / "completions.jsonl").read_text().splitlines()]
+    said = [json.loads(line) for line in (evaluated / "completions.jsonl").read_text().splitlines()]
     assert {line["step"] for line in said} == {1}, "one rollout, two updates"
 
 
-def test_another_reward_is_noticed_when_a_run_goes_on(place, examined):
+def test_a_changed_reward_stops_a_resume(place, evaluated):
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
-    with pytest.raises(ValueError, match=r"the reward 'failing' has changed since step 2 .*allow_changed_inputs"):
-        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": EXAMINED["rewards"][1:]})
-    heavier = [failing, RewardFunction("low_tokens", low_tokens, 2.0), EXAMINED["rewards"][2]]
-    with pytest.raises(ValueError, match="the reward 'low_tokens' has changed since step 2"):
-        run(place, name="examined", data=data, **{**EXAMINED, "steps": 4, "rewards": heavier})
+    with refuses(None, CheckpointError, "changed_inputs", naming="the reward 'failing' has changed since step 2"):
+        run(place, name="evaluated", data=data, **{**EVALUATED, "steps": 4, "rewards": EVALUATED["rewards"][1:]})
+    heavier = [failing, RewardFunction("low_tokens", low_tokens, 2.0), EVALUATED["rewards"][2]]
+    with refuses(None, CheckpointError, "changed_inputs", naming="the reward 'low_tokens' has changed since step 2"):
+        run(place, name="evaluated", data=data, **{**EVALUATED, "steps": 4, "rewards": heavier})
 
 
-def test_a_reward_that_fails_costs_its_own_rows(examined):
-    said = [json.loads(line) for line in (examined / "completions.jsonl").read_text().splitlines()]
+def test_a_failing_reward_affects_only_its_rows(evaluated):
+    said = [json.loads(line) for line in (evaluated / "completions.jsonl").read_text().splitlines()]
     failed = [line for line in said if line["problems"]]
     assert failed and all("division by zero" in line["problems"]["failing"] for line in failed)
     assert all(line["reward"] == line["rewards"]["low_tokens"] for line in failed)
-    # prompts are messages here, and so is what a reward is given
+    # prompts are messages here, and so are the completions that a reward is given
     assert all(line["rewards"]["of_messages"] == len(line["completion"]) for line in said)
 
 
 def test_a_run_in_which_every_reward_fails_stops(place):
-    """With the first traceback, and nothing is exported."""
-    with pytest.raises(ValueError, match="no completion of the last rollout got a reward") as stopped:
+    """The error has the first traceback, and nothing is exported."""
+    with pytest.raises(UserError, match="no completion of the last rollout got a reward") as stopped:
         run(place, name="unrewarded", steps=1, rewards=[of_messages])
     assert "in of_messages" in str(stopped.value) and "TypeError: string indices" in str(stopped.value)
     folder = place / "unrewarded"
@@ -254,70 +265,106 @@ def test_a_run_in_which_every_reward_fails_stops(place):
 
 
 @pytest.mark.thorough
-def test_with_its_reward_corrected_a_stopped_run_repeats_its_rollouts(place):
+def test_a_stopped_run_repeats_its_rollouts_with_a_corrected_reward(place):
     reward = place / "corrected.py"
     reward.write_text("def mine(completions, **columns):\n    return [len(c[0]['content']) for c in completions]\n")
-    with pytest.raises(ValueError, match="got a reward"):
+    with pytest.raises(UserError, match="got a reward"):
         run(place, name="corrected", steps=2, rewards=[{"function": f"{reward}:mine"}])
     reward.write_text("def mine(completions, **columns):\n    return [len(c) for c in completions]\n")
-    sys.modules.pop(next(name for name in sys.modules if name.startswith("corrected_")))  # as in another process
+    sys.modules.pop(next(name for name in sys.modules if name.startswith("corrected_")))  # as a new process would
     assert run(place, name="corrected", steps=2, rewards=[{"function": f"{reward}:mine"}]).code == 0
     said = [json.loads(line) for line in (place / "corrected" / "completions.jsonl").read_text().splitlines()]
     assert len(said) == 64 and all(line["reward"] == len(line["completion"]) for line in said)
 
 
-def test_exam_on_held_out_prompts(examined):
-    exams = [line for line in metrics(examined) if line.get("kind") == "eval"]
-    assert [line["step"] for line in exams] == [1, 2]
-    assert 0 <= exams[0]["held_out_pass@1"] <= exams[0]["held_out_pass@4"] <= 1 and "held_out_maj@4" in exams[0]
+def test_evaluation_on_held_out_prompts(evaluated):
+    evals = [line for line in metrics(evaluated) if line.get("kind") == "eval"]
+    assert [line["step"] for line in evals] == [1, 2]
+    assert 0 <= evals[0]["held_out_pass@1"] <= evals[0]["held_out_pass@4"] <= 1 and "held_out_maj@4" in evals[0]
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, param",
     [
-        ({"rewards": []}, "rewards must say what is good"),
-        ({"algo": "grpoo"}, "grpo"),
-        ({"group_size": 1}, "group_size must be 2 or more"),
-        ({"loss": {"kl": "k1", "beta": 0.1}}, "pulls nowhere"),
-        ({"sampling": {"top_p": 0.9}}, "needs top_k"),
-        ({"sampling": {"temperature": 0}}, "explores nothing"),
-        ({"max_prompt": 2}, "raise max_prompt"),
-        ({"rewards": [{"kind": "number", "column": "anser"}]}, "answer"),
-        ({"updates": 5}, "updates must divide"),
-        ({"num_iterations": 0}, "num_iterations must be at least 1"),
-        ({"algo": "rloo", "loss": {"scale_rewards": "batch"}}, "requires the advantage grpo or dr_grpo"),
-        ({"loss": {"scale_rewards": "groups"}}, "scale_rewards must be one of"),
-        ({"loss": {"top_entropy_quantile": 1.2}}, "top_entropy_quantile must be from 0 to 1"),
-        ({"algo": "cispo", "loss": {"delta": 4.0}}, "delta is no setting of the loss cispo"),
-        ({"algo": "sapo", "loss": {"eps_low": 0.2}}, "eps_low is no setting of the loss sapo"),
-        ({"advantage": np.tanh, "loss": {"scale_rewards": "none"}}, "given a function as `advantage`"),
-        ({"policy_loss": Plain(), "loss": {"delta": 4.0}}, "given a function as `policy_loss`"),
-        ({"batch": 2}, "batch must be at least"),
-        ({"critic": {"lam": 0.9}}, "read by algo=ppo alone"),
-        ({"distillation": {"kind": "jsd"}}, "read by algo=gkd alone"),
-        ({"samples": {"every": 5, "prompts": ["hi"]}}, "completions.jsonl"),
-        ({"data": {"path": "p.jsonl", "overlong": "skip"}}, "data.overlong=skip is for other trainings"),
-        ({"data": {"sources": [{"path": "p.jsonl", "weight": 2.0}]}}, "once per epoch"),
-        ({"eval": {"batches": 4}}, "eval.batches=4 is for other trainings"),
-        ({"steps": 0, "tokens": 1000}, "tokens=1,000 is for other trainings"),
-        ({"exam": {"samples": 2}}, "exam is held every eval.every steps"),
-        ({"loss": {"kl": "k2"}}, "is what loss.beta weighs"),
-        ({"loss": {"correction": "none", "cap": 3.0}}, "loss.correction=none has none"),
-        ({"algo": "reverse_kl", "teacher": "none", "loss": {"dynamic": True}}, "has a teacher"),
-        ({"sampling": {"tool_choice": "named"}}, "auto"),
-        ({"sampling": {"tool_choice": "auto"}}, "no prompt shows any"),
-        ({"sampling": {"parallel_tool_calls": False}}, "set tool_choice to auto or required"),
-        ({"engine": {"devices": 8}}, "leaves none of the 8 devices"),
+        ({"rewards": []}, "rewards"),
+        ({"algo": "grpoo"}, "algo"),
+        ({"num_generations": 1}, "num_generations"),
+        ({"loss": {"kl_estimator": "k1", "beta": 0.1}}, "loss.kl_estimator"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p"),
+        ({"sampling": {"top_k": 0}}, "sampling.top_k"),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature"),
+        ({"max_prompt_length": 2}, "max_prompt_length"),
+        ({"updates": 5}, "updates"),
+        ({"num_iterations": 0}, "num_iterations"),
+        ({"algo": "rloo", "loss": {"scale_rewards": "batch"}}, "loss.scale_rewards"),
+        ({"loss": {"scale_rewards": "groups"}}, "loss.scale_rewards"),
+        ({"loss": {"top_entropy_quantile": 1.2}}, "loss.top_entropy_quantile"),
+        ({"loss": {"soft_punish_cache": 9}}, "loss.soft_punish_cache"),
+        ({"algo": "cispo", "loss": {"delta": 4.0}}, "loss.delta"),
+        ({"algo": "sapo", "loss": {"epsilon": 0.2}}, "loss.epsilon"),
+        ({"advantage": np.tanh, "loss": {"scale_rewards": "none"}}, "loss.scale_rewards"),
+        ({"policy_loss": Plain(), "loss": {"delta": 4.0}}, "loss.delta"),
+        ({"batch": 2}, "batch"),
+        ({"critic": {"lam": 0.9}}, "critic"),
+        ({"distillation": {"kind": "jsd"}}, "distillation"),
+        ({"samples": {"every": 5, "prompts": ["hi"]}}, "samples"),
+        ({"data": {"path": "p.jsonl", "overlong": "skip"}}, "data.overlong"),
+        ({"data": {"sources": [{"path": "p.jsonl", "weight": 2.0}]}}, "data.sources"),
+        ({"eval": {"batches": 4}}, "eval.batches"),
+        ({"eval": {"num_generations": 2}}, "eval.every"),
+        ({"steps": 0, "tokens": 1000}, "tokens"),
+        ({"loss": {"kl_estimator": "k2"}}, "loss.kl_estimator"),
+        ({"loss": {"importance_sampling_mode": "drop"}}, "loss.importance_sampling_mode"),
+        (
+            {"loss": {"importance_sampling_mode": "none", "importance_sampling_cap": 3.0}},
+            "loss.importance_sampling_cap",
+        ),
+        ({"algo": "reverse_kl", "teacher": "none", "loss": {"dynamic_sampling": True}}, "loss.dynamic_sampling"),
+        ({"teacher": "none"}, "teacher"),
+        ({"sampling": {"tool_choice": "named"}}, "sampling.tool_choice"),
+        ({"sampling": {"parallel_tool_calls": False}}, "sampling.parallel_tool_calls"),
+        ({"engine": {"devices": 8}}, "engine.devices"),
+        ({"engine": {"max_staleness": 2}}, "engine.max_staleness"),
+        ({"engine": {"max_staleness": 1, "enable_sleep_mode": True}}, "engine.enable_sleep_mode"),
+        ({"engine": {"max_num_seqs": 0}}, "engine.max_num_seqs"),
+        ({"engine": {"gpu_memory_utilization": 0.5}}, "engine.gpu_memory_utilization"),
+        ({"engine": {"gpu_memory_utilization": 1.5, "enable_sleep_mode": True}}, "engine.gpu_memory_utilization"),
     ],
 )
-def test_mistakes_are_told(place, changes, told):
-    with pytest.raises(ValueError, match=told):
-        run(place, name="mistake", **changes)
+def test_invalid_recipes_are_refused(place, changes, param):
+    with refuses(param, RecipeError):
+        run(place, name="refused", **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, naming",
+    [
+        ({"rewards": [{"kind": "number", "column": "anser"}]}, "answer"),
+        ({"sampling": {"tool_choice": "auto"}}, "tool_choice"),
+    ],
+)
+def test_recipes_that_do_not_fit_the_data_are_refused(place, changes, naming):
+    with pytest.raises(UserError, match=naming):
+        run(place, name="refused", **changes)
+
+
+@pytest.mark.parametrize("key", RolloutEngine.REFUSED)
+def test_an_engine_option_that_rl_sets_is_refused_with_the_reason(key):
+    with refuses(f"engine.{key}", RecipeError, code="unknown_key", naming=RolloutEngine.REFUSED[key]):
+        create(Rl, {"model": "none", "steps": 1, "engine": {key: 1}})
+
+
+def test_the_engine_section_has_the_types_and_defaults_of_engine_options():
+    section, options = kinds_of(RolloutEngine), kinds_of(EngineOptions)
+    shared = section.keys() & options.keys() - {"RENAMED"}
+    assert shared | RolloutEngine.REFUSED.keys() == options_of(EngineOptions).keys()
+    assert {name: section[name] for name in shared} == {name: options[name] for name in shared}
+    defaults = {name: default_of(RolloutEngine, name) for name in shared - {"max_num_seqs"}}
+    assert defaults == {name: default_of(EngineOptions, name) for name in defaults}
 
 
 @pytest.mark.thorough
-def test_it_is_served_as_any_other(place):
-    """The export of a run is a model's folder."""
+def test_the_export_can_be_served(place):
     from dovetail import LLM
 
     run(place, name="served", steps=1)

@@ -17,12 +17,12 @@ from dovetail.core.errors import RecipeError
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.registry import read_model
 from dovetail.tune.rl.environment import Environment, Step
-from dovetail.tune.rl.episode import Episode, Place, begun
+from dovetail.tune.rl.episode import Episode, EpisodeId, new_episode
 from dovetail.tune.rl.layout import lay_out
-from dovetail.tune.rl.parts import Sampling
+from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.rl import rl
+from dovetail.tune.rl.sections import Sampling
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.task import Task
 from dovetail.tune.rl.tool_grammars import ToolGrammars
 from dovetail.tune.rl.tools import Tool, call_tools, tools_of
 
@@ -62,9 +62,9 @@ def model(tmp_path_factory):
 def run(model: str, folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the metrics and the completions of a run."""
     given: dict[str, Any] = dict(
-        data=TASKS, environment=Shop, steps=2, prompts=2, group_size=2, max_prompt=64, max_tokens=160, show=False,
-        optimizer={"lr": 3e-3}, precision={"compute": "f32"}, schedule={"name": "constant"}, show_every=0,
-        checkpoint={"every": 0}, engine={"max_num_seqs": 2},
+        data=TASKS, environment=Shop, steps=2, prompts=2, num_generations=2, max_prompt_length=64,
+        max_completion_length=160, show=False, optimizer={"lr": 3e-3}, precision={"compute": "f32"},
+        schedule={"name": "constant"}, show_every=0, checkpoint={"every": 0}, engine={"max_num_seqs": 2},
     )  # fmt: skip
     assert rl(model=model, run_dir=folder, **given | changes).code == 0
     played = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
@@ -101,10 +101,10 @@ ODD = {"type": "function", "function": {"name": "f", "parameters": {"type": "cir
 def masked(model: str, choice: str, *turns: str) -> tuple[Tokenizer, Episode, dict[str, np.ndarray]]:
     """Return the tokenizer, an episode of these turns, and the masks of its tokens."""
     tokenizer, cfg = Tokenizer.from_folder(model), read_model(model)
-    task = Task(0, "", (1, 2, 3), {}, [Tool.of(buy).schema])
+    task = PromptRecord(0, "", (1, 2, 3), {}, [Tool.of(buy).schema])
     settings = Rl(model=model, steps=1, sampling=Sampling(tool_choice=choice))
     grammars = ToolGrammars.from_settings(settings, tokenizer, cfg, [task])
-    episode = begun(0, Place(0, 0), task.tokens, 0)
+    episode = new_episode(EpisodeId(0, 0), 0, task.tokens, 0)
     for i, turn in enumerate(turns):
         episode.extend([5, 6] if i else [])
         write(episode, tokenizer, turn)
@@ -148,7 +148,7 @@ def test_auto_leaves_text_free_until_a_call_opens(model):
     ],
 )
 def test_prompts_without_a_grammar_are_refused(model, choice, tools, naming):
-    tasks = [Task(i, "", (1, 2), {}, each) for i, each in enumerate(tools)]
+    tasks = [PromptRecord(i, "", (1, 2), {}, each) for i, each in enumerate(tools)]
     settings = Rl(model=model, steps=1, sampling=Sampling(tool_choice=choice))
     with refuses("sampling.tool_choice", RecipeError, naming=naming):
         ToolGrammars.from_settings(settings, Tokenizer.from_folder(model), read_model(model), tasks)
