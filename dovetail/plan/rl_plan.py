@@ -144,7 +144,8 @@ def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: RolloutWork
     if (room.sequences(rollout.prompt + rollout.answer) or 0) < 1:
         raise OutOfMemoryError(
             f"the engine has no room for one answer of {rollout.prompt + rollout.answer:,} tokens on {replica.tensor} "
-            f"x {chip.name}: give it more devices of its own (engine.devices), or a larger engine.kv_cache_memory_bytes",
+            f"x {chip.name}: give it more devices of its own (engine.devices), or a larger "
+            "engine.kv_cache_memory_bytes",
             param="engine.devices",
         )
     return room
