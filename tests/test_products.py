@@ -168,5 +168,5 @@ def test_names():
 def test_compute_descriptions():
     assert COMPUTES["f32"].describe("cuda") == "products of f32"
     assert COMPUTES["tf32"].describe("cuda") == "products of TF32, summed in f32"
-    assert COMPUTES["tf32"].describe("tpu") == "products of f32, for this chip has no TF32"
+    assert COMPUTES["tf32"].describe("tpu") == "products of f32, because this chip has no TF32"
     assert COMPUTES["bf16"].describe("cuda") == "products of bf16, summed in f32"

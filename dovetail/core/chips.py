@@ -164,7 +164,7 @@ class ChipFamily:
     prefix: str  # of the cloud's name of a slice
     spellings: tuple[str, ...]  # as people type it, besides
     gke: str | None  # the value of GKE's node label; None: GKE does not have it
-    machine: str | None  # the type of the machine that holds so many chips, with {} for how many
+    machine: str | None  # the type of a machine, with {} for its number of chips
     hosts: tuple[int, ...]  # chips that a single machine may have
     sides: int = 0  # of the torus; 0: a GPU
     cores: int = 1  # of one chip
@@ -197,7 +197,7 @@ CPU = ChipFamily("cpu", (), None, None, (1,))  # a machine without accelerators:
 
 
 def usual_sides(chip: Chip, chips: int) -> tuple[int, ...] | None:
-    """Return the default topology of so many chips; None if there is no such slice."""
+    """Return the default topology of this many chips; None if there is no such slice."""
     family = FAMILIES[chip.name]
     if family.sides == 0:
         return (chips,)

@@ -146,11 +146,11 @@ def per_gb(bucket: str, zone: str) -> float:
 
 
 def transfer(gigabytes: float, bucket: str, zone: str) -> float:
-    """Return the dollars to read so many gigabytes of a bucket from a zone."""
+    """Return the dollars to read this many gigabytes of a bucket from a zone."""
     return gigabytes * 1000 / PIECE_MB * CLASS_B + gigabytes * per_gb(bucket, zone)
 
 
 def storage(gigabytes: float, bucket: str = "") -> float:
-    """Return the dollars to store so many gigabytes for a month."""
+    """Return the dollars to store this many gigabytes for a month."""
     many = bool(bucket) and is_multi_region(bucket)
     return gigabytes * (MULTI_REGION_GB_MONTH if many else REGION_GB_MONTH)

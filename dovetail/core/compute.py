@@ -51,7 +51,7 @@ class Compute:
     def describe(self, platform: str | None = None) -> str:
         """Describe the products of this type on a platform."""
         if self.is_exact(platform):
-            return "products of f32" + (", for this chip has no TF32" if self.name == "tf32" else "")
+            return "products of f32" + (", because this chip has no TF32" if self.name == "tf32" else "")
         return f"products of {'TF32' if self.name == 'tf32' else self.name}, summed in f32"
 
 

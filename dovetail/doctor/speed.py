@@ -1,4 +1,4 @@
-"""How fast the devices are, compared with the peak of their chip: products, memory, links."""
+"""Measure the speed of the devices, compared with the peak of their chip: products, memory, links."""
 
 from __future__ import annotations
 

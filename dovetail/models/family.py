@@ -1,4 +1,4 @@
-"""What a family consists of: a parser of its config.json, its differences in tensor names, and helpers of parsers.
+"""Define what a family consists of: a parser of its config.json, its tensor names, and helpers of parsers.
 
 No field of a config.json is ignored silently: a family reads the fields that it honours through `Fields`, and `done`
 refuses the rest, unless a field is known not to change the numbers.

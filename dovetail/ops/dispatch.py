@@ -266,7 +266,7 @@ def import_kernels(platform: str | None) -> None:
 
 
 def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
-    """Return XLA's options for a step of so many tokens.
+    """Return XLA's options for a step of this many tokens.
 
     XLA's own matrix products are best for a few rows. For more its choice is wrong and takes half the compile time (64
     rows of an 8B model: 10% of a step), and cuBLAS's, which remain, also add the residual stream if it is large (see

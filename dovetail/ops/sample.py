@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, bias, masks, temperature, truncation, the draw, and log-probabilities.
+"""Sample tokens from logits: penalties, bias, masks, temperature, truncation, the draw, and log-probabilities.
 
 Pure, exact functions of arrays without host state. The order is vLLM's: bias, penalties, mask (`adjust`); then
 temperature, min-p, top-k, and top-p over what those leave (`choose`). A row draws from its own (seed, position) alone,
@@ -47,7 +47,7 @@ class SampleInputs:
     bias: jax.Array  # [S, B] f32
     mask: jax.Array  # [S, W] uint32; a set bit allows its token
     mask_until: jax.Array  # [S] int32: the mask holds at positions below this; 0: no mask
-    top_logprobs: jax.Array  # [S] int32: so many of the most probable tokens' log-probabilities; -1: none at all
+    top_logprobs: jax.Array  # [S] int32: how many of the most probable tokens get log-probabilities; -1: none at all
 
 
 def advance(inputs: SampleInputs, steps: jax.Array | int = 1) -> SampleInputs:

@@ -271,7 +271,7 @@ class GenerationRequest(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its token usage."""
+        """Return whether a stream ends with its token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property

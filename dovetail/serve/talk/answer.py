@@ -1,4 +1,4 @@
-"""From tokens to what a client reads: text without partial characters, stop strings, tool calls, log-probabilities.
+"""Turn tokens into what a client reads: text without partial characters, stop strings, tool calls, log-probabilities.
 
 The engine's process makes tokens only. Text is made here, in the HTTP process, so that it never delays a step.
 """

@@ -1,4 +1,4 @@
-"""What each kernel for TPUs requires, why it cannot take a call, and how the flat kernel tiles its work.
+"""Check what each kernel for TPUs requires, say why it cannot take a call, and choose the flat kernel's tiles.
 
 ops.dispatch chooses by these. Each `why_not` function returns its reason as the end of a sentence, or None if the
 kernel takes the call. Shapes are of all devices. The sizes of SMEM and VMEM are jax's own (pltpu.get_tpu_info_for_chip;
