@@ -60,8 +60,7 @@ class RewardFunction:
     @cached_property
     def arguments(self) -> RewardArguments:
         """The arguments that the function takes."""
-        imported = isinstance(self.function, ImportedFunction)
-        return arguments_of(self.function.function if imported else self.function)
+        return arguments_of(self.function.function if isinstance(self.function, ImportedFunction) else self.function)
 
     @property
     def fingerprint(self) -> str:
