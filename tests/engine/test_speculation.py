@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
+from engine.engines import GREEDY, OPTIONS, make_llm, mixed_prompts, tokens_of, variant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import refuses
+from tune.small_models import model_folder
 
 from dovetail.core.errors import UnsupportedError, UserError
+from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status
@@ -176,6 +178,41 @@ def test_a_repetitive_prompt_needs_fewer_steps(method):
     llm.engine.speculator.length = Always(llm.options.speculative_config.choices)
     same(answer, llm.generate([prompt], params))
     assert llm.engine.stats().speculation.accepted_tokens > 0
+
+
+TEXTS = {
+    "JSON schema": dict(structured_outputs={"json": {"type": "object", "properties": {
+        "name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}}, "required": ["name", "ok"]}}),
+    "regular expression": dict(structured_outputs={"regex": "[a-d]{2,9}-[0-9]{3}"}),
+    "choice": dict(structured_outputs={"choice": ("red", "green", "dark blue")}),
+    "bad words": dict(bad_words=("ab", "the one", "say")),
+    "stop string": dict(stop=("a", "th", "on")),
+    "min_tokens and a mask": dict(min_tokens=12, allowed_token_ids=tuple(range(1, 120))),
+    "grammar, penalties, logprobs": dict(structured_outputs={"regex": "([a-f]{1,3} ){1,9}"}, presence_penalty=1.5,
+                                         logprobs=3),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text_llm(tmp_path_factory):
+    folder = model_folder(tmp_path_factory.mktemp("speculation"))
+    llm = LLM(folder, **OPTIONS, speculative_config={"num_speculative_tokens": DRAFTS})
+    llm.runner.steps.all([llm.runner.buckets.verify(rows, DRAFTS) for rows in (1, 2, 4, 8)])
+    return llm
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", TEXTS)
+def test_grammars_and_texts(text_llm, name, temperature):
+    """Masks follow the draft tokens, and a grammar is rolled back to the accepted ones."""
+    params = SamplingParams(temperature=temperature, max_tokens=30, seed=5, **TEXTS[name])
+    prompts = ["say 5", "the one and the other", "<7>"]
+    expected = variant(text_llm).generate(prompts, params)
+    engine = speculating(text_llm, expected, wrong=0.2)
+    found = engine.generate(prompts, params)
+    same(expected, found)
+    assert [each.outputs[0].text for each in found] == [each.outputs[0].text for each in expected]
+    assert engine.engine.stats().speculation.accepted_tokens > 0
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
