@@ -79,6 +79,15 @@ class Matcher:
         self._matcher.consume_token(token)
         self._check()
 
+    def try_accept(self, token: int) -> bool:
+        """Advance by a token if the grammar allows it; return whether it does."""
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        self._matcher.rollback(count)
+        self._check()
+
     @property
     def is_done(self) -> bool:
         """Return whether only an EOS token can follow."""

@@ -1,5 +1,7 @@
 """The scheduler under random traffic from hypothesis, on a fake device that checks every plan."""
 
+import random
+
 import pytest
 from fake_device import EOS, Driver, check_invariants, expected, make, sequences
 from hypothesis import HealthCheck, settings
@@ -33,7 +35,7 @@ def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
         and before[0].status is Status.RUNNING
         and before[0] not in [row.seq for row in plan.rows]
     ):
-        assert before[0].length >= before[0].limit or before[0].single_step
+        assert before[0].length >= before[0].limit or before[0].single_step or before[0].verifying
 
 
 class Traffic(RuleBasedStateMachine):
@@ -52,7 +54,7 @@ class Traffic(RuleBasedStateMachine):
             enable_prefix_caching=caching, policy=policy, max_decode_steps=max_decode_steps,
         )  # fmt: skip
         self.driver = Driver(self.scheduler, ahead, prompts_first)
-        self.seqs, self.count = [], 0
+        self.seqs, self.count, self.random = [], 0, random.Random(budget)
 
     @rule(
         base=st.integers(0, 1), shared=st.integers(0, 16), own=st.integers(0, 6), n=st.sampled_from([1, 1, 2, 4]),
@@ -85,6 +87,22 @@ class Traffic(RuleBasedStateMachine):
             if len(self.driver.flying) > self.driver.ahead:
                 self._land()
 
+    @rule(most=st.integers(1, 6), right=st.floats(0, 1))
+    def speculate(self, most, right):
+        """Verify draft tokens of any length, each of them right with a probability of `right`."""
+        while self.driver.flying:
+            self._land()
+        if not self.scheduler.demand().prompts:
+            self._launch({seq: self._drafts(seq, most, right) for seq in self.scheduler.running})
+
+    def _drafts(self, seq, most, right):
+        count = self.random.randint(0, max(0, min(most, seq.limit - len(seq.tokens) - 1)))
+        truth = expected(seq)[len(seq.tokens) :]
+        return tuple(
+            truth[j] if j < len(truth) and self.random.random() < right else self.random.randrange(30)
+            for j in range(count)
+        )
+
     @precondition(lambda self: self.driver.flying)
     @rule()
     def commit(self):
@@ -103,9 +121,9 @@ class Traffic(RuleBasedStateMachine):
         if self.count % 5 == 0:
             self.scheduler.reset_prefix_cache()
 
-    def _launch(self):
+    def _launch(self, drafts=None):
         before, waited = list(self.scheduler.running), set(self.scheduler.waiting)
-        plan = self.driver.launch()
+        plan = self.driver.launch(drafts)
         if plan is not None:
             check_plan(self.driver, plan, before, waited)
             check_invariants(self.scheduler, self.driver.device)

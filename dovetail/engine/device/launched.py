@@ -64,7 +64,7 @@ def keep_logprobs(launched: LaunchedStep, gains: list[Gain]) -> list[Scores | No
         new = None
         if seq.scores is not None:
             new = values[i], ranks[i], None
-            if top or len(tokens) < launched.plan.steps:
+            if top or len(tokens) < len(values[i]):
                 new = _cut(new, len(tokens), [array[:, i] for array in top], seq.request.params.logprobs or 0)
             seq.scores.append(new)
         kept.append(new)

@@ -143,6 +143,11 @@ class Sequence:
     text: OutputText | None = None  # of the output; None: the caller detokenizes
     sampling: SamplingState | None = None
     single_step: bool = False  # the host must see each token before the next one is sampled (a grammar)
+    draft_state: object = None  # of the drafter, which extends it as tokens come
+    verifying: bool = False  # a step with draft tokens is in flight: how many tokens it gains is not known yet
+    num_drafts: int = 0  # verify steps, the draft tokens in them, and those that were accepted
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     by_token: bool = False  # more than EOS and length can stop it, so each token is checked (see Stops)
     error: str | None = None  # why the engine ended it, such as a grammar that allows no further token
     limit: int = 0  # most tokens including the prompt; set by the scheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,13 +15,15 @@ class PlanRow:
     """`count` tokens of a sequence from position `start` on.
 
     With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
-    step of a plan with several).
+    step of a plan with several). With `drafts`, the newest token is followed by these draft tokens, and the step
+    samples after each of them.
     """
 
     seq: Sequence
     start: int
     count: int
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -30,6 +33,7 @@ class StepPlan:
     rows: list[PlanRow]
     steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
+    speculates: bool = False  # draft tokens were requested for it: the next step waits for its tokens
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -40,6 +44,11 @@ class StepPlan:
     def is_decode(self) -> bool:
         """Return whether every row computes one token and samples the next."""
         return all(row.count == 1 and row.samples for row in self.rows)
+
+    @functools.cached_property
+    def num_drafts(self) -> int:
+        """Return the most draft tokens of a row; more than 0 in a verify step, whose rows all sample."""
+        return max((len(row.drafts) for row in self.rows), default=0)
 
 
 class StepLimits(NamedTuple):
@@ -64,4 +73,5 @@ class StepDemand(NamedTuple):
         return self.decoding + self.prompts
 
 
+Drafts = Mapping[Sequence, tuple[int, ...]]  # draft tokens by sequence
 Gain = tuple[Sequence, list[int], int]  # a sequence, the tokens it kept, and the index of its row in the plan
