@@ -47,7 +47,8 @@ LEAN_PACKAGES = {"jax", "numpy", "ml_dtypes", "optax", "orbax", "safetensors", "
 QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
 # and these, which import the standard library alone
 QUICK_FILES = {
-    "engine/options.py", "engine/spec/config.py", "serve/config.py", "core/choice.py", "core/errors.py", "core/option.py", "core/terminal.py",
+    "engine/options.py", "engine/spec/config.py", "serve/config.py",
+    "core/choice.py", "core/errors.py", "core/option.py", "core/terminal.py",
     "core/units.py",
 }  # fmt: skip
 COMPARED_WITH = {"torch", "transformers"}  # never needed to run
