@@ -14,7 +14,8 @@ from pathlib import Path
 from tiny import first_and_last, imitate, tiny_model
 
 import dovetail as dt
-from dovetail.tune.rl.tools import Tool, ToolEnvironment
+from dovetail.tune.rl.environment import ToolEnvironment
+from dovetail.tune.rl.tools import Tool
 
 PRICES = {"apple": 2, "pear": 3, "melon": 7, "plum": 4}
 
@@ -33,8 +34,8 @@ class Shop(ToolEnvironment):
     tools = (lookup, multiply)
     turns = 4
 
-    def score(self, answer) -> float:
-        return float(answer.content.strip() == str(self.columns["answer"]))
+    def score(self, turn) -> float:
+        return float(turn.content.strip() == str(self.columns["answer"]))
 
 
 def questions() -> list[dict]:

@@ -32,8 +32,8 @@ class Lake(Environment):
     def reset(self, random) -> None:
         self.row, self.column = self.columns["start"]
 
-    def step(self, answer) -> Step:
-        move = answer.content.strip()
+    def step(self, turn) -> Step:
+        move = turn.content.strip()
         if move not in MOVES:
             return Step(done=True)
         if self.random.random() < SLIPS:

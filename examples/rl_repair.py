@@ -36,10 +36,10 @@ class Repair(Environment):
     def reset(self, random) -> None:
         self.tries = 0
 
-    def step(self, answer) -> Step:
+    def step(self, turn) -> Step:
         self.tries += 1
         x, wanted = self.columns["x"], self.columns["wanted"]
-        found = result(answer.content.strip(), x)
+        found = result(turn.content.strip(), x)
         if found == str(wanted):
             return Step(reward=1.0 - LESS * (self.tries - 1), done=True)
         return Step(f"f({x}) gives {found}")

@@ -1,4 +1,4 @@
-"""Random adapters of the reference models, and the logits of both sides."""
+"""Random adapters of the reference models, and logits of Dovetail and PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share, those in processes of their own too: a state made from its step, and damage."""
+"""Helpers of the checkpoint tests, shared with their child processes: a state made from its step, and damage."""
 
 from __future__ import annotations
 

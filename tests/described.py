@@ -1,4 +1,4 @@
-"""A device that is not here, for what is lowered for it."""
+"""Descriptions of devices that this machine does not have, to lower programs for."""
 
 from __future__ import annotations
 

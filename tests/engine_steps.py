@@ -1,4 +1,4 @@
-"""Engine steps traced from shapes and types alone."""
+"""Engine steps traced from abstract arrays."""
 
 from __future__ import annotations
 

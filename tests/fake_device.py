@@ -1,8 +1,8 @@
-"""A device for the scheduler's tests: it keeps the truth itself, and fails when a plan would compute something else.
+"""A device for the scheduler's tests that fails when a plan would compute a wrong value.
 
-Each slot of a page holds the name of the whole history up to its token (root, tokens), as real keys and values depend
-on all of it. A row is checked to continue where the sequence stood, to read only what belongs to its history, and to
-agree with what the host believes. The next token is a function of the history and the sample's index alone.
+Each slot of a page holds the name of the whole history up to its token (root, tokens), because real keys and values
+depend on all of it. Every row must continue where its sequence stood, read only its own history, and agree with the
+host. The next token is a function of the history and the sample's index alone.
 """
 
 import zlib
@@ -62,6 +62,8 @@ class FakeDevice:
         """The tokens [steps, rows + 1]: the last column is padding, and what rows that do not sample have is noise."""
         for row in plan.rows:
             self._check_start(row)
+        if plan.num_drafts:
+            return self._verify(plan)
         sampled = np.full((plan.steps, len(plan.rows) + 1), EOS, np.int32)
         for step in range(plan.steps):
             for row in plan.rows:  # every row writes before any reads
@@ -70,6 +72,26 @@ class FakeDevice:
                 self._read(row.seq, row.start + step + row.count)
                 if row.samples:
                     sampled[step, i] = self._sample(row.seq, row.start + step + row.count)
+        return sampled
+
+    def _verify(self, plan: StepPlan) -> np.ndarray:
+        """Run a verify step: every row writes its draft tokens, and samples after each of them."""
+        sampled = np.full((1 + plan.num_drafts, len(plan.rows) + 1), EOS, np.int32)
+        for i, row in enumerate(plan.rows):
+            seq, truth = row.seq, self.histories[row.seq]
+            assumed = History(seq)
+            for token in (*truth.tokens[seq.prompt_len :], *row.drafts):
+                assumed.append(token)
+            for at in range(row.start, row.start + row.count):
+                self.pages[seq.pages[at // self.size]][at % self.size] = assumed.names[at]
+            self._read(seq, row.start + 1)
+            column = [assumed.next(row.start + 1 + j) for j in range(row.count)]
+            sampled[: row.count, i] = column
+            kept = 1 + next((j for j, draft in enumerate(row.drafts) if column[j] != draft), len(row.drafts))
+            for token in column[:kept]:
+                truth.append(token)
+            self.stood[seq] = (seq.preemptions, row.start + kept)
+            self.computed_tokens += row.count
         return sampled
 
     def _check_start(self, row) -> None:
@@ -83,7 +105,7 @@ class FakeDevice:
             assert row.start % self.size == 0, f"{seq.id}: started inside a page"
             assert row.start <= seq.cached_tokens or seq.preemptions, "started past what was found in the cache"
         assert seq.tokens == history.tokens[: len(seq.tokens)], f"{seq.id}: host and device differ"
-        assert row.samples == (row.start + row.count == len(history.tokens))
+        assert row.samples == (row.start + row.count - len(row.drafts) == len(history.tokens))
 
     def _write(self, seq: Sequence, start: int, count: int) -> None:
         names = self.histories[seq].names
@@ -118,8 +140,10 @@ class Driver:
         if self.flying and (plan is None or len(self.flying) > self.ahead):
             self.land()
 
-    def launch(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(prompts_first=self.prompts_first)
+    def launch(self, drafts: dict[Sequence, tuple[int, ...]] | None = None) -> StepPlan | None:
+        if self.flying and self.flying[-1][0].num_drafts:
+            return None  # draft tokens follow known tokens
+        plan = self.scheduler.schedule(prompts_first=self.prompts_first, drafts=drafts)
         if plan is not None:
             self.flying.append((plan, self.device.run(plan)))
             self.plans.append(plan)
@@ -164,7 +188,8 @@ def check_invariants(scheduler: Scheduler, device: FakeDevice | None = None) -> 
         assert seq.status is Status.RUNNING and seq.computed <= min(cfg.max_model_len, pool.num_pages * size)
         # A dispatch of several steps may go past max_tokens, which is planned no further and never known to the host.
         assert len(seq.tokens) < seq.limit and seq.length < seq.limit + cfg.max_decode_steps
-        assert len(seq.pages) == -(-seq.computed // size), "pages cover what is computed, and no more"
+        most = seq.computed + seq.num_draft_tokens  # a page may be left of draft tokens that were rejected
+        assert -(-seq.computed // size) <= len(seq.pages) <= -(-most // size), "pages cover what is computed"
         for i, page in enumerate(seq.pages):
             holders.setdefault(page, []).append((seq, i))
     for seq in scheduler.waiting:

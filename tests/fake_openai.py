@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's API and answers as it is told to, on a free port of this machine."""
+"""A server of OpenAI's API with scripted answers, on a free port."""
 
 import json
 import threading

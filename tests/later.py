@@ -1,4 +1,4 @@
-"""Packages that take seconds to import: a worker collects every module, and runs a third of them."""
+"""Lazy imports of packages that take seconds: every worker collects all modules and runs a third of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DOVETAIL_HOME of the tests' own: of the user's they share the models that were pulled, and touch nothing else."""
+"""A DOVETAIL_HOME for the tests: it shares the user's downloaded models and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _before: dict[str, int] = {}
 
 
 def enter() -> dict[str, str]:
-    """Makes it; the variables that lead there."""
+    """Make the home and return the environment variables that select it."""
     if not _is_first:
         return {}
     _before.update(_listing())
@@ -25,7 +25,7 @@ def enter() -> dict[str, str]:
 
 
 def leave() -> list[str]:
-    """What was written into the user's home meanwhile."""
+    """Remove the home and return the files written into the user's home meanwhile."""
     if not _is_first:
         return []
     shutil.rmtree(os.environ["DOVETAIL_HOME"], ignore_errors=True)  # a link is removed, not what it leads to
@@ -33,12 +33,12 @@ def leave() -> list[str]:
 
 
 def written() -> list[str]:
-    """The files made or changed there since `enter`, models apart."""
+    """Return the files made or changed there since `enter`, except models."""
     return sorted(name for name, changed in _listing().items() if _before.get(name) != changed)
 
 
 def _listing() -> dict[str, int]:
-    """Files, and when each was changed."""
+    """Return the files and their modification times."""
     files = (path for path in REAL.rglob("*") if path.is_file()) if REAL.is_dir() else ()
     listed = ((path.relative_to(REAL), path) for path in files)
     return {str(name): path.stat().st_mtime_ns for name, path in listed if name.parts[0] != "models"}

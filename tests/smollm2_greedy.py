@@ -1,4 +1,4 @@
-"""Prompts of mixed lengths for the real SmolLM2-135M-Instruct, and the tokens that transformers continues them with."""
+"""Prompts of mixed lengths for SmolLM2-135M-Instruct, and transformers' greedy continuations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of examples/, as a user runs them: minutes each, most with the real SmolLM2."""
+"""The scripts of examples/ as a user runs them; each takes minutes, most use SmolLM2."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_dpo_turns_a_preference_around(tmp_path):
     assert int(share) == 100 and float(margin) > 0.5
 
 
-def test_distillation_brings_the_student_near(tmp_path):
+def test_distillation_lowers_the_students_divergence(tmp_path):
     first = run("distill.py", tmp_path / "one", "--steps", "1")
     last = run("distill.py", tmp_path / "many")
     apart = [float(re.findall(r"from the teacher: ([\d.]+)", text)[0]) for text in (first, last)]

@@ -1,4 +1,4 @@
-"""`import dovetail as dt`: the names a user needs, found when they are used."""
+"""`import dovetail as dt`: the public names, imported on first use."""
 
 import json
 import signal
@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 from train.runs import model_folder
 
 import dovetail as dt
+from dovetail.core.errors import RecipeError
 
 
 def test_the_names_are_those_of_the_rooms():
@@ -50,6 +52,6 @@ def test_pretrain_in_a_program(tmp_path):
     assert (again.code, again.step) == (0, 5)
     steps = [json.loads(line)["step"] for line in (again.folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match=r"optimizer\.lrr is not a key\. Did you mean optimizer\.lr"):
+    with refuses("optimizer.lrr", RecipeError, code="unknown_key", naming="optimizer.lr"):
         dt.pretrain("tiny", optimizer={"lrr": 1e-3}, run_dir=tmp_path / "other")
     assert not (tmp_path / "other").exists()

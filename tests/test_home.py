@@ -1,4 +1,4 @@
-"""The tests have a home of their own: a user's reports and caches are not theirs to write."""
+"""The tests have a DOVETAIL_HOME of their own and do not write the user's reports and caches."""
 
 import os
 import subprocess

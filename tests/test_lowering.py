@@ -122,7 +122,7 @@ KERNELS = {"wide heads": "ragged_paged_attention"} | dict.fromkeys(
 @pytest.mark.parametrize("tokens", corners([64, S], [64]), ids=["prefill", "decode"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_paged_for_a_kind_of_tpu(name, tokens, kind):
-    """A kernel is lowered for a chip, which a machine without one must be told of."""
+    """A kernel is lowered for one kind of chip, which must be named on a machine without it."""
     cfg, params, cache = model(name, "tpu")
     ctx = Paged(ints(S, PAGES), ints(S), ints(S + 1), ints(1), platform="tpu")
     device = jax.sharding.AbstractDevice(kind, num_cores=1, platform="tpu")

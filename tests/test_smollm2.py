@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct, against transformers."""
+"""SmolLM2-135M-Instruct compared with transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What XLA is told in the tests. Compiling is most of the suite's time, and tiny models run for milliseconds: LLVM's
-optimisations and the emitters that take longest are left out. They do not change what is tested."""
+"""XLA's flags in the tests.
+
+Compiling takes most of the suite's time, and tiny models run for milliseconds, so LLVM's optimisations and the slowest
+emitters are off. They do not change what is tested.
+"""
 
 from __future__ import annotations
 

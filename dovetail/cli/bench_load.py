@@ -31,7 +31,10 @@ class Load:
 
     def __post_init__(self):
         if bool(self.rate) == bool(self.concurrency):
-            raise UserError("--rate (open loop) and --concurrency (closed loop) exclude each other: give one of them")
+            raise UserError(
+                "--rate (open loop) and --concurrency (closed loop) exclude each other: give one of them",
+                param="--rate",
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return the load as JSON types; JSON has no infinity."""
@@ -60,8 +63,8 @@ class Load:
 
 
 @dataclass
-class Record:
-    """One request, with times in seconds since the load began.
+class RequestRecord:
+    """Hold one request, with times in seconds since the load began.
 
     `due` is when it should have been sent. Latencies count from there, so that a server that blocks the sender does
     not look faster.
@@ -73,11 +76,11 @@ class Record:
     end: float | None = None  # None: not finished
     tokens: int = 0
     error: str | None = None  # the kind of the error
-    said: str = ""  # its message
+    message: str = ""  # of the error
 
     @property
     def ok(self) -> bool:
-        """Whether the request was answered."""
+        """Return whether the request was answered."""
         return self.end is not None and self.error is None
 
     @property
@@ -99,9 +102,11 @@ class Record:
 class Generator:
     """Send a load; `records` grows as requests are sent, so that an interrupted load can be reported."""
 
-    def __init__(self, client: httpx.AsyncClient, load: Load, tick: Callable[[Record], None] = lambda record: None):
+    def __init__(
+        self, client: httpx.AsyncClient, load: Load, tick: Callable[[RequestRecord], None] = lambda record: None
+    ):
         self._client, self._load, self._tick = client, load, tick
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
         self._start = 0.0
 
     async def run(self, bodies: list[bytes]) -> None:
@@ -125,9 +130,9 @@ class Generator:
         for body in waiting:
             await self.send(body, self.now())
 
-    async def send(self, body: bytes, due: float) -> Record:
+    async def send(self, body: bytes, due: float) -> RequestRecord:
         """Send one request and read its stream."""
-        record = Record(due, self.now())
+        record = RequestRecord(due, self.now())
         self.records.append(record)
         try:
             with explained(self._client.base_url):
@@ -135,12 +140,12 @@ class Generator:
             if not record.events:
                 raise ServerError("no tokens", "the answer had no token")
         except ServerError as error:
-            record.error, record.said = error.kind, str(error)
+            record.error, record.message = error.kind, str(error)
         record.end = self.now()
         self._tick(record)
         return record
 
-    async def _read(self, record: Record, body: bytes) -> None:
+    async def _read(self, record: RequestRecord, body: bytes) -> None:
         headers = {"content-type": "application/json"}
         async with self._client.stream("POST", "/v1/completions", content=body, headers=headers) as response:
             if response.is_error:
@@ -156,7 +161,7 @@ class Generator:
                 raise ServerError("cut off", "the server closed the connection before the end of the answer")
         record.tokens = record.tokens or len(record.events)  # without usage: one token per event
 
-    def _take(self, record: Record, event: dict[str, Any]) -> None:
+    def _take(self, record: RequestRecord, event: dict[str, Any]) -> None:
         """Count an event as a token even without text (half a character is held back), unless it only finishes."""
         for choice in event.get("choices", ()):
             if choice.get("text") or not choice.get("finish_reason") or not record.events:

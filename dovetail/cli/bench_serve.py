@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dovetail.cli.bench_load import Generator, Load, Record
+from dovetail.cli.bench_load import Generator, Load, RequestRecord
 from dovetail.core.errors import UserError
 
 ROUNDS = 4  # maximum rounds of warming up
@@ -75,7 +75,7 @@ async def warm_up(client: Any, load: Load, model: str, vocab: int, count: int | 
 def _check(generator: Generator) -> None:
     for record in generator.records:
         if record.error:
-            raise UserError(f"a warm-up request failed: {record.said}")
+            raise UserError(f"a warm-up request failed: {record.message}")
 
 
 async def watch(client: Any, found: list[dict[str, float]]) -> None:
@@ -142,7 +142,7 @@ def run(
 
 
 class Bench:
-    """One measurement of a server under a load."""
+    """Measure a server under a load."""
 
     def __init__(self, url: str, api_key: str, load: Load, timeout: float):
         from dovetail.cli.remote import client_options
@@ -152,7 +152,7 @@ class Bench:
         self._seconds = self._cpu = 0.0
         self._seen: list[dict[str, float]] = []
         self._compiled: dict[str, float] = {}  # during the measurement; empty if not reported
-        self.records: list[Record] = []
+        self.records: list[RequestRecord] = []
 
     async def run(self, model: str, vocab: int, count: int | None) -> None:
         """Warm the server up and send the load."""
@@ -168,7 +168,7 @@ class Bench:
             with bar() as progress:
                 ended: list[bool] = []  # whether each finished request failed
 
-                def tick(record: Record) -> None:
+                def tick(record: RequestRecord) -> None:
                     ended.append(record.error is not None)
                     progress(f"requests, {sum(ended)} failed" if any(ended) else "requests", len(ended), len(bodies))
 
@@ -196,11 +196,15 @@ class Bench:
         found = next((each for each in models if each["id"] == model), None) if model else models[0]
         if found is None:
             raise UserError(
-                f"{self._url} has no model {model}: choose one of {', '.join(each['id'] for each in models)}"
+                f"{self._url} has no model {model}: choose one of {', '.join(each['id'] for each in models)}",
+                param="--model",
             )
         longest, asked = found.get("max_model_len"), self._load.input + self._load.output
         if longest and asked > longest:
-            raise UserError(f"--input plus --output must be at most {longest} tokens for {found['id']}, got {asked}")
+            raise UserError(
+                f"--input plus --output must be at most {longest} tokens for {found['id']}, got {asked}",
+                param="--input",
+            )
         return found["id"], vocab or found.get("vocab_size") or SOME_VOCAB
 
     def figures(self) -> dict[str, Any]:
@@ -249,7 +253,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def rates(records: Sequence[Record], seconds: float, bins: int = 60) -> list[float]:
+def rates(records: Sequence[RequestRecord], seconds: float, bins: int = 60) -> list[float]:
     """Return output tok/s in each part of the run, assuming that all events of a request have equally many tokens."""
     each = seconds / bins or 1.0
     counts = [0.0] * bins
@@ -259,7 +263,7 @@ def rates(records: Sequence[Record], seconds: float, bins: int = 60) -> list[flo
     return [count / each for count in counts]
 
 
-def _show(figures: dict[str, Any], records: list[Record]) -> None:
+def _show(figures: dict[str, Any], records: list[RequestRecord]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -284,10 +288,10 @@ def _show(figures: dict[str, Any], records: list[Record]) -> None:
     if figures["decode_step"]:
         console.print(describe(figures["decode_step"]), soft_wrap=True)
     for kind, count in figures["errors"].items():
-        said = next(record.said for record in records if record.error == kind)
-        console.print(f"{count} failed, {kind}: {said}", style="red", markup=False, soft_wrap=True)
-    for remark in _remarks(figures):
-        console.print(remark, style="yellow", soft_wrap=True)
+        message = next(record.message for record in records if record.error == kind)
+        console.print(f"{count} failed, {kind}: {message}", style="red", markup=False, soft_wrap=True)
+    for note in _notes(figures):
+        console.print(note, style="yellow", soft_wrap=True)
 
 
 def _number(value: float | None) -> str:
@@ -303,7 +307,7 @@ def _describe(figures: dict[str, Any]) -> str:
     return f"{load['requests']} requests, {how}, {load['input']} + {load['output']} tokens, seed {load['seed']}"
 
 
-def _remarks(figures: dict[str, Any]) -> list[str]:
+def _notes(figures: dict[str, Any]) -> list[str]:
     """Return warnings about what distorted the measurement."""
     remarks = []
     if (compiled := figures["compiled"]) and compiled["steps"]:
@@ -328,7 +332,7 @@ def _remarks(figures: dict[str, Any]) -> list[str]:
     return remarks
 
 
-def _write(figures: dict[str, Any], records: list[Record], plot: str, json_file: str) -> None:
+def _write(figures: dict[str, Any], records: list[RequestRecord], plot: str, json_file: str) -> None:
     from dovetail.core.files import write_atomic
 
     ok = [record for record in records if record.ok]

@@ -31,7 +31,7 @@ def run(
     compiled = time.perf_counter() - start
     state = ready.init()
     data = [ready.put(_batch(settings, ready.cfg.vocab, documents, seed)) for seed in range(2)]
-    losses = []
+    losses, metrics = [], {}
     for i in range(2):  # warm-up: the allocator grows in the first runs
         state, metrics = step(state, data[i % 2])
         losses.append(float(metrics["loss"]))

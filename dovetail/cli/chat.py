@@ -22,14 +22,14 @@ QUOTES = '"""'
 
 
 @dataclass(frozen=True)
-class Said:
-    """A message or command that was typed."""
+class TypedInput:
+    """Hold a message or command that the user typed."""
 
     text: str
     is_command: bool = False
 
 
-def read_said(read: Callable[[bool], str]) -> Said:
+def read_input(read: Callable[[bool], str]) -> TypedInput:
     """Read one message of one or more lines.
 
     A line that ends with a backslash continues on the next one. A message in triple quotes may have many lines. Lines
@@ -40,13 +40,13 @@ def read_said(read: Callable[[bool], str]) -> Said:
     """
     first = read(False).strip()
     if first.startswith(QUOTES):
-        return Said(_quoted(first.removeprefix(QUOTES), read))
+        return TypedInput(_quoted(first.removeprefix(QUOTES), read))
     lines = [first]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
         lines.append(_next(read, "").rstrip())
     text = "\n".join(lines).strip()
-    return Said(text, is_command=len(lines) == 1 and text.startswith("/") and "\n" not in text)
+    return TypedInput(text, is_command=len(lines) == 1 and text.startswith("/") and "\n" not in text)
 
 
 def _quoted(first: str, read: Callable[[bool], str]) -> str:
@@ -113,7 +113,7 @@ def _partner(place: str, url: str, model: str, api_key: str, engine: dict[str, A
 
 
 class Chat:
-    """The conversation and its loop; answers go to stdout, everything else to stderr."""
+    """Run the conversation; answers go to stdout, everything else to stderr."""
 
     def __init__(self, partner: Partner, options: ChatOptions, system: str = ""):
         from rich.console import Console
@@ -138,12 +138,12 @@ class Chat:
         if not self._greet():
             return False
         failed = False
-        while (said := self._read()) is not None:
-            if said.is_command:
-                if self._command(said.text):
+        while (typed := self._read()) is not None:
+            if typed.is_command:
+                if self._command(typed.text):
                     break
-            elif said.text:
-                failed |= not self._answer(said.text)
+            elif typed.text:
+                failed |= not self._answer(typed.text)
                 if self._unreachable and not self._is_terminal:
                     break  # the next question would fail too
         return not (self._unreachable if self._is_terminal else failed)
@@ -171,10 +171,10 @@ class Chat:
             self._fail(str(error))
             return None
 
-    def _read(self) -> Said | None:
+    def _read(self) -> TypedInput | None:
         """Return the next message, or None at the end of the input."""
         try:
-            return read_said(self._line)
+            return read_input(self._line)
         except (EOFError, KeyboardInterrupt):
             if self._is_terminal:
                 print()
@@ -191,10 +191,10 @@ class Chat:
         from dovetail.cli.remote import NO_CONNECTION, ServerError
 
         self.turns.append({"role": "user", "content": line})
-        said: list[str] = []
+        answer: list[str] = []
         error = None
         try:
-            self._stream(said)
+            self._stream(answer)
             if self._partner.finish_reason == "length":
                 self._note(_cut_off(self._options.max_tokens))
         except KeyboardInterrupt:
@@ -203,15 +203,15 @@ class Chat:
             error = caught
             self._fail(str(caught))
         self._unreachable = isinstance(error, ServerError) and error.kind == NO_CONNECTION
-        if said:
-            self.turns.append({"role": "assistant", "content": "".join(said)})
+        if answer:
+            self.turns.append({"role": "assistant", "content": "".join(answer)})
         else:
             self.turns.pop()
         if self._is_terminal:
             print()
         return error is None
 
-    def _stream(self, said: list[str]) -> None:
+    def _stream(self, answer: list[str]) -> None:
         from dovetail.cli.chat_partner import Thought
 
         with ExitStack() as waiting, closing(self._partner.answer(self.messages, self._options)) as pieces:
@@ -221,10 +221,10 @@ class Chat:
                 for piece in pieces:
                     waiting.close()
                     if not isinstance(piece, Thought):
-                        said.append(piece)
+                        answer.append(piece)
                     self._show(piece, dim=isinstance(piece, Thought))
             finally:  # the next output starts on a new line
-                if said:
+                if answer:
                     print(flush=True)
 
     def _show(self, piece: str, dim: bool) -> None:

@@ -18,7 +18,7 @@ SILENCE = 600.0  # seconds without data; ctrl-C stops earlier
 
 
 class Thought(str):
-    """A piece of reasoning, which is shown but is not part of the answer."""
+    """Mark a piece of reasoning, which is shown but is not part of the answer."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ChatOptions:
 
 
 class Partner(Protocol):
-    """A model to chat with."""
+    """Define the interface of a model to chat with."""
 
     finish_reason: str | None  # of the last answer
 
@@ -53,7 +53,7 @@ class Partner(Protocol):
 
 
 class Local:
-    """An engine in this process."""
+    """Answer with an engine in this process."""
 
     def __init__(self, model: str, **engine: Any):
         from dovetail.core.reporter import bar
@@ -98,7 +98,7 @@ class Local:
 
 
 class Remote:
-    """An OpenAI-compatible server."""
+    """Answer with an OpenAI-compatible server."""
 
     def __init__(self, url: str, model: str, api_key: str):
         import httpx

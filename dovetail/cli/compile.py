@@ -13,7 +13,7 @@ JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 class RecipeUnlessNamed(TyperGroup):
-    """A group in which `dovetail compile tiny` means `dovetail compile recipe tiny`."""
+    """Read `dovetail compile tiny` as `dovetail compile recipe tiny`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `recipe` unless the first word names a command."""
@@ -114,7 +114,7 @@ def compile_serve(
         made, *_ = compiled(lambda _: abstract_engine(cfg, given, devices))
         for shape in made.corners():
             status.update(f"compiling a step of {shape.tokens} tokens in {shape.rows} rows")
-            found = compiled(lambda told, shape=shape: made.compile(shape, told))
+            found = compiled(lambda options, shape=shape: made.compile(shape, options))
             reports.append(serve_report(model, made, shape, *found))
     tokens = made.pages * made.programs.page_size
     console.print(

@@ -8,8 +8,8 @@ from dovetail.core.units import format_bytes, format_duration
 
 
 @dataclass
-class Report:
-    """A compiled program beside its estimate.
+class CompileReport:
+    """Compare a compiled program with its estimate.
 
     `estimated` maps kinds of memory, "memory in all" and "FLOPs" to numbers; `notes` are further rows.
     """
@@ -51,7 +51,7 @@ def compiled(make) -> tuple[Any, int | None, float]:
         ) from error
 
 
-def recipe_report(title: str, ready, program, assigned: int | None, seconds: float) -> Report:
+def recipe_report(title: str, ready, program, assigned: int | None, seconds: float) -> CompileReport:
     """Compare the compiled training step with the plan of its recipe."""
     from dovetail.core.chips import chip_of
     from dovetail.plan.compiled import count, predict
@@ -67,10 +67,10 @@ def recipe_report(title: str, ready, program, assigned: int | None, seconds: flo
     moved = max(held, counted.bytes or 0)
     predicted = predict(chip, each, (moved, moved), counted.traffic, devices) if chip else None
     estimated = {"memory in all": ready.derived.memory.total, "FLOPs": each}
-    return Report(title, counted, predicted, estimated, int(limit / PLANNED) if limit else None, seconds)
+    return CompileReport(title, counted, predicted, estimated, int(limit / PLANNED) if limit else None, seconds)
 
 
-def serve_report(model: str, made, shape, program, assigned: int | None, seconds: float) -> Report:
+def serve_report(model: str, made, shape, program, assigned: int | None, seconds: float) -> CompileReport:
     """Compare a compiled step of the engine with what was estimated."""
     from dovetail.core.chips import chip_of
     from dovetail.plan.compiled import count, predict
@@ -89,10 +89,10 @@ def serve_report(model: str, made, shape, program, assigned: int | None, seconds
     }
     kind = "decode" if shape.is_decode else "prompts"
     title = f"{model}, {kind}: {shape.tokens} tokens in {shape.rows} rows"
-    return Report(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)
+    return CompileReport(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)
 
 
-def show(head: dict[str, Any], reports: list[Report], as_json: bool) -> None:
+def show(head: dict[str, Any], reports: list[CompileReport], as_json: bool) -> None:
     """Print the reports; `head` is what they have in common, for JSON."""
     import json
 
@@ -106,7 +106,7 @@ def show(head: dict[str, Any], reports: list[Report], as_json: bool) -> None:
         console.print(table(report))
 
 
-def plain(report: Report) -> dict[str, Any]:
+def plain(report: CompileReport) -> dict[str, Any]:
     """Return the report as JSON types."""
     from dataclasses import asdict
 
@@ -120,7 +120,7 @@ def plain(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(report: Report):
+def table(report: CompileReport):
     """Return a table of what the compiler counted beside the estimate, per device."""
     from dovetail.cli.tables import framed
 
@@ -136,7 +136,7 @@ def table(report: Report):
     return out
 
 
-def _memory(report: Report) -> list[tuple[str, str, str]]:
+def _memory(report: CompileReport) -> list[tuple[str, str, str]]:
     estimated = {name: format_bytes(size) for name, size in report.estimated.items() if name != "FLOPs"}
     counted, total = report.counted.memory, report.counted.total
     rows = [(name, format_bytes(size), estimated.pop(name, "")) for name, size in counted.items()]
@@ -145,7 +145,7 @@ def _memory(report: Report) -> list[tuple[str, str, str]]:
     return [*((name, "", size) for name, size in estimated.items()), *rows, whole]
 
 
-def _work(report: Report) -> list[tuple[str, str, str]]:
+def _work(report: CompileReport) -> list[tuple[str, str, str]]:
     """Return FLOPs and bytes as XLA counts them: a loop body once, and nothing inside a Pallas kernel."""
     each = _count(report.estimated.get("FLOPs"))
     rows = [("FLOPs, a loop once", _count(report.counted.flops), each)]
@@ -153,7 +153,7 @@ def _work(report: Report) -> list[tuple[str, str, str]]:
     return rows + [(f"kernel {name}", f"{calls} x", "") for name, calls in report.counted.kernels.items()]
 
 
-def _sent(report: Report) -> list[tuple[str, str, str]]:
+def _sent(report: CompileReport) -> list[tuple[str, str, str]]:
     rows = []
     for one in report.counted.traffic:
         where = f"{one.kind} over {', '.join(one.axes)}" + (", between slices" if one.crosses else "")
@@ -161,7 +161,7 @@ def _sent(report: Report) -> list[tuple[str, str, str]]:
     return rows or [("collectives", "none", "")]
 
 
-def _time(report: Report) -> list[tuple[str, str, str]]:
+def _time(report: CompileReport) -> list[tuple[str, str, str]]:
     found = report.predicted
     if found is None:
         return []

@@ -83,7 +83,7 @@ def show(
         show_example(recipe, model, index, use, length)
         return
     if index or use:
-        raise UserError("--index and --kind need --model, whose tokenizer and chat template are used")
+        raise UserError("--index and --kind need --model, whose tokenizer and chat template are used", param="--model")
     _show_rows(what, rows, first, length, packing, held_out, tokenizer, out, kind, text_key)
 
 
@@ -91,7 +91,9 @@ def _refuse_with_model(**given: object) -> None:
     for name, value in given.items():
         if value:
             option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} applies to rows of text, not to a fine-tuning example: leave it or --model out")
+            raise UserError(
+                f"{option} applies to rows of text, not to a fine-tuning example: leave it or --model out", param=option
+            )
 
 
 def _show_rows(
@@ -120,7 +122,9 @@ def _show_rows(
         found = open_data(data, length or recipe_length or LENGTH, 1, model, directory=out, progress=progress)
     loader = found[1] if held_out else found[0]
     if loader is None:
-        raise UserError("--held-out needs held-out documents, but data.held_out is 0: set it, such as 0.01")
+        raise UserError(
+            "--held-out needs held-out documents, but data.held_out is 0: set it, such as 0.01", param="--held-out"
+        )
     encoder, console = make(data.tokenizer, model), Console(highlight=False)
     for i in range(first, first + rows):
         source, _ = loader.rows.locate(i)
@@ -140,7 +144,8 @@ def _read(what: list[str], tokenizer: str, kind: str, text_key: str):
         from dovetail.train.settings import Pretrain
 
         if kind != "auto" or text_key != "text":
-            raise UserError("--format and --text-key apply to paths: a recipe sets them for each source")
+            option = "--format" if kind != "auto" else "--text-key"
+            raise UserError("--format and --text-key apply to paths: a recipe sets them for each source", param=option)
         recipe = load(what[0], what[1:], Pretrain)
         data = dataclasses.replace(recipe.data, tokenizer=tokenizer or recipe.data.tokenizer)
         return data, beside_model(recipe.model, recipe.init), recipe.length
@@ -151,7 +156,9 @@ def _from_paths(paths: list[str], tokenizer: str, kind: str, text_key: str) -> D
     from dovetail.data.settings import Data, Source
 
     if not tokenizer:
-        raise UserError("paths need --tokenizer: bytes, a folder with a tokenizer.json, or a model name")
+        raise UserError(
+            "paths need --tokenizer: bytes, a folder with a tokenizer.json, or a model name", param="--tokenizer"
+        )
     return Data(tuple(Source(path, format=kind, text_key=text_key) for path in paths), tokenizer)
 
 
@@ -236,12 +243,13 @@ def _read_tuning(mapping: dict[str, Any], where: str = "") -> Tuning:
     known = {field.name for cls in (Sft, Dpo, Reward, Distill, Rl) for field in fields(cls)}
     for key in mapping:
         if key not in known:
-            raise RecipeError(f"{where}{key} is not a key.{did_you_mean(key, sorted(known | {'keys', 'template'}))}")
+            hint = did_you_mean(key, sorted(known | {"keys", "template"}))
+            raise RecipeError(f"{where}{key} is not a key.{hint}", param=key, code="unknown_key")
     wanted = {name: mapping[name] for name in READ_KEYS if name in mapping}
     try:  # these keys are the same in every kind of fine-tuning
         return read(Sft, wanted | {"steps": 1})
     except UserError as error:
-        raise RecipeError(f"{where}{error}", param=error.param) from error
+        raise RecipeError(f"{where}{error}", param=error.param, code=error.code) from error
 
 
 def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int) -> None:
@@ -254,7 +262,9 @@ def show_example(recipe: Tuning, model: str, index: int, kind: str, length: int)
     model = model or recipe.weights
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
-        raise UserError(f"{model!r} has no tokenizer: set --model to a model or a folder with a tokenizer.json")
+        raise UserError(
+            f"{model!r} has no tokenizer: set --model to a model or a folder with a tokenizer.json", param="--model"
+        )
     settings, length = recipe.data, length or recipe.length
     record, keys = _record(settings, index)
     console = Console(highlight=False)
@@ -273,7 +283,9 @@ def _record(settings: TuningData, index: int) -> tuple[Record, Keys]:
             count += 1
             if count == index + 1:
                 return record, keys
-    raise UserError(f"--index must be below {count:,}, the number of records in {' and '.join(names)}, got {index}")
+    raise UserError(
+        f"--index must be below {count:,}, the number of records in {' and '.join(names)}, got {index}", param="--index"
+    )
 
 
 def _parts(
@@ -288,7 +300,8 @@ def _parts(
     found = example(record, kind, settings.format, keys)
     if found is None:
         raise UserError(
-            f"{record.where()}: no token is trained, because there is no assistant message: try another --index"
+            f"{record.where()}: no token is trained, because there is no assistant message: try another --index",
+            param="--index",
         )
     if kind == "prompts":
         yield Text(f"{record.where()} ({kind})", style="bold")
@@ -305,8 +318,8 @@ def _parts(
 
 
 def _heading(record: Record, kind: str, outcome: str, documents: list[MaskedTokens], label: bool | None) -> str:
-    said = "" if label is None else f", label {str(label).lower()}"
-    return _counts(f"{record.where()} ({kind}{said}, {outcome})", documents)
+    label_text = "" if label is None else f", label {str(label).lower()}"
+    return _counts(f"{record.where()} ({kind}{label_text}, {outcome})", documents)
 
 
 def _counts(what: str, documents: list[MaskedTokens]) -> str:

@@ -127,12 +127,13 @@ def _compare(paths: list[Path], as_json: bool) -> None:
     if as_json:
         import json
 
-        print(json.dumps({"hosts": hosts, "differences": [{"about": a, "said": said} for a, said in rows]}, indent=2))
+        found = [{"about": about, "said": results} for about, results in rows]
+        print(json.dumps({"hosts": hosts, "differences": found}, indent=2))
     elif not rows:
         Console(highlight=False).print(f"{len(hosts)} hosts, no differences: {', '.join(hosts)}")
     else:
         table = framed("differences between hosts", "", *hosts)
-        for about, said in rows:
-            table.add_row(about, *said)
+        for about, results in rows:
+            table.add_row(about, *results)
         Console(highlight=False).print(table)
     raise typer.Exit(1 if rows else 0)

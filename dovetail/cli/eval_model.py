@@ -14,7 +14,7 @@ MAX_NEW = 256  # default tokens of a completion
 
 
 class Score(NamedTuple):
-    """The score of a continuation."""
+    """Hold the score of a continuation."""
 
     logprob: float
     greedy: bool  # whether every token was the most probable one
@@ -38,13 +38,15 @@ class Bytes:
         return bytes([token_id])
 
 
-class Judge:
+class EvalModel:
     """Score and complete texts with an LLM; `tokenizer` defaults to the model's."""
 
     def __init__(self, llm: Any, tokenizer: Any = None):
         self.llm, self.tokenizer = llm, tokenizer or llm.tokenizer
         if self.tokenizer is None:
-            raise UserError("the model has no tokenizer: set --tokenizer bytes if it reads raw bytes")
+            raise UserError(
+                "the model has no tokenizer: set --tokenizer bytes if it reads raw bytes", param="--tokenizer"
+            )
         self.longest = llm.engine.scheduler.config.max_model_len - 1  # the engine samples one token after every prompt
         self._bos = self._before_text()
         self._known = self._padded_to()
@@ -111,7 +113,8 @@ class Judge:
             if len(continuation) >= self.longest:
                 raise UserError(
                     f"a continuation must be below {self.longest:,} tokens, got {len(continuation):,}: raise "
-                    "--max-model-len or split it"
+                    "--max-model-len or split it",
+                    param="--max-model-len",
                 )
         whole = [[*context, *continuation][-self.longest :] for context, continuation in pairs]
         found = self._prompt_logprobs(whole)
@@ -182,7 +185,9 @@ def sampling(
     if sample and not temperature:
         temperature = 1.0  # do_sample without a temperature
     if int(rest.pop("num_beams", 1)) != 1:
-        raise UserError(f"num_beams must be 1, because the engine has no beam search, got {options['num_beams']}")
+        raise UserError(
+            f"num_beams must be 1, because the engine has no beam search, got {options['num_beams']}", param="num_beams"
+        )
     kept = {name: rest.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in rest}
     unknown = sorted(set(rest) - set(named))
     if unknown:
@@ -198,8 +203,8 @@ def _until(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
-def lm_eval_model(judge: Judge, name: str) -> Any:
-    """Return the judge as a model of lm-eval."""
+def lm_eval_model(model: EvalModel, name: str) -> Any:
+    """Return `model` as a model of lm-eval."""
     LM: Any = import_module("lm_eval.api.model").LM  # an optional package, unknown to type checkers
 
     class DovetailLM(LM):
@@ -208,20 +213,20 @@ def lm_eval_model(judge: Judge, name: str) -> Any:
         def loglikelihood(self, requests) -> list[tuple[float, bool]]:
             return [
                 (score.logprob, score.greedy)
-                for score in judge.score([judge.pair(*request.args) for request in requests])
+                for score in model.score([model.pair(*request.args) for request in requests])
             ]
 
         def loglikelihood_rolling(self, requests) -> list[float]:
-            return judge.rolling([request.args[0] for request in requests])
+            return model.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests) -> list[str]:
-            return judge.complete([request.args for request in requests])
+            return model.complete([request.args for request in requests])
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True) -> str:
             prefill = dict(continue_final_message=True) if not add_generation_prompt else {}
-            return judge.tokenizer.apply_chat(chat_history, add_generation_prompt=add_generation_prompt, **prefill)
+            return model.tokenizer.apply_chat(chat_history, add_generation_prompt=add_generation_prompt, **prefill)
 
         def chat_template(self, chat_template: bool | str = False) -> str:
-            return judge.tokenizer.chat().source if chat_template else ""
+            return model.tokenizer.chat().source if chat_template else ""
 
     return DovetailLM()

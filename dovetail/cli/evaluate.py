@@ -5,10 +5,11 @@ from __future__ import annotations
 import json as json_module
 import math
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 
@@ -18,8 +19,9 @@ from dovetail.core.errors import MissingFileError, MissingPackageError, UserErro
 LOSS = "loss"
 
 
-class Result(NamedTuple):
-    """One metric of one task."""
+@dataclass(frozen=True)
+class Result:
+    """Hold one metric of one task."""
 
     task: str
     metric: str
@@ -44,18 +46,18 @@ def evaluate(
     """Evaluate a model: held-out loss, or tasks of lm-eval."""
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     _check(names, data, tokenizer)
-    judge = _judge(model, tokenizer, engine)
+    eval_model = _load(model, tokenizer, engine)
     rows: list[Result] = []
     if LOSS in names:
-        rows += held_out(judge, documents(data, text_key, limit))
+        rows += held_out(eval_model, documents(data, text_key, limit))
     if others := [name for name in names if name != LOSS]:
-        rows += run_tasks(judge, others, model, limit=limit, num_fewshot=num_fewshot, chat=chat)
+        rows += run_tasks(eval_model, others, model, limit=limit, num_fewshot=num_fewshot, chat=chat)
     _show(model, rows)
     if json:
         from dovetail.core.files import write_atomic
 
         write_atomic(
-            json, json_module.dumps({"model": model, "results": [row._asdict() for row in rows]}, indent=1) + "\n"
+            json, json_module.dumps({"model": model, "results": [asdict(row) for row in rows]}, indent=1) + "\n"
         )
 
 
@@ -69,20 +71,20 @@ def _check(names: list[str], data: str, tokenizer: str) -> None:
         raise UserError(f"--tokenizer must be bytes or left out, got {tokenizer!r}", param="--tokenizer")
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise MissingFileError(f"there is no task file {name}")
+            raise MissingFileError(f"there is no task file {name}", param="--tasks")
     if names != [LOSS]:
         _lm_eval()
 
 
-def _judge(model: str, tokenizer: str, engine: dict[str, Any]):
-    from dovetail.cli.eval_model import Bytes, Judge
+def _load(model: str, tokenizer: str, engine: dict[str, Any]):
+    from dovetail.cli.eval_model import Bytes, EvalModel
     from dovetail.core.reporter import bar
     from dovetail.engine.llm import LLM
     from dovetail.engine.options import EngineOptions
 
     with bar() as progress:
         llm = LLM.from_options(newest_export(model), EngineOptions(**engine), progress=progress)
-    return Judge(llm, Bytes() if tokenizer else None)
+    return EvalModel(llm, Bytes() if tokenizer else None)
 
 
 def newest_export(model: str) -> str:
@@ -108,7 +110,7 @@ def documents(path: str, text_key: str, limit: int | None) -> list[str]:
     """Return the texts of a file, at most `limit`."""
     found = list(islice((text for text in _documents(Path(path), text_key) if text), limit))
     if not found:
-        raise UserError(f"{path} has no text")
+        raise UserError(f"{path} has no text", param="--data")
     return found
 
 
@@ -124,25 +126,26 @@ def _documents(path: Path, text_key: str) -> Iterator[str]:
                 text = json_module.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    f"line {number} of {path} must be a record with the field {text_key!r}: set --text-key"
+                    f"line {number} of {path} must be a record with the field {text_key!r}: set --text-key",
+                    param="--text-key",
                 ) from None
             if not isinstance(text, str):
-                raise UserError(f"line {number} of {path}: {text_key} is not text")
+                raise UserError(f"line {number} of {path}: {text_key} is not text", param="--text-key")
             yield text
 
 
-def held_out(judge, texts: list[str]) -> list[Result]:
+def held_out(eval_model, texts: list[str]) -> list[Result]:
     """Return the loss as training measures it, perplexity and bits per byte.
 
     The end token is predicted too. A document's first token is scored only if the tokenizer adds BOS. Bits per byte
     count the text's own tokens.
     """
-    pairs, size, special = [], 0, {judge.tokenizer.bos_id, judge.tokenizer.eos_id}
+    pairs, size, special = [], 0, {eval_model.tokenizer.bos_id, eval_model.tokenizer.eos_id}
     for text in texts:
-        ids = judge.document(text)
-        pairs += judge.windows(ids)
-        size += len(text.encode()) - (0 if ids[0] in special else len(judge.tokenizer.token_bytes(ids[0])))
-    entries = [entry for each in judge.entries(pairs) for entry in each]
+        ids = eval_model.document(text)
+        pairs += eval_model.windows(ids)
+        size += len(text.encode()) - (0 if ids[0] in special else len(eval_model.tokenizer.token_bytes(ids[0])))
+    entries = [entry for each in eval_model.entries(pairs) for entry in each]
     if not entries:
         raise UserError("every text has one token: there is nothing to predict")
     loss = -math.fsum(entry.logprob for entry in entries) / len(entries)
@@ -165,7 +168,13 @@ def _lm_eval(module: str = "lm_eval") -> Any:
 
 
 def run_tasks(
-    judge, names: list[str], model: str, *, limit: int | None = None, num_fewshot: int | None = None, chat: bool = False
+    eval_model,
+    names: list[str],
+    model: str,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat: bool = False,
 ) -> list[Result]:
     """Return the metrics of lm-eval's tasks, given by name or file."""
     from dovetail.cli.eval_model import lm_eval_model
@@ -176,7 +185,7 @@ def run_tasks(
         _settle(task, num_fewshot)
     # Not simple_evaluate, which imports torch.
     found = lm_eval.evaluate(
-        lm_eval_model(judge, Path(model).name), loaded, limit=limit, bootstrap_iters=1000, log_samples=False,
+        lm_eval_model(eval_model, Path(model).name), loaded, limit=limit, bootstrap_iters=1000, log_samples=False,
         apply_chat_template=chat, fewshot_as_multiturn=chat,
     )  # fmt: skip
     assert found is not None  # None is for processes other than the first

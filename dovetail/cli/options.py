@@ -27,7 +27,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT"}
 
 
 class OptionCommand(TyperCommand):
-    """A command that takes several NAME=PATH words after one flag, as in `--lora-modules a=DIR b=DIR`."""
+    """Take several NAME=PATH words after one flag, as in `--lora-modules a=DIR b=DIR`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse renamed flags and repeat the flag of a NAME=PATH option before each of its values."""

@@ -45,22 +45,28 @@ def _calibrate(folder: str) -> None:
     run = read(folder)
     measured = step_seconds(run)
     if run.prediction is None:
-        raise UserError(f"{folder} must have a {FILE}, which a run writes if its chip is in the table of chips")
+        raise UserError(
+            f"{folder} must have a {FILE}, which a run writes if its chip is in the table of chips", param="--calibrate"
+        )
     if measured is None or len(run.steps) < 4:
         raise UserError(
-            f"{folder} must have at least 4 reports, got {len(run.steps)}: the first ones include compiling"
+            f"{folder} must have at least 4 reports, got {len(run.steps)}: the first ones include compiling",
+            param="--calibrate",
         )
     if any(split(line) for line in run.steps):
-        raise UserError(f"{folder} is an RL run, whose steps differ in length: use a run of pretraining or fine-tuning")
+        raise UserError(
+            f"{folder} is an RL run, whose steps differ in length: use a run of pretraining or fine-tuning",
+            param="--calibrate",
+        )
     last = datetime.fromtimestamp(run.steps[-1].get("time", 0.0), UTC).strftime("%Y-%m-%d")
     one = run.prediction.observed(_name(folder), measured, last)
     known = store(one)
     parts = {"products": one.products, "memory": one.memory, "links": one.links}
-    told = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items() if seconds)
+    parts_text = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items() if seconds)
     console = Console(highlight=False)
     console.print(
         f"{_name(folder)}: a step takes {format_duration(measured)} on {one.devices} x {one.chip}, bound by "
-        f"{one.bound_by}; at peak rates {told}",
+        f"{one.bound_by}; at peak rates {parts_text}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"{one.chip}: {known.describe()}", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the commands of `dovetail plan` share: reading a recipe or a model, the options of prices, pages of plots."""
+"""Share code between the commands of `dovetail plan`: reading a recipe or a model, prices, and pages of plots."""
 
 import functools
 from pathlib import Path

@@ -23,7 +23,7 @@ WIDE = 180  # columns of a terminal that holds everything in one table
 
 
 class RlRun:
-    """The steps of a run and their cost; a recipe counts updates, of which a step may have several."""
+    """Hold the steps of a run and their cost; a recipe counts updates, of which a step may have several."""
 
     def __init__(self, settings: Any, chips: int, paid: Any, spot: bool) -> None:
         self.steps = -(-settings.steps // settings.updates) or STEPS

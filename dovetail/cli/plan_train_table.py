@@ -70,7 +70,7 @@ def _paid(one: Any, spot: bool) -> str:
     if price.dollars is None:
         return price.says
     low, high = (each.spot if spot else each.dollars for each in one.costs)
-    return f"${format_count(low)} - ${format_count(high)}{' spot' if spot else ''}"
+    return f"${format_number(low)} - ${format_number(high)}{' spot' if spot else ''}"
 
 
 def _tokens(one: Any) -> str:
@@ -243,7 +243,7 @@ def span(bounds: tuple[float, float]) -> str:
 
 def _dollars(one: Any, spot: bool) -> str:
     low, high = (each.spot if spot else each.dollars for each in one.costs)
-    return "-" if low is None or high is None else span((low, high))
+    return "-" if low is None or high is None else f"{format_number(low)} - {format_number(high)}"
 
 
 def _figure(value: float) -> str:

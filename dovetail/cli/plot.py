@@ -96,10 +96,10 @@ def draw_plans(model: str, plans: Sequence[Any]) -> str:
     x, xs = _log_scale(min(times), max(times), 0, WIDTH)
     y, ys = _log_scale(min(rates), max(rates), HEIGHT, 0)
     work, name = plans[0].workload, plans[0].replica.accelerator.name
-    said = "bands: between the bounds; dots: concurrent sequences; ring: the requested concurrency"
+    caption = "bands: between the bounds; dots: concurrent sequences; ring: the requested concurrency"
     parts = [
         _label(0, -40, f"{model} on {name}: {work.prompt:,} in + {work.output:,} out", "title"),
-        _label(0, -20, said, "small"),
+        _label(0, -20, caption, "small"),
         *(_grid_x(x(tick), tick) for tick in xs),
         *(_grid_y(y(tick), tick) for tick in ys),
         f'<path class="axis" d="M0 0V{HEIGHT}H{WIDTH}"/>',

@@ -17,7 +17,7 @@ NO_CONNECTION = "no connection"
 
 
 class ServerError(Exception):
-    """A sentence for a person, and a `kind` (a status, or a word) by which errors are counted."""
+    """Report a server's error as a sentence, with a `kind` (a status, or a word) by which errors are counted."""
 
     def __init__(self, kind: str, sentence: str):
         super().__init__(sentence)
@@ -74,13 +74,13 @@ def explained(url: Any) -> Iterator[None]:
 def refusal(response: httpx.Response) -> ServerError:
     """Return the error of a 4xx or 5xx response, with the server's message. The body must have been read."""
     status = str(response.status_code)
-    said = _message(response.text)
-    if not said:
+    message = _message(response.text)
+    if not message:
         where = f"{response.request.method} {response.url}"
-        said = f"{where} answered {status} {response.reason_phrase}: is this an OpenAI-compatible server?"
+        message = f"{where} answered {status} {response.reason_phrase}: is this an OpenAI-compatible server?"
     if response.status_code == 401:
-        said += "; give the key with --api-key or DOVETAIL_API_KEY"
-    return ServerError(status, f"the server refused ({status}): {said}")
+        message += "; give the key with --api-key or DOVETAIL_API_KEY"
+    return ServerError(status, f"the server refused ({status}): {message}")
 
 
 def read_event(line: str) -> Any:

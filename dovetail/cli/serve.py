@@ -142,8 +142,8 @@ def _show(shown: str, config, info) -> None:
     if info.prediction:
         text.append(f"\n{info.prediction}", style="dim")
     if config.defaults:
-        said = ", ".join(f"{name} {value}" for name, value in config.defaults.items())
-        text.append(f"\nsampling defaults: {said}", style="dim")
+        values = ", ".join(f"{name} {value}" for name, value in config.defaults.items())
+        text.append(f"\nsampling defaults: {values}", style="dim")
     console = Console(highlight=False)
     console.print(Panel(text, title="dovetail serve", title_align="left", expand=False))
     # Outside the frame and unwrapped, so that it can be copied.

@@ -101,7 +101,7 @@ class Accelerator:
     def accelerator_type(self) -> str | None:
         """Return the Cloud TPU API's name of a slice.
 
-        None for what the API has no name for: GPUs, TPU7x, and a topology that is not the default one of so many chips.
+        None if the API has no name for it: GPUs, TPU7x, and a topology that is not the default for its number of chips.
         """
         if not self.chip or not self.runtime_version or self.sides != usual_sides(self.chip, self.chips):
             return None
@@ -111,7 +111,7 @@ class Accelerator:
     def runtime_version(self) -> str | None:
         """Return the software version of a TPU VM.
 
-        None where there is no TPU VM (GPUs, and TPU7x, which only GKE has).
+        None if there is no TPU VM (GPUs, and TPU7x, which is on GKE only).
         """
         return self.family.runtime
 
@@ -135,10 +135,6 @@ class Accelerator:
         """Return the price of all slices per hour; None where no price is published."""
         price = None if self.chip is None else self.chip.spot if spot else self.chip.dollars
         return None if price is None else price * self.total_chips
-
-    def one_slice(self) -> Accelerator:
-        """Return a single slice of this kind."""
-        return replace(self, slices=1)
 
     def explain(self) -> str:
         """Return one line that says what the name counts, and what follows from it."""
@@ -183,7 +179,7 @@ def parse(text: str) -> Accelerator:
 
 
 def of_devices(chip: Chip, devices: int, slices: int = 1) -> Accelerator | None:
-    """Return the default accelerator with so many jax devices in `slices` slices; None if there is none."""
+    """Return the default accelerator with this many jax devices in `slices` slices; None if there is none."""
     family = FAMILIES.get(chip.name)
     if family is None:
         return None
@@ -251,7 +247,7 @@ def _tpu(chip: Chip, size: str, text: str) -> Accelerator:
 
 
 def _nearest(chip: Chip, chips: int) -> str:
-    """Return the names of the slices just below and just above so many chips."""
+    """Return the names of the slices just below and just above this many chips."""
     pod = chip.pod or GPUS_OF_A_HOST
     down = next((n for n in range(min(chips, pod), 0, -1) if usual_sides(chip, n)), None)
     up = next((n for n in range(max(chips, 1), pod + 1) if usual_sides(chip, n)), None)

@@ -30,7 +30,6 @@ class Chip:
     name: str
     kinds: tuple[str, ...]  # what jax's device_kind says
     bf16: float  # FLOP/s
-    eight_bit: float | None  # int8 or fp8 operations per second, whichever the chip has; None: no faster than bf16
     hbm: int  # bytes
     bandwidth: float  # of HBM, bytes/s
     network: float | None  # to other chips of the pod or node, over all its links, one way, bytes/s
@@ -54,17 +53,17 @@ class Chip:
         return self.bf16 / self.devices
 
 
-def _tpu(name, kinds, bf16, int8, hbm, bandwidth, links, pod, dollars, spot, dcn=6.25, devices=1, **more) -> Chip:
+def _tpu(name, kinds, bf16, hbm, bandwidth, links, pod, dollars, spot, dcn=6.25, devices=1, **more) -> Chip:
     """Return a TPU. `links` is (number, GB/s of one in one direction)."""
     network = links[0] * links[1] * GIGA
     options: dict[str, Any] = {"source": f"docs.cloud.google.com/tpu/docs/{name}, 2026-08"} | more
     return Chip(
-        name, kinds, bf16 * TERA, int8 * TERA if int8 else None, hbm * GIB, bandwidth * TERA, network, pod,
+        name, kinds, bf16 * TERA, hbm * GIB, bandwidth * TERA, network, pod,
         dollars, spot, dcn * GIGA, devices, **options,
     )  # fmt: skip
 
 
-def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot, card, sheet, domain=8) -> Chip:
+def _gpu(name, kinds, bf16, hbm, bandwidth, nvlink, dollars, spot, card, sheet, domain=8) -> Chip:
     """Return a GPU.
 
     `nvlink` is NVIDIA's figure, which adds both directions; `card` is the Gb/s of each GPU's network card. Memory sold
@@ -72,7 +71,7 @@ def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot, card, sh
     difference stays within the margin of plans.
     """
     return Chip(
-        name, kinds, bf16 * TERA, fp8 * TERA, hbm * GIB, bandwidth * TERA, nvlink / 2 * GIGA, None, dollars, spot,
+        name, kinds, bf16 * TERA, hbm * GIB, bandwidth * TERA, nvlink / 2 * GIGA, None, dollars, spot,
         card / 8 * GIGA, domain=domain, source=f"NVIDIA, {sheet}",
     )  # fmt: skip
 
@@ -80,38 +79,38 @@ def _gpu(name, kinds, bf16, fp8, hbm, bandwidth, nvlink, dollars, spot, card, sh
 _JOUPPI = "Jouppi et al., Communications of the ACM 63(7), 2020; HBM: docs.cloud.google.com/tpu/docs, 2026-08"
 _EIGHTH = (
     "Google Cloud Next, 2026-04: HBM, its bandwidth, the pod, 19.2 Tb/s of links and FP4 peak ({} PF); "
-    "8-bit taken as a half of that and bf16 as a quarter, which is not published"
+    "bf16 is assumed to be a quarter of that, which is not published"
 )
-# TF/s bf16, int8 or fp8; GiB; TB/s; links; pod; $/h on demand and spot (August 2026)
+# TF/s bf16; GiB; TB/s; links; pod; $/h on demand and spot (August 2026)
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        _tpu("v2", ("TPU v2",), 46, None, 16, 0.7, (4, 62), 256, 1.13, 0.34, devices=2, source=_JOUPPI),
-        _tpu("v3", ("TPU v3",), 123, None, 32, 0.9, (4, 82), 1024, 2.00, 0.51, devices=2, source=_JOUPPI),
-        _tpu("v4", ("TPU v4",), 275, 275, 32, 1.2, (6, 45), 4096, 3.22, 0.92),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 394, 16, 0.82, (4, 45), 256, 1.20, 0.34, dcn=3.1),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 918, 95, 2.77, (6, 90), 8960, 4.20, 0.81),
+        _tpu("v2", ("TPU v2",), 46, 16, 0.7, (4, 62), 256, 1.13, 0.34, devices=2, source=_JOUPPI),
+        _tpu("v3", ("TPU v3",), 123, 32, 0.9, (4, 82), 1024, 2.00, 0.51, devices=2, source=_JOUPPI),
+        _tpu("v4", ("TPU v4",), 275, 32, 1.2, (6, 45), 4096, 3.22, 0.92),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197, 16, 0.82, (4, 45), 256, 1.20, 0.34, dcn=3.1),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459, 95, 2.77, (6, 90), 8960, 4.20, 0.81),
         # spot between 0.28 and 1.54 by region: the dearer one
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 1836, 32, 1.64, (4, 90), 256, 2.70, 1.54, dcn=12.5),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918, 32, 1.64, (4, 90), 256, 2.70, 1.54, dcn=12.5),
         # 1,200 GB/s per chip, both directions together, over six links; priced by contract
-        _tpu("TPU7x", ("TPU7x",), 2307, 4614, 192, 7.4, (6, 100), 9216, None, None, devices=2),
-        _tpu("TPU8t", ("TPU8t",), 3150, 6300, 216, 6.5, (6, 200), 9600, None, None, provisional=True,
+        _tpu("TPU7x", ("TPU7x",), 2307, 192, 7.4, (6, 100), 9216, None, None, devices=2),
+        _tpu("TPU8t", ("TPU8t",), 3150, 216, 6.5, (6, 200), 9600, None, None, provisional=True,
              source=_EIGHTH.format(12.6)),
-        # its network is no torus: planned as one, with more hops than it has
-        _tpu("TPU8i", ("TPU8i",), 2525, 5050, 288, 8.6, (6, 200), 1024, None, None, devices=2, provisional=True,
+        # its network is not a torus: it is planned as one, with more hops than it has
+        _tpu("TPU8i", ("TPU8i",), 2525, 288, 8.6, (6, 200), 1024, None, None, devices=2, provisional=True,
              source=_EIGHTH.format(10.1)),
-        _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 624, 40, 1.6, 600, 3.93, 2.27, 200,
+        _gpu("A100-40GB", ("NVIDIA A100-SXM4-40GB",), 312, 40, 1.6, 600, 3.93, 2.27, 200,
              "A100 data sheet, 2021-06; DGX A100's cards"),
-        _gpu("A100", ("NVIDIA A100-SXM4-80GB",), 312, 624, 80, 2.0, 600, 3.93, 2.27, 200,
+        _gpu("A100", ("NVIDIA A100-SXM4-80GB",), 312, 80, 2.0, 600, 3.93, 2.27, 200,
              "A100 data sheet, 2021-06; DGX A100's cards"),
-        _gpu("H100", ("NVIDIA H100 80GB HBM3",), 989, 1979, 80, 3.35, 900, 9.80, 4.85, 400,
+        _gpu("H100", ("NVIDIA H100 80GB HBM3",), 989, 80, 3.35, 900, 9.80, 4.85, 400,
              "H100 data sheet, 2023-04; DGX H100's cards"),
-        _gpu("H200", ("NVIDIA H200",), 989, 1979, 141, 4.8, 900, 9.31, 5.38, 400,
+        _gpu("H200", ("NVIDIA H200",), 989, 141, 4.8, 900, 9.31, 5.38, 400,
              "H200 data sheet, 2024-11; DGX H200's cards"),
-        _gpu("B200", ("NVIDIA B200",), 2250, 4500, 192, 8.0, 1800, 11.28, 4.08, 400,
+        _gpu("B200", ("NVIDIA B200",), 2250, 192, 8.0, 1800, 11.28, 4.08, 400,
              "DGX B200 data sheet, 2024-11, halved where it is with sparsity"),
         # sold by the rack of 72, by contract
-        _gpu("GB200", ("NVIDIA GB200",), 2500, 5000, 186, 8.0, 1800, None, None, 400,
+        _gpu("GB200", ("NVIDIA GB200",), 2500, 186, 8.0, 1800, None, None, 400,
              "GB200 NVL72 page, 2025-03, halved where it is with sparsity", domain=72),
     )
 }  # fmt: skip
@@ -133,7 +132,7 @@ def chip_named(name: str) -> Chip:
     by_name = {known.lower(): chip for known, chip in CHIPS.items()}
     chip = by_name.get(name.strip().lower()) or _BY_KIND.get(name.strip().lower())
     if chip is None:
-        raise UserError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}")
+        raise UserError(f"no chip {name!r}.{did_you_mean(name, CHIPS)} Known: {', '.join(CHIPS)}", param="chip")
     return chip
 
 
@@ -143,9 +142,7 @@ def cpu_chip(cores: int, memory: int) -> Chip:
     CPUs of two machines differ by more than two chips of one kind: a calibration of this machine takes precedence.
     """
     source = f"{cores} cores of 31.5 GFLOP/s (f32) and 8 GB/s, as measured of one on 2026-11"
-    return Chip(
-        "CPU", (), cores * CORE_FLOPS, None, memory, cores * CORE_BANDWIDTH, None, dcn=1.25 * GIGA, source=source
-    )
+    return Chip("CPU", (), cores * CORE_FLOPS, memory, cores * CORE_BANDWIDTH, None, dcn=1.25 * GIGA, source=source)
 
 
 def usable_bytes(device: Any) -> int | None:
@@ -167,7 +164,7 @@ class ChipFamily:
     prefix: str  # of the cloud's name of a slice
     spellings: tuple[str, ...]  # as people type it, besides
     gke: str | None  # the value of GKE's node label; None: GKE does not have it
-    machine: str | None  # the type of the machine that holds so many chips, with {} for how many
+    machine: str | None  # the type of a machine, with {} for its number of chips
     hosts: tuple[int, ...]  # chips that a single machine may have
     sides: int = 0  # of the torus; 0: a GPU
     cores: int = 1  # of one chip
@@ -200,7 +197,7 @@ CPU = ChipFamily("cpu", (), None, None, (1,))  # a machine without accelerators:
 
 
 def usual_sides(chip: Chip, chips: int) -> tuple[int, ...] | None:
-    """Return the default topology of so many chips; None if there is no such slice."""
+    """Return the default topology of this many chips; None if there is no such slice."""
     family = FAMILIES[chip.name]
     if family.sides == 0:
         return (chips,)

@@ -46,16 +46,20 @@ def region(zone: str) -> str:
 def check_region(name: str, given: str) -> str:
     """Return the region in lower case; raise UserError, starting with the option's `name`, for an unknown one."""
     if given.lower() not in REGIONS:
-        raise UserError(f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}")
+        raise UserError(
+            f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}", param=_param(name)
+        )
     return given.lower()
 
 
 def check_zone(name: str, zone: str) -> str:
     """Return the zone in lower case; raise UserError for an unknown region or a missing suffix."""
     if region(zone) not in REGIONS:
-        raise UserError(f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}")
+        raise UserError(
+            f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}", param=_param(name)
+        )
     if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-(ai[0-9]+)?[a-z]", zone.lower()):
-        raise UserError(f"{name} must be a zone, such as {region(zone)}-a; got {zone!r}")
+        raise UserError(f"{name} must be a zone, such as {region(zone)}-a; got {zone!r}", param=_param(name))
     return zone.lower()
 
 
@@ -63,9 +67,15 @@ def check_place(name: str, place: str) -> str:
     """Return a bucket's location in lower case: a region, a dual-region or a multi-region."""
     if place.lower() not in (*REGIONS, *MULTI_REGIONS, *DUAL_REGIONS):
         raise UserError(
-            f"{name} must be a region of Google Cloud, such as us-central1, or us, eu or asia; got {_unknown(place)}"
+            f"{name} must be a region of Google Cloud, such as us-central1, or us, eu or asia; got {_unknown(place)}",
+            param=_param(name),
         )
     return place.lower()
+
+
+def _param(name: str) -> str:
+    """Return an option's name as `param`: --bucket-region -> bucket_region."""
+    return name.strip("-").replace("-", "_")
 
 
 def _unknown(given: str) -> str:
@@ -96,7 +106,7 @@ def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float |
     region = region.lower()
     if given is not None:
         if given < 0:
-            raise UserError(f"a price is 0 or more dollars per chip and hour; got {given:g}")
+            raise UserError(f"a price is 0 or more dollars per chip and hour; got {given:g}", param="price")
         return Rate(given, f"${given:g} per chip and hour, as given")
     if chip is None or chip.dollars is None:
         name = chip.name if chip else "CPU"
@@ -111,7 +121,6 @@ def rate(chip: Chip | None, spot: bool = False, region: str = "", given: float |
 
 NEAR_GB = 0.02
 FAR_GB = 0.08
-INTERNET_GB = 0.12
 CLASS_A = 0.05 / 10_000  # one write
 CLASS_B = 0.004 / 10_000  # one read
 PIECE_MB = 8  # of a read or write of a checkpoint or a data file
@@ -137,11 +146,11 @@ def per_gb(bucket: str, zone: str) -> float:
 
 
 def transfer(gigabytes: float, bucket: str, zone: str) -> float:
-    """Return the dollars to read so many gigabytes of a bucket from a zone."""
+    """Return the dollars to read this many gigabytes of a bucket from a zone."""
     return gigabytes * 1000 / PIECE_MB * CLASS_B + gigabytes * per_gb(bucket, zone)
 
 
 def storage(gigabytes: float, bucket: str = "") -> float:
-    """Return the dollars to store so many gigabytes for a month."""
+    """Return the dollars to store this many gigabytes for a month."""
     many = bool(bucket) and is_multi_region(bucket)
     return gigabytes * (MULTI_REGION_GB_MONTH if many else REGION_GB_MONTH)

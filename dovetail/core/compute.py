@@ -51,7 +51,7 @@ class Compute:
     def describe(self, platform: str | None = None) -> str:
         """Describe the products of this type on a platform."""
         if self.is_exact(platform):
-            return "products of f32" + (", for this chip has no TF32" if self.name == "tf32" else "")
+            return "products of f32" + (", because this chip has no TF32" if self.name == "tf32" else "")
         return f"products of {'TF32' if self.name == 'tf32' else self.name}, summed in f32"
 
 
@@ -70,7 +70,7 @@ def compute_of(asked: Any) -> Compute:
         name = repr(asked)
     found = COMPUTES.get(_LONG_NAMES.get(name, name))
     if found is None:
-        raise UserError(f"dtype {asked!r} is not one of {', '.join(COMPUTES)}")
+        raise UserError(f"dtype {asked!r} is not one of {', '.join(COMPUTES)}", param="dtype")
     return found
 
 

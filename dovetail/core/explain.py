@@ -47,7 +47,7 @@ def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iter
 
     `values` and `defaults` are instances of it or None, and `unset` means no values were given.
     """
-    hints, said = typing.get_type_hints(cls), meanings(cls)
+    hints, texts = typing.get_type_hints(cls), meanings(cls)
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
@@ -56,7 +56,7 @@ def _keys(cls: type, values: Any, defaults: Any, path: str, unset: bool) -> Iter
         value = getattr(values, field.name) if values is not None else default if unset else OFF
         if section is None:
             shown = OFF if value is OFF else REQUIRED if value is dataclasses.MISSING else _text(value)
-            yield Key(name, shown, REQUIRED if default is dataclasses.MISSING else _text(default), said[field.name])
+            yield Key(name, shown, REQUIRED if default is dataclasses.MISSING else _text(default), texts[field.name])
             continue
         given = value if dataclasses.is_dataclass(value) else None
         usual = default if dataclasses.is_dataclass(default) else None

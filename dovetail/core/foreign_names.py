@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# At the top of a recipe, where those libraries' settings are flat. A key is proposed where the training has it.
+# At the top of a recipe, where those libraries' settings are flat. A key is proposed if the training has it.
 OURS = {
     "model_name": "model", "model_name_or_path": "model", "teacher_model_name_or_path": "teacher",
     "dataset": "data.path", "dataset_name": "data.path", "dataset_path": "data.path", "train_file": "data.path",

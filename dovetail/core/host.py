@@ -64,7 +64,7 @@ def _limited_groups(proc: Path, groups: Path) -> Iterator[tuple[Path, int, _Name
             continue
         inner = PurePosixPath(path.lstrip("/"))
         for group in (inner, *inner.parents):
-            limit = _number(top / group / names.limit)  # "max" is no limit
+            limit = _number(top / group / names.limit)  # "max" means no limit
             if limit is not None:
                 yield top / group, limit, names
 

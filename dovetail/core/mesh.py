@@ -77,7 +77,8 @@ def lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     if sizes[0] % slices:
         raise UserError(
             f"the data axis must be a multiple of the {slices} slices, for it alone crosses from one to another; "
-            f"got data={sizes[0]}"
+            f"got data={sizes[0]}",
+            param="data",
         )
     within, across = [sizes[0] // slices, *sizes[1:]], [slices] + [1] * (len(sizes) - 1)
     return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)

@@ -61,7 +61,7 @@ def find(name_or_path: str, beside: Path | None = None, training: str = "") -> P
     looked = "no such file" if path.suffix in (".yaml", ".yml") else "neither a file nor shipped"
     names = [name for each in TRAININGS for name in shipped(each) if training in ("", each)]
     hint = did_you_mean(Path(name_or_path).stem, names)
-    raise RecipeError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(names)}")
+    raise RecipeError(f"no recipe {name_or_path!r}: {looked}.{hint} Shipped: {', '.join(names)}", param="recipe")
 
 
 def load(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any], cls: type[T]) -> T:

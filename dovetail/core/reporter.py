@@ -46,7 +46,7 @@ class Reporter:
 
     @cached_property
     def console(self) -> Console:
-        """The console that everything is printed to."""
+        """Return the console that everything is printed to."""
         return self._given or stderr_console()
 
     def mute(self) -> None:
@@ -88,7 +88,7 @@ def stderr_console() -> Console:
 
 @dataclass(frozen=True)
 class Elapsed:
-    """What is waited for and since when, rendered at each refresh of a terminal."""
+    """Show what is waited for and since when, rendered at each refresh of a terminal."""
 
     what: str
     since: float
@@ -96,7 +96,7 @@ class Elapsed:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self.clock() - self.since
 
     def __str__(self) -> str:

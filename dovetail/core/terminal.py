@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-NOTE = logging.WARNING + 1  # shown like a warning, for news that are no problem
+NOTE = logging.WARNING + 1  # shown like a warning, for news that is not a problem
 logging.addLevelName(NOTE, "NOTE")
 
 # CSI (colours, cursor moves), then OSC, DCS, SOS, PM and APC with all that they carry, then two-character sequences.

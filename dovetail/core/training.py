@@ -145,8 +145,8 @@ class Checkpoint:
         )
         require(
             bool(self.durable) == bool(self.durable_every),
-            "durable_every and durable belong together: a folder or bucket, and the steps between two copies into it; "
-            f"got durable={self.durable!r}, durable_every={self.durable_every}",
+            "durable_every and durable must be set together: a folder or bucket, and the steps between two copies into "
+            f"it; got durable={self.durable!r}, durable_every={self.durable_every}",
             param="durable_every",
         )
 
@@ -169,7 +169,7 @@ class Eval:
         )
         require(
             bool(self.command) == bool(self.command_every),
-            "command_every and command belong together: what to run, and every how many steps; "
+            "command_every and command must be set together: the command, and the steps between two runs of it; "
             f"got command={self.command!r}, command_every={self.command_every}",
             param="command_every",
         )
@@ -191,8 +191,7 @@ class Mesh:
         require(self.slices >= 1, f"slices must be at least 1 (it is not derived); got {self.slices}", param="slices")
         require(
             self.data % self.slices == 0,
-            f"data must be a multiple of the {self.slices} slices, for it alone crosses from one to another; "
-            f"got {self.data}",
+            f"data must be a multiple of the {self.slices} slices, because only data crosses slices; got {self.data}",
             param="data",
         )
 
@@ -204,7 +203,9 @@ DERIVED = Mesh(expert=0, tensor=0, context=0)  # all of it
 class Training:
     """Hold the settings that every kind of training has."""
 
-    ALTERNATIVES: ClassVar = (("steps", "tokens"),)  # giving one puts away the other of a recipe below
+    ALTERNATIVES: ClassVar = (("steps", "tokens"),)  # an override of one removes the other of the recipe
+    exports_at_end: ClassVar[bool] = False  # whether a finished run exports its weights even without export_hf
+    scores: ClassVar[bool] = False  # whether the model is trained to score texts instead of predicting tokens
 
     model: str  # a folder, a .gguf file, a catalogue name, a hub id, or a shipped architecture
     batch: int  # rows of one step over all devices
@@ -247,7 +248,7 @@ class Training:
         require(self.log_every >= 1, f"log_every must be at least 1 step; got {self.log_every}", param="log_every")
         for name in self.report_to:
             one_of("report_to", name, LOGGERS)
-        _ = self.profile_window
+        profile_window(self.profile)
 
     def _check_rows(self) -> None:
         require(self.batch >= 1, f"batch must be at least 1 row; got {self.batch}", param="batch")
@@ -261,6 +262,7 @@ class Training:
             sum(bool(getattr(self, name)) for name in names) == 1,
             f"{_listed(names, 'or')} must say how long to train, and not {'both' if len(names) == 2 else 'several'}; "
             f"got {_listed(given, 'and')}",
+            param=names[0],
         )
         warmup = self.schedule.warmup
         require(
@@ -277,24 +279,10 @@ class Training:
 
     @property
     def total_steps(self) -> int:
-        """Return the steps of the run, with `tokens` rounded up; 0 if only the data tells (epochs)."""
+        """Return the steps of the run, with `tokens` rounded up; 0 if they depend on the data (epochs)."""
         return self.steps or -(-self.tokens // self.tokens_per_step)
 
-    @property
-    def profile_window(self) -> tuple[int, int] | None:
-        """Return (first, one past the last) step to trace; None for no trace."""
-        if not self.profile:
-            return None
-        first, colon, end = self.profile.partition(":")
-        good = bool(colon) and first.isdecimal() and end.isdecimal() and int(first) < int(end)
-        require(
-            good,
-            f"profile must be two steps, first:end with first < end, such as 10:13; got {self.profile!r}",
-            param="profile",
-        )
-        return int(first), int(end)
-
-    # --- what each kind of training says of itself --------------------------------------------------------------------
+    # --- what the kinds of training override --------------------------------------------------------------------------
 
     @property
     def effective(self) -> Self:
@@ -305,11 +293,6 @@ class Training:
     def weights(self) -> str:
         """Return the folder of the initial weights; empty for random ones."""
         return self.init
-
-    @property
-    def exports_at_end(self) -> bool:
-        """Return whether a finished run exports its weights even if `checkpoint.export_hf` is 0."""
-        return False
 
     @property
     def adapter(self) -> Any:
@@ -332,13 +315,8 @@ class Training:
         """
         return None
 
-    @property
-    def scores(self) -> bool:
-        """Return whether the model is trained to score texts instead of predicting tokens."""
-        return False
-
     def beside(self, cfg: Any, hbm: int | None) -> dict[str, int]:
-        """Return bytes per device that others than the training need, by name (an engine's weights and pages)."""
+        """Return the bytes per device that something else than the training needs, by name (an engine's weights)."""
         return {}
 
     @property
@@ -360,10 +338,23 @@ class Training:
         """Refuse what this model (a models.config.ModelConfig) cannot do."""
         require(
             self.scores or not cfg.scored,
-            f"model {self.model!r} gives texts a score and has no head for words: name a model that writes, or train "
-            "this one further as the reward model that it is (dovetail reward)",
+            f"model must be a causal language model, got {self.model!r}, a reward model: use another, or train it "
+            "with `dovetail reward`",
             param="model",
         )
+
+
+def profile_window(profile: str) -> tuple[int, int] | None:
+    """Return (first, one past the last) step to trace from a text such as `10:13`; None for an empty one."""
+    if not profile:
+        return None
+    first, colon, end = profile.partition(":")
+    require(
+        bool(colon) and first.isdecimal() and end.isdecimal() and int(first) < int(end),
+        f"profile must be two steps, first:end with first < end, such as 10:13; got {profile!r}",
+        param="profile",
+    )
+    return int(first), int(end)
 
 
 def _listed(words: Sequence[str], last: str) -> str:

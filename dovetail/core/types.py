@@ -12,8 +12,8 @@ import jax
 
 from dovetail.core.mesh import Placement
 
-Params = Any  # a pytree of arrays, shaped as models.spec declares it
-Cache = tuple  # one entry per layer: pages, or None for a layer that reads another's
+Params = dict[str, Any]  # a pytree of arrays (or quantised weights) by name, with the structure of models.spec
+Cache = tuple[Any, ...]  # one entry per layer: pages, or None for a layer that reads another's
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +69,8 @@ class Column:
     """Declare an additional column of an objective's batches."""
 
     dtype: str = "float32"
-    per_token: bool = True  # [B, T], in the place of the token whose target it is about; else [B], one per row
-    width: int = 0  # above 0: so many numbers in each place, [B, T, width]
+    per_token: bool = True  # [B, T], at the position of the token whose target it describes; else [B], one per row
+    width: int = 0  # above 0: this many numbers at each position, [B, T, width]
     table: bool = False  # [B, M, width], not by tokens: M entries of each row, as many as a batch brings
 
 

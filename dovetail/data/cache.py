@@ -34,7 +34,7 @@ META, OFFSETS = "meta.json", "offsets.npy"
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """What meta.json holds."""
+    """Hold the contents of meta.json."""
 
     name: str
     fingerprint: str
@@ -55,7 +55,7 @@ class CacheMeta:
 
 
 class TokenStore:
-    """The tokenised documents of one source. Opening reads almost nothing, and processes share the pages."""
+    """Read the tokenised documents of one source. Opening reads almost nothing, and processes share the pages."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -179,7 +179,7 @@ def _cut(text: str) -> list[str]:
 
 
 class OffsetTokens(NamedTuple):
-    """The tokens of a text, each with the characters it stands for."""
+    """Hold the tokens of a text, each with the characters it stands for."""
 
     ids: np.ndarray  # [n] int32
     starts: np.ndarray  # [n] the first character of each

@@ -35,7 +35,7 @@ Sides = Sequence[ChatExample | TextExample]
 
 
 class MaskedTokens(NamedTuple):
-    """The tokens of one document, and which of them are trained."""
+    """Hold the tokens of one document, and which of them are trained."""
 
     tokens: np.ndarray  # [n] int32
     mask: np.ndarray  # [n] bool
@@ -164,11 +164,11 @@ class ExampleEncoder:
 
     def _is_left_out(self, side: ChatExample, template: ChatTemplate, at: int, text: str) -> bool:
         """Return whether the text does not depend on the message, which need not be in it literally."""
-        said = side.messages[at].get("content")
-        if not isinstance(said, str) or not said.strip() or said.strip() in text:
+        content = side.messages[at].get("content")
+        if not isinstance(content, str) or not content.strip() or content.strip() in text:
             return False
         other = [*side.messages]
-        other[at] = {**other[at], "content": f"{said} {said}"}
+        other[at] = {**other[at], "content": f"{content} {content}"}
         return template.render(other, side.tools, add_generation_prompt=False) == text
 
     # --- text without a template --------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _name_of(tool: Any) -> str:
 
 
 class Fitted(NamedTuple):
-    """The documents of an example that fit into a row."""
+    """Hold the documents of an example that fit into a row."""
 
     documents: list[list[MaskedTokens]]  # of each side
     outcome: str

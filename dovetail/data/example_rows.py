@@ -87,7 +87,7 @@ def open_examples(
 
 
 def _rounded(tokens: int) -> int:
-    """Return the smallest row length for so many tokens: a whole number of blocks, where there are several."""
+    """Return the smallest row length for this many tokens: a whole number of blocks if there are several."""
     size = BLOCK if tokens > BLOCK else 32
     return -(-tokens // size) * size
 

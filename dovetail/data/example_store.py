@@ -81,7 +81,7 @@ class ExampleStats:
 
 
 class ExampleStore(TokenStore):
-    """The tokenised examples of one source."""
+    """Read the tokenised examples of one source."""
 
     def __init__(self, folder: Path, name: str):
         super().__init__(folder)
@@ -110,7 +110,7 @@ class ExampleStore(TokenStore):
 
 
 class Examples:
-    """The documents of all sources, numbered one after another; pair k is the documents 2k (chosen) and 2k + 1."""
+    """Number the documents of all sources; pair k is the documents 2k (chosen) and 2k + 1."""
 
     def __init__(self, stores: Sequence[ExampleStore], per_unit: int):
         self._stores, self.per_unit = tuple(stores), per_unit

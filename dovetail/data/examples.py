@@ -29,7 +29,7 @@ KINDS = ("sft", "preference", "unpaired", "prompts")
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A conversation; the assistant's turns from message `first` on are trained."""
+    """Hold a conversation; the assistant's turns from message `first` on are trained."""
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
@@ -46,7 +46,7 @@ class TextExample:
 
 @dataclass(frozen=True)
 class Example:
-    """One record's example."""
+    """Hold one record's example."""
 
     sides: tuple[ChatExample | TextExample, ...]  # one; of a preference two: chosen, rejected
     label: bool | None = None
@@ -81,7 +81,7 @@ def example(record: Record, kind: str, form: str = "auto", keys: Keys = Keys()) 
         raise UserError(record.error)
     forms = _FORMS[kind]
     if form != "auto":
-        one_of(f"format of {kind}", form, forms)
+        one_of("data.format", form, forms)
         forms = {form: forms[form]}
     fields = _Fields(record, keys)
     for needed, read in forms.values():
@@ -142,7 +142,7 @@ _FITS = {
 
 
 class _Fields:
-    """A record's values by the names of `Keys`."""
+    """Read a record's values by the names of `Keys`."""
 
     def __init__(self, record: Record, keys: Keys):
         self.where, self.keys, self._fields = record.where, keys, record.fields

@@ -58,9 +58,9 @@ def check_roles(messages: Messages, template: str = "") -> None:
 def check_turns(messages: Messages) -> None:
     """Refuse an empty turn of the user or the assistant."""
     for i, message in enumerate(messages):
-        said = message.get("content") or message.get("tool_calls") or any(message.get(name) for name in _THOUGHTS)
-        said = said.strip() if isinstance(said, str) else said
-        if not said and message["role"] in ("user", "assistant"):
+        content = message.get("content") or message.get("tool_calls") or any(message.get(name) for name in _THOUGHTS)
+        content = content.strip() if isinstance(content, str) else content
+        if not content and message["role"] in ("user", "assistant"):
             raise UserError(f"messages[{i}]: the {message['role']}'s turn is empty; fill it, or remove the record")
 
 

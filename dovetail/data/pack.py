@@ -131,7 +131,7 @@ class _Room:
 
 
 class Documents(Protocol):
-    """What packing reads: a `TokenStore` or `Examples`."""
+    """Define what packing reads: a `TokenStore` or `Examples`."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -144,7 +144,7 @@ class Documents(Protocol):
 
 
 class Piece(NamedTuple):
-    """A part of a document: its tokens start..stop-1."""
+    """Hold a part of a document: its tokens start..stop-1."""
 
     document: int
     start: int

@@ -26,7 +26,7 @@ Where = Callable[[], str]  # names the place of a row; called only for a message
 
 @dataclass(frozen=True)
 class FileSpan:
-    """A part of one file.
+    """Hold a part of one file.
 
     The unit of `start` and `stop` depends on the kind: bytes of a plain JSONL file, row groups of a Parquet file,
     records of an ArrayRecord file, documents of a corpus; unused for files that are read whole.
@@ -39,15 +39,15 @@ class FileSpan:
     size: int  # bytes of the span, for the progress bar
 
 
-class Row(NamedTuple):
-    """One row of a file."""
+class FileRow(NamedTuple):
+    """Hold one row of a file."""
 
     raw: Any  # bytes of JSON or text, a str, the dict of a table's row, or the value of one column
     where: Where
     done: int  # bytes of the span up to the end of this row
 
 
-def rows(span: FileSpan, column: str = "") -> Iterator[Row]:
+def rows(span: FileSpan, column: str = "") -> Iterator[FileRow]:
     """Yield the rows of a span; `column`: of a table, read only this column, which must hold text."""
     return _READERS[span.kind](span, column)
 
@@ -74,7 +74,7 @@ def parse_json(raw: bytes, where: Where) -> Any:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _text(row: Row, text_key: str, is_json: bool) -> str:
+def _text(row: FileRow, text_key: str, is_json: bool) -> str:
     raw, where = row.raw, row.where
     if raw is None or isinstance(raw, str):  # of a text, or of a column
         return raw or ""
@@ -95,11 +95,15 @@ def _text_of(record: Any, text_key: str, where: Where, escaped: bool) -> str:
         raise UserError(f"{where()}: expected a JSON object with the key {text_key!r}, got {type(record).__name__}")
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "no keys"
-        raise UserError(f"{where()}: expected text under the key {text_key!r}, got {keys}; set text_key to one of them")
+        raise UserError(
+            f"{where()}: expected text under the key {text_key!r}, got {keys}; set text_key to one of them",
+            param="text_key",
+        )
     text = record[text_key] if record[text_key] is not None else ""  # null: an empty document, as in a column
     if not isinstance(text, str):
         raise UserError(
-            f"{where()}: expected text under the key {text_key!r}, got {type(text).__name__}; set text_key to another"
+            f"{where()}: expected text under the key {text_key!r}, got {type(text).__name__}; set text_key to another",
+            param="text_key",
         )
     if escaped:  # only an escape can write half a surrogate pair
         try:
@@ -134,18 +138,18 @@ def _short(line: bytes, width: int = 40) -> str:
 # --- texts, lines of JSON ---------------------------------------------------------------------------------------------
 
 
-def _text_file(span: FileSpan, column: str) -> Iterator[Row]:
-    yield Row(_decode(Path(span.path).read_bytes(), span.path), lambda: span.path, span.size)
+def _text_file(span: FileSpan, column: str) -> Iterator[FileRow]:
+    yield FileRow(_decode(Path(span.path).read_bytes(), span.path), lambda: span.path, span.size)
 
 
-def _corpus(span: FileSpan, column: str) -> Iterator[Row]:
+def _corpus(span: FileSpan, column: str) -> Iterator[FileRow]:
     done = 0
     for text in corpus.documents(span.path, span.start, span.stop):
         done += len(text)
-        yield Row(text, lambda: span.path, done)
+        yield FileRow(text, lambda: span.path, done)
 
 
-def _json_lines(span: FileSpan, column: str) -> Iterator[Row]:
+def _json_lines(span: FileSpan, column: str) -> Iterator[FileRow]:
     if span.path.endswith(".gz"):
         yield from _gz_lines(span)
         return
@@ -154,15 +158,15 @@ def _json_lines(span: FileSpan, column: str) -> Iterator[Row]:
         while (start := file.tell()) < span.stop and (line := file.readline()):
             if line.strip():
                 where = lambda at=start: f"{span.path} line {_line(span.path, at)}"  # noqa: E731
-                yield Row(line, where, start + len(line) - span.start)
+                yield FileRow(line, where, start + len(line) - span.start)
 
 
-def _gz_lines(span: FileSpan) -> Iterator[Row]:
+def _gz_lines(span: FileSpan) -> Iterator[FileRow]:
     with open(span.path, "rb") as raw, gzip.open(raw) as file:
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield Row(line, lambda n=number: f"{span.path} line {n}", raw.tell())
+                    yield FileRow(line, lambda n=number: f"{span.path} line {n}", raw.tell())
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise FileError(f"{span.path} is not a complete gzip file ({error}); copy or compress it again") from None
 
@@ -203,7 +207,7 @@ def _parquet(path: str):
         raise FileError(f"{path} is not a complete Parquet file ({reason}); copy it again") from None
 
 
-def _parquet_rows(span: FileSpan, column: str) -> Iterator[Row]:
+def _parquet_rows(span: FileSpan, column: str) -> Iterator[FileRow]:
     file = _parquet(span.path)
     if column:
         _check_column(file.schema_arrow, column, span.path)
@@ -212,10 +216,10 @@ def _parquet_rows(span: FileSpan, column: str) -> Iterator[Row]:
     for batch in file.iter_batches(ROWS, row_groups=list(groups), columns=[column] if column else None):
         for row in batch.column(0).to_pylist() if column else batch.to_pylist():
             number += 1
-            yield Row(row, lambda n=number: f"{span.path} row {n}", span.size * number // total)
+            yield FileRow(row, lambda n=number: f"{span.path} row {n}", span.size * number // total)
 
 
-def _arrow_rows(span: FileSpan, column: str) -> Iterator[Row]:
+def _arrow_rows(span: FileSpan, column: str) -> Iterator[FileRow]:
     """Yield the rows of a file in Arrow's streaming format, or in its file format (older versions of `datasets`)."""
     import pyarrow as pa
 
@@ -235,7 +239,7 @@ def _arrow_rows(span: FileSpan, column: str) -> Iterator[Row]:
                 done = min(file.tell(), span.size)
                 for row in batch.column(column).to_pylist() if column else batch.to_pylist():
                     number += 1
-                    yield Row(row, lambda n=number: f"{span.path} row {n}", done)
+                    yield FileRow(row, lambda n=number: f"{span.path} row {n}", done)
         except pa.ArrowInvalid as error:
             raise FileError(f"{span.path} is not a complete Arrow file ({error}); copy it again") from None
 
@@ -277,16 +281,16 @@ def _array_record(path: str) -> Iterator[Any]:
         raise FileError(f"{path} is not a complete ArrayRecord file ({reason}); copy it again") from None
 
 
-def _array_record_rows(span: FileSpan, column: str) -> Iterator[Row]:
+def _array_record_rows(span: FileSpan, column: str) -> Iterator[FileRow]:
     with _array_record(span.path) as reader:
         for start in range(span.start, span.stop, RECORDS):
             stop = min(start + RECORDS, span.stop)
             for index, record in enumerate(reader.read(start, stop), start):
                 done = span.size * (index + 1 - span.start) // (span.stop - span.start)
-                yield Row(record, lambda i=index: f"{span.path} record {i}", done)
+                yield FileRow(record, lambda i=index: f"{span.path} record {i}", done)
 
 
-_READERS: dict[str, Callable[[FileSpan, str], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[FileSpan, str], Iterator[FileRow]]] = {
     "text": _text_file,
     "jsonl": _json_lines,
     "parquet": _parquet_rows,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.reporter import Progress
 from dovetail.data import readers, sources
-from dovetail.data.readers import Row, Where
+from dovetail.data.readers import FileRow, Where
 from dovetail.data.settings import Keys, Source, TuningData
 
 KINDS = ("jsonl", "parquet", "arrayrecord", "hf")  # of files whose rows have fields
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Record(NamedTuple):
-    """One record of a source; `error` says why there are no fields."""
+    """Hold one record of a source; `error` says why there are no fields."""
 
     fields: dict[str, Any]
     where: Where
@@ -77,7 +77,7 @@ def from_list(records: Iterable[Any]) -> Iterator[Record]:
         yield _record(lambda record=record: record, where)
 
 
-def _from_row(row: Row) -> Record:
+def _from_row(row: FileRow) -> Record:
     if isinstance(row.raw, dict):
         return Record(_given(row.raw), row.where)
     return _record(lambda: readers.parse_json(row.raw, row.where), row.where)

@@ -15,7 +15,7 @@ OVERLONG = ("turns", "cut", "skip")
 
 @dataclass(frozen=True)
 class Source:
-    """One source of documents: a file, a folder, or a built-in corpus by name."""
+    """Configure one source of documents: a file, a folder, or a built-in corpus by name."""
 
     path: str
     weight: float = 1.0  # share of the rows, relative to the other sources
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Data:
-    """The documents of pretraining, and how they fill rows."""
+    """Configure the documents of pretraining, and how they fill rows."""
 
     sources: tuple[Source, ...]  # where the documents are, each with a path and a weight
     tokenizer: str = ""  # "": the model's own; "bytes": raw UTF-8 (ids 0 to 255, 256 ends a document); or a path
@@ -50,7 +50,7 @@ class Data:
 
 
 class TrainedTokens(NamedTuple):
-    """Which tokens of an example count in the loss."""
+    """Select the tokens of an example that count in the loss."""
 
     assistant_only: bool = True  # of a conversation, the assistant's tokens; else all of them
     completion_only: bool = True  # of a prompt with a completion, the completion; else both
@@ -58,7 +58,7 @@ class TrainedTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys under which a record holds each field, such as `keys: {messages: dialogue}`; empty: the usual name."""
+    """Name the key of each field in a record, such as `keys: {messages: dialogue}`; empty: the usual name."""
 
     messages: str = ""  # a conversation: messages, or ShareGPT's conversations
     role: str = ""  # of a message: role, or from
@@ -81,7 +81,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class TuningSource:
-    """One of several sources of records."""
+    """Configure one of several sources of records."""
 
     path: str
     weight: float = 1.0  # share of the rows, relative to the other sources
@@ -94,7 +94,7 @@ class TuningSource:
 
 @dataclass(frozen=True)
 class TuningData:
-    """The records of fine-tuning, and how they become examples."""
+    """Configure the records of fine-tuning, and how they become examples."""
 
     MAIN: ClassVar = "path"  # `data: chats.jsonl` is data.path
 

@@ -39,7 +39,7 @@ SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|dev|test)(?=[-_./]|$)")
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a source."""
+    """Hold the files of a source."""
 
     kind: str  # of ENDINGS, or corpus
     name: str  # for messages, and for the cache's folder
@@ -184,7 +184,9 @@ def dataset_folder(path: str) -> tuple[Path, str, str]:
     name, _, wanted = rest.partition("/")
     hub_id = f"{org}/{name}"
     if not HUB_ID.fullmatch(hub_id):
-        raise UserError(f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}")
+        raise UserError(
+            f"expected a dataset as org/name, {PREFIX}org/name or {PREFIX}org/name/FILES, got {path!r}", param="path"
+        )
     return fetch_dataset(hub_id, [f"*{ending}" for ending in ALL_ENDINGS if ending != CARD]), hub_id, wanted
 
 
@@ -204,7 +206,8 @@ def _fetch(path: str) -> list[Path]:
     if not chosen:
         raise MissingFileError(
             f"expected files ending in {' '.join(ALL_ENDINGS)} in the dataset {path!r}, found none; it holds "
-            f"{', '.join(files[:8]) or 'no data file'}"
+            f"{', '.join(files[:8]) or 'no data file'}",
+            param="path",
         )
     folders = sorted({str(Path(file).parent) for file in chosen})
     if len(folders) > 1 and not wanted:

@@ -122,7 +122,7 @@ def _finish(job: TokeniseJob, encoder: Encoder, folder: Path, name: str, mark: s
 
 @dataclass
 class TokeniseJob:
-    """What all parts of a source share, and the spans of each part."""
+    """Hold what all parts of a source share, and the spans of each part."""
 
     text_key: str
     dtype: str

@@ -16,7 +16,7 @@ SEVERITIES = ("good", "note", "warning", "fault")
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
+    """Hold the result of one check."""
 
     severity: str  # of SEVERITIES
     about: str  # what was checked: "matmul bf16", "/dev/shm"
@@ -56,6 +56,6 @@ def differences(reports: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]
     rows: dict[str, list[str]] = {}
     for i, one in enumerate(reports):
         for finding in one["findings"]:
-            said = finding["severity"] if finding["values"] else f"{finding['severity']}: {finding['found']}"
-            rows.setdefault(finding["about"], ["-"] * len(reports))[i] = said
-    return [(about, said) for about, said in rows.items() if len(set(said)) > 1]
+            result = finding["severity"] if finding["values"] else f"{finding['severity']}: {finding['found']}"
+            rows.setdefault(finding["about"], ["-"] * len(reports))[i] = result
+    return [(about, result) for about, result in rows.items() if len(set(result)) > 1]

@@ -1,4 +1,4 @@
-"""How exactly the devices compute: approximate top-k, argmax in bf16, matrix products, repeatability, and a burn-in."""
+"""Check the accuracy of the devices: approximate top-k, argmax in bf16, products, repeatability, and a burn-in."""
 
 from __future__ import annotations
 

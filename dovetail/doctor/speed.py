@@ -1,4 +1,4 @@
-"""How fast the devices are, compared with the peak of their chip: products, memory, links."""
+"""Measure the speed of the devices, compared with the peak of their chip: products, memory, links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNEVEN = 0.9  # of the median of all devices: below this a device is slow
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of the operands: large enough for a chip to reach its speed, small on a CPU."""
+    """Hold the sizes of the operands: large enough for a chip to reach its speed, small on a CPU."""
 
     side: int  # of a square product
     copied: int  # bytes

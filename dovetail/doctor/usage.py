@@ -22,7 +22,7 @@ GPU_FIELDS = "index,name,memory.used,memory.total,utilization.gpu,temperature.gp
 
 @dataclass(frozen=True)
 class ChipUsage:
-    """The use of one chip."""
+    """Hold the use of one chip."""
 
     chip: str  # "GPU 0", "TPU 3", "CPU"
     kind: str

@@ -31,7 +31,7 @@ from dovetail.plan.serve_memory import USABLE
 
 @dataclass(frozen=True)
 class AbstractEngine:
-    """An engine without arrays."""
+    """Describe an engine without arrays."""
 
     programs: Programs
     params: Any  # abstract weights
@@ -118,7 +118,7 @@ class AbstractEngine:
 
 @dataclass(frozen=True)
 class _Empty:
-    """A device with all its memory free."""
+    """Imitate a device with all its memory free."""
 
     limit: int
 

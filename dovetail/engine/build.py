@@ -25,6 +25,7 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.options import EngineOptions, platform_default
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from dovetail.engine.schedule.step_time import Pace
+from dovetail.engine.spec.speculator import speculator_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
@@ -92,7 +93,8 @@ def build_engine(
     )  # fmt: skip
     runner = Runner(programs, Weights(params), pages, adapters)
     pace = Pace(buckets.max_tokens, _token_seconds(cfg, options, programs))
-    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.max_decode_steps, pace)
+    speculator = speculator_of(options.speculative_config)
+    return Engine(runner, Scheduler(config), tokenizer, options.seed, options.max_decode_steps, pace, speculator)
 
 
 def _token_seconds(cfg: ModelConfig, options: EngineOptions, programs: Programs) -> float | None:
@@ -125,6 +127,8 @@ def _sizes(cfg: ModelConfig, options: EngineOptions, compute: Compute, device: A
     """Return the fields of Buckets that depend on the device."""
     chip = chip_of(device)
     sizes: dict[str, Any] = dict(max_decode_steps=options.max_decode_steps)
+    if options.speculative_config:
+        sizes["drafts"] = options.speculative_config.choices
     if chip:  # a decode step reads the weights that a token uses, and computes two operations each for every row
         flops = flops_per_token(cfg) / options.tensor_parallel_size
         reading = flops / 2 * compute.dtype.itemsize / chip.bandwidth

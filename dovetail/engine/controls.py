@@ -1,4 +1,4 @@
-"""The controls of a running engine, each declared once, and the errors that callers catch. Plain data, no jax.
+"""Declare the controls of a running engine, and the errors that callers catch. Plain data, no jax.
 
 An EngineLoop calls controls by name; a server's process passes name and arguments on to it.
 """
@@ -7,28 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dovetail.core.errors import UserError
-
 
 class EngineDied(RuntimeError):
-    """The engine has ended; the cause is the `__cause__` if known, or None if the engine was stopped."""
+    """Report that the engine has ended; `__cause__` is the cause if known, or None if the engine was stopped."""
 
 
 class Later(Exception):
-    """Raised by a control's method that must wait for requests to end; an EngineLoop calls it again."""
-
-
-class InUse(UserError):
-    """Refuse a control that was told not to wait, because requests in progress need what it would change."""
+    """Signal that a control's method must wait for requests to end; an EngineLoop calls it again."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """One control."""
+    """Describe one control."""
 
     method: str  # of Engine; called on the engine's thread between two steps
     idle: bool = False  # whether steps in flight are committed first
-    prepare: str | None = None  # of Engine; makes the method's arguments beforehand, on the caller's thread
+    prepare: str | None = None  # of Engine; makes the method's arguments first, on the caller's thread
     change: str | None = None  # the message for requests that arrive meanwhile, if none is answered afterwards
 
 

@@ -19,7 +19,7 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
 from dovetail.engine.controls import Later
-from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, steps_in_time
+from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, MOST_VERIFIED, steps_in_time
 from dovetail.engine.device.launched import (
     LaunchedStep,
     keep_logprobs,
@@ -47,9 +47,10 @@ from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence, Status
 from dovetail.engine.request.stops import Stops
 from dovetail.engine.request.text import OutputText
-from dovetail.engine.schedule.plan import StepLimits, StepPlan
+from dovetail.engine.schedule.plan import Gain, StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
+from dovetail.engine.spec.speculator import Speculator
 from dovetail.engine.stats import EngineStats
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ class Engine:
         seed: int | None = 0,
         max_decode_steps: int | None = None,
         pace: Pace | None = None,
+        speculator: Speculator | None = None,
     ):
         self.runner, self.scheduler, self.tokenizer = runner, scheduler, tokenizer
         self.cfg = runner.cfg
@@ -83,6 +85,7 @@ class Engine:
         self.intake = Intake(scheduler.config, self.sampler, tokenizer, seed, runner.adapters, not self.cfg.scored)
         self._max_decode_steps = max_decode_steps
         self.pace = pace or Pace(scheduler.config.max_num_batched_tokens)
+        self.speculator = speculator
         self._newcomer = float("-inf")  # when a request last arrived while others ran
         self._inflight: deque[LaunchedStep] = deque()
         self._requests: dict[str, list[Sequence]] = {}
@@ -154,6 +157,8 @@ class Engine:
         ended = [seq for seq in wanted if seq.status is not Status.FINISHED]
         for seq in ended:
             self.scheduler.finish(seq, "abort")
+        if self.speculator:
+            self.speculator.finish(ended)
         now = time.monotonic()
         deltas = self.close([delta_of(seq, [], now) for seq in ended])
         if index is None:
@@ -177,6 +182,8 @@ class Engine:
         self._requests.clear()
         for seq in failed:
             seq.status, seq.finish_reason, seq.error, seq.text = Status.FINISHED, "error", message, None
+        if self.speculator:
+            self.speculator.finish(failed)
         now = time.monotonic()
         return [delta_of(seq, [], now) for seq in failed]
 
@@ -231,6 +238,7 @@ class Engine:
             sleeping=self.sleeping,
             compiled=self.runner.steps.compilations.begun,
             compile_seconds=self.runner.steps.compilations.seconds,
+            speculation=self.speculator.counts if self.speculator else None,
         )
 
     # --- weights and memory -------------------------------------------------------------------------------------------
@@ -254,8 +262,9 @@ class Engine:
         return publish(params, self.cfg, self.runner.compute.dtype, self.runner.placement, take)
 
     def read_weights(self, path: str, keep_cache: bool = False, version: int | None = None) -> tuple[Any, ...]:
-        """The arguments of swap_weights, with weights from a path; any thread may ask for it. Both versions are in
-        memory until the new one is in place, unless the engine sleeps.
+        """Return the arguments of swap_weights with the weights of a path. Any thread may call it.
+
+        Both versions are in memory until the swap, unless the engine sleeps.
         """
         params = load(path, self.runner.compute.dtype, self.runner.placement).params
         return self.published(params, take=True), keep_cache, version
@@ -424,9 +433,14 @@ class Engine:
         """
         if self.blocked:
             raise UserError(self.blocked)
-        limits = None if prompts_first else self._limits()
-        plan = self.scheduler.schedule(self._steps_wanted(), prompts_first, limits)
+        most = self._drafts_wanted()
+        if self._inflight and (most or self._inflight[0].plan.speculates):
+            return self._commit_next(ended_only)  # draft tokens follow known tokens
+        drafts = self.speculator.propose(self.scheduler.running, most) if self.speculator and most else None
+        limits = None if prompts_first or most else self._limits()
+        plan = self.scheduler.schedule(1 if most else self._steps_wanted(), prompts_first, limits, drafts)
         if plan is not None:
+            plan.speculates = bool(most)
             try:
                 self._inflight.append(self._launch(plan, waits=limits is None))
             except BaseException:  # it did not run: undo the plan
@@ -436,10 +450,22 @@ class Engine:
                 raise
             if len(self._inflight) < 2:
                 return []
-        if not self._inflight:
-            return []
+        return self._commit_next(ended_only) if self._inflight else []
+
+    def _commit_next(self, ended_only: bool) -> list[OutputDelta]:
         sampled = self._inflight[0].fetch()  # a step whose tokens cannot be fetched stays in flight
         return self._commit(self._inflight.popleft(), sampled, ended_only)
+
+    def _drafts_wanted(self) -> int:
+        """Return the draft tokens per row of the next step; 0 without speculation."""
+        if self.speculator is None:
+            return 0
+        demand, buckets = self.scheduler.demand(), self.runner.buckets
+        if demand.prompts or not 0 < demand.decoding <= MOST_VERIFIED:
+            return 0
+        most = self.speculator.length.choose(buckets.decode(demand.decoding).rows)
+        fits = demand.decoding * (1 + most) <= self.scheduler.config.max_num_batched_tokens
+        return most if most and fits and self.runner.drafts_ready(demand.decoding, most) else 0
 
     def drain(self) -> list[OutputDelta]:
         """Commit every step in flight without launching another."""
@@ -482,11 +508,24 @@ class Engine:
         """Commit the tokens [steps, S] that a step sampled."""
         if self.runner.is_compiling:  # a step beside a compiler takes longer than usual
             self.pace.rest()
-        self.pace.fetched(launched.plan, launched.padded, bool(self._inflight))
+        seconds = self.pace.fetched(launched.plan, launched.padded, bool(self._inflight))
         if launched.hidden is not None:
             keep_prompt_logprobs(launched, self.runner.score)
         gains = self.scheduler.commit(launched.plan, sampled, self.stops)
+        if self.speculator:
+            self._learn(self.speculator, launched, gains, seconds)
         scores = keep_logprobs(launched, gains)
         now = time.monotonic()
         self._generated += record_gains(gains, now, launched.version)
         return deltas_of(gains, now, scores, ended_only)
+
+    def _learn(self, speculator: Speculator, launched: LaunchedStep, gains: list[Gain], seconds: float | None) -> None:
+        """Let the speculator measure a step, and learn from sequences that ended with it."""
+        plan = launched.plan
+        rows = self.runner.buckets.decode(len(plan.rows)).rows
+        if plan.speculates:
+            quiet = not (launched.waited or self.runner.is_compiling)
+            speculator.committed(plan, rows, {seq: len(tokens) for seq, tokens, _ in gains}, quiet)
+        elif seconds is not None and plan.is_decode:
+            speculator.length.measured(rows, 0, seconds, plan.steps)
+        speculator.finish(seq for seq, _, _ in gains)

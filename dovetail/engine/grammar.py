@@ -44,7 +44,7 @@ _OVER_LIMIT = re.compile(r"max is|\blimit\b|fuel|too (big|many|large|complex)")
 
 
 class Grammar:
-    """A compiled grammar; each sequence gets a Matcher of its own."""
+    """Hold a compiled grammar; each sequence gets its own Matcher."""
 
     def __init__(self, prototype: Any, words: int, size: int = 0):
         self._prototype, self._words, self.size = prototype, words, size
@@ -55,7 +55,7 @@ class Grammar:
 
 
 class Matcher:
-    """The position of one sequence in its grammar."""
+    """Track the position of one sequence in its grammar."""
 
     def __init__(self, matcher: Any, words: int):
         self._matcher, self._words = matcher, words
@@ -77,6 +77,15 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Advance by a token that `fill` allowed; raise RequestError for another one."""
         self._matcher.consume_token(token)
+        self._check()
+
+    def try_accept(self, token: int) -> bool:
+        """Advance by a token if the grammar allows it; return whether it does."""
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        self._matcher.rollback(count)
         self._check()
 
     @property

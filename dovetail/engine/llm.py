@@ -56,7 +56,7 @@ def _with_keywords_of(
 
 
 class LLM:
-    """A model with an engine in this process.
+    """Run a model with an engine in this process.
 
     Args:
         model: A folder, .gguf file, hub id or catalogue name.

@@ -90,7 +90,7 @@ class EngineLoop:
         return self.submit(lambda engine: self._hand_on(engine.abort(id, index)))
 
     def control(self, name: str, /, *args: Any, **named: Any) -> Future[Any]:
-        """One of engine.controls. What it has to prepare (read files, say) it does first, on the caller's thread."""
+        """Run one of engine.controls. What it must prepare, such as files, is read first on the caller's thread."""
         control = CONTROLS[name]
         if control.prepare is not None:
             args, named = getattr(self.engine, control.prepare)(*args, **named), {}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from dovetail.core.errors import UserError
 from dovetail.core.option import check_name, check_options, option, options_of
+from dovetail.engine.spec.config import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 LoadFormat = Literal["auto", "dummy"]
@@ -90,11 +91,15 @@ class EngineOptions:
     max_lora_rank: int | None = option(
         None, "Maximum rank of an adapter. Default: the largest rank of lora_modules, or 16.", least=1
     )
+    speculative_config: Any = option(
+        None, "Draft tokens that a step verifies: a JSON object with vLLM's keys (docs/speculation.md).", metavar="JSON"
+    )
     seed: int | None = option(0, "Seed of requests without a seed. None: a new one at every start.", least=0)
 
     def __post_init__(self):
         modules = {name: str(folder) for name, folder in dict(self.lora_modules).items()}
         object.__setattr__(self, "lora_modules", modules)
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         check_options(self)
         self._check_together()
 

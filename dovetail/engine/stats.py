@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeculationCounts:
+    """Counters of speculative decoding, under vLLM's names (`vllm:spec_decode_num_*`)."""
+
+    drafts: int = 0  # rows of verify steps with draft tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot; counters are since the start. A prompt sampled n times counts n times."""
+    """Hold a snapshot of the engine; counters are since the start. A prompt sampled n times counts n times."""
 
     # now
     running: int  # sequences (a request has n)
@@ -32,6 +42,7 @@ class EngineStats:
     predicted_most: float = 0.0  # worst case
     compiled: int = 0  # steps whose compilation has started; those read from disk do not count
     compile_seconds: float = 0.0  # of finished compilations; several may run at a time
+    speculation: SpeculationCounts | None = None  # None: the engine does not speculate
 
     @property
     def pages_share(self) -> float:

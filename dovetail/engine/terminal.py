@@ -25,7 +25,7 @@ def compiling(room: str, progress: Progress | None) -> Iterator[Progress | None]
 
 
 class RequestBar:
-    """A rich progress bar of requests that also shows when they wait for a compiler; nothing unless `shown`."""
+    """Show a progress bar of requests, and when they wait for a compiler; show nothing unless `shown`."""
 
     def __init__(self, total: int, shown: bool, is_compiling: Callable[[], bool]):
         self.total, self.display = total, None

@@ -25,29 +25,29 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder} is no adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, no {name}"
+                f"{folder} is not an adapter: expected {CONFIG} and {WEIGHTS} as PEFT writes them, found no {name}"
             )
     try:
-        said = json.loads((folder / CONFIG).read_text())
+        raw = json.loads((folder / CONFIG).read_text())
     except ValueError as error:  # not JSON, or not UTF-8
         raise CheckpointError(f"{folder / CONFIG} is not valid JSON: {error}") from None
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{folder / CONFIG}: expected a JSON object, got {type(said).__name__}")
-    if said.get("peft_type") != "LORA":
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{folder / CONFIG}: expected a JSON object, got {type(raw).__name__}")
+    if raw.get("peft_type") != "LORA":
         raise CheckpointError(
-            f"{folder} is an adapter of kind {said.get('peft_type')}; LORA is the kind that can be used"
+            f"{folder} is an adapter of kind {raw.get('peft_type')}; LORA is the kind that can be used"
         )
     for name in REFUSED:
-        if said.get(name):
-            raise CheckpointError(f"{folder}: {name}={said[name]!r} is not supported; train the adapter without it")
-    if said.get("bias", "none") != "none" or said.get("lora_bias"):
+        if raw.get(name):
+            raise CheckpointError(f"{folder}: {name}={raw[name]!r} is not supported; train the adapter without it")
+    if raw.get("bias", "none") != "none" or raw.get("lora_bias"):
         raise CheckpointError(f"{folder}: it has biases, which are not supported; train the adapter with bias='none'")
-    if said.get("target_parameters") and said.get("use_dora"):
+    if raw.get("target_parameters") and raw.get("use_dora"):
         raise CheckpointError(
             f"{folder}: use_dora and target_parameters do not go together; train the adapter with one"
         )
-    _check_numbers(folder, said)
-    return said
+    _check_numbers(folder, raw)
+    return raw
 
 
 def base_of(folder: str | Path) -> str | None:
@@ -85,31 +85,31 @@ def check_servable(folder: Path, most: int | None) -> None:
         folder: The adapter's folder.
         most: The maximum rank that the engine has room for; None for any.
     """
-    said = read_adapter_config(folder)
+    raw = read_adapter_config(folder)
     SafetensorFolder(folder)  # reads the headers
-    if said.get("use_dora"):
+    if raw.get("use_dora"):
         raise CheckpointError(
             f"{folder} is a DoRA adapter, which is not served: merge it into the model (`dovetail merge`)"
         )
-    named = [*(said.get("modules_to_save") or ()), *(said.get("target_modules") or ())]
+    named = [*(raw.get("modules_to_save") or ()), *(raw.get("target_modules") or ())]
     if outer := sorted({name.rpartition(".")[2] for name in named} & {"embed_tokens", "lm_head"}):
         raise CheckpointError(
             f"{folder} is an adapter for {' and '.join(outer)} too, which is not served: merge it into the model "
             "(`dovetail merge`)"
         )
-    rank = max(said["r"], *(said.get("rank_pattern") or {}).values(), 0)
+    rank = max(raw["r"], *(raw.get("rank_pattern") or {}).values(), 0)
     if most is not None and rank > most:
         raise CheckpointError(
             f"{folder}: the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank"
         )
 
 
-def _check_numbers(folder: Path, said: dict[str, Any]) -> None:
+def _check_numbers(folder: Path, raw: dict[str, Any]) -> None:
     for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
-        value = said.get(name)
+        value = raw.get(name)
         if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(f"{folder / CONFIG}: {name} must be a number above 0, got {value!r}")
     for name in ("rank_pattern", "alpha_pattern"):
-        values = said.get(name) or {}
+        values = raw.get(name) or {}
         if not isinstance(values, dict) or not all(isinstance(each, int | float) for each in values.values()):
             raise CheckpointError(f"{folder / CONFIG}: {name} must map names to numbers, got {values!r:.80}")

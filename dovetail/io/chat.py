@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.core.errors import UserError
 from dovetail.io import sandbox
 
-# Unicode's noncharacters: reserved for marks inside a program, they are no part of any language's text.
+# Unicode's noncharacters are reserved for use inside a program and do not occur in text.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 # Names under which clients send a message's reasoning; templates read the first (gpt-oss's reads `thinking`).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -27,7 +27,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None):
         if not isinstance(source, str):
-            raise UserError(f"expected a chat template as text, got {type(source).__name__}; pass its Jinja source")
+            raise UserError(
+                f"expected a chat template as text, got {type(source).__name__}; pass its Jinja source",
+                param="chat_template",
+            )
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         sandbox.compile_source(source)
@@ -83,7 +86,8 @@ class ChatTemplate:
         if found != text:
             raise UserError(
                 "expected the text of {% generation %} blocks to reach the prompt as it is, but this chat template "
-                "changes it afterwards (a trim or a length around the block?); move the tag inside that expression"
+                "changes it afterwards (a trim or a length around the block?); move the tag inside that expression",
+                param="chat_template",
             )
         return text, spans
 

@@ -80,13 +80,16 @@ class Checkpoints:
             durable: Whether to save to the durable folder; None for multiples of `durable_every`.
         """
         if durable and len(self._tiers) == 1:
-            raise UserError("there is no durable folder to save to: give Checkpoints durable= and durable_every=")
+            raise UserError(
+                "there is no durable folder to save to: give Checkpoints durable= and durable_every=", param="durable"
+            )
         meta = _plain(meta)
         arrays = _named(state)
         for name, leaf in arrays.items():
             if not isinstance(leaf, jax.Array):
                 raise UserError(
-                    f"a checkpoint holds jax arrays; {name} is {type(leaf).__name__}: wrap it in jnp.asarray"
+                    f"a checkpoint holds jax arrays; {name} is {type(leaf).__name__}: wrap it in jnp.asarray",
+                    param="state",
                 )
         wanted = durable if durable is not None else bool(self._durable_every) and step % self._durable_every == 0
         self.wait()
@@ -217,4 +220,6 @@ def _plain(meta: dict[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(meta))
     except TypeError as error:
-        raise UserError(f"a checkpoint's meta must be JSON (numbers, strings, lists, dicts): {error}") from error
+        raise UserError(
+            f"a checkpoint's meta must be JSON (numbers, strings, lists, dicts): {error}", param="meta"
+        ) from error

@@ -230,7 +230,7 @@ def _path(folder: str) -> Any:
 
 
 def _remove(path: Any) -> None:
-    """Remove a checkpoint, the manifest first: without it the rest is no checkpoint."""
+    """Remove a checkpoint, the manifest first: without it the rest does not count as a checkpoint."""
     (path / manifest.NAME).unlink(missing_ok=True)
     path.rmtree(missing_ok=True)
 

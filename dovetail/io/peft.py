@@ -133,7 +133,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
     config = read_config(folder)
     stored = SafetensorFolder(folder)
     found = {current_name(name).removeprefix(PREFIX): stored.read(name) for name in stored.tensors()}
-    own = _score(folder, config.said, found, score) | take_outer(cfg, config, found)
+    own = _score(folder, config.raw, found, score) | take_outer(cfg, config, found)
     modules, stacks = _modules(cfg), stacks_of(cfg)
     config.check_parameters(_parameters(modules, stacks))
     flat: Flat = take_stacked(stacks, found, config)
@@ -152,15 +152,15 @@ def read_adapter(folder: str | Path, cfg: ModelConfig, score: bool = False) -> t
 
 def _named(config: AdapterConfig, cfg: ModelConfig, flat: Flat) -> Lora:
     """Return the adapter's settings, with our names of the projections if it names parameters."""
-    if not config.said.get("target_parameters"):
+    if not config.raw.get("target_parameters"):
         return config.lora
     modules = (leaf.stored.names[0].removesuffix(".weight") for path, leaf in leaves(spec(cfg)) if path in flat)
     return replace(config.lora, target_modules=tuple(sorted({module.rpartition(".")[2] for module in modules})))
 
 
-def _score(folder: Path, said: dict[str, Any], found: dict[str, np.ndarray], wanted: bool) -> Params:
+def _score(folder: Path, raw: dict[str, Any], found: dict[str, np.ndarray], wanted: bool) -> Params:
     """Take the score of a reward model out of the tensors, if there is one."""
-    saved = {name.rpartition(".")[2] for name in said.get("modules_to_save") or []} - set(OUTER.values())
+    saved = {name.rpartition(".")[2] for name in raw.get("modules_to_save") or []} - set(OUTER.values())
     own = {"score": found.pop(SCORE)} if SCORE in found else {}
     if saved and not (own and saved <= {"score", "classifier"}):  # the two that PEFT names for any classifier
         raise CheckpointError(

@@ -24,11 +24,11 @@ class AdapterConfig:
 
     folder: Path
     lora: Lora
-    said: dict[str, Any]
+    raw: dict[str, Any]  # adapter_config.json
 
     def is_parameter(self, name: str) -> bool:
         """Return whether `target_parameters` names it."""
-        return any(_ends(name, target) for target in self.said.get("target_parameters") or ())
+        return any(_ends(name, target) for target in self.raw.get("target_parameters") or ())
 
     def check_parameters(self, known: Iterable[str]) -> None:
         """Raise CheckpointError unless each of `target_parameters` is known.
@@ -36,7 +36,7 @@ class AdapterConfig:
         PEFT nests what it adapts in one module, so that one more would change the names of the others.
         """
         known = list(known)
-        for target in self.said.get("target_parameters") or ():
+        for target in self.raw.get("target_parameters") or ():
             if not any(_ends(name, target) for name in known):
                 raise CheckpointError(
                     f"{self.folder}: target_parameters names {target}, and this model has no projection that is called "
@@ -45,24 +45,24 @@ class AdapterConfig:
 
     def gain(self, name: str, down: int, up: int) -> float:
         """Return the scale of one weight's update with these ranks, relative to the adapter's."""
-        wanted = _pattern(self.said.get("rank_pattern"), name, self.lora.r)
+        wanted = _pattern(self.raw.get("rank_pattern"), name, self.lora.r)
         if not down == up == wanted:
             raise CheckpointError(f"{self.folder}: {name} has ranks {down} and {up} and its config says {wanted}")
-        alpha = _pattern(self.said.get("alpha_pattern"), name, self.lora.lora_alpha)
+        alpha = _pattern(self.raw.get("alpha_pattern"), name, self.lora.lora_alpha)
         return alpha / (math.sqrt(down) if self.lora.use_rslora else down) / self.lora.scale
 
 
 def read_config(folder: Path) -> AdapterConfig:
     """Return the settings of the adapter in a folder."""
-    said = read_adapter_config(folder)
-    targets = said.get("target_modules") or [ALL]
+    raw = read_adapter_config(folder)
+    targets = raw.get("target_modules") or [ALL]
     targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
     lora = Lora(
-        said["r"], float(said["lora_alpha"]), targets, float(said.get("lora_dropout") or 0),
-        bool(said.get("use_rslora")), bool(said.get("use_dora")),
-        tuple(name for name in OUTER.values() if any(_ends(each, name) for each in said.get("modules_to_save") or ())),
+        raw["r"], float(raw["lora_alpha"]), targets, float(raw.get("lora_dropout") or 0),
+        bool(raw.get("use_rslora")), bool(raw.get("use_dora")),
+        tuple(name for name in OUTER.values() if any(_ends(each, name) for each in raw.get("modules_to_save") or ())),
     )  # fmt: skip
-    return AdapterConfig(folder, lora, said)
+    return AdapterConfig(folder, lora, raw)
 
 
 def write_config(

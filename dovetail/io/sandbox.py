@@ -56,7 +56,7 @@ def compile_source(source: str) -> Template:
     try:
         return _ENVIRONMENT.from_string(source)
     except Exception as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error), param="chat_template") from error
 
 
 def render(source: str, names: dict[str, Any], run: Rendering) -> str:
@@ -66,7 +66,7 @@ def render(source: str, names: dict[str, Any], run: Rendering) -> str:
     try:
         return template.render(names)
     except Exception as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain(error), param="chat_template") from error
     finally:
         _RUN.reset(token)
 

@@ -178,7 +178,8 @@ class Tokenizer:
             raise UserError(
                 f"this model's tokenizer has no chat template{named}, so messages cannot become a prompt. Put a "
                 "chat_template.jinja beside its tokenizer.json or pass chat_template='<Jinja source>'; a base model "
-                "takes plain text instead"
+                "takes plain text instead",
+                param="chat_template",
             )
         return source
 
@@ -260,7 +261,9 @@ class Tokenizer:
 
     def _post_processor(self) -> TemplateProcessing:
         if (self.add_bos and self.bos is None) or (self.add_eos and self.eos is None):
-            raise UserError("add_bos and add_eos need the token itself; got True without bos=... or eos=...")
+            raise UserError(
+                "add_bos and add_eos need the token itself; got True without bos=... or eos=...", param="add_bos"
+            )
         bos = [f"{self.bos}:0"] if self.add_bos else []
         eos = [f"{self.eos}:0"] if self.add_eos else []
         ends = [token for token, wanted in ((self.bos, self.add_bos), (self.eos, self.add_eos)) if wanted and token]

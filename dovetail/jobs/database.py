@@ -77,11 +77,11 @@ class DatabaseUnavailableError(FileError, ConnectionError):
 
 
 class Cursor(Protocol):
-    """The part of a database cursor that the store uses."""
+    """Define the part of a database cursor that the store uses."""
 
     @property
     def rowcount(self) -> int:
-        """The number of rows that the statement changed."""
+        """Return the number of rows that the statement changed."""
         ...
 
     def fetchone(self) -> Any:
@@ -96,11 +96,11 @@ class Cursor(Protocol):
 
 
 class DatabaseConnection(Protocol):
-    """A connection with the interface of sqlite3. A lost server raises DatabaseUnavailableError."""
+    """Define a connection with the interface of sqlite3. A lost server raises DatabaseUnavailableError."""
 
     @property
     def in_transaction(self) -> bool:
-        """Whether a transaction is open."""
+        """Return whether a transaction is open."""
         ...
 
     def execute(self, query: str, values: Sequence[Any] = (), /) -> Cursor:
@@ -146,7 +146,7 @@ class Database(Protocol):
 
 
 class Sqlite:
-    """One SQLite file, which belongs to one site: its own folder."""
+    """Use one SQLite file, which belongs to one site: its own folder."""
 
     site = ""
 

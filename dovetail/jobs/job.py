@@ -28,7 +28,7 @@ def where(backend: str, zone: str, handle: str) -> str:
 
 
 class Job(NamedTuple):
-    """One row of the table of jobs, without the spec (`JobStore.spec`). A tuple, because lists have thousands."""
+    """Hold one row of the table of jobs, without the spec (`JobStore.spec`). A tuple, because lists have thousands."""
 
     id: str
     name: str
@@ -58,13 +58,13 @@ class Job(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether no further attempt follows."""
+        """Return whether no further attempt follows."""
         return self.status in OVER
 
 
 @dataclass(frozen=True)
 class AttemptRow:
-    """One row of the table of attempts."""
+    """Hold one row of the table of attempts."""
 
     job: str
     number: int
@@ -96,7 +96,7 @@ class AttemptRow:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of a job's history."""
+    """Hold one line of a job's history."""
 
     job: str
     number: int  # of the attempt; 0: of the job itself
@@ -106,7 +106,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Resource:
-    """What a backend holds under one name, with everything that deleting it requires."""
+    """Describe what a backend holds under one name, with everything that deleting it requires."""
 
     name: str
     zone: str = ""
@@ -121,7 +121,7 @@ class Resource:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job, as a backend receives it.
+    """Describe one start of a job, as a backend receives it.
 
     The name depends only on the job and the number, so that creating an attempt twice makes one resource.
     """
@@ -138,7 +138,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """The name of its resource."""
+        """Return the name of its resource."""
         return f"{PREFIX}-{self.job}-{self.number}"
 
     @property
@@ -148,12 +148,12 @@ class Attempt:
 
     @property
     def is_call(self) -> bool:
-        """Whether it runs a remote function."""
+        """Return whether it runs a remote function."""
         return (self.home / CALL_FOLDER).is_dir()
 
     @property
     def resource(self) -> Resource:
-        """The resource to delete when it has ended."""
+        """Return the resource to delete when it has ended."""
         return Resource(self.name, self.zone, self.handle)
 
     def log(self, rank: int) -> Path:

@@ -100,13 +100,13 @@ def _row(store: JobStore, id: str, number: int) -> AttemptRow | None:
 
 def waiting(store: JobStore, id: str) -> Callable[[], str]:
     """Return a function that returns why the job waits, each time that this has changed, and "" otherwise."""
-    said = ""
+    last = ""
 
     def news() -> str:
-        nonlocal said
+        nonlocal last
         job = store.job(id)
         why = job.detail if job.status == "waiting" or (job.status == "queued" and not job.attempts) else ""
-        why, said = "" if why == said else why, why
+        why, last = "" if why == last else why, why
         return f"job {id} waits: {printable(why)}" if why else ""
 
     return news

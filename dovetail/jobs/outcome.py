@@ -63,7 +63,7 @@ _COUNTERS = {"preemption": "preemptions", "fault": "faults", "failure": "failure
 
 @dataclass(frozen=True)
 class Outcome:
-    """The cause of an attempt's end, with one line that explains it."""
+    """Hold the cause of an attempt's end, with one line that explains it."""
 
     kind: Kind
     says: str

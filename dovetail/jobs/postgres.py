@@ -32,7 +32,7 @@ KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count":
 
 
 class Postgres:
-    """The database of a Postgres URL, for the folder of jobs `root`."""
+    """Use the database of a Postgres URL, for the folder of jobs `root`."""
 
     def __init__(self, url: str, root: Path) -> None:
         if not URL.fullmatch(url):
@@ -85,7 +85,7 @@ class Postgres:
 
 
 class _Connection:
-    """A psycopg connection with the interface of sqlite3."""
+    """Give a psycopg connection the interface of sqlite3."""
 
     def __init__(self, made: Any, url: str) -> None:
         self._made, self._url = made, url

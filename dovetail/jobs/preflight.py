@@ -130,7 +130,7 @@ def _read_settings(spec: Spec, code: Path | None) -> None:
 
 
 def check_place(spec: Spec, anyway: str = "") -> str:
-    """Check zones, regions and Slurm requests; return a remark, or "".
+    """Check zones, regions and Slurm requests; return a note, or "".
 
     Raise UserError for a place that does not exist, or that can never satisfy the request. `anyway` is added to the
     message: how to skip the check.
@@ -151,7 +151,7 @@ def check_place(spec: Spec, anyway: str = "") -> str:
 
 
 def check_fit(spec: Spec, code: Path | None = None, compiles: bool = True) -> str:
-    """Check whether a recipe fits its accelerator; return a remark, or "".
+    """Check whether a recipe fits its accelerator; return a note, or "".
 
     Raise UserError with the reason if it does not. Only trainings on a chip of another machine are checked. `code` is
     the folder of the recipe's file. Compiling may take minutes.

@@ -1,4 +1,4 @@
-"""Whether a supervisor runs for a folder of jobs, and how to start and stop one. Every `dovetail job` command asks.
+"""Find, start and stop the supervisor of a folder of jobs. Every `dovetail job` command calls this.
 
 There is one supervisor per folder and user, because it can start and signal only processes of its own user. It holds a
 lock that the system releases when it dies.

@@ -41,7 +41,7 @@ RUN = 'trap : TERM; sh -c "$DOVETAIL_TASK_COMMAND"; code=$?; echo $code > "$1.pa
 
 @dataclass(frozen=True)
 class QueueTask:
-    """One row of the table of tasks."""
+    """Hold one row of the table of tasks."""
 
     id: int
     queue: str
@@ -66,7 +66,7 @@ _TASK = ", ".join(QueueTask.__dataclass_fields__)
 
 
 class TaskQueue:
-    """The tasks of one queue."""
+    """Manage the tasks of one queue."""
 
     def __init__(self, store: JobStore, queue: str) -> None:
         if not queue or "/" in queue or queue.startswith("."):
@@ -277,9 +277,9 @@ class QueueWorker:
             self.tasks.release(task, f"{self.name} was stopped" if self.stopped else "preempted")
             return False
         # The table before the file: otherwise a task that succeeded could run again.
-        said = self.tasks.finish(task, code, error_line(_tail(self.tasks.log(task))) if code else "")
+        finished = self.tasks.finish(task, code, error_line(_tail(self.tasks.log(task))) if code else "")
         (folder / "exit").unlink(missing_ok=True)
-        return said
+        return finished
 
     def _run(self, task: QueueTask, folder: Path, lock: int) -> int | None:
         """Return the exit code; None if the claim was lost."""

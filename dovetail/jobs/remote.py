@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from dovetail.core.errors import NotPermittedError, RecipeError
 from dovetail.core.terminal import printable
@@ -35,6 +35,9 @@ from dovetail.jobs.spec import Spec, make
 from dovetail.jobs.store import JobStore
 
 POLL_S = 0.1
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class RemoteError(RuntimeError):
@@ -42,7 +45,7 @@ class RemoteError(RuntimeError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as text."""
+    """Show the traceback of an exception in another process."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -53,20 +56,20 @@ class RemoteTraceback(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Handle:
-    """A call that was submitted. `attach(handle.id)` returns an equal handle wherever the store is visible."""
+class Handle(Generic[R_co]):
+    """Refer to a submitted call. `attach(handle.id)` returns an equal handle wherever the store is visible."""
 
     id: str
     root: Path
 
     @functools.cached_property
     def store(self) -> JobStore:
-        """The store of the job."""
+        """Return the store of the job."""
         return JobStore(self.root)
 
     @property
     def job(self) -> Job:
-        """The job as it is now."""
+        """Return the job as it is now."""
         return self.store.job(self.id)
 
     def done(self) -> bool:
@@ -83,7 +86,7 @@ class Handle:
         path = self.store.home(self.id) / "attempts" / str(max(1, self.job.attempts)) / f"rank{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> R_co:
         """Wait for the function's value and return it.
 
         Args:
@@ -117,7 +120,7 @@ class Handle:
             for attempt, rank, line in lines:
                 print(f"{rank} | {printable(line)}" if attempt.spec.processes > 1 else printable(line), flush=True)
 
-    def _answer(self, job: Job) -> Any:
+    def _answer(self, job: Job) -> R_co:
         self.store.refuse_elsewhere(job, "its value is")
         if job.user != self.store.user:
             raise NotPermittedError(
@@ -141,7 +144,7 @@ def _all_ranks(attempt: Attempt) -> range:
 
 
 @contextlib.contextmanager
-def _explained(handles: Sequence[Handle]) -> Iterator[None]:
+def _explained(handles: Sequence[Handle[Any]]) -> Iterator[None]:
     """At ctrl-C, print that the jobs continue."""
     try:
         yield
@@ -153,7 +156,7 @@ def _explained(handles: Sequence[Handle]) -> Iterator[None]:
         raise
 
 
-def attach(id: str, root: Path | None = None) -> Handle:
+def attach(id: str, root: Path | None = None) -> Handle[Any]:
     """Return the handle of a call that another process submitted.
 
     Args:
@@ -164,34 +167,37 @@ def attach(id: str, root: Path | None = None) -> Handle:
     return Handle(JobStore(root).find(id).id, root)
 
 
-class RemoteFunction:
-    """A function with `run`, `submit` and `map`; calling it runs the function in this process."""
+class RemoteFunction(Generic[P, R]):
+    """Add `run`, `submit` and `map` to a function; calling it runs the function in this process."""
 
-    def __init__(self, function: Callable, options: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[P, R], options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, function)
         self.function, self.options = function, dict(options)
         self._spec("true")  # refuse wrong options where they are written
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function in this process."""
         return self.function(*args, **kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function as a job, print its output, and return its value."""
         handle = self.submit(*args, **kwargs)
         handle.follow()
         return handle.result()
 
-    def map(self, *iterables: Iterable[Any]) -> list[Any]:
+    def map(self, *iterables: Iterable[Any]) -> list[R]:
         """Run one job per item, as the built-in `map`; raise the first exception once all jobs are over."""
-        handles = [self.submit(*args) for args in zip(*iterables, strict=True)]
+        handles = [self._submit(args, {}) for args in zip(*iterables, strict=True)]
         with _explained(handles):
             while not all(handle.done() for handle in handles):
                 time.sleep(POLL_S)
         return [handle.result() for handle in handles]
 
-    def submit(self, *args: Any, **kwargs: Any) -> Handle:
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
         """Create the job and return its handle; the job continues if this process ends."""
+        return self._submit(args, kwargs)
+
+    def _submit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle[R]:
         data, store = call.packed(self.function, args, kwargs), JobStore(jobs_home())
         folder = f'"$DOVETAIL_JOB_DIR"/{CALL_FOLDER}'
         python = "python" if self.options.get("environment") else shlex.quote(sys.executable)
@@ -205,7 +211,7 @@ class RemoteFunction:
         given = dict(self.options)
         if given.pop("spot", False):
             given.setdefault("tier", "spot")
-        given.setdefault("name", self.function.__name__.strip("<>_") or "remote")
+        given.setdefault("name", getattr(self.function, "__name__", "").strip("<>_") or "remote")
         given["command"] = command
         environment = given.get("environment") or {}
         if not environment:
@@ -221,7 +227,11 @@ def _write_call(folder: Path, data: bytes) -> None:
     call.write(folder / call.CALL, data, call.make_key(folder))
 
 
-def remote(function: Callable | None = None, **options: Any) -> Any:
+@overload
+def remote(function: Callable[P, R], **options: Any) -> RemoteFunction[P, R]: ...
+@overload
+def remote(function: None = None, **options: Any) -> Callable[[Callable[P, R]], RemoteFunction[P, R]]: ...
+def remote(function: Callable[P, R] | None = None, **options: Any) -> Any:
     """Make a function that can run as a job: `@remote`, or `@remote(accelerator=..., backend=..., hosts=2, ...)`.
 
     Args:

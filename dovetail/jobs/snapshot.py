@@ -236,7 +236,7 @@ def _target(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class IgnoreRule:
-    """One line of a .gitignore, for paths below the file's folder."""
+    """Hold one line of a .gitignore, for paths below the file's folder."""
 
     base: PurePosixPath
     pattern: re.Pattern[str]

@@ -37,7 +37,7 @@ SECRETS = ("env", "file", "gcp")
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """The Python environment of the command: one of `lock`, `venv`, `conda` and `image`, or the machine's own."""
+    """Choose the Python environment of the command: `lock`, `venv`, `conda` or `image`, or the machine's own."""
 
     lock: str = ""  # a requirements file with exact versions: a venv is made from it, once per digest of the file
     venv: str = ""  # an existing venv
@@ -53,7 +53,7 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class CodeSpec:
-    """The working tree as it is when the job is created; every attempt runs this copy."""
+    """Configure the copy of the working tree that is made when the job is created; every attempt runs it."""
 
     path: str = "."  # "": without code; the command runs in the job's own folder
     # Folder of the code in which the command runs. If `path` is in a git repository, `create` copies the whole
@@ -66,12 +66,12 @@ class CodeSpec:
     def __post_init__(self) -> None:
         not_negative(self, "file_mb", "total_mb")
         inside = not self.cwd.startswith(("/", "~")) and ".." not in self.cwd.split("/")
-        require(inside, f"cwd must be a folder below code.path, such as experiments/a; got {self.cwd!r}")
+        require(inside, f"cwd must be a folder below code.path, such as experiments/a; got {self.cwd!r}", param="cwd")
 
 
 @dataclass(frozen=True)
 class Mount:
-    """A bucket (gs://) that is mounted at `path`."""
+    """Mount a bucket (gs://) at `path`."""
 
     source: str
     path: str
@@ -81,7 +81,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a job is started again, counted separately by cause."""
+    """Limit how often a job is started again, counted separately by cause."""
 
     preemptions: int = 1000  # taken away by the backend
     faults: int = 10  # of hosts and networks
@@ -95,7 +95,7 @@ class Retries:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The limits at which a job is stopped, with a signal first so that it saves. 0: no limit."""
+    """Set the limits at which a job is stopped, with a signal first so that it saves. 0: no limit."""
 
     dollars: float = 0.0
     hours: float = 0.0  # running time of all attempts
@@ -124,7 +124,7 @@ class SlurmSpec:
 
 @dataclass(frozen=True)
 class GcpSpec:
-    """Settings of Cloud TPU queued resources."""
+    """Configure Cloud TPU queued resources."""
 
     project: str = ""  # $GOOGLE_CLOUD_PROJECT if not given
     runtime: str = ""  # the accelerator's default runtime if not given
@@ -140,7 +140,7 @@ class GcpSpec:
 
 @dataclass(frozen=True)
 class GkeSpec:
-    """Settings of a JobSet on a GKE cluster."""
+    """Configure a JobSet on a GKE cluster."""
 
     context: str = ""  # of kubeconfig
     namespace: str = "default"
@@ -153,7 +153,7 @@ class GkeSpec:
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run, where, and within which limits."""
+    """Describe what to run, where, and within which limits."""
 
     name: str
     command: str = ""  # a shell line, run in the code's folder by every process
@@ -185,18 +185,25 @@ class Spec:
         require(
             bool(re.fullmatch(r"[A-Za-z0-9][\w.-]{0,62}", self.name)),
             f"name must be letters, digits, . _ and -, at most 63; got {self.name!r}",
+            param="name",
         )
         require(
             bool(self.command) != bool(self.recipe),
             "command or recipe must be given, and not both: a shell line, or the name of a recipe",
+            param="command",
         )
-        require(bool(self.recipe) or not self.overrides, "overrides require a recipe; put them into the command")
+        require(
+            bool(self.recipe) or not self.overrides,
+            "overrides require a recipe; put them into the command",
+            param="overrides",
+        )
         one_of("training", self.training, TRAININGS)
         one_of("backend", self.backend, BACKENDS)
         one_of("tier", self.tier, TIERS)
         require(
             (self.tier == "reservation") == bool(self.reservation),
             f"reservation must be given with tier: reservation, and only then; got {self.reservation!r}",
+            param="reservation",
         )
         self._check_machines()
         for pair in self.env:
@@ -207,30 +214,35 @@ class Spec:
                 bool(kind[1]) and kind[0] in SECRETS,
                 f"secrets must say where each value comes from, such as KEY=env:KEY, KEY=file:PATH or KEY=gcp:NAME; "
                 f"got {pair.partition('=')[0]}",
+                param="secrets",
             )
 
     def _check_machines(self) -> None:
         for text in (self.accelerator, *self.others):
             parse(text)
         not_negative(self, "hosts")
-        require(self.slices >= 1, f"slices must be 1 or more; got {self.slices}")
+        require(self.slices >= 1, f"slices must be 1 or more; got {self.slices}", param="slices")
         require(
             not self.others or bool(self.recipe),
             "others requires a recipe: a command may not work with another number of chips",
+            param="others",
         )
         if self.backend in ("gcp-tpu", "gke"):
             require(
-                self.device.is_tpu, f"accelerator must be a TPU for backend {self.backend}; got {self.accelerator!r}"
+                self.device.is_tpu,
+                f"accelerator must be a TPU for backend {self.backend}; got {self.accelerator!r}",
+                param="accelerator",
             )
             require(
                 self.hosts in (0, self.device.total_hosts * self.slices),
                 f"hosts of {self.slices} x {self.device} is {self.device.total_hosts * self.slices}; got {self.hosts}: "
                 "leave it out",
+                param="hosts",
             )
 
     @property
     def device(self) -> Accelerator:
-        """The parsed accelerator."""
+        """Return the parsed accelerator."""
         return parse(self.accelerator)
 
     @property
@@ -240,13 +252,13 @@ class Spec:
 
     @property
     def processes(self) -> int:
-        """One per host, over all slices; on Slurm `tasks_per_node` per host."""
+        """Return the number of processes: one per host, over all slices; on Slurm `tasks_per_node` per host."""
         hosts = self.hosts or self.device.total_hosts * self.slices
         return hosts * (self.slurm.tasks_per_node if self.backend == "slurm" else 1)
 
     @property
     def line(self) -> str:
-        """The shell line that every process runs. A recipe's run folder is in the job's folder, for all attempts."""
+        """Return the shell line that every process runs. A recipe's run folder is in the job's folder."""
         if self.command:
             return self.command
         words = ["python", "-m", "dovetail", self.training, self.recipe, *self.overrides]
@@ -256,7 +268,7 @@ class Spec:
 def _check_pair(field_name: str, pair: str) -> str:
     name, equals, value = pair.partition("=")
     fine = bool(equals) and re.fullmatch(r"[A-Za-z_]\w*", name) is not None
-    require(fine, f"{field_name} must be NAME=value each; got {name!r}")
+    require(fine, f"{field_name} must be NAME=value each; got {name!r}", param=field_name)
     return value
 
 
@@ -291,9 +303,9 @@ def changed(spec: Spec, words: Sequence[str]) -> Spec:
     """Return the spec with key=value changes."""
     pairs = [word.partition("=") for word in _typed(words)]
     for key, equals, _ in pairs:
-        require(bool(equals), f"an override is key=value, such as ceiling.dollars=800; got {key!r}")
+        require(bool(equals), f"an override is key=value, such as ceiling.dollars=800; got {key!r}", param=key)
         fixed = key.partition(".")[0] in ("name", "backend", "code")
-        require(not fixed, f"{key} cannot be changed after a job was created: create another job")
+        require(not fixed, f"{key} cannot be changed after a job was created: create another job", param=key)
     return recipes.change(spec, {key: yaml_text.parse(text) if text else "" for key, _, text in pairs})
 
 

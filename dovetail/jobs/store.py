@@ -4,7 +4,7 @@ Before each call to a backend an intent is recorded, in the transaction that dec
 in the transaction that records the result. If the process dies in between, the next one finds the intent and repeats
 the call.
 
-Users who share a store can all write its tables: Postgres knows no Unix users, and a shared SQLite file is one file.
+Users who share a store can all write its tables: Postgres has no Unix users, and a shared SQLite file is one file.
 So the owner of a job also writes the spec to a request file, in a folder that only the owner can write, and a
 supervisor starts a job only if the spec in the table is the same. Through the table other users can only stop a job, or
 run it again unchanged.
@@ -54,7 +54,7 @@ def new_id() -> str:
 
 
 class JobStore:
-    """The jobs of the folder `root`. Threads may share it: each takes a connection while it needs one."""
+    """Store the jobs of the folder `root`. Threads may share it: each takes a connection while it needs one."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.user = Path(root), files.user_name()
@@ -199,7 +199,7 @@ class JobStore:
 
     @property
     def snapshots(self) -> Path:
-        """The folder of this user's code archives: code that others could write would run as this user."""
+        """Return the folder of this user's code archives: code that others could write would run as this user."""
         shared = files.has_group(self.root)
         return self.root / (f"snapshots.{self.user}" if shared else "snapshots")
 

@@ -163,7 +163,7 @@ def notify(job: Job, spec: Spec, home: Path) -> None:
 
 @dataclass(frozen=True)
 class Orphan:
-    """A resource with our label that no job needs."""
+    """Hold a resource with our label that no job needs."""
 
     backend: str
     resource: Resource
@@ -172,7 +172,7 @@ class Orphan:
 def orphans(store: JobStore, backends: Callable[[str], JobBackend], names: Sequence[str] = ()) -> list[Orphan]:
     """Return the resources with our label that belong to no attempt.
 
-    The row of an attempt is written before its resource is created, so a resource without a row belongs to nobody. A
+    The row of an attempt is written before its resource is created, so a resource without a row is not in use. A
     backend that cannot be listed is skipped.
 
     Args:

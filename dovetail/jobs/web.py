@@ -160,7 +160,7 @@ class Access:
 
     @property
     def set_cookie(self) -> str:
-        """The Set-Cookie header's value."""
+        """Return the Set-Cookie header's value."""
         return f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
 
@@ -184,7 +184,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address to open, with the token."""
+        """Return the address to open, with the token."""
         return f"http://127.0.0.1:{self.server_port}/?token={self.access.token}"
 
 

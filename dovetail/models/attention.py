@@ -39,7 +39,7 @@ class Attention:
     qk_norm: str = ""  # "head": over each head's dims; "all": over the heads together (OLMo)
     v_norm: bool = False  # values are normed too, without a weight (Gemma 4)
     k_is_v: bool = False  # the key projection gives the values as well (Gemma 4)
-    sinks: bool = False  # a learnt logit per head that takes weight and gives nothing (GPT-OSS)
+    sinks: bool = False  # a learned logit per head that takes weight and gives nothing (GPT-OSS)
     kv_from: int | None = None  # reads the keys and values of this earlier layer (Gemma 4)
 
     # --- weights ------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _moe(p: Params, cfg: ModelConfig, moe: Moe, x: jax.Array, router_x: jax.Arra
     """Run the experts on x; the router reads router_x (the same, except in Gemma 4)."""
     if moe.scaled_router:
         router_x = rms_norm(router_x, None, cfg.norm_eps) * p["router_scale"] * cfg.dim**-0.5
-    # f32: two experts' scores may differ by less than bf16 can tell
+    # f32: two experts' scores may differ by less than bf16 resolves
     logits = matmul(router_x.astype(jnp.float32), p["router"].astype(jnp.float32), p.get("router_bias"))
     weights, chosen = route(moe.router, logits, p.get("choice_bias"))
     stats = router_stats(moe.router, logits, chosen, ctx.segment_ids > 0) if isinstance(ctx, Packed) else None

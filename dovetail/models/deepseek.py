@@ -15,7 +15,9 @@ def parse_v2(f: Fields) -> ModelConfig:
     f.only("norm_topk_prob", False)
     method = f.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise UserError(f"{f.where}: topk_method={method!r} is not supported (greedy or group_limited_greedy)")
+        raise UserError(
+            f"{f.where}: topk_method={method!r} is not supported (greedy or group_limited_greedy)", param="topk_method"
+        )
     groups = (f.get("n_group", 1), f.get("topk_group", 1)) if method == "group_limited_greedy" else (1, 1)
     f.skip("n_group", "topk_group")
     router = Router(

@@ -1,4 +1,4 @@
-"""What a family consists of: a parser of its config.json, its differences in tensor names, and helpers of parsers.
+"""Define what a family consists of: a parser of its config.json, its tensor names, and helpers of parsers.
 
 No field of a config.json is ignored silently: a family reads the fields that it honours through `Fields`, and `done`
 refuses the rest, unless a field is known not to change the numbers.
@@ -73,7 +73,7 @@ def read_glu(f: Fields, key: str = "hidden_act", default: str = "silu") -> Glu:
     kinds = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     name = f.get(key, default)
     if name not in kinds:
-        raise UserError(f"{f.where}: {key}={name!r} is not supported (only {', '.join(kinds)})")
+        raise UserError(f"{f.where}: {key}={name!r} is not supported (only {', '.join(kinds)})", param=key)
     return Glu(kinds[name])
 
 
@@ -93,9 +93,11 @@ def read_windows(f: Fields, default_types: list[str]) -> list[int | None]:
     n, window = f.get("num_hidden_layers"), f.get("sliding_window", None)
     known = {"full_attention", "sliding_attention"}
     if len(types) != n or not set(types) <= known:
-        raise UserError(f"{f.where}: layer_types must be {n} of {sorted(known)}; got {types}")
+        raise UserError(f"{f.where}: layer_types must be {n} of {sorted(known)}; got {types}", param="layer_types")
     if "sliding_attention" in types and not window:
-        raise UserError(f"{f.where}: layer_types has sliding_attention but sliding_window is not set")
+        raise UserError(
+            f"{f.where}: layer_types has sliding_attention but sliding_window is not set", param="sliding_window"
+        )
     return [window if t == "sliding_attention" else None for t in types]
 
 
@@ -135,14 +137,16 @@ def read_rope(
     p = {k: v for k, v in params.items() if v is not None}
     kind, theta = p.pop("rope_type"), p.pop("rope_theta")
     if kind not in ROPE_KEYS:
-        raise UserError(f"{f.where}: rope type {kind!r} is not supported (only {', '.join(ROPE_KEYS)})")
+        raise UserError(
+            f"{f.where}: rope type {kind!r} is not supported (only {', '.join(ROPE_KEYS)})", param="rope_parameters"
+        )
     share = p.pop("partial_rotary_factor", 1.0 if partial is None else f.get("partial_rotary_factor", partial))
     unknown = set(p) - ROPE_KEYS[kind] - {"original_max_position_embeddings"}
     if unknown or (share != 1.0 and kind != "proportional" and partial is None):
         what = ", ".join(sorted(unknown)) or f"partial_rotary_factor={share}"
-        raise UserError(f"{f.where}: rope type {kind!r} does not support {what}")
+        raise UserError(f"{f.where}: rope type {kind!r} does not support {what}", param="rope_parameters")
     if "factor" in ROPE_KEYS[kind] and kind not in OPTIONAL_FACTOR and "factor" not in p:
-        raise UserError(f"{f.where}: rope type {kind!r} needs a 'factor'")
+        raise UserError(f"{f.where}: rope type {kind!r} needs a 'factor'", param="rope_parameters")
     if kind != "proportional":  # whose table has all dims, some of which stand still
         dim, share = int(dim * share), 1.0
     factor = p.get("factor", 1.0)
@@ -169,7 +173,10 @@ def _longrope(f: Fields, rope: Rope, p: dict[str, Any]) -> Rope:
     for key in ("short_factor", "long_factor"):
         if not isinstance(p.get(key), list) or len(p[key]) != rope.dim // 2:
             given = f"{len(p[key])}" if isinstance(p.get(key), list) else p.get(key)
-            raise UserError(f"{f.where}: rope type 'longrope' needs {rope.dim // 2} numbers as {key!r}; got {given}")
+            raise UserError(
+                f"{f.where}: rope type 'longrope' needs {rope.dim // 2} numbers as {key!r}; got {given}",
+                param="rope_parameters",
+            )
     length = f.get("max_position_embeddings")
     original = f.get("original_max_position_embeddings", rope.original_len)  # beside the dict it has the last word
     magnitude = p.get("attention_factor") or longrope_magnitude(p.get("factor", length / original), original)
@@ -216,7 +223,7 @@ class Fields:
             self._check_kind(key, value, default)
             return value
         if default is _REQUIRED:
-            raise UserError(f"{self.where}: the field '{key}' is missing")
+            raise UserError(f"{self.where}: the field '{key}' is missing", param=key)
         return default
 
     def _check_kind(self, key: str, value: Any, default: Any) -> None:
@@ -224,7 +231,8 @@ class Fields:
         wanted = (int, float) if default is _REQUIRED or isinstance(default, (bool, int, float)) else ()
         wanted = (dict,) if isinstance(default, dict) else wanted
         if wanted and not isinstance(value, wanted):
-            raise UserError(f"{self.where}: {key}={value!r} should be a {'dict' if dict in wanted else 'number'}")
+            kind = "dict" if dict in wanted else "number"
+            raise UserError(f"{self.where}: {key}={value!r} should be a {kind}", param=key)
 
     def nullable(self, key: str, default: Any) -> Any:
         """Return a field whose null means 'off' and whose absence means the default."""
@@ -235,7 +243,7 @@ class Fields:
         value = self.get(key, supported[0])
         if value not in supported:
             wanted = " or ".join(repr(s) for s in supported)
-            raise UserError(f"{self.where}: {key}={value!r} is not supported (only {wanted})")
+            raise UserError(f"{self.where}: {key}={value!r} is not supported (only {wanted})", param=key)
 
     def skip(self, *keys: str) -> None:
         """Mark fields as read that repeat others."""
@@ -248,5 +256,6 @@ class Fields:
             listed = ", ".join(f"{k}={str(self.hf[k])[:60]}" for k in sorted(left))
             raise UserError(
                 f"{self.where}: not supported: {listed}. Such a field may change the model's numbers, so it is not "
-                "ignored; remove it from config.json if you know that it does not"
+                "ignored; remove it from config.json if you know that it does not",
+                param=min(left),
             )

@@ -15,7 +15,7 @@ def parse_gemma4(f: Fields) -> ModelConfig:
     n = f.get("num_hidden_layers")
     windows = read_windows(f, ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(n)])
     if windows[-1] is not None:
-        raise UserError(f"{f.where}: Gemma 4's last layer must be full_attention")
+        raise UserError(f"{f.where}: Gemma 4's last layer must be full_attention", param="layer_types")
     first_shared = n - f.get("num_kv_shared_layers", 0)
     moe = _moe(f) if f.get("enable_moe_block", False) else None
     glu, width = read_glu(f, "hidden_activation", "gelu_pytorch_tanh"), f.get("intermediate_size")
@@ -48,7 +48,9 @@ def _attention(f: Fields, i: int, windows: list, first_shared: int | None) -> At
     if "per_layer_config" in f.hf:
         over = f.get("per_layer_config", {}).get(str(i), {})
     if unknown := set(over) - {"head_dim", "num_key_value_heads"}:
-        raise UserError(f"{f.where}: per_layer_config does not support {', '.join(sorted(unknown))}")
+        raise UserError(
+            f"{f.where}: per_layer_config does not support {', '.join(sorted(unknown))}", param="per_layer_config"
+        )
     f.skip("global_head_dim", "num_global_key_value_heads", "per_layer_config")
     head_dim, kv_heads = over.get("head_dim", head_dim), over.get("num_key_value_heads", kv_heads)
     donor = None

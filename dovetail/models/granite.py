@@ -22,7 +22,8 @@ def parse_hybrid(f: Fields) -> ModelConfig:
     if not set(kinds) <= {"attention", "full_attention"} or experts:
         raise UserError(
             f"{f.where}: this Granite 4 has {experts} experts and layers of the kinds {sorted(set(kinds))}; only its "
-            "dense models are supported: no experts, attention in every layer (granite-4.0-1b, say, not granite-4.0-h)"
+            "dense models are supported: no experts, attention in every layer (granite-4.0-1b, say, not granite-4.0-h)",
+            param="num_local_experts" if experts else "layer_types",
         )
     f.only("normalization_function", "rmsnorm")
     f.only("position_embedding_type", None, "nope", "rope")  # the first two: no positions at all

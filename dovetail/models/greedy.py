@@ -54,7 +54,7 @@ def greedy(
         raise UserError(f"the prompt has {len(ids)} tokens; the model takes at most {cfg.max_len - 1}")
     cfg = cfg.within(room)
     cache = init_cache(cfg, -(-room // PAGE), PAGE, params["embed"].dtype)
-    length = 0
+    length, token = 0, jnp.int32(0)  # replaced by the prompt's last step
     while length < len(ids):
         part = list(ids[length : length + CHUNK])
         padded = jnp.asarray(part + [0] * (CHUNK - len(part)), jnp.int32)

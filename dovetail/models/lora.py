@@ -33,7 +33,7 @@ OUTER = {"embed": "embed_tokens", "head": "lm_head"}  # the weights outside of t
 
 @dataclass(frozen=True)
 class Lora:
-    """The settings of LoRA adapters, under PEFT's names."""
+    """Configure LoRA adapters, under PEFT's names."""
 
     r: int = 16  # rank of the adapter matrices
     lora_alpha: float = 32.0  # the update is multiplied by lora_alpha / r
@@ -89,7 +89,10 @@ def saved_names(cfg: ModelConfig, lora: Lora) -> list[str]:
     ends = {name: [module.rpartition(".")[2] for module in given] for name, given in outer_modules(cfg).items()}
     for wanted in lora.modules_to_save:
         if not any(wanted in modules for modules in ends.values()):
-            raise UserError(f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out")
+            raise UserError(
+                f"lora.modules_to_save names {wanted}, and this model has no such weight; leave it out",
+                param="lora.modules_to_save",
+            )
     return [name for name, modules in ends.items() if set(modules) & set(lora.modules_to_save)]
 
 
@@ -120,7 +123,9 @@ def lora_spec(cfg: ModelConfig, lora: Lora) -> dict[str, Any]:
     if not any(is_spec(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_spec)):
         names = ", ".join(sorted({_module(leaf).rpartition(".")[2] for leaf in _candidates(cfg)}))
         raise UserError(
-            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has {names}"
+            f"lora.target_modules={list(lora.target_modules)}: no projection of this model is called so; it has "
+            f"{names}",
+            param="lora.target_modules",
         )
     return tree
 
@@ -142,8 +147,11 @@ def attach(params: Params, adapters: Params, lora: Lora, key: jax.Array | None =
     return on_each(params, adapters, put)
 
 
-def on_each(params: Params, adapters: Params, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Params:
-    """Return the weights with put(name, weight, pair) for each adapted one, and with the adapter's own arrays."""
+def on_each(params: Any, adapters: Any, put: Callable[[str, Any, dict[str, Any]], Any], name: str = "") -> Any:
+    """Return the weights with put(name, weight, pair) for each adapted one, and with the adapter's own arrays.
+
+    `params` and `adapters` are trees, or the subtrees and leaves of a call on a part.
+    """
     if isinstance(adapters, tuple):
         return tuple(on_each(*pair, put) for pair in zip(params, adapters, strict=True))
     if not isinstance(adapters, dict):
@@ -197,20 +205,22 @@ def _select(tree: dict[str, Any], lora: Lora) -> dict[str, Any]:
 def _pair(leaf: ParamSpec, lora: Lora) -> dict[str, ParamSpec]:
     dims, R = input_dims(leaf), lora.r
     experts = dims == 0
+    cut = len(leaf.shape) - dims  # where the input dims start
     if experts:
         (E, out, n), (e, o, i) = leaf.shape, leaf.axes
         down, up = ((E, R, n), (e, None, i)), ((E, out, R), (e, o, None))
     else:
-        cut = len(leaf.shape) - dims
         down = (R, *leaf.shape[cut:]), (None, *leaf.axes[cut:])
         up = (*leaf.shape[:cut], R), (*leaf.axes[:cut], None)
         n = math.prod(leaf.shape[cut:])
-    declare = lambda form, init: replace(leaf, shape=form[0], axes=form[1], init=init)  # noqa: E731
-    pair = {"lora_a": declare(down, f"uniform:{n**-0.5}"), "lora_b": declare(up, "zeros")}
+    pair = {
+        "lora_a": replace(leaf, shape=down[0], axes=down[1], init=f"uniform:{n**-0.5}"),
+        "lora_b": replace(leaf, shape=up[0], axes=up[1], init="zeros"),
+    }
     if lora.use_dora:
         require(
             not experts,
-            "lora.use_dora knows no experts: leave their projections out of lora.target_modules",
+            "lora.use_dora does not support experts: leave their projections out of lora.target_modules",
             param="lora.use_dora",
         )
         pair["magnitude"] = replace(leaf, shape=leaf.shape[:cut], axes=leaf.axes[:cut], init="ones", dtype="float32")

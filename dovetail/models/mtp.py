@@ -126,7 +126,7 @@ def mtp_hidden(
         hidden, p = jax.lax.optimization_barrier((hidden, p))
         later = ahead(batch, k)
         token = norm(p["embed_norm"], cfg, embed(params, cfg, later.tokens, ctx.placement))
-        # checkpoints have the token's half first, where the paper's equation has it second
+        # the token's half is first in checkpoints and second in the paper's equation
         both = jnp.concatenate([token, norm(p["hidden_norm"], cfg, hidden)], axis=-1)
         x = matmul(both, p["proj"])
         stream, _, stats = run(p["block"], Residual(x), table, ctx, None, None, cfg=cfg, layer=layer)

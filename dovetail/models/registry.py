@@ -41,14 +41,16 @@ def parse_config(hf: dict[str, Any], where: str = "config.json") -> ModelConfig:
         close = difflib.get_close_matches(str(kind), FAMILIES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(
-            f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}"
+            f"{where}: the architecture {kind!r} is not supported.{hint} Supported: {', '.join(sorted(FAMILIES))}",
+            param="model_type",
         )
     if hf.get("quantization_config"):
         given = hf["quantization_config"]
         method = given.get("quant_method", "unknown") if isinstance(given, dict) else given
         raise UserError(
             f"{where}: quantization_config: the weights are quantised ({method}), which cannot be loaded yet; "
-            "take a bf16 or f16 copy of the model"
+            "take a bf16 or f16 copy of the model",
+            param="quantization_config",
         )
     family = FAMILIES[kind]
     hf = {**hf, "architectures": [family.architecture]}
@@ -94,6 +96,7 @@ def read_model(name_or_path: str) -> ModelConfig:
         known = (*shipped_models(), *shipped_shapes())
         raise UserError(
             f"model {name_or_path!r} is neither shipped nor a folder with a config.json."
-            f"{did_you_mean(name_or_path, known)} Shipped: {', '.join(known)}"
+            f"{did_you_mean(name_or_path, known)} Shipped: {', '.join(known)}",
+            param="model",
         )
     return read_config(path)

@@ -168,7 +168,10 @@ def check_served(adapters: Params, lora: Lora, most: int) -> None:
                 f"the adapter is for experts too ({weight}), which is not served: merge it into the model"
             )
         if (rank := pair["lora_a"].shape[0]) > most:
-            raise CheckpointError(f"the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank")
+            raise CheckpointError(
+                f"the adapter's rank is {rank}, and there is room for {most}: raise max_lora_rank",
+                param="max_lora_rank",
+            )
 
 
 PER_HEAD = ("k_up", "v_up")  # latent attention multiplies these from either side: they stay as they are

@@ -76,7 +76,7 @@ def chunks_of(
     They have `chunk` tokens, or as many as fit with `itemsize` bytes for each entry of the vocabulary on a device.
     """
     if chunk is not None and chunk < 1:
-        raise UserError(f"chunk must be at least 1 token; got {chunk}")
+        raise UserError(f"chunk must be at least 1 token; got {chunk}", param="chunk")
     rows, length = shape[:2]
     row_axes, row_groups = _groups(placement, "batch", rows)
     length_axes, length_groups = _groups(placement, "length", length)

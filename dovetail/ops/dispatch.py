@@ -266,7 +266,7 @@ def import_kernels(platform: str | None) -> None:
 
 
 def compile_options(platform: str | None, tokens: int) -> dict[str, Any] | None:
-    """Return XLA's options for a step of so many tokens.
+    """Return XLA's options for a step of this many tokens.
 
     XLA's own matrix products are best for a few rows. For more its choice is wrong and takes half the compile time (64
     rows of an 8B model: 10% of a step), and cuBLAS's, which remain, also add the residual stream if it is large (see
@@ -368,7 +368,7 @@ def _on_tpu(N: int, K: int, H: int, option: str) -> tuple[str, str, str]:
     q, long, tables = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((256, N, H), (1, 1024, N, H), (256, 512)))
     row = latent_row("tpu", H) if rank else page_row("tpu", K, H, dtype, sinks is not None)
     flat = why_not_flat(q, K, None, tables, jax.ShapeDtypeStruct((1, 128, *row), dtype), rank)
-    ragged = "it knows no latents" if rank else why_not_ragged(q, K, sinks, None, tables)
+    ragged = "it does not support latents" if rank else why_not_ragged(q, K, sinks, None, tables)
     packed = choose_packed("tpu", long, long, None, sinks)
     paged = "ragged" if ragged is None else "flat" if flat is None else "reference"
     whys = {"packed": why_not_splash(long, sinks), "paged": flat if paged == "reference" else ragged}

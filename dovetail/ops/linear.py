@@ -28,7 +28,7 @@ _PER_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 
 
 class Weight(Protocol):
-    """Describe a weight that is no array.
+    """Describe a weight that is not an array.
 
     It is a pytree (jax.tree_util.register_dataclass) with the shape of the array; each method is the function of the
     same name below.

@@ -79,7 +79,7 @@ class RouterStats(NamedTuple):
 
     load: jax.Array  # [B, E] f32: (token, expert) pairs that went to each expert
     prob: jax.Array  # [B, E] f32: each expert's share of the scores, summed over tokens
-    tokens: jax.Array  # [B] f32: that are no padding
+    tokens: jax.Array  # [B] f32: tokens that are not padding
 
     def imbalance(self) -> jax.Array:
         """Return the imbalance summed over tokens.

@@ -123,7 +123,7 @@ def _fits_nf4(shape: tuple[int, ...]) -> bool:
 
 
 class Scheme(NamedTuple):
-    """A way to pack weights."""
+    """Describe a way to pack weights."""
 
     pack: Callable[[jax.Array], Quantized]
     fits: Callable[[tuple[int, ...]], bool]  # whether a weight of this shape can be packed

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, bias, masks, temperature, truncation, the draw, and log-probabilities.
+"""Sample tokens from logits: penalties, bias, masks, temperature, truncation, the draw, and log-probabilities.
 
 Pure, exact functions of arrays without host state. The order is vLLM's: bias, penalties, mask (`adjust`); then
 temperature, min-p, top-k, and top-p over what those leave (`choose`). A row draws from its own (seed, position) alone,
@@ -47,7 +47,7 @@ class SampleInputs:
     bias: jax.Array  # [S, B] f32
     mask: jax.Array  # [S, W] uint32; a set bit allows its token
     mask_until: jax.Array  # [S] int32: the mask holds at positions below this; 0: no mask
-    top_logprobs: jax.Array  # [S] int32: so many of the most probable tokens' log-probabilities; -1: none at all
+    top_logprobs: jax.Array  # [S] int32: how many of the most probable tokens get log-probabilities; -1: none at all
 
 
 def advance(inputs: SampleInputs, steps: jax.Array | int = 1) -> SampleInputs:
@@ -219,7 +219,7 @@ def gumbel_argmax(logits: jax.Array, inputs: SampleInputs, placement: Placement 
 def _gumbel(bits: jax.Array) -> jax.Array:
     """Return Gumbel noise from uint32.
 
-    The winner has u near 0, where 32 bits are as fine as 2^-32; jax.random.gumbel has it near 1, in steps of 2^-24.
+    The winner has u near 0, where 32 bits are as fine as 2^-32; in jax.random.gumbel it is near 1, in steps of 2^-24.
     """
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-u))

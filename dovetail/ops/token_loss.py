@@ -189,7 +189,11 @@ def top_k_divergence(
 
 def token_top_k(hidden: jax.Array, head: Any, k: int, **unembed: Any) -> tuple[jax.Array, jax.Array]:
     """Return the k most probable tokens, int32, and their log-probabilities, f32, each [B, T, K], of a teacher."""
-    require(1 <= k <= head.shape[0], f"top_k must be 1 to the {head.shape[0]} words of the vocabulary; got {k}")
+    require(
+        1 <= k <= head.shape[0],
+        f"top_k must be from 1 to the vocabulary's {head.shape[0]} tokens; got {k}",
+        param="top_k",
+    )
 
     def top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, words = jax.lax.top_k(jax.nn.log_softmax(logits), k)
@@ -201,7 +205,7 @@ def token_top_k(hidden: jax.Array, head: Any, k: int, **unembed: Any) -> tuple[j
 def divergence(ours: jax.Array, theirs: jax.Array, *, kind: str, beta: float = 0.5) -> jax.Array:
     """Return the divergence of two distributions given by their logits [..., V] (see token_divergence)."""
     one_of("kind", kind, DIVERGENCES)
-    require(0 <= beta <= 1, f"beta must be from 0 (forward KL) to 1 (reverse KL); got {beta}")
+    require(0 <= beta <= 1, f"beta must be from 0 (forward KL) to 1 (reverse KL); got {beta}", param="beta")
     s, t = jax.nn.log_softmax(ours), jax.nn.log_softmax(theirs)
     if kind == "forward" or (kind == "jsd" and beta == 0):
         return _kl(t, s)
@@ -301,4 +305,5 @@ def _check_vocabularies(ours: int, theirs: int) -> None:
         ours == theirs,
         f"the teacher must have the student's vocabulary, of {ours:,} words; it has {theirs:,}: "
         "choose a teacher with the same tokenizer",
+        param="teacher",
     )

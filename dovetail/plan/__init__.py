@@ -1,1 +1,1 @@
-"""What a training needs, counted from specs before anything is allocated, and how it is laid over devices."""
+"""Plan training, serving and RL from declared weights: memory, time and cost, before anything is allocated."""

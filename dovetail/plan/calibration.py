@@ -1,8 +1,8 @@
-"""What machines reached of their peaks, learnt from runs and kept in a small file that later plans read and name.
+"""Learn from runs which fractions of their peaks machines reach, and keep them in a file that later plans read.
 
-A run leaves what was predicted for it (the seconds of its products, its memory and its links at the chips' peaks) and
-what was measured. From one run only the share of what bounds it can be told; where runs on the same kind of chip are
-bound by different things, each thing gets a share of its own.
+Each run records its prediction (the seconds of its products, memory traffic and links at the chips' peaks) and the
+measured time. One run gives only the fraction of what bounds it; runs on the same kind of chip that are bound by
+different things give a fraction for each.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ FILE = "calibration.json"
 
 @dataclass(frozen=True)
 class Observation:
-    """A step (of training, or of decoding) on one kind of chip: seconds at the peaks, and as measured."""
+    """Hold the seconds of one step, of training or of decoding, at the chip's peaks and as measured."""
 
-    run: str  # its folder
+    run: str  # the run's folder
     chip: str  # a name of core.chips
     devices: int
     products: float
     memory: float
-    links: float  # 0 where nothing is sent
+    links: float  # 0 if nothing is sent
     measured: float
     date: str = ""
 
     @property
     def bound_by(self) -> str:
+        """Return which of products, memory and links takes the longest."""
         return max(("products", "memory", "links"), key=lambda name: getattr(self, name))
 
 
 @dataclass(frozen=True)
 class Fractions:
-    """The shares of a chip's peaks that were reached; None: not known, for no run was bound by it."""
+    """Hold the fractions of a chip's peaks that runs reached; None if no run was bound by that part."""
 
     chip: str
     products: float | None = None
@@ -50,23 +51,29 @@ class Fractions:
     runs: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """`calibrated on runs/a: 55% of peak in products`."""
+        """Return a phrase such as `calibrated on runs/a: 55% of peak in products`."""
         parts = [
             f"{getattr(self, name):.0%} of peak in {name}"
             for name in ("products", "memory", "links")
             if getattr(self, name) is not None
         ]
         last = f"{self.runs[-1]}" + (f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else "")
-        return f"calibrated on {last}: {', '.join(parts) or 'nothing could be told apart'}"
+        return f"calibrated on {last}: {', '.join(parts) or 'no fraction could be determined'}"
 
 
 def fit(observations: Sequence[Observation]) -> Fractions:
-    """Of one kind of chip. A product's share holds all that goes on beside it, the small operations too."""
+    """Return the fractions that runs on one kind of chip reached.
+
+    The fraction of products includes the small operations between them.
+
+    Raises:
+        UserError: There are no observations, or they are of several kinds of chip.
+    """
     if not observations:
-        raise UserError("a calibration needs one run at least; got none")
+        raise UserError("a calibration needs at least one run, got none")
     chips = {one.chip for one in observations}
     if len(chips) > 1:
-        raise UserError(f"a calibration is of one kind of chip; got runs on {', '.join(sorted(chips))}")
+        raise UserError(f"a calibration needs runs on one kind of chip, got runs on {', '.join(sorted(chips))}")
     alone = [one for one in observations if not one.links]
     products = _share(alone, "products") or _share(observations, "products")
     memory = _share(alone, "memory") or _share(observations, "memory")
@@ -75,14 +82,17 @@ def fit(observations: Sequence[Observation]) -> Fractions:
 
 
 def _share(observations: Iterable[Observation], name: str) -> float | None:
-    """Of those bound by it; the median, for one slow run is no rule."""
+    """Return the median fraction over the runs that `name` bounds; None if there are none."""
     found = [min(1.0, getattr(one, name) / one.measured) for one in observations if one.bound_by == name]
     return median(found) if found else None
 
 
 def _links(observations: Iterable[Observation], products: float | None, memory: float | None) -> float | None:
-    """What a run over several devices takes longer than its own work would, is its links'. Told only where that work's
-    share is known from elsewhere, or the links themselves bound the run."""
+    """Return the fraction that links reached; None if it cannot be determined.
+
+    The time of a run over several devices beyond that of its computation is attributed to the links. That needs runs
+    that are bound by links, or a fraction for the computation from other runs.
+    """
     found = []
     for one in observations:
         if not one.links:
@@ -99,14 +109,18 @@ def _links(observations: Iterable[Observation], products: float | None, memory: 
 
 
 def calibration_file() -> Path:
-    """$DOVETAIL_HOME, else the user's data directory."""
+    """Return the path of the calibration file: in $DOVETAIL_HOME, or else in the user's data directory."""
     if os.environ.get("DOVETAIL_HOME"):
         return Path(os.environ["DOVETAIL_HOME"]).expanduser() / FILE
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "dovetail" / FILE
 
 
 def stored(path: Path | None = None) -> list[Observation]:
-    """All runs that were learnt from. A file of another version is as good as none."""
+    """Return the observations of all runs in the file; none if there is no file.
+
+    Raises:
+        UserError: The file is not a calibration file.
+    """
     path = path or calibration_file()
     try:
         found = json.loads(path.read_text())["runs"]
@@ -114,17 +128,17 @@ def stored(path: Path | None = None) -> list[Observation]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is no calibration ({error!r}): delete it and calibrate anew") from error
+        raise UserError(f"{path} is not a calibration file ({error!r}): delete it and calibrate again") from error
 
 
 def fractions(chip: str, path: Path | None = None) -> Fractions | None:
-    """What is known of a kind of chip; None: nothing."""
+    """Return the fractions of a kind of chip; None if no run on it was observed."""
     found = [one for one in stored(path) if one.chip == chip]
     return fit(found) if found else None
 
 
 def store(one: Observation, path: Path | None = None) -> Fractions:
-    """Keep it, in the place of what the same run said before; what is known of its chip now."""
+    """Add an observation, or replace the one of the same run, and return the new fractions of its chip."""
     path = path or calibration_file()
     kept = [*(other for other in stored(path) if (other.run, other.chip) != (one.run, one.chip)), one]
     path.parent.mkdir(parents=True, exist_ok=True)

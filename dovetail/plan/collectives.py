@@ -1,4 +1,13 @@
-"""What a compiled program sends between devices, read from its text: by kind, mesh axis and bytes."""
+"""Read from the text of a compiled program what it sends between devices: by kind, mesh axis and bytes.
+
+XLA writes the groups of a collective in one of these ways; devices are numbered by their place in the mesh:
+
+    replica_groups={{0,1},{2,3}}                  lists
+    replica_groups=[2,4]<=[4,2]T(1,0)             0 to 7 in rows of [4,2], transposed, then cut into [2,4]
+    replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}   along axes of a mesh, or parts of them
+    source_target_pairs={{0,1},{1,0}}             pairs
+    _xla_megascale_target="{1,2}x{0:3}"           slices 1 and 2; devices 0 to 3 of each with the same number
+"""
 
 from __future__ import annotations
 
@@ -15,33 +24,34 @@ KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+Groups = tuple[tuple[int, ...], ...]
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One instruction."""
+    """Hold one collective instruction."""
 
     kind: str
-    bytes: float  # that a device sends each time
+    bytes: float  # bytes that a device sends each time
     times: int
-    groups: Groups  # those who exchange something
+    groups: Groups  # groups of devices that exchange data
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """All of one kind over the same axes."""
+    """Hold the sum of all collectives of one kind over the same axes."""
 
     kind: str
-    axes: tuple[str, ...]  # that the groups run along
-    crosses: bool  # from one slice to another
+    axes: tuple[str, ...]  # the axes that the groups run along
+    crosses: bool  # whether it crosses slices
     groups: Groups
     count: int
-    bytes: float  # that a device sends in a call of the program
+    bytes: float  # bytes that a device sends in a call of the program
 
 
 def collectives(module: Module, devices: int) -> list[Collective]:
-    """Of what usually runs (Module.usually)."""
+    """Return the collectives of the computations that usually run (Module.usually)."""
     found = []
     for computation, one, times in module.instructions(module.usually):
         kind = _kind(one)
@@ -54,20 +64,30 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 
 
 def _kind(one: Instruction) -> str:
-    """Between slices a TPU hands over to its host, which says of what this is a part."""
+    """Return the kind of a collective. Between slices a TPU sends to its host, with the kind as an attribute."""
     far = _BETWEEN_SLICES.search(one.rest) if one.opcode == "send" else None
     return far[1].lower().replace("_", "-") if far else one.opcode.removesuffix("-start")
 
 
 def _began_elsewhere(module: Module, computation: str) -> bool:
-    """A TPU computes while a collective is under way, which is written again there, and again where it ends."""
+    """Return whether the computation repeats a collective that began in another one.
+
+    The TPU compiler writes an asynchronous collective again in the computation that overlaps with it, and again where
+    it ends.
+    """
     root = module.root(computation)
     is_end = root is not None and '"AsyncCollectiveDone"' in root.rest
     return is_end or computation.startswith("async_collective_fusion")
 
 
 def traffic(found: Sequence[Collective], axes: Mapping[str, int], slices: Sequence[int] = ()) -> list[Traffic]:
-    """Summed up, what sends most first. `axes`: the mesh's, in its order; `slices`: that of each of its devices."""
+    """Return the sums by kind and axes, the most bytes first.
+
+    Args:
+        found: The collectives of a program.
+        axes: The mesh's axes and their sizes, in its order.
+        slices: The slice of each of the mesh's devices.
+    """
     ways = {groups: (axes_of(groups, axes), crosses_slices(groups, slices)) for groups in {x.groups for x in found}}
     merged: dict[tuple, list[Collective]] = {}
     for one in found:
@@ -80,7 +100,7 @@ def traffic(found: Sequence[Collective], axes: Mapping[str, int], slices: Sequen
 
 
 def axes_of(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
+    """Return the mesh axes along which the devices of a group differ."""
     sizes, varying = tuple(axes.values()), np.zeros(len(axes), bool)
     for group in groups:
         places = np.asarray(np.unravel_index(np.asarray(group), sizes))
@@ -89,14 +109,15 @@ def axes_of(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def crosses_slices(groups: Groups, slices: Sequence[int]) -> bool:
+    """Return whether a group has devices of several slices."""
     return bool(slices) and any(len({slices[device] for device in group}) > 1 for group in groups)
 
 
 def _sent(computation: str, kind: str, one: Instruction, n: int) -> float:
-    """Bytes that each of n devices sends around a ring. The result of a start holds its operand too."""
+    """Return the bytes that each of n devices sends around a ring. A `-start` returns its operand with its result."""
     size, is_start = one.bytes, one.opcode.endswith("-start")
     if one.opcode == "send":
-        size = size_of(one.shapes[0])  # beside it, what the hosts agree on
+        size = size_of(one.shapes[0])  # the other shapes are control data of the hosts
     if kind == "collective-permute":
         return size / 2 if is_start else size
     if kind == "reduce-scatter":
@@ -104,21 +125,13 @@ def _sent(computation: str, kind: str, one: Instruction, n: int) -> float:
     if kind == "all-gather":
         whole = size * n / (n + 1) if is_start else size
         return whole * (n - 1) / n
-    # an all-reduce of which a TPU keeps a part each is a reduce-scatter, written as a computation of that name
+    # the TPU compiler writes some reduce-scatters as an all-reduce in a computation of this name
     twice = 2 if kind == "all-reduce" and not computation.startswith("all-reduce-scatter") else 1
     return twice * size * (n - 1) / n
 
 
-# Who exchanges with whom in a collective, as XLA writes it: devices are numbered by their place in the mesh.
-#
-# replica_groups={{0,1},{2,3}}                                  lists
-# replica_groups=[2,4]<=[4,2]T(1,0)                             counted up in [4,2], transposed, cut into [2,4]
-# replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}   along axes, or parts of them, of a mesh
-# source_target_pairs={{0,1},{1,0}}                             pairs
-# _xla_megascale_target="{1,2}x{0:3}"                           between slices 1 and 2, each device 0 to 3 with its like
+# --- groups (their syntax is in the module's docstring) --------------------------------------------------------------
 
-
-Groups = tuple[tuple[int, ...], ...]
 _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
 _LISTS = re.compile(r"replica_groups=\{(\{.*?\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -129,7 +142,7 @@ _AXIS = re.compile(r"'([^']+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(attributes: str, devices: int) -> Groups:
-    """Of a collective with these attributes; where they name none, all devices are one group."""
+    """Return the groups of a collective with these attributes; if they name none, all devices are one group."""
     if pairs := _PAIRS.search(attributes):
         return tuple(pair for pair in _lists(pairs[1]) if pair[0] != pair[1])
     if lists := _LISTS.search(attributes):
@@ -145,7 +158,7 @@ def groups_of(attributes: str, devices: int) -> Groups:
 
 
 def _along(mesh: str, order: str | None, axes: str) -> Groups:
-    """Each group runs along the axes, of which a part `(before)size` leaves out those before and after it."""
+    """Return groups along the axes of a mesh. `(before)size` is the part of an axis with `before` devices before it."""
     sizes = {name: int(size) for name, size, _, _ in _AXIS.findall(mesh)}
     ids = _counted(order) if order else np.arange(math.prod(sizes.values()))
     used = {name: (int(before or 1), int(size or sizes[name])) for name, _, before, size in _AXIS.findall(axes)}
@@ -161,7 +174,7 @@ def _along(mesh: str, order: str | None, axes: str) -> Groups:
 
 
 def _counted(text: str) -> np.ndarray:
-    """[4,2]T(1,0): 0 to 7 in rows of 2, read by columns. Or the numbers themselves."""
+    """Return the devices of an order such as `[4,2]T(1,0)` (0 to 7 in rows of 2, read by columns) or of a list."""
     found = _COUNTED.search(text)
     if found is None:
         return np.asarray(_ints(text))
@@ -178,7 +191,7 @@ def _lists(text: str) -> Groups:
 
 
 def _spans(text: str) -> list[int]:
-    """1,4:6 is 1, 4, 5 and 6."""
+    """Return the numbers of a list with spans: `1,4:6` is 1, 4, 5 and 6."""
     ends = [[int(end) for end in word.split(":")] for word in text.split(",")]
     return [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Read a compiled program for one device: its memory, FLOPs and collectives, and bounds on its time."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from dovetail.plan.collectives import Traffic, collectives, traffic
 from dovetail.plan.hlo import copies_of, kernels, read
 from dovetail.plan.topology import TPUS
 
-# What the compiler says of a program, for one device: its memory, its work, what it sends.
+# --- as the compiler reports it ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Counted:
-    memory: dict[str, int]  # by kind; empty where the compiler does not say
-    flops: float | None  # a loop once, and nothing inside of a kernel
-    bytes: float | None  # read and written, likewise
+    """Hold what the compiler reports of a program on one device."""
+
+    memory: dict[str, int]  # bytes by kind; empty if the compiler does not report them
+    flops: float | None  # a loop counts once, and the inside of a kernel does not count
+    bytes: float | None  # bytes read and written, counted in the same way
     traffic: tuple[Traffic, ...]
     kernels: dict[str, int]  # calls of each
     pool_copies: tuple[str, ...]  # instructions that copy a layer's pages
 
     @property
     def total(self) -> int:
+        """Return the bytes of all kinds of memory."""
         return sum(self.memory.values())
 
     def plain(self) -> dict[str, Any]:
-        """For JSON: without who is in which group."""
+        """Return the counts for JSON, without the groups of collectives."""
         sent = [{k: v for k, v in asdict(one).items() if k != "groups"} for one in self.traffic]
         return {**asdict(self), "traffic": sent, "memory_in_all": self.total}
 
@@ -42,8 +45,15 @@ def count(
     pools: Iterable[tuple[int, ...]] = (),
     assigned: int | None = None,
 ) -> Counted:
-    """`axes` and `devices` of the mesh, in its order; `pools`: the shapes of the layers' pages on one device;
-    `assigned`: bytes of all buffers, where that is known."""
+    """Return what the compiler reports of a compiled program.
+
+    Args:
+        compiled: jax's compiled program.
+        axes: The mesh's axes and their sizes, in its order.
+        devices: The mesh's devices, in its order.
+        pools: The shapes of the layers' KV pages on one device.
+        assigned: Bytes of all buffers, if known (see `assigned`).
+    """
     module, work = read(compiled.as_text() or ""), compiled.cost_analysis() or {}
     slices = [getattr(device, "slice_index", 0) for device in devices]
     return Counted(
@@ -72,32 +82,35 @@ def _known(value: float | None) -> float | None:
     return None if value is None or value < 0 else value
 
 
-# How long a compiled step takes at least, from the chip's table: its products, its memory, its links.
-#
-# Two bounds, both at peak rates. The lower has everything going on at once and waits for the slowest part alone. The
-# upper has nothing sent while something is computed. What a chip reaches of its peaks is measured, not predicted.
+# --- bounds on the time of a compiled step ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RooflineBounds:
-    """Seconds."""
+    """Hold the seconds of a step's parts at the chip's peak rates.
+
+    In the lower bound everything overlaps, so the slowest part alone counts. In the upper bound nothing is sent while
+    something is computed. The fraction of its peaks that a chip reaches is measured, not predicted here.
+    """
 
     products: float
-    memory: tuple[float, float]  # what is read and written at least, and at most
+    memory: tuple[float, float]  # with the fewest and the most bytes read and written
     links: float  # between the chips of a slice
     slices: float  # between slices
 
     @property
     def least(self) -> float:
+        """Return the lower bound."""
         return max(self.products, self.memory[0], self.links, self.slices)
 
     @property
     def most(self) -> float:
+        """Return the upper bound."""
         return max(self.products, self.memory[1]) + self.links + self.slices
 
     @property
     def bound_by(self) -> str:
-        """What the lower bound waits for."""
+        """Return the part that the lower bound waits for."""
         parts = {"products": self.products, "memory": self.memory[0], "links": self.links, "slices": self.slices}
         return max(parts, key=lambda name: parts[name])
 
@@ -105,7 +118,15 @@ class RooflineBounds:
 def predict(
     chip: Chip, flops: float, moved: tuple[float, float], sent: Sequence[Traffic], devices: Sequence[Any] = ()
 ) -> RooflineBounds:
-    """`flops` and bytes `moved` (at least, at most) of one device; `devices` of the mesh, in its order."""
+    """Return the bounds of a step.
+
+    Args:
+        chip: The kind of chip.
+        flops: FLOPs of one device.
+        moved: Bytes that one device reads and writes (at least, at most).
+        sent: The program's collectives.
+        devices: The mesh's devices, in its order.
+    """
     far = sum(one.bytes for one in sent if one.crosses)
     near = sum(one.bytes / _links(chip, one, devices) for one in sent if not one.crosses and chip.network)
     across = far * chip.devices / chip.dcn if chip.dcn else 0.0
@@ -114,29 +135,31 @@ def predict(
 
 
 def _links(chip: Chip, one: Traffic, devices: Sequence[Any]) -> float:
-    """Bytes per second that a device has for it: of its chip's links, those along the torus's sides that a group spans.
-    (A side without a way around has one link in place of two at its ends, which is not known here.)"""
+    """Return the bytes per second of a device's links along the sides of the torus that a group spans.
+
+    A side whose ends are not joined has one link instead of two at its ends. That is not known here.
+    """
     whole = (chip.network or 0.0) / chip.devices
     places = [getattr(devices[i], "coords", ()) for i in one.groups[0]] if devices else []
     spanned = sum(len(set(side)) > 1 for side in zip(*places, strict=True))
     return whole * min(1.0, spanned / TPUS[chip.name][1]) if spanned and chip.name in TPUS else whole
 
 
-# The memory that a compiler assigned to a program's buffers, from the report that XLA writes when it is asked to.
+# --- XLA's report of assigned memory ----------------------------------------------------------------------------------
 #
-# `memory_analysis` does not say it for TPUs: the temporary memory that it gives has some of what loops carry more than
-# once (docs/tpu.md). libtpu refuses a program by what it assigned, arguments among it.
+# `memory_analysis` is not enough on TPUs: its temporary memory counts some of what loops carry more than once
+# (docs/tpu.md). libtpu decides whether a program fits by the assigned bytes, arguments included.
 
 
 _IN_ALL = re.compile(r"Memory Space: default\b.*\nTotal bytes: (\d+)")
 
 
 def written_to(folder: str | Path) -> dict[str, Any]:
-    """Options for the compiler."""
+    """Return the compiler options that write XLA's reports into `folder`."""
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
 def assigned(folder: str | Path) -> int | None:
-    """Bytes of a device's memory; None where no compiler has written of them."""
+    """Return the bytes that the compiler assigned on one device; None if the folder has no report."""
     texts = (path.read_text(errors="replace") for path in Path(folder).glob("*memory-usage-report.txt"))
     return max((int(found[1]) for text in texts if (found := _IN_ALL.search(text))), default=None)

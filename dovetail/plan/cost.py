@@ -1,22 +1,24 @@
-"""Days and dollars of a run: from the bounds of its step, or from a share of the peak that is taken for granted."""
+"""Price a training run: time and dollars from the seconds of its step, and the storage of its checkpoints and data.
+
+A checkpoint is the state: master weights, optimizer moments, and the average of weights if one is kept. Every host
+writes the part that only its devices hold, and reads what its devices hold.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from dovetail.core.chips import Chip
 from dovetail.core.cloud import CLASS_A, CLASS_B, PIECE_MB, per_gb, region, storage
 from dovetail.core.errors import UserError
 from dovetail.core.training import Mesh, Training
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import Lora
-from dovetail.plan.flops import forward_flops
 from dovetail.plan.train_memory import BYTES, Shape, moments_of, mtp_layers, shapes_of
 
 DAY = 86_400.0
 HOUR = 3_600.0
-# a unit of time, its seconds, and up to how many of it a time is shown in it; then years
+# (unit, its seconds, the number of units from which the next unit is used); then years
 UNITS = (("seconds", 1.0, 120), ("minutes", 60.0, 120), ("hours", HOUR, 48), ("days", DAY, 1000))
 YEAR = 365.25 * DAY
 
@@ -29,69 +31,52 @@ def unit_of(seconds: float) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a whole run, without evaluation, checkpoints, failures and waiting for machines."""
+    """Hold the cost of a whole run, without evaluation, checkpoints, failures and waiting for machines."""
 
     seconds: float
-    dollars: float | None  # None: nobody publishes a price
+    dollars: float | None  # None: no price is published
     spot: float | None
 
     @property
     def days(self) -> float:
+        """Return the time of the run in days."""
         return self.seconds / DAY
 
 
 def cost(seconds: float, chips: int, price: float | None, spot: float | None) -> Cost:
-    """`price` and `spot`: dollars per chip and hour."""
+    """Return the cost of `seconds` on `chips` chips. `price` and `spot`: dollars per chip and hour."""
     chip_hours = chips * seconds / HOUR
     on_demand, cheaper = (None if each is None else each * chip_hours for each in (price, spot))
     return Cost(seconds, on_demand, cheaper)
 
 
-def seconds_at(cfg: ModelConfig, tokens: float, chip: Chip, chips: int, mfu: float) -> float:
-    """What `tokens` take where `chips` chips reach a share `mfu` of their peak: 6 FLOPs per weight and token."""
-    if not 0 < mfu <= 1:
-        raise UserError(f"an MFU is a share of the peak above 0 and up to 1, such as 0.4; got {mfu:g}")
-    return 3 * forward_flops(cfg) * tokens / (chip.bf16 * chips * mfu)
-
-
-def critical_batch(chip: Chip, weight_bytes: int = 2, flops: float | None = None) -> float:
-    """Tokens of a product at which its weights arrive from memory as fast as they are multiplied: below, the chip waits
-    for its memory. Two FLOPs per weight and token against the bytes of a weight."""
-    return (flops or chip.bf16) * weight_bytes / (2 * chip.bandwidth)
-
-
-# What a training keeps and moves: the size of its checkpoints and data, the time to save and restore, and the dollars.
-#
-# A checkpoint is the state: the master weights, the optimizer's moments, an average where one is kept. Every host
-# writes
-# the part that its devices alone hold, and reads what its devices hold.
-
+# --- storage ----------------------------------------------------------------------------------------------------------
 
 GB = 1e9
-HOST_GB_A_SECOND = 1.0  # of a bucket for one host, where none is said: an assumption, not a measurement
-FILE_MB = 100  # of a checkpoint, about: each is one write
-SMALL_VOCAB = 1 << 16  # up to here a token is two bytes on disk (data.tokenise)
+HOST_GB_A_SECOND = 1.0  # default bandwidth between a bucket and one host: an assumption, not a measurement
+FILE_MB = 100  # approximate size of a checkpoint's files; each is one write
+SMALL_VOCAB = 1 << 16  # up to this vocabulary a token takes two bytes on disk (data.tokenise)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Of a whole training."""
+    """Hold the storage of a whole training run."""
 
     state: int  # bytes of a checkpoint
-    export: int  # of the weights alone, in bf16
-    data: int  # of the tokens
+    export: int  # bytes of the weights alone, in bf16
+    data: int  # bytes of the tokens
     saves: int
-    kept: int  # checkpoints that are there at a time
-    save_seconds: float  # of one, on all hosts at once
+    kept: int  # checkpoints that exist at a time
+    save_seconds: float  # of one checkpoint, on all hosts at once
     restore_seconds: float
-    month: float  # dollars: of what is kept
-    operations: float  # dollars: writes and reads
-    carried: float  # dollars: from or to another region
+    month: float  # dollars per month for what is kept
+    operations: float  # dollars for writes and reads
+    carried: float  # dollars for traffic between regions
     warning: str = ""
 
     @property
     def dollars(self) -> float:
-        """With a month of keeping."""
+        """Return the dollars of the run with one month of storage."""
         return self.month + self.operations + self.carried
 
 
@@ -108,10 +93,27 @@ def plan_storage(
     bucket: str = "",
     zone: str = "",
 ) -> Storage:
-    """`bandwidth`: bytes per second of each host to where checkpoints go. `tokens`: of the data; the run's unless
-    given. `bucket` and `zone`: the region of the one and the zone of the other; dollars of carrying need both."""
-    if bandwidth <= 0 or hosts < 1:
-        raise UserError(f"hosts and their bandwidth must be above 0; got {hosts} and {bandwidth:g} bytes/s")
+    """Return the storage of a run.
+
+    Args:
+        cfg: The model.
+        settings: The recipe.
+        hosts: The number of hosts.
+        devices_per_host: jax devices of each.
+        mesh: The mesh of the run; None: every host reads an equal part of the state.
+        bandwidth: Bytes per second between each host and the checkpoints' storage.
+        tokens: Tokens of the data; 0: as many as the run reads.
+        epochs: Passes over the data, if `tokens` is given.
+        bucket: The bucket's region.
+        zone: The zone of the machines; the price of traffic needs both.
+
+    Raises:
+        UserError: `hosts` or `bandwidth` is not positive.
+    """
+    if hosts < 1:
+        raise UserError(f"`hosts` must be at least 1, got {hosts}", param="hosts")
+    if bandwidth <= 0:
+        raise UserError(f"`bandwidth` must be above 0 bytes/s, got {bandwidth:g}", param="bandwidth")
     state, run = state_bytes(cfg, settings), settings.total_steps * settings.tokens_per_step
     data = (tokens or run) * token_bytes(cfg.vocab)
     read = data * (epochs if tokens else 1.0)
@@ -130,7 +132,7 @@ def plan_storage(
 
 
 def state_bytes(cfg: ModelConfig, settings: Training) -> int:
-    """Of one checkpoint."""
+    """Return the bytes of one checkpoint."""
     weights, moments = 0, 0
     for shape, count in _shapes(cfg, settings).items():
         size = math.prod(shape[0])
@@ -141,6 +143,7 @@ def state_bytes(cfg: ModelConfig, settings: Training) -> int:
 
 
 def token_bytes(vocab: int) -> int:
+    """Return the bytes of one token on disk."""
     return 2 if vocab <= SMALL_VOCAB else 4
 
 
@@ -154,13 +157,13 @@ def _shapes(cfg: ModelConfig, settings: Training) -> dict[Shape, int]:
 
 
 def _forever(settings: Training) -> int:
-    """Checkpoints that are kept for good."""
+    """Return the number of checkpoints that are never deleted."""
     every = settings.checkpoint.keep_every
     return settings.total_steps // every if every else 0
 
 
 def _held_by_host(state: int, mesh: Mesh | None, hosts: int, devices: int) -> float:
-    """What one host's devices hold of the state: all of it where they are as many as it is split over."""
+    """Return the bytes of the state on one host's devices: all of it if the host has as many as it is split over."""
     if mesh is None:
         return state / hosts
     split = math.prod(max(1, getattr(mesh, name)) for name in ("fsdp", "expert", "context", "tensor"))

@@ -26,7 +26,7 @@ from dovetail.plan.train_time import ranked
 
 @dataclass(frozen=True)
 class Derived:
-    """A recipe with every open key decided, and the reasons."""
+    """Hold a recipe with every open key decided, and the reasons."""
 
     settings: Training  # the recipe with the derived keys filled in
     devices: int
@@ -38,7 +38,7 @@ class Derived:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh's axes, for core.mesh.make_mesh."""
+        """Return the mesh's axes, for core.mesh.make_mesh."""
         return axes_of(self.settings.mesh)
 
     def explain(self) -> list[str]:

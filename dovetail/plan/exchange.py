@@ -1,17 +1,17 @@
-"""What the devices of a mesh send each other in a training step: which collective, over which links, how long.
+"""List the collectives of a training step: their kind, the links that they use and their time.
 
-The list is that of our own trainer (core.mesh.TRAIN, train.step, ops.moe, ops.context), per microstep:
+The list follows Dovetail's trainer (core.mesh.TRAIN, train.step, ops.moe, ops.context). Per microstep:
 
-- weights are gathered over fsdp and context for the forward pass and once more for the backward pass, and their
-  gradients scattered, in the compute dtype; those of the two embeddings in f32;
-- gradients are summed over data, and over expert where the weight is no expert's;
-- of a layer split over tensor, the outputs of attention and of the feed-forward are summed, and in the backward pass
-  the gradients of their inputs; so are the looked-up embeddings and the gradient of the last hidden states;
-- experts on several devices gather the tokens of all of them and scatter the sums, there and back;
-- rows cut along their length gather keys and values, and scatter their gradients.
+- weights are gathered over fsdp and context for the forward pass and again for the backward pass, and their gradients
+  are scattered, in the compute dtype; the gradients of the two embeddings are in f32;
+- gradients are summed over data and, except those of experts, over expert;
+- a layer that is split over tensor sums the outputs of attention and feed-forward, and in the backward pass the
+  gradients of their inputs; the looked-up embeddings and the gradient of the last hidden states are summed too;
+- experts on several devices gather the tokens of all of them and scatter the sums, forward and backward;
+- rows that are split along their length gather keys and values and scatter their gradients.
 
-A collective over devices of which some are far sends 1/near of its bytes through the slow network, while the fast one
-deals them out: the slower of the two counts.
+A collective that spans slices or machines sends 1/near of its bytes through the slow network while the fast links
+distribute them: the slower of the two determines the time.
 """
 
 from __future__ import annotations
@@ -31,36 +31,41 @@ from dovetail.plan.train_memory import BYTES, local_size, mtp_layers, placement_
 
 SUM = 4  # bytes of a number of an embedding's gradient
 CHOICE = 8  # bytes of an expert's number and weight, for each of a token's choices
-# of a layer's two sums over tensor, those made again in the backward pass: where the attention's output is not kept
+# How many of a layer's two sums over tensor are repeated in the backward pass, by remat policy.
 SUMS_AGAIN = {"none": 0, "dots": 0, "attention": 1, "full": 1}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All collectives of one kind and purpose in a step."""
+    """Hold the sum of all collectives of one kind and purpose in a step."""
 
     what: str  # "gather weights", "scatter gradients", ...
     kind: str  # all-gather, reduce-scatter, all-reduce
     axis: str  # of the mesh; several as "fsdp+context"
-    over: str  # the slowest link on the way: see plan.links.Span
-    bytes: float  # that a device sends
+    over: str  # the slowest link on the way: see plan.links.AxisSpan
+    bytes: float  # bytes that a device sends
     seconds: float
-    overlaps: bool  # may go on while products are computed
+    overlaps: bool  # whether it may overlap with computation
     count: int = 1  # collectives
 
 
 def exchanges(
     cfg: ModelConfig, settings: Training, plan: MeshPlan, spans: tuple[AxisSpan, ...]
 ) -> tuple[Exchange, ...]:
-    """Of one step, those that take longest first."""
+    """Return the collectives of one step, the longest first. `spans`: plan.links.layout of the plan's mesh."""
     step = _Step(cfg, settings, plan, {span.axis: span for span in spans})
     found = [*step.weights(), *step.sums(), *step.tensor(), *step.experts(), *step.context()]
     return tuple(sorted(found, key=lambda one: -one.seconds))
 
 
 def collective(kind: str, whole: float, span: AxisSpan) -> tuple[float, float]:
-    """(bytes that a device sends, seconds at the links' peak) for `whole` bytes: of the gathered result, or of what is
-    scattered or summed."""
+    """Return (bytes that a device sends, seconds at the links' peak) of one collective.
+
+    Args:
+        kind: all-gather, reduce-scatter or all-reduce.
+        whole: Bytes of the gathered result, or of the array that is scattered or summed.
+        span: The links.
+    """
     near, far = span.near, span.far
     times = 2 if kind == "all-reduce" else 1
     here = times * whole * (near - 1) / near
@@ -82,7 +87,7 @@ class _Step:
 
     @property
     def tokens(self) -> int:
-        """Of one device in a microstep."""
+        """Return the tokens of one device in a microstep."""
         return self.plan.rows * self.settings.length // self.plan.mesh.context
 
     @property
@@ -94,7 +99,7 @@ class _Step:
         return joined(tuple(self.spans[axis] for axis in axes if axis in self.spans))
 
     def one(self, what: str, kind: str, span: AxisSpan | None, whole: float, count: int, overlaps: bool):
-        """`count` collectives, of `whole` bytes together, in a microstep."""
+        """Return `count` collectives per microstep with `whole` bytes together; none without links or bytes."""
         if span is None or not whole:
             return []
         sent, seconds = collective(kind, whole / count, span)
@@ -104,7 +109,7 @@ class _Step:
     def weights(self) -> list[Exchange]:
         span, held = self.over("fsdp", "context"), _held(self.cfg, self.settings, self.plan)
         layers = sum(self.layers.values())
-        # adapters' weights, which are frozen, are read forward and backward, another model's only forward
+        # the frozen weights under adapters are read forward and backward, those of another model only forward
         frozen = sum(_frozen(model or self.cfg, self.plan) * (1 if model else 2) for model, _ in self.settings.frozen)
         gathered = (2 * (held.layers + held.experts + held.ends) + frozen) * self.itemsize
         scattered = (held.layers + held.experts) * self.itemsize + held.ends * SUM
@@ -132,12 +137,12 @@ class _Step:
             return []
         each = self.tokens * self.cfg.dim * self.itemsize
         again, experts = SUMS_AGAIN[self.plan.remat], self.plan.mesh.expert
-        whole, count = 2.0 * each, 2  # of the looked-up embeddings, and of the gradient of the last states
+        whole, count = 2.0 * each, 2  # the looked-up embeddings and the gradient of the last hidden states
         for layer, number in self.layers.items():
-            width = (layer.mlp is not None) + (experts if layer.moe else 0)  # experts' sums are of gathered tokens
+            width = (layer.mlp is not None) + (experts if layer.moe else 0)  # experts sum over gathered tokens
             whole += number * each * (2 + again + 2 * width)
             count += number * (4 + again)
-        # on TPUs a product is cut up and sent while the rest of it is made; on GPUs it waits
+        # on TPUs XLA splits a product and sends one part while it computes the next; on GPUs the sum waits
         return self.one("sum activations", "all-reduce", span, whole, count, span.over == "ICI")
 
     def experts(self) -> list[Exchange]:
@@ -180,7 +185,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Held:
-    """Trained weights of a device when they are whole over fsdp and context, in numbers."""
+    """Hold the elements of a device's trained weights after they are gathered over fsdp and context."""
 
     layers: int
     experts: int
@@ -197,7 +202,7 @@ def _frozen(cfg: ModelConfig, plan: MeshPlan) -> int:
 
 
 def whole_weights(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> int:
-    """What a device multiplies by in a microstep, in numbers."""
+    """Return the elements of all weights that a device multiplies by in a microstep."""
     held = _held(cfg, settings, plan)
     return held.layers + held.experts + held.ends + sum(_frozen(model or cfg, plan) for model, _ in settings.frozen)
 
@@ -218,7 +223,10 @@ def _layers(cfg: ModelConfig, mtp: int) -> Counter[Layer]:
 
 
 def by_axis(found: tuple[Exchange, ...], overlapping: bool) -> dict[str, float]:
-    """Seconds of each axis's links; those of different axes may go on at the same time."""
+    """Return the seconds of each axis's links, which may work at the same time.
+
+    `overlapping`: count the collectives that overlap with computation, or those that do not.
+    """
     seconds: dict[str, float] = {}
     for one in found:
         if one.overlaps == overlapping:
@@ -228,4 +236,5 @@ def by_axis(found: tuple[Exchange, ...], overlapping: bool) -> dict[str, float]:
 
 
 def total(found: tuple[Exchange, ...]) -> float:
+    """Return the seconds of all collectives, one after another."""
     return math.fsum(one.seconds for one in found)

@@ -1,6 +1,6 @@
-"""A compiled program as XLA writes it down, read back: its computations, their instructions, and how often each runs.
+"""Parse the text of a compiled program: its computations, their instructions, and how often each runs.
 
-Only what a plan asks of it is read: shapes, who calls whom, how often a loop turns.
+Only what plans need is read: shapes, calls, and the trip counts of loops.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
-_END = re.compile(r"^}(, execution_thread=.*)?$")  # a kernel's metadata may have lines that begin so and go on
+_END = re.compile(r"^}(, execution_thread=.*)?$")  # a kernel's metadata may have longer lines that begin with }
 _LEFT = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
@@ -23,50 +23,61 @@ _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _NAME = re.compile(r"%([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
-_TURNS = re.compile(r'known_trip_count"?\s*[:=]\s*\{"?n"?:"?(\d+)')
+_TRIP_COUNT = re.compile(r'known_trip_count"?\s*[:=]\s*\{"?n"?:"?(\d+)')
 
-Shape = tuple[str, tuple[int, ...]]  # an element's type, the dims
+Shape = tuple[str, tuple[int, ...]]  # (element type, dims)
 
 
 @dataclass(frozen=True)
 class Instruction:
+    """Hold one instruction of a computation."""
+
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # of its result; several where that is a tuple
-    rest: str  # operands and attributes, as they stand
+    shapes: tuple[Shape, ...]  # of its result; several for a tuple
+    rest: str  # operands and attributes, unparsed
     is_root: bool
 
     @property
     def bytes(self) -> float:
+        """Return the bytes of the result."""
         return sum(size_of(shape) for shape in self.shapes)
 
     @property
     def called(self) -> list[str]:
+        """Return the names of the computations that it calls."""
         lists = ",".join(_CALLED_LIST.findall(self.rest))
         return _CALLED.findall(self.rest) + [name.strip().lstrip("%") for name in lists.split(",") if name.strip()]
 
     @property
     def operands(self) -> list[str]:
+        """Return the names of its operands."""
         return _NAME.findall(self.rest[: _end_of_type("(" + self.rest, 0) - 1])
 
 
 @dataclass
 class Module:
+    """Hold the computations of a program by name."""
+
     entry: str = ""
     computations: dict[str, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in a call of the program. Every branch is taken, a loop of unknown turns runs
-        once."""
+        """Return how often each computation runs in a call of the program.
+
+        Every branch of a conditional counts, and a loop with an unknown trip count runs once.
+        """
         counted: dict[str, int] = defaultdict(int)
         self._count(self.entry, 1, counted, branches=None)
         return counted
 
     @cached_property
     def usually(self) -> dict[str, int]:
-        """The same with the first branch alone, which is taken where jax's condition does not hold: what only some
-        requests ask for is in the other."""
+        """Return the same with only the first branch of every conditional.
+
+        jax's first branch is the one for a false condition. Work that only some requests need is in the other.
+        """
         counted: dict[str, int] = defaultdict(int)
         self._count(self.entry, 1, counted, branches=1)
         return counted
@@ -74,28 +85,30 @@ class Module:
     def _count(self, name: str, times: int, counted: dict[str, int], branches: int | None) -> None:
         counted[name] += times
         for one in self.computations[name]:
-            if one.opcode.endswith(("-update", "-done")):  # they name again what their start has called
+            if one.opcode.endswith(("-update", "-done")):  # they repeat the calls of their -start
                 continue
             body = _BODY.search(one.rest)
             for called in one.called[:branches] if one.opcode == "conditional" else one.called:
-                often = turns(self, name, one) if body and called == body[1] else 1
+                often = trip_count(self, name, one) if body and called == body[1] else 1
                 self._count(called, times * often, counted, branches)
 
     def instructions(self, times: dict[str, int] | None = None) -> Iterator[tuple[str, Instruction, int]]:
-        """(its computation, it, how often it runs)."""
+        """Yield (computation, instruction, how often it runs). `times`: `usually` instead of `times`."""
         for name, often in (self.times if times is None else times).items():
             for one in self.computations[name]:
                 yield name, one, often
 
     def root(self, computation: str) -> Instruction | None:
+        """Return the root of a computation."""
         return next((one for one in self.computations[computation] if one.is_root), None)
 
     def find(self, computation: str, name: str) -> Instruction | None:
+        """Return an instruction of a computation by name."""
         return next((one for one in self.computations[computation] if one.name == name), None)
 
 
 def read(text: str) -> Module:
-    """From what `compiled.as_text()` gives."""
+    """Parse the text of `compiled.as_text()`."""
     module, current = Module(), ""
     for line in text.splitlines():
         if not current:
@@ -122,7 +135,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _end_of_type(line: str, start: int) -> int:
-    """A tuple's type ends with its parenthesis, any other before a blank."""
+    """Return where a type ends: a tuple's after its closing parenthesis, any other before a space."""
     if line[start] != "(":
         return line.find(" ", start)
     depth = 0
@@ -138,7 +151,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def size_of(shape: Shape) -> float:
-    """Bytes. An element of fewer than 8 bits takes its share of one; a token or an opaque takes none."""
+    """Return the bytes of a shape. Elements below 8 bits are packed; a token or an opaque value has none."""
     kind, dims = shape
     bits = 8 if kind == "pred" else int((re.search(r"\d+", kind) or ["0"])[0])
     return math.prod(dims) * bits / 8
@@ -149,11 +162,13 @@ def size_of(shape: Shape) -> float:
 MOVES = ("copy", "copy-start", "copy-done", "bitcast")
 
 
-def turns(module: Module, computation: str, loop: Instruction) -> int:
-    """How often a loop turns, 1 where that is not known. The compiler for TPUs does not write it down: it is read from
-    a counter that runs from a constant, in constant steps, up to a constant."""
-    if said := _TURNS.search(loop.rest):
-        return int(said[1])
+def trip_count(module: Module, computation: str, loop: Instruction) -> int:
+    """Return how many iterations a loop has; 1 if that is not known.
+
+    The TPU compiler does not write it down: it is read from a counter with a constant start, step and bound.
+    """
+    if known := _TRIP_COUNT.search(loop.rest):
+        return int(known[1])
     condition, body = _CONDITION.search(loop.rest), _BODY.search(loop.rest)
     if condition is None or body is None:
         return 1
@@ -166,7 +181,7 @@ def turns(module: Module, computation: str, loop: Instruction) -> int:
 
 
 def _counter(module: Module, condition: str) -> tuple[int, int | None]:
-    """(its place in what the loop carries, the number that it stays below)."""
+    """Return (the counter's index in the loop's carry, the bound that it stays below)."""
     test = module.root(condition)
     if test is None or test.opcode != "compare" or "direction=LT" not in test.rest:
         return 0, None
@@ -176,7 +191,7 @@ def _counter(module: Module, condition: str) -> tuple[int, int | None]:
 
 
 def _step(module: Module, body: str, place: int) -> int | None:
-    """What a turn adds to the counter."""
+    """Return what an iteration adds to the counter."""
     carried = module.root(body)
     added = module.find(body, carried.operands[place]) if carried and carried.opcode == "tuple" else None
     if added is None or added.opcode != "add":
@@ -192,7 +207,7 @@ def _element(module: Module, computation: str, carried: Instruction | None, plac
 
 
 def _constant(module: Module, computation: str, one: Instruction | None) -> int | None:
-    """The whole number that an instruction is, moved about or not."""
+    """Return the integer constant of an instruction, through copies and bitcasts; None if it is not constant."""
     while one is not None and one.opcode in MOVES:
         one = module.find(computation, one.operands[0])
     number = re.match(r"(-?\d+)\)", one.rest) if one and one.opcode == "constant" else None
@@ -205,12 +220,15 @@ COPIES = ("copy", "copy-start", "transpose", "convert", "reverse", "gather", "sl
 
 
 def copies_of(module: Module, dims: tuple[int, ...]) -> list[str]:
-    """Instructions that write anew what has this shape, as a pool of pages, or as much in another one. An update in
-    place (a scatter, a dynamic-update-slice) has the shape too and writes only what is new."""
+    """Return the instructions that copy an array with as many elements as `dims`, such as a pool of pages.
+
+    An in-place update (a scatter, a dynamic-update-slice) has that shape too but writes only the new elements, so it
+    does not count.
+    """
     found = []
     fused = {called for _, one, _ in module.instructions() if one.opcode == "fusion" for called in one.called}
     for computation, one, _ in module.instructions():
-        if computation in fused:  # its values stay in registers, but for the root's
+        if computation in fused:  # only the root of a fusion is written to memory
             continue
         root = module.root(one.called[0]) if one.opcode == "fusion" and one.called else one
         is_copy = root is not None and root.opcode in COPIES
@@ -223,7 +241,7 @@ _TARGET = re.compile(r'custom_call_target="(\w+)"')
 
 
 def kernels(module: Module) -> dict[str, int]:
-    """Calls of each kernel of our own or of jax's (Pallas), by the name it has in the program."""
+    """Return the number of calls of each Pallas or Triton kernel, by its name in the program."""
     found: dict[str, int] = defaultdict(int)
     for _, one, times in module.instructions():
         target = _TARGET.search(one.rest) if one.opcode == "custom-call" else None

@@ -1,10 +1,10 @@
-"""How the axes of a mesh lie over an accelerator's links, and how fast a device sends along each.
+"""Map the axes of a mesh to an accelerator's links, with the bandwidth of a device along each axis.
 
-On TPUs the axes are laid along the sides of the torus as core.mesh does it (jax's mesh_utils: the axis that talks most
-first, whole sides before parts of them), and the data axis crosses slices first. A whole side that closes to a ring
-sends both ways round; a part of a side, or a side without the link that closes it, has half of that. Where an axis
-takes every k-th chip of a side, k groups share its links. GPUs are taken host by host: an axis fills the NVLink domain
-that the axes after it left, and what does not fit there goes through the network cards.
+On TPUs the axes are laid along the sides of the torus as core.mesh does it (jax's mesh_utils: the axis that
+communicates most first, whole sides before parts of them), and the data axis crosses slices first. A whole side that
+closes to a ring sends in both directions; a part of a side, or a side whose ends are not joined, has half of that.
+If an axis takes every k-th chip of a side, k groups share its links. GPUs are taken host by host: an axis fills what
+the axes after it left of the NVLink domain, and the rest goes through the network cards.
 """
 
 from __future__ import annotations
@@ -16,63 +16,72 @@ from dataclasses import dataclass
 
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import CUBE, Chip
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError
 from dovetail.core.mesh import assign
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")  # core.mesh.MESH_AXES, without importing jax
-HOP = 1e-6  # seconds from one chip to the next, as the book "How to Scale Your Model" has it
-NETWORK_HOP = 10e-6  # the same through the network of a datacentre, an order of magnitude more
-# The only length of a flat torus's side whose ends are joined: that of a whole pod.
+HOP = 1e-6  # seconds from one chip to the next, from the book "How to Scale Your Model"
+NETWORK_HOP = 10e-6  # the same through a datacentre network, an order of magnitude more
+# In a two-dimensional torus only a side as long as the whole pod has joined ends.
 CLOSED_SIDE = {"v2": 16, "v3": 32, "v5e": 16, "v6e": 16}
 
 
 @dataclass(frozen=True)
 class AxisSpan:
-    """How one axis of a mesh lies over the hardware."""
+    """Describe the links that one axis of a mesh uses."""
 
     axis: str
     size: int  # devices along it
-    sides: tuple[tuple[int, int], ...]  # (side of the torus, devices taken along it), nearest first; () for GPUs. The
-    # side after the torus's last one is that of the devices of one chip.
+    # (side of the torus, devices taken along it), nearest first; () for GPUs. The side after the torus's last one is
+    # that of the devices of one chip.
+    sides: tuple[tuple[int, int], ...]
     over: str  # the slowest link that it crosses: ICI or DCN (TPU), NVLink or NIC (GPU), memory (of one chip)
-    bandwidth: float  # bytes/s that one device sends along the near part
+    bandwidth: float  # bytes/s that one device sends within its group
     far: int = 1  # groups along it that only the slow network joins: slices or NVLink domains
     far_bandwidth: float | None = None  # bytes/s of a device through that network
-    longest: int = 1  # devices along the longest of its sides: the way that an all-to-all goes
+    longest: int = 1  # devices along the longest of its sides, which bounds an all-to-all
 
     @property
     def near(self) -> int:
-        """Devices of one group."""
+        """Return the devices of one group."""
         return self.size // self.far
 
     @property
     def hops(self) -> float:
-        """Seconds that the first byte takes from one end to the other, by neighbours; through a switch, one hop."""
+        """Return the latency from one end to the other: through neighbours, or one hop through a switch."""
         steps = sum(taken - 1 for _, taken in self.sides) if self.sides else min(self.near - 1, 1)
         return steps * HOP + (self.far - 1) * NETWORK_HOP
 
 
 def layout(accelerator: Accelerator, axes: Mapping[str, int]) -> tuple[AxisSpan, ...]:
-    """One span for each axis of more than one device, in the order of AXES."""
+    """Return the links of each axis with more than one device, in the order of AXES.
+
+    Raises:
+        RecipeError: The mesh does not have as many devices as the accelerator, or splits another axis than data over
+            slices.
+    """
     sizes = tuple(axes.get(name, 1) for name in AXES)
     devices = accelerator.total_devices
     if math.prod(sizes) != devices:
-        raise UserError(f"a mesh of {dict(axes)} has {math.prod(sizes)} devices and {accelerator.name} has {devices}")
+        raise RecipeError(
+            f"`mesh` must have the {devices} devices of {accelerator.name}, got {dict(axes)} with {math.prod(sizes)}",
+            param="mesh",
+        )
     return _layout(accelerator, sizes)
 
 
 def wraps(accelerator: Accelerator) -> tuple[bool, ...]:
-    """Of each side of the torus, whether its ends are joined."""
+    """Return for each side of the torus whether its ends are joined."""
     if not accelerator.is_tpu or accelerator.chip is None:
         return tuple(False for _ in accelerator.sides)
-    if len(accelerator.sides) == 3:  # switched by light, in blocks of 4 x 4 x 4
+    if len(accelerator.sides) == 3:  # optical switches join blocks of 4 x 4 x 4
         return (all(side % CUBE == 0 for side in accelerator.sides),) * 3
     closed = CLOSED_SIDE.get(accelerator.chip.name)
     return tuple(side == closed for side in accelerator.sides)
 
 
 def link_bandwidth(accelerator: Accelerator) -> float:
-    """Bytes per second of one link of a chip's torus, one way."""
+    """Return the bytes per second of one link of a chip's torus, in one direction."""
     chip = accelerator.chip
     assert chip is not None and accelerator.is_tpu
     return (chip.network or 0.0) / (2 * accelerator.family.sides)
@@ -91,11 +100,14 @@ def _layout(accelerator: Accelerator, sizes: tuple[int, ...]) -> tuple[AxisSpan,
     return _over_torus(accelerator, accelerator.chip, sizes)
 
 
-MEMORY_OF_A_HOST = 4e9  # bytes/s of a copy between two processes of one machine, each with a share of its memory
+MEMORY_OF_A_HOST = 4e9  # bytes/s of a copy between two CPU devices of one machine
 
 
 def one_domain(chip: Chip, axes: Mapping[str, int]) -> tuple[AxisSpan, ...]:
-    """All devices behind one switch: what is taken where nothing is known of how they lie; of a CPU, in one memory."""
+    """Return the links with all devices behind one switch, or in one memory for a CPU.
+
+    That is the assumption if the topology is not known.
+    """
     if chip.network is None:
         return tuple(
             AxisSpan(axis, size, (), "memory", MEMORY_OF_A_HOST) for axis in AXES if (size := axes.get(axis, 1)) > 1
@@ -129,9 +141,9 @@ def _switched(chip: Chip, axis: str, size: int, near: int) -> AxisSpan:
 def _over_torus(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) -> tuple[AxisSpan, ...]:
     slices = accelerator.slices
     if sizes[0] % slices:
-        raise UserError(
-            f"the data axis must be a multiple of the {slices} slices, for it alone crosses from one to another; got "
-            f"data={sizes[0]}"
+        raise RecipeError(
+            f"`mesh.data` must be a multiple of the {slices} slices, because only data crosses slices, got {sizes[0]}",
+            param="mesh.data",
         )
     shape = (*accelerator.sides, chip.devices) if chip.devices > 1 else accelerator.sides
     within = (sizes[0] // slices, *sizes[1:])
@@ -147,12 +159,12 @@ def _over_torus(accelerator: Accelerator, chip: Chip, sizes: tuple[int, ...]) ->
 def _torus_span(
     accelerator: Accelerator, chip: Chip, axis: str, size: int, far: int, taken: tuple[tuple[int, ...], ...], i: int
 ) -> AxisSpan:
-    """`taken[axis][side]`: devices along each side."""
+    """Return the links of axis `i`. `taken[i][side]`: its devices along each side."""
     sides = tuple((side, count) for side, count in enumerate(taken[i]) if count > 1)
     on_chip = len(accelerator.sides)
     links = [(side, count) for side, count in sides if side < on_chip]
     here = dict(sides).get(on_chip, 1)
-    sharing = chip.devices // here  # devices of one chip that are in different groups of this axis share its links
+    sharing = chip.devices // here  # a chip's devices that are in different groups of this axis share its links
     closed, one = wraps(accelerator), link_bandwidth(accelerator)
     bandwidth = 0.0
     for side, count in links:
@@ -173,9 +185,14 @@ def _torus_span(
 
 
 def joined(spans: tuple[AxisSpan, ...]) -> AxisSpan | None:
-    """Some axes as one group of devices, as a weight that is split over fsdp and context has it; None: no axis. The
-    sides of a torus work side by side, a GPU has one way into its switch. The devices of one chip, which else share
-    its links, then bring in together what each of them wants."""
+    """Return several axes as one group of devices, as for a weight that is split over fsdp and context.
+
+    The sides of a torus add up; a GPU has one link to its switch. Devices of one chip do not divide the chip's links
+    here: together they receive what each of them needs.
+
+    Returns:
+        The links of the group; None for no axis.
+    """
     if len(spans) < 2:
         return spans[0] if spans else None
     is_torus = any(span.sides or span.over == "DCN" for span in spans)

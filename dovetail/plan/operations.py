@@ -1,9 +1,9 @@
-"""The products of a model on one device: what each multiplies, how much it computes, what it reads and writes at least.
+"""List the products of a model on one device with their shapes, FLOPs, and bytes read and written.
 
-Read from the declared weights. Each product counts as if it were made by itself: it reads both its factors once and
-writes its result once, except the attention's scores, which every kernel of ours keeps on the chip. What is no product
-(norms, rotations, a look-up) is left out: it computes little. Weights that fsdp or context split are whole by the time
-they are multiplied; tensor and expert split the products themselves.
+They are derived from the declared weights. Each product counts as if it ran alone: it reads both factors once and
+writes its result once, except the attention scores, which all our kernels keep on the chip. Other operations (norms,
+rotations, lookups) are left out, because they compute little. Weights that are split over fsdp or context are gathered
+before they are multiplied; tensor and expert split the products themselves.
 
 m rows, k the dim that is summed over, n columns.
 """
@@ -26,38 +26,33 @@ from dovetail.plan.plans import MeshPlan, axes_of
 from dovetail.plan.train_memory import BYTES
 
 Axes = Mapping[str, int]  # mesh axis -> devices along it
-HEADS = ("head", "embed", "score")  # what the last layer's output is multiplied with
-PHASES = ("forward", "recomputed", "gradient of the input", "gradient of the weight")
+HEADS = ("head", "embed", "score")  # the weights that the last layer's output is multiplied with
 _MULTIPLIED = ("tensor", "expert")  # the axes along which a product itself is split
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Equal products, `times` in a step on one device, each of them `copies` side by side (heads, experts)."""
+    """Hold `times` equal products of a step on one device, each with `copies` in parallel (heads, experts)."""
 
-    name: str  # the weight's, such as `mlp.down`; `attention scores` and `attention values` have none
-    phase: str  # of PHASES
+    name: str  # the weight's, such as `mlp.down`; or `attention scores` or `attention values`
+    phase: str  # forward, recomputed, gradient of the input, gradient of the weight
     m: int
     k: int
     n: int
     copies: int
-    flops: float  # a multiply and an add for each of m x k x n, of the copies together
+    flops: float  # of all copies: a multiply and an add for each of m x k x n
     read: float  # bytes
     written: float
     times: int
 
     @property
     def bytes(self) -> float:
+        """Return the bytes read and written."""
         return self.read + self.written
 
     @property
-    def intensity(self) -> float:
-        """FLOPs per byte of the chip's memory."""
-        return self.flops / self.bytes
-
-    @property
     def part(self) -> str:
-        """What of the model it belongs to."""
+        """Return the part of the model that it belongs to."""
         if self.name in HEADS:
             return "head"
         if self.name.startswith("attention"):
@@ -66,12 +61,12 @@ class Operation:
         return {"attn": "projections", "moe": "experts"}.get(first, "feed-forward")
 
     def seconds(self, peak: float, bandwidth: float) -> float:
-        """Of one, at the rates (FLOP/s, bytes/s) of a device: it waits for the slower of the two."""
+        """Return the time of one at a device's rates (FLOP/s, bytes/s): the slower of the two bounds it."""
         return max(self.flops / peak, self.bytes / bandwidth)
 
 
 def training_operations(cfg: ModelConfig, settings: Training, plan: MeshPlan) -> tuple[Operation, ...]:
-    """Of one step. A causal row's queries see half of it on average, and less where a window ends before."""
+    """Return the products of one step. Queries of a causal row see half of it on average, less with a window."""
     axes, itemsize = axes_of(plan.mesh), BYTES[settings.precision.compute]
     tokens = plan.rows * settings.length // plan.mesh.context
     forward = list(_weights(cfg, axes, tokens, tokens, plan.mesh.expert, itemsize, itemsize))
@@ -93,14 +88,23 @@ def serving_operations(
     weight_bytes: float = 2,
     cache_bytes: float = 2,
 ) -> tuple[Operation, ...]:
-    """Of one step of an engine that lays its weights over `axes`: `sequences` take `queries` tokens each after a
-    `context` of so many. One query is decoding; more are (a chunk of) a prompt. Only a sequence's last token is
-    unembedded."""
-    if sequences < 1 or queries < 1 or context < 0:
-        raise UserError(
-            f"a step has sequences and queries of 1 or more and a context of 0 or more; got {sequences}, {queries}, "
-            f"{context}"
-        )
+    """Return the products of one step of an engine. Only a sequence's last token is unembedded.
+
+    Args:
+        cfg: The model.
+        axes: The engine's mesh.
+        sequences: Sequences of the step.
+        context: Tokens of each sequence before the step.
+        queries: Tokens of each sequence in the step: 1 for decoding, more for (a chunk of) a prompt.
+        weight_bytes: Bytes per element of the weights.
+        cache_bytes: Bytes per element of the KV pages.
+
+    Raises:
+        UserError: A count is out of range.
+    """
+    for name, value, least in (("sequences", sequences, 1), ("queries", queries, 1), ("context", context, 0)):
+        if value < least:
+            raise UserError(f"`{name}` must be at least {least}, got {value}", param=name)
     step = list(_weights(cfg, axes, sequences * queries, sequences, 1, 2, weight_bytes))
     for attn, layers in _attentions(cfg).items():
         seen = max(1, round(attn.keys_seen(context + queries / 2)))
@@ -114,24 +118,28 @@ def serving_operations(
 
 @dataclass(frozen=True)
 class _Weight:
-    """The part of a weight that one device multiplies."""
+    """Hold the part of a weight that one device multiplies."""
 
     name: str
-    n: int  # what comes out
-    k: int  # what goes in
-    experts: int  # 0: no expert's
+    n: int  # output dim
+    k: int  # input dim
+    experts: int  # 0: not a weight of experts
     active: float  # the share of the tokens that an expert sees
 
 
 def _weights(
     cfg: ModelConfig, axes: Axes, tokens: int, sampled: int, together: int, itemsize: float, weight: float
 ) -> Iterator[Operation]:
-    """`together`: devices whose tokens meet at an expert. `sampled` tokens are unembedded."""
+    """Yield the products with weights.
+
+    `sampled` tokens are unembedded; `together` is the number of devices whose tokens an expert sees; `itemsize` and
+    `weight` are the bytes per element of activations and weights.
+    """
     splits = tuple((name, axes.get(name, 1)) for name in _MULTIPLIED)
     for one, layers in _local_weights(cfg, splits).items():
-        rows, copies = float(sampled if one.name in HEADS else tokens), 1  # of all copies
+        rows, copies = float(sampled if one.name in HEADS else tokens), 1  # rows: of all copies together
         if one.experts:
-            # few tokens reach some of the experts alone, and only those are read
+            # few tokens reach only some of the experts, and only those are read
             copies = max(1, round(one.experts * (1 - (1 - one.active) ** (rows * together))))
             rows *= together * one.active * one.experts
         read, flops = rows * one.k * itemsize + copies * one.k * one.n * weight, 2 * rows * one.k * one.n
@@ -141,7 +149,7 @@ def _weights(
 
 @functools.lru_cache(maxsize=256)
 def _local_weights(cfg: ModelConfig, splits: tuple[tuple[str, int], ...]) -> Counter[_Weight]:
-    """How many layers have each."""
+    """Return the weights with the number of layers that have each."""
     tree, found = spec(cfg), Counter()
     for name in (name for name in tree if name != "layers"):
         found.update(_one(path, leaf, dict(splits)) for path, leaf in leaves({name: tree[name]}) if leaf.active)
@@ -154,7 +162,10 @@ def _local_weights(cfg: ModelConfig, splits: tuple[tuple[str, int], ...]) -> Cou
 
 
 def _one(path: str, leaf: ParamSpec, axes: Axes) -> _Weight:
-    """Weights are [out, in]; the attention's output takes its heads in two dims, and experts lead with their own."""
+    """Return a device's part of a weight.
+
+    Weights are [out, in]. Attention's output projection has two input dims, and experts have a leading dim.
+    """
     dims = [_local(dim, TRAIN.axes_of(name), axes) for dim, name in zip(leaf.shape, leaf.axes, strict=True)]
     experts = dims.pop(0) if leaf.axes[0] == "experts" else 0
     into = 2 if path == "attn.o" else 1
@@ -172,8 +183,8 @@ def _local(dim: int, names: tuple[str, ...], axes: Axes) -> int:
 @dataclass(frozen=True)
 class _Attended:
     sequences: int
-    queries: int  # of each
-    seen: int  # keys that a query sees, on average
+    queries: int  # of each sequence
+    seen: int  # keys that a query sees on average
     held: int  # keys that are read
 
 
@@ -184,8 +195,10 @@ def _attentions(cfg: ModelConfig) -> Counter[Attention | Latent]:
 def _attention(
     attn: Attention | Latent, axes: Axes, sizes: _Attended, layers: int, itemsize: float, absorbed: bool
 ) -> Iterator[Operation]:
-    """Queries that share a key head are rows of one product. `absorbed`: a latent is attended to as it is cached, in
-    place of the keys and values made from it."""
+    """Yield the two products of attention. Queries that share a key head are rows of one product.
+
+    `absorbed`: queries attend to a latent as it is cached, instead of to the keys and values projected from it.
+    """
     heads, kv_heads, key, value = _dims(attn, absorbed)
     heads = _local(heads, ("tensor",), axes)
     kv_heads = min(_local(kv_heads, ("tensor",), axes), heads)
@@ -193,13 +206,13 @@ def _attention(
     read = copies * (m + sizes.held) * key * itemsize
     flops = 2.0 * m * sizes.seen * copies  # for each dim
     yield Operation("attention scores", "forward", m, key, sizes.seen, copies, key * flops, read, 0.0, layers)
-    in_keys = absorbed and isinstance(attn, Latent)  # a latent holds both
+    in_keys = absorbed and isinstance(attn, Latent)  # a latent holds keys and values
     read, written = 0.0 if in_keys else copies * sizes.held * value * itemsize, copies * m * value * itemsize
     yield Operation("attention values", "forward", m, sizes.seen, value, copies, value * flops, read, written, layers)
 
 
 def _dims(attn: Attention | Latent, absorbed: bool) -> tuple[int, int, int, int]:
-    """(heads, key heads, dims of a key, dims of a value)."""
+    """Return (heads, key heads, dims of a key, dims of a value)."""
     if isinstance(attn, Attention):
         return attn.heads, attn.kv_heads, attn.head_dim, attn.head_dim
     if absorbed:
@@ -211,20 +224,20 @@ def _dims(attn: Attention | Latent, absorbed: bool) -> tuple[int, int, int, int]
 
 
 def _recomputed(forward: list[Operation], remat: str) -> Iterator[Operation]:
-    """What the backward pass makes again."""
+    """Yield the products that the backward pass recomputes."""
     for one in forward if remat in ("attention", "full") else ():
         if one.part != "head" and (remat == "full" or one.part != "attention"):
             yield replace(one, phase="recomputed")
 
 
 def _gradients(forward: list[Operation], trained: bool) -> Iterator[Operation]:
-    """Of each product two: one for each factor. A weight that is not `trained` has none of its own."""
+    """Yield the two products of each product's backward pass, one per factor; weights only if `trained`."""
     for one in forward:
         if one.part == "attention":  # both factors are activations
             yield replace(one, phase="gradient of the input", times=2 * one.times)
             continue
-        given = one.written * one.k / one.n  # bytes of what went in
-        held = one.read - given  # and of the weight
+        given = one.written * one.k / one.n  # bytes of the input
+        held = one.read - given  # bytes of the weight
         turned = replace(one, phase="gradient of the input", k=one.n, n=one.k)
         yield replace(turned, read=held + one.written, written=given)
         if trained:

@@ -26,7 +26,7 @@ UNROLLED_ELSEWHERE = 8
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """One way to run a recipe: mesh, remat policy and split of the batch, with the memory it needs."""
+    """Hold one way to run a recipe: mesh, remat policy and split of the batch, with the memory it needs."""
 
     mesh: Mesh  # without open axes
     scan: bool

@@ -1,4 +1,4 @@
-"""What a run is predicted to take before its first step, and what that is beside what was measured."""
+"""Predict the step time of a run before its first step, and compare the prediction with the measured time."""
 
 from __future__ import annotations
 
@@ -23,50 +23,52 @@ FILE = "prediction.json"  # in a run's folder
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step of training, all devices at work."""
+    """Hold the predicted seconds of a training step on all devices."""
 
     chip: str
     devices: int
-    products: float  # at the peak, as memory and links are
+    products: float  # products, memory and links: at the chip's peaks
     memory: float
     links: float
     best: float
     worst: float
-    likely: float | None = None  # at what runs on such chips reached
-    calibrated: str = ""  # by which
+    likely: float | None = None  # at the calibrated fractions of the peaks
+    calibrated: str = ""  # the runs that the fractions come from
 
     @property
     def says(self) -> str:
-        """For the start of a run."""
+        """Return the sentence for the start of a run."""
         bounds = f"{format_duration(self.best)} to {format_duration(self.worst)}"
         if self.likely is None:
             return f"a step is predicted to take {bounds} (bounds, from the peaks of {self.chip})"
         return f"a step is predicted to take {format_duration(self.likely)} ({self.calibrated}; bounds {bounds})"
 
     def beside(self, measured: float) -> str:
-        """The same once steps were measured."""
+        """Return the sentence that compares the prediction with the `measured` median step."""
         guess = f"{format_duration(self.best)} to {format_duration(self.worst)}"
         guess = guess if self.likely is None else f"{format_duration(self.likely)}, within {guess}"
         verdict = ""
         if measured > self.worst:
-            verdict = ": slower than the upper bound, so something else holds it up (other work on the machine, data)"
+            verdict = ": slower than the upper bound, so something else delays it (other work on the machine, data)"
         elif measured < self.best:
-            verdict = ": faster than the lower bound, so steps had fewer tokens, or what is known of the chip is wrong"
+            verdict = ": faster than the lower bound, so steps had fewer tokens, or the chip's table is wrong"
         return f"a step takes {format_duration(measured)} (median), predicted {guess}{verdict}"
 
     def observed(self, run: str, measured: float, date: str = "") -> Observation:
+        """Return the observation of a run for the calibration."""
         return Observation(run, self.chip, self.devices, self.products, self.memory, self.links, measured, date)
 
     def plain(self) -> dict[str, Any]:
+        """Return the prediction for JSON."""
         return asdict(self)
 
 
 def predict_training(
     cfg: ModelConfig, derived: Derived, chip: Chip, known: Fractions | None = None, slices: int = 1
 ) -> Prediction:
-    """Of a step of a recipe in which nothing is left open."""
+    """Return the prediction for a step of a derived recipe. `known`: the calibrated fractions of this chip."""
     settings = derived.settings
-    # the devices of a CPU share its memory
+    # CPU devices share one memory
     machine = of_devices(chip, derived.devices, slices) if chip.kinds else Accelerator(None, (derived.devices,))
     plan = MeshPlan(
         settings.mesh, bool(settings.scan), settings.remat, settings.per_device, settings.accumulate, derived.memory
@@ -82,11 +84,11 @@ def predict_training(
     )  # fmt: skip
 
 
-# The chip of a device that is here, to plan with.
-
-
 def chip_here(device: Any) -> Chip | None:
-    """None for one that the table does not know. Of a CPU: its cores, which all devices of this process share."""
+    """Return the chip of a local jax device; None if it is not in the table.
+
+    A CPU is described by its cores, which all devices of this process share.
+    """
     if getattr(device, "platform", "") != "cpu":
         return chip_of(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,7 @@
-"""A step of reinforcement learning: what lies on a device, and how long sampling, scoring, training and handing the
-weights over take.
+"""Plan a step of RL: the memory of a device, and the time of sampling, scoring, training and weight sync.
 
-What the recipe says is given as numbers (`RolloutWorkload`) and as what any training says of itself (core.training):
-the bytes
-beside the trainer and the devices it leaves to others. The plan of the trainer is plan.derive's.
+The recipe is given as numbers (`RolloutWorkload`) and as a `Training` (core.training), which knows the bytes beside the
+trainer and the devices that it leaves to others. plan.derive plans the trainer.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from dovetail.core.accelerator import Accelerator, of_devices
 from dovetail.core.chips import GIB, Chip
-from dovetail.core.errors import UserError
+from dovetail.core.errors import OutOfMemoryError, UserError
 from dovetail.core.training import Training
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import flops_per_token
@@ -26,34 +24,35 @@ from dovetail.plan.serve_time import WORST, Bounds, Replica
 
 @dataclass(frozen=True)
 class RolloutWorkload:
-    """What the engine does in a step, and how the trainer scores it."""
+    """Describe what the engine samples in a step, and how the trainer scores it."""
 
     prompts: int
-    group: int  # answers to each; they share their prompt's pages
+    group: int  # answers per prompt; they share the prompt's pages
     prompt: int  # tokens
-    answer: int  # tokens, at most
-    mean: float  # tokens that an answer has on average
-    at_once: int  # sequences that the engine takes at a time
-    devices: int = 0  # of the engine's own; 0: it shares the trainer's first
-    kv_bytes: int | None = None  # of its pages; None: what is free
+    answer: int  # the most tokens
+    mean: float  # mean tokens of an answer
+    at_once: int  # sequences that the engine runs at a time
+    devices: int = 0  # the engine's own devices; 0: it shares the trainer's first
+    kv_bytes: int | None = None  # bytes of the engine's pages; None: what is free
     passes: int = 0  # forward passes over all answers before the update: old policy, reference, teacher
-    critic: bool = False  # trained beside the policy
+    critic: bool = False  # whether a critic is trained too
     updates: int = 1
-    overlaps: bool = False  # a step's answers are sampled while the one before is trained
+    overlaps: bool = False  # whether a step's answers are sampled while the previous step is trained
 
     @property
     def answers(self) -> int:
+        """Return the answers of a step."""
         return self.prompts * self.group
 
 
 @dataclass(frozen=True)
 class RlPlan:
-    """One way to share the devices."""
+    """Hold the memory and the times of one way to share the devices."""
 
     trainer: Derived
     rollout: RolloutWorkload
     engine: Held
-    memory: Mapping[str, int]  # bytes on a device of the trainer's, by what they are
+    memory: Mapping[str, int]  # bytes on one of the trainer's devices, by part
     sampling: Bounds
     scoring: Bounds
     training: Bounds
@@ -61,11 +60,13 @@ class RlPlan:
 
     @property
     def name(self) -> str:
+        """Return the plan's name, such as `split: 4 train, 4 sample`."""
         own = self.rollout.devices
         return f"split: {self.trainer.devices} train, {own} sample" if own else f"colocated on {self.trainer.devices}"
 
     @property
     def step(self) -> Bounds:
+        """Return the seconds of a whole step."""
         learning = self.scoring + self.training
         if not self.rollout.overlaps:
             return self.sampling + learning + self.sync
@@ -74,7 +75,7 @@ class RlPlan:
 
     @property
     def tokens_per_second(self) -> Bounds:
-        """Of answers."""
+        """Return the rate of sampled tokens."""
         count = self.rollout.answers * self.rollout.mean
         return Bounds(count / self.step.best, count / self.step.worst)
 
@@ -86,15 +87,28 @@ def plan_rl(
     rollout: RolloutWorkload,
     fractions: Fractions | None = None,
 ) -> RlPlan:
-    """ValueError where the trainer, the engine or both do not fit, with what would do."""
+    """Plan a step of RL.
+
+    Args:
+        cfg: The policy's model.
+        settings: The recipe.
+        accelerator: The devices of trainer, engine and reference together.
+        rollout: The sampling and scoring of a step.
+        fractions: The calibrated fractions of this chip.
+
+    Raises:
+        OutOfMemoryError: The trainer or the engine does not fit; the message says what would.
+        UserError: The accelerator is not in the table, or has too few devices.
+    """
     chip = accelerator.chip
     if chip is None:
-        raise UserError("no prediction: what a CPU can do is not in the table of chips; name an accelerator")
+        raise UserError("there is no prediction for a CPU: use an accelerator in the table of chips", param="--on")
     devices = accelerator.total_devices - settings.spare_devices
     if devices < 1:
         raise UserError(
-            f"{settings.spare_devices} devices are kept for the engine and the reference; {accelerator.name} has "
-            f"{accelerator.total_devices}: leave one to the trainer"
+            f"{accelerator.name} must have more than the {settings.spare_devices} devices of the engine and the "
+            f"reference, got {accelerator.total_devices}: leave at least one to the trainer",
+            param="--on",
         )
     trainer = _trainer(cfg, settings, chip, devices)
     parts = {f.name: getattr(trainer.memory, f.name) for f in fields(trainer.memory)} | dict(trainer.beside)
@@ -112,13 +126,15 @@ def plan_rl(
 
 
 def _trainer(cfg: ModelConfig, settings: Training, chip: Chip, devices: int) -> Derived:
-    """plan.derive's; where it refuses, what else lies on its devices may be why."""
+    """Return the trainer's plan. If it does not fit, the error lists what else is on its devices."""
     try:
         return derive(cfg, settings, chip, devices)
-    except ValueError as error:
+    except OutOfMemoryError as error:
         others = settings.beside(cfg, chip.device_hbm)
-        told = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in others.items() if size)
-        raise UserError(f"{error} (beside the trainer on each: {told})" if told else str(error)) from error
+        listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in others.items() if size)
+        if not listed:
+            raise
+        raise OutOfMemoryError(f"{error} (beside the trainer on each: {listed})", param=error.param) from error
 
 
 def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: RolloutWorkload) -> Held:
@@ -126,16 +142,20 @@ def _engine(cfg: ModelConfig, chip: Chip, replica: Replica, rollout: RolloutWork
     if rollout.kv_bytes is not None:
         room = Held(room.tensor, room.weights, room.per_token, room.page, room.step, rollout.kv_bytes)
     if (room.sequences(rollout.prompt + rollout.answer) or 0) < 1:
-        raise UserError(
+        raise OutOfMemoryError(
             f"the engine has no room for one answer of {rollout.prompt + rollout.answer:,} tokens on {replica.tensor} "
-            f"x {chip.name}: give it more devices of its own (engine.devices), or a larger engine.kv_cache_memory_bytes"
+            f"x {chip.name}: give it more devices of its own (engine.devices), or a larger "
+            "engine.kv_cache_memory_bytes",
+            param="engine.devices",
         )
     return room
 
 
 def _sampling(replica: Replica, rollout: RolloutWorkload, room: Held) -> Bounds:
-    """As many sequences at a time as fit. At best the next begins when one ends; at worst each wave waits for the
-    longest answer that there may be."""
+    """Return the time of sampling with as many sequences at a time as fit.
+
+    At best the next sequence starts when one ends; at worst each batch waits for an answer of the greatest length.
+    """
     fits = room.sequences(rollout.prompt + rollout.answer) or 1
     at_once = max(1, min(rollout.at_once, fits, rollout.answers))
     each = replica.decode(at_once, rollout.prompt + rollout.mean / 2)
@@ -146,7 +166,7 @@ def _sampling(replica: Replica, rollout: RolloutWorkload, room: Held) -> Bounds:
 
 
 def _scoring(cfg: ModelConfig, trainer: Derived, chip: Chip, rollout: RolloutWorkload) -> Bounds:
-    """Forward passes over all rows of a step."""
+    """Return the time of the forward passes over all rows of a step."""
     settings = trainer.settings
     tokens = settings.tokens_per_step * rollout.updates / trainer.devices
     each = tokens * flops_per_token(cfg, settings.length // 2) / chip.device_bf16
@@ -154,7 +174,7 @@ def _scoring(cfg: ModelConfig, trainer: Derived, chip: Chip, rollout: RolloutWor
 
 
 def _sync(replica: Replica, chip: Chip, rollout: RolloutWorkload) -> Bounds:
-    """The trainer's masters are read and written in the engine's type: on the device, or sent to another's."""
+    """Return the time to copy the master weights to the engine in its dtype, on the same device or to another."""
     size = sum(size for _, size in local_weights(replica.cfg, chip, replica.tensor, replica.dtype))
     masters = size * 4 / HELD[replica.dtype]
     if not rollout.devices:

@@ -38,7 +38,7 @@ from dovetail.models.spec import cache_shapes, kv_bytes_per_token, spec
 # leaves (not measured here).
 USABLE = {"tpu": 0.975, "cuda": 0.95, "cpu": 1.0}
 MEMORY_UTILIZATION = 0.97  # the share of that for weights, pages and steps together
-CPU_MEMORY_UTILIZATION = 0.2  # the share of a CPU's free memory for pages: the machine is often somebody's laptop
+CPU_MEMORY_UTILIZATION = 0.2  # the share of a CPU's free memory for pages: the machine is often a laptop
 SLACK = 512 * 2**20  # bytes that the allocator loses to fragmentation
 PAGE = {"tpu": 128, "cuda": 16, "cpu": 16}  # tokens per page: a TPU's kernel reads long pages faster
 STEP_TOKENS = {"tpu": 16384, "cuda": 16384, "cpu": 8192}  # the most tokens of one step
@@ -56,7 +56,7 @@ PLANNED_ONLY = ("int8", "fp8", "int4")  # the engine has neither such weights no
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one of `tensor` devices."""
+    """Hold the bytes on one of `tensor` devices."""
 
     tensor: int
     weights: int
@@ -67,12 +67,12 @@ class Held:
 
     @property
     def pages(self) -> int | None:
-        """How many pages fit."""
+        """Return how many pages fit."""
         return None if self.room is None else max(0, self.room // (self.per_token * self.page))
 
     @property
     def tokens(self) -> int | None:
-        """How many tokens the pages hold."""
+        """Return how many tokens the pages hold."""
         return None if self.pages is None else self.pages * self.page
 
     def sequences(self, length: int) -> int | None:

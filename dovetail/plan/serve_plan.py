@@ -1,8 +1,8 @@
-"""A model served on an accelerator: what fits, how fast, and what a token costs, for each way to split the devices.
+"""Plan serving on an accelerator: what fits, how fast, and what a token costs, for each way to split the devices.
 
-The devices are dealt out as replicas of `tensor` devices each. Our engine runs on one machine, so a replica has no more
-devices than a machine does, unless no machine holds the model: then replicas over several machines are planned, for an
-engine that can (`ServePlan.unserved` says so).
+The devices are split into replicas of `tensor` devices each. Dovetail's engine runs on one machine, so a replica has at
+most the devices of one machine. If the model fits on no machine, replicas over several machines are planned, for
+another engine (`ServePlan.unserved` says so).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.core.accelerator import Accelerator, parse
 from dovetail.core.chips import CHIPS, GIB
-from dovetail.core.errors import UserError
+from dovetail.core.errors import OutOfMemoryError, UserError
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import Fractions
 from dovetail.plan.serve_memory import HELD, MEMORY_UTILIZATION, PLANNED_ONLY, SLACK, USABLE, Held, held, platform_of
@@ -23,70 +23,75 @@ from dovetail.plan.serve_time import Bounds, Replica, machine_devices
 HOUR = 3600.0
 MILLION = 1e6
 BATCHES = tuple(2**i for i in range(11))
-ELSEWHERE = ("v5e", "v6e", "v5p", "H100", "H200", "B200")  # what a refusal looks among
+ELSEWHERE = ("v5e", "v6e", "v5p", "H100", "H200", "B200")  # the chips that a refusal suggests
 
 
 @dataclass(frozen=True)
 class Workload:
+    """Describe the requests to serve."""
+
     prompt: int  # tokens
-    output: int
+    output: int  # tokens
     concurrency: int  # sequences at a time, over all replicas
 
     def __post_init__(self) -> None:
         for name in ("prompt", "output", "concurrency"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1; got {getattr(self, name)}")
+                raise UserError(f"`{name}` must be at least 1, got {getattr(self, name)}", param=name)
 
     @property
     def length(self) -> int:
+        """Return the tokens of a sequence at its end."""
         return self.prompt + self.output
 
 
 @dataclass(frozen=True)
 class Point:
-    """So many sequences at a time on each replica."""
+    """Hold the times of serving `batch` sequences at a time on each replica."""
 
     batch: int
-    decode: Bounds  # seconds of a step
-    per_token: Bounds  # the same with the prompts in between
+    decode: Bounds  # seconds of a decode step
+    per_token: Bounds  # the same with the prompts between decode steps
     replicas: int
-    most: int = 1 << 62  # sequences that there are, over all replicas: some may have fewer than `batch`, or none
+    most: int = 1 << 62  # sequences of the workload: some replicas may have fewer than `batch`
 
     @property
     def sequences(self) -> int:
-        """At a time, on all replicas."""
+        """Return the sequences at a time on all replicas."""
         return min(self.batch * self.replicas, self.most)
 
     @property
     def rate(self) -> Bounds:
-        """Output tokens per second of all replicas; `best` is the most."""
+        """Return the output tokens per second of all replicas; `best` is the most."""
         per, many = self.per_token, self.sequences
         return Bounds(many / per.best, many / per.worst, many / per.likely if per.likely else None)
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """One way to deal the devices out."""
+    """Hold one way to split the devices into replicas."""
 
     replica: Replica
     replicas: int
     held: Held
     workload: Workload
-    dollars: float | None  # of an hour of all devices
-    points: tuple[Point, ...]  # by batch, as far as the pages reach
+    dollars: float | None  # per hour for all devices
+    points: tuple[Point, ...]  # by batch, up to what the pages hold
     chosen: Point  # at the workload's concurrency, or as much of it as fits
 
     @property
     def tensor(self) -> int:
+        """Return the devices of a replica."""
         return self.replica.tensor
 
     @property
     def name(self) -> str:
+        """Return the plan's name: replicas x devices of each."""
         return f"{self.replicas} x {self.tensor}"
 
     @property
     def unserved(self) -> str:
-        """Why Dovetail's engine does not run it; empty: it does."""
+        """Return why Dovetail's engine cannot run the plan; empty if it can."""
         replica, kv, found = self.replica, self.replica.kv or self.replica.dtype, []
         if replica.machines > 1:
             each = machine_devices(replica.accelerator)
@@ -100,39 +105,44 @@ class ServePlan:
 
     @property
     def wanted(self) -> int:
-        """Sequences that each replica is asked to take."""
+        """Return each replica's share of the concurrent sequences."""
         return -(-self.workload.concurrency // self.replicas)
 
     @property
     def holds_all(self) -> bool:
+        """Return whether all concurrent sequences fit."""
         return self.chosen.batch >= self.wanted
 
     @property
     def first_token(self) -> Bounds:
-        """Of a prompt that comes alone."""
+        """Return the time to first token of a single prompt."""
         return self.replica.prompt(self.workload.prompt)
 
     @property
     def last_of_all(self) -> Bounds:
-        """The first token of the last prompt where all come at once."""
+        """Return the time to first token of the last prompt if all arrive at once."""
         each = self.replica.prompt_among_many(self.workload.prompt)
         return each.times(self.wanted - 1) + self.first_token
 
     @property
     def per_million_input(self) -> Bounds | None:
-        """Dollars."""
+        """Return the dollars per million input tokens."""
         each = self.replica.prompt_among_many(self.workload.prompt).times(1 / self.workload.prompt / self.replicas)
         return None if self.dollars is None else each.times(self.dollars / HOUR * MILLION)
 
     @property
     def per_million_output(self) -> Bounds | None:
-        """Dollars, of the decode steps alone: prompts are counted as input."""
+        """Return the dollars per million output tokens, for decode steps alone: prompts are counted as input."""
         each = self.chosen.decode.times(1 / self.chosen.sequences)
         return None if self.dollars is None else each.times(self.dollars / HOUR * MILLION)
 
     def command(self, source: str, dtype: str = "") -> str:
-        """Return the command that starts one replica. `source`: the model, as `dovetail serve` takes it; `dtype`: of
-        the weights, where it is not their own."""
+        """Return the command that starts one replica.
+
+        Args:
+            source: The model, as `dovetail serve` takes it.
+            dtype: The dtype of the weights, if it is not the checkpoint's.
+        """
         split = f" --tensor-parallel-size {self.tensor}" if self.tensor > 1 else ""
         held = f" --dtype {dtype}" if dtype else ""
         return (
@@ -141,7 +151,7 @@ class ServePlan:
         )
 
     def accelerators_for(self, requests_per_day: float) -> Bounds:
-        """How many such accelerators it takes, if requests come evenly."""
+        """Return how many such accelerators are needed if requests arrive evenly."""
         tokens = requests_per_day * self.workload.output / (24 * HOUR)
         rate = self.chosen.rate
         likely = None if rate.likely is None else tokens / rate.likely
@@ -160,39 +170,56 @@ def plan_serving(
     memory: int | None = None,
     tensor: int = 0,
 ) -> list[ServePlan]:
-    """Every way that fits, the most output tokens per second first. `dollars`: of an hour of all devices. `memory`: of
-    one device, where it is known better than from the table; `tensor`: the only degree to try."""
+    """Return every plan that fits, the most output tokens per second first.
+
+    Args:
+        cfg: The model.
+        accelerator: The devices.
+        workload: The requests.
+        dtype: How weights are held, a key of serve_memory.HELD.
+        kv: How KV pages are held; default: as weights.
+        dollars: Dollars per hour for all devices.
+        fractions: The calibrated fractions of this chip.
+        memory: Bytes of one device, if known better than from the chip's table.
+        tensor: The only number of devices per replica to try; 0: all.
+
+    Raises:
+        OutOfMemoryError: No replica has room for one sequence; the message says what would.
+        UserError: A value is out of range.
+    """
     for name, value in (("dtype", dtype), ("kv", kv or dtype)):
         if value not in HELD:
-            raise UserError(f"{name} is one of {', '.join(HELD)}; got {value!r}")
+            raise UserError(f"`{name}` must be one of {', '.join(HELD)}, got {value!r}", param=name)
     if workload.length > cfg.max_len:
         raise UserError(
-            f"a prompt of {workload.prompt:,} and an answer of {workload.output:,} tokens are {workload.length:,}, and "
-            f"the model takes {cfg.max_len:,} at most: lower --in or --out"
+            f"prompt and output together must have at most the model's {cfg.max_len:,} tokens, got "
+            f"{workload.prompt:,} + {workload.output:,} = {workload.length:,}: lower --in or --out",
+            param="--in",
         )
     wider = beyond(accelerator)
     if tensor and tensor not in (*degrees(accelerator), *wider):
         most = max((*degrees(accelerator), *wider))
         raise UserError(
             f"--tensor-parallel-size must be a power of two that divides the devices of {accelerator.name}, at most "
-            f"{most}, got {tensor}"
+            f"{most}, got {tensor}",
+            param="--tensor-parallel-size",
         )
     for tried in ((tensor,),) if tensor else (degrees(accelerator), wider):
         replicas = [_replica(cfg, accelerator, degree, dtype, kv, fractions) for degree in tried]
         found = [plan for one in replicas if (plan := _plan(one, workload, dollars, memory))]
         if found:
             return sorted(found, key=_worth, reverse=True)
-    raise UserError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
+    raise OutOfMemoryError(refusal(cfg, accelerator, workload, dtype, kv, memory, tensor))
 
 
 def degrees(accelerator: Accelerator) -> list[int]:
-    """Return the numbers of devices that a replica may have: powers of two up to what one machine has."""
+    """Return the numbers of devices that a replica may have: powers of two up to those of one machine."""
     most = machine_devices(accelerator)
     return [n for n in (2**i for i in range(most.bit_length())) if most % n == 0]
 
 
 def beyond(accelerator: Accelerator) -> list[int]:
-    """Return the same over several machines: those of one TPU slice, or of all GPUs."""
+    """Return the same for a replica over several machines: those of one TPU slice, or all GPUs."""
     devices, most = accelerator.total_devices, machine_devices(accelerator)
     is_gpu = platform_of(accelerator.chip) == "cuda"
     reach = devices // accelerator.slices if accelerator.is_tpu else devices if is_gpu else 0
@@ -207,7 +234,7 @@ def _replica(
 
 
 def frontier(plans: Iterable[ServePlan]) -> list[tuple[ServePlan, Point]]:
-    """Of all plans' points those that no other beats in both latency and throughput, the quickest first."""
+    """Return the points that no other point beats in both latency and throughput, the lowest latency first."""
     every = [(plan, point) for plan in plans for point in plan.points]
     every.sort(key=lambda each: (each[1].per_token.best, -each[1].rate.best))
     kept: list[tuple[ServePlan, Point]] = []
@@ -245,18 +272,18 @@ def _point(replica: Replica, replicas: int, workload: Workload, batch: int) -> P
 
 
 def _worth(plan: ServePlan) -> float:
-    """Between the bounds; sequences that have no room wait, which the rate says already."""
+    """Return the rate that plans are ranked by: calibrated, or else the geometric mean of the bounds."""
     rate = plan.chosen.rate
     return rate.likely or math.sqrt(rate.best * rate.worst)
 
 
-# --- what would make it possible --------------------------------------------------------------------------------------
+# --- what would fit ---------------------------------------------------------------------------------------------------
 
 
 def refusal(
     cfg: ModelConfig, accelerator: Accelerator, workload: Workload, dtype: str, kv: str, memory: int | None, tensor: int
 ) -> str:
-    """Return why no replica has room for one sequence, and what would."""
+    """Return the message that no replica has room for one sequence, with what would fit."""
     degree = tensor or max((*degrees(accelerator), *beyond(accelerator)))
     chip = accelerator.chip
     assert chip is not None
@@ -282,8 +309,10 @@ def refusal(
 def elsewhere(
     cfg: ModelConfig, workload: Workload, dtype: str, kv: str, here: Accelerator, degree: int = 0
 ) -> list[str]:
-    """Return the smallest machines of some kinds of chip that hold it, those of this chip first. `degree`: devices of
-    this chip that do not."""
+    """Return the smallest machines that fit, one per kind of chip, this chip first.
+
+    `degree`: the number of devices of this chip that is too small.
+    """
     assert here.chip is not None
     found = []
     for name in dict.fromkeys((*((here.chip.name,) if here.chip.name in CHIPS else ()), *ELSEWHERE)):
@@ -296,19 +325,19 @@ def elsewhere(
 
 
 def _machines(name: str) -> Sequence[Accelerator]:
-    """One machine each, the smallest first."""
+    """Return the accelerators of one machine with this chip, the smallest first."""
     sizes = []
     for chips in (1, 2, 4, 8):
         try:
             one = parse(f"{name}x{chips}") if CHIPS[name].pod is None else parse(f"{name}-{chips}")
-        except ValueError:
+        except UserError:  # there is no such slice
             continue
         sizes += [one] if one.hosts == 1 else []
     return sizes
 
 
 def _smaller(cfg: ModelConfig, accelerator: Accelerator, workload: Workload, kv: str, degree: int) -> list[str]:
-    """Weights in fewer bits, which this engine does not have yet."""
+    """Return the weight dtype with fewer bits that would fit, as a suggestion."""
     for dtype in ("int8", "int4"):
         if _fits(cfg, accelerator, workload, dtype, kv or "bf16", degree):
             return [f"here with {dtype} weights, which Dovetail's engine does not have (--dtype {dtype} plans them)"]

@@ -1,9 +1,9 @@
-"""How long an engine's steps take on one replica: bounds, from the chips' peaks and what a step reads, makes and sends.
+"""Bound the time of an engine's steps on one replica, from the chip's peaks and the bytes that a step reads and sends.
 
-*At best* attention and the products follow each other, each bound by the slower of arithmetic and memory at the chip's
-peak, and nothing is sent that something does not hide: a decode step is KV / bandwidth + max(FLOPs / peak, weights /
+*At best* attention and the other products run one after the other, each bound by the slower of arithmetic and memory at
+the chip's peak, and collectives overlap with them: a decode step takes KV / bandwidth + max(FLOPs / peak, weights /
 bandwidth). *At worst* nothing overlaps, kernels reach half of the peaks, each small kernel waits for its launch, and
-the host takes a millisecond per step. Between the two lie well-made engines; one outside has a fault, or is in luck.
+the host takes a millisecond per step. A well-made engine is between the two.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dovetail.plan.serve_memory import (
 )
 from dovetail.plan.serve_memory import placement as placement_on
 
-WORST = 0.5  # of a peak: below, a kernel is at fault
-KERNELS = 16  # of a layer, where nothing is fused: products, norms, rotation, page write, attention, activation, sums
-# What each of them waits for at worst: a launch from the host on a GPU; on TPUs and CPUs they are one program.
+WORST = 0.5  # fraction of a peak at worst: a kernel below it has a fault
+KERNELS = 16  # per layer without fusion: products, norms, rotation, page write, attention, activation, sums
+# Seconds that each kernel waits for at worst: a launch from the host on a GPU; TPUs and CPUs run one program.
 LAUNCH = {"cuda": 5e-6, "tpu": 1e-6, "cpu": 1e-6}
 HOST = 1e-3  # per step at worst: scheduling, packing, fetching tokens
-# Of the bf16 peak. f32 on NVIDIA GPUs has no tensor cores (H100: 67 of 989 TFLOP/s, A100: 19.5 of 312; data sheets) and
-# is six products of bf16 on a TPU (jax's "highest"); TF32 is half on the former.
+# Fractions of the bf16 peak. NVIDIA GPUs compute f32 without tensor cores (H100: 67 of 989 TFLOP/s, A100: 19.5 of 312;
+# data sheets) and TF32 at half the rate; a TPU computes f32 as six bf16 products (jax's "highest").
 PEAK_SHARE = {"cuda": {"tf32": 0.5, "f32": 1 / 15}, "tpu": {"tf32": 1 / 6, "f32": 1 / 6}, "cpu": {}}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds at best and at worst, and as calibrated where that is known."""
+    """Hold a quantity, mostly seconds, at best and at worst, and as calibrated if that is known."""
 
     best: float
     worst: float
@@ -53,12 +53,13 @@ class Bounds:
         return Bounds(self.best + other.best, self.worst + other.worst, likely)
 
     def times(self, factor: float) -> Bounds:
+        """Return the bounds multiplied by `factor`."""
         return Bounds(self.best * factor, self.worst * factor, None if self.likely is None else self.likely * factor)
 
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine on `tensor` devices of an accelerator."""
+    """Describe an engine on `tensor` devices of an accelerator."""
 
     cfg: ModelConfig
     accelerator: Accelerator
@@ -71,7 +72,7 @@ class Replica:
     # --- a decode step ------------------------------------------------------------------------------------------------
 
     def decode(self, batch: int, context: float) -> Bounds:
-        """One token for each of `batch` sequences of `context` tokens."""
+        """Return the time of a decode step: one token for each of `batch` sequences with `context` tokens."""
         products = batch * self.decode_flops / self.peak
         read = self.weight_bytes(batch) / self.bandwidth
         attended = batch * self.attention_flops(context) / self.peak
@@ -79,8 +80,11 @@ class Replica:
         return self._bounds(products, read, attended, keys, self.sent(batch, batch))
 
     def weight_bytes(self, tokens: int) -> float:
-        """That a step reads on a device: an embedding that is only looked up is not read, nor experts that no token
-        chose (they choose evenly)."""
+        """Return the bytes of weights that a step with `tokens` tokens reads on a device.
+
+        An embedding that is only looked up does not count, nor do experts that no token chose, assuming that tokens
+        choose evenly.
+        """
         total = 0.0
         for one, size in self._weights:
             if one.active == 0.0 and one.axes[0] == "vocab":
@@ -90,7 +94,7 @@ class Replica:
         return total
 
     def kv_bytes(self, context: float) -> float:
-        """That one sequence's attention reads on a device: of a window, only that."""
+        """Return the bytes of KV pages that one sequence's attention reads on a device, at most its window."""
         rows, total = local_rows(self.cfg, self.chip, self.tensor, self.kv or self.dtype, self.spread), 0.0
         for layer, row in zip(self.cfg.layers, rows, strict=True):
             own = rows[layer.attn.kv_from] if row is None and layer.attn.kv_from is not None else row
@@ -99,38 +103,40 @@ class Replica:
 
     @property
     def critical_batch(self) -> float:
-        """Sequences from which on a decode step's products take longer than reading the weights does."""
+        """Return the batch at which a decode step's products take as long as reading the weights."""
         each = self.decode_flops / self.peak
         return self.weight_bytes(1 << 30) / self.bandwidth / each
 
     @property
     def decode_flops(self) -> float:
-        """Of one token's products on a device."""
+        """Return the FLOPs of one token's products on a device, without attention."""
         return self._flops + self._head_flops
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def prompt(self, tokens: int) -> Bounds:
-        """One prompt alone, to its first token."""
+        """Return the time to first token of a single prompt."""
         steps = -(-tokens // self.step_tokens)
         return self._prompts(tokens, steps, min(tokens, self.step_tokens))
 
     def prompt_among_many(self, tokens: int) -> Bounds:
-        """The share of one prompt in steps that many prompts fill."""
+        """Return one prompt's share of steps that many prompts fill."""
         return self._prompts(tokens, tokens / self.step_tokens, self.step_tokens)
 
     def _prompts(self, tokens: int, steps: float, together: int) -> Bounds:
         products = (tokens * self._flops + self._head_flops) / self.peak
         attended = tokens * self.attention_flops(tokens / 2) / self.peak
         read = steps * self.weight_bytes(together) / self.bandwidth
-        keys = self.kv_bytes(tokens) / self.bandwidth  # read once at least
+        keys = self.kv_bytes(tokens) / self.bandwidth  # read at least once
         return self._bounds(products, read, attended, keys, self.sent(tokens, 1), steps)
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def per_token(self, batch: int, prompt: int, output: int) -> Bounds:
-        """From a token of a sequence to its next, while `batch` sequences come and go: their decode steps, and between
-        them the prompts of those that follow."""
+        """Return the time between two tokens of a sequence while `batch` sequences start and end.
+
+        Prompts of new sequences run between decode steps.
+        """
         return self.decode(batch, prompt + output / 2) + self.prompt_among_many(prompt).times(batch / output)
 
     def _bounds(
@@ -142,7 +148,7 @@ class Replica:
         return Bounds(best, worst, self._likely(products, read, attended, keys, sent))
 
     def _likely(self, products: float, read: float, attended: float, keys: float, sent: float) -> float | None:
-        """At the fractions that runs on such chips reached; None where those that count are not known."""
+        """Return the time at the calibrated fractions; None if those that bound the step are not known."""
         known = self.fractions
         if known is None:
             return None
@@ -154,40 +160,47 @@ class Replica:
             total += max(arithmetic, memory) / share
         return total
 
-    # --- of the chip --------------------------------------------------------------------------------------------------
+    # --- the chip -----------------------------------------------------------------------------------------------------
 
     @property
     def chip(self) -> Chip:
+        """Return the kind of chip.
+
+        Raises:
+            UserError: The machine is not in the table of chips.
+        """
         if self.accelerator.chip is None:
-            raise UserError("no prediction: what this machine can do is not in the table of chips")
+            raise UserError("there is no prediction for this machine: it is not in the table of chips", param="--on")
         return self.accelerator.chip
 
     @property
     def platform(self) -> str:
+        """Return the chip's platform as jax names it."""
         return platform_of(self.chip)
 
     @property
     def machines(self) -> int:
-        """That the devices of this replica are on."""
+        """Return the number of machines that the replica's devices are on."""
         return -(-self.tensor // machine_devices(self.accelerator))
 
     @property
     def peak(self) -> float:
-        """FLOP/s of one device in the type that is computed in."""
+        """Return the FLOP/s of one device in the compute dtype."""
         return self.chip.device_bf16 * PEAK_SHARE[self.platform].get(compute_dtype(self.dtype), 1.0)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of one device's memory."""
+        """Return the bytes/s of one device's memory."""
         return self.chip.bandwidth / self.chip.devices
 
     @property
     def step_tokens(self) -> int:
+        """Return the most tokens of a step."""
         return STEP_TOKENS[self.platform]
 
     @functools.cached_property
     def span(self) -> AxisSpan | None:
-        """The links between the devices of this replica."""
+        """Return the links between the devices of the replica; None for one device."""
         if self.tensor == 1:
             return None
         if not self.chip.kinds:  # the cores of one machine
@@ -195,7 +208,7 @@ class Replica:
         axes = {"data": self.accelerator.total_devices // self.tensor, "tensor": self.tensor}
         return next(one for one in layout(self.accelerator, axes) if one.axis == "tensor")
 
-    # --- of the model -------------------------------------------------------------------------------------------------
+    # --- the model ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _weights(self):
@@ -203,7 +216,7 @@ class Replica:
 
     @functools.cached_property
     def _flops(self) -> float:
-        """Of one token's products on a device, without the head."""
+        """Return the FLOPs of one token's products on a device, without the head."""
         place = placement_on(self.chip, self.tensor)
         whole = sum(2.0 * local_size(one, place, self.spread) * one.active for one, _ in self._weights)
         return whole - self._head_flops
@@ -215,8 +228,11 @@ class Replica:
         return sum(2.0 * local_size(one, place) * one.active for one in heads)
 
     def attention_flops(self, context: float) -> float:
-        """Of one token's attention on a device. Heads are split where their pages are; a latent is attended to as it
-        is, its up-projections folded into the queries."""
+        """Return the FLOPs of one token's attention on a device.
+
+        Heads are split as their pages are. Queries attend to a latent as it is cached: its up-projections are folded
+        into them.
+        """
         place, total = placement_on(self.chip, self.tensor), 0.0
         for layer in self.cfg.layers:
             total += (
@@ -227,8 +243,11 @@ class Replica:
         return total
 
     def sent(self, tokens: int, rows: int) -> float:
-        """Seconds of a step's collectives: after attention and after the feed-forward the devices' sums are added, the
-        looked-up embeddings too, and of each sampled row the logits are brought together."""
+        """Return the seconds of a step's collectives.
+
+        The outputs of attention and feed-forward and the looked-up embeddings are summed over the devices, and the
+        logits of each sampled row are gathered.
+        """
         if self.span is None:
             return 0.0
         sums, split = 0, self.tensor

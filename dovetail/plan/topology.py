@@ -1,7 +1,7 @@
-"""Devices that are not here: what `v5e:16x16` means, and the devices of it that a step can be compiled for.
+"""Parse a TPU topology such as `v5e:16x16`, and return abstract devices of it that a step can be compiled for.
 
-libtpu compiles for any TPU on a machine that has none. This module imports nothing heavy, so that the environment it
-sets is there before jax is.
+libtpu compiles for any TPU on a machine without one. This module imports nothing heavy, so that it can set the
+environment before jax is imported.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import Any
 
 from dovetail.core.chips import CHIPS, Chip
 from dovetail.core.choice import did_you_mean
-from dovetail.core.errors import MissingPackageError, UserError
+from dovetail.core.errors import MissingPackageError, UnsupportedError, UserError
 from dovetail.core.host import NO_CHIPS
 
-# a chip of core.chips -> (libtpu's name of it, sides of its torus)
+# name in core.chips -> (libtpu's name, sides of the torus)
 TPUS = {
     "v2": ("v2", 2), "v3": ("v3", 2), "v4": ("v4", 3), "v5e": ("v5e", 2), "v5p": ("v5p", 3), "v6e": ("v6e", 2),
     "TPU7x": ("tpu7x", 3),
 }  # fmt: skip
 ALSO = {"7x": "TPU7x", "tpu7x": "TPU7x", "v5litepod": "v5e", "v5lite": "v5e"}
-# Several such processes may run at once, for none holds a chip.
+# Several such processes may run at the same time, because none of them uses a chip.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", **NO_CHIPS, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One slice: chips of a kind in a grid."""
+    """Describe one slice: a grid of chips of one kind."""
 
     chip: Chip
     sides: tuple[int, ...]
 
     @property
     def chips(self) -> int:
+        """Return the number of chips."""
         return math.prod(self.sides)
 
     def __str__(self) -> str:
@@ -44,23 +45,34 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """`v5e:16x16`, `v4:2x2x1`, `7x:4x4x4`."""
+    """Parse a topology such as `v5e:16x16`, `v4:2x2x1` or `7x:4x4x4`.
+
+    Raises:
+        UserError: The text is not a topology, the chip is unknown, or the slice is larger than a pod.
+    """
     match = re.fullmatch(r"([\w-]+):(\d+(?:x\d+)*)", text.strip().lower())
     if match is None:
-        raise UserError(f"a topology is a chip and its grid, such as v5e:16x16 or v5p:2x2x2, or gpu; got {text!r}")
+        raise UserError(
+            f"a topology must be a chip and its grid, such as v5e:16x16 or v5p:2x2x2, or gpu, got {text!r}",
+            param="--topology",
+        )
     chip, sides = _chip(match[1]), tuple(int(side) for side in match[2].split("x"))
     dims = TPUS[chip.name][1]
-    # a flat torus may be written with a third side of 1
+    # a torus with two sides may be written with a third side of 1
     if dims == 2 and len(sides) == 3 and sides[2] == 1:
         sides = sides[:2]
     if len(sides) != dims or 0 in sides:
         example = "x".join(["4"] * dims)
-        raise UserError(f"a slice of {chip.name} has {dims} sides, such as {chip.name}:{example}; got {text!r}")
+        raise UserError(
+            f"a slice of {chip.name} must have {dims} sides, such as {chip.name}:{example}, got {text!r}",
+            param="--topology",
+        )
     topology = Topology(chip, sides)
     if chip.pod and topology.chips > chip.pod:
         raise UserError(
-            f"{text} has {topology.chips:,} chips and a slice of {chip.name} at most {chip.pod:,}: name a smaller one, "
-            "and say with --slices 2 that there are several"
+            f"a slice of {chip.name} must have at most {chip.pod:,} chips, got {topology.chips:,} ({text}): use a "
+            "smaller slice, and several of them with --slices",
+            param="--topology",
         )
     return topology
 
@@ -69,18 +81,26 @@ def _chip(name: str) -> Chip:
     known = {chip.lower(): chip for chip in TPUS} | ALSO
     if name not in known:
         hint = did_you_mean(name, known)
-        raise UserError(f"no TPU {name!r} to compile for.{hint} Known: {', '.join(TPUS)}; on a machine with one, gpu")
+        raise UserError(
+            f"there is no TPU {name!r} to compile for.{hint} Known: {', '.join(TPUS)}; on a machine with a GPU, gpu",
+            param="--topology",
+        )
     return CHIPS[known[name]]
 
 
 def without_hardware() -> None:
-    """Set the environment of a process that compiles for TPUs it does not have: before jax is imported."""
+    """Set the environment of a process that compiles for absent TPUs. Call it before jax is imported."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def tpu_devices(topology: Topology, slices: int = 1) -> list[Any]:
-    """The devices of so many slices: they can be compiled for, and nothing else."""
+    """Return the abstract devices of `slices` slices, which can only be compiled for.
+
+    Raises:
+        MissingPackageError: libtpu is not installed.
+        UserError: libtpu does not know the topology.
+    """
     if importlib.util.find_spec("libtpu") is None:
         raise MissingPackageError(
             f"compiling for {topology} needs libtpu, which is not installed: pip install 'dovetail[tpu]' (Linux; no "
@@ -91,23 +111,28 @@ def tpu_devices(topology: Topology, slices: int = 1) -> list[Any]:
 
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if topology.chip.name == "v4":
-        options["chip_config_name"] = "megacore"  # a chip's two cores as one device, as every program has it
+        options["chip_config_name"] = "megacore"  # a chip's two cores are one device, as in jax on a v4
     name = f"{TPUS[topology.chip.name][0]}:{'x'.join(map(str, topology.sides))}"
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
     except JaxRuntimeError as error:
         reason = str(error).partition(":")[2].strip().splitlines()[0]
-        raise UserError(f"libtpu does not know a slice {topology}: {reason}") from error
+        raise UserError(f"libtpu does not know a slice {topology}: {reason}", param="--topology") from error
 
 
 def gpu_devices() -> list[Any]:
-    """The GPUs that are here: XLA times kernels while it compiles for one, so it must be there."""
+    """Return the GPUs of this machine. XLA times kernels while it compiles for a GPU, so the GPU must be there.
+
+    Raises:
+        UnsupportedError: This machine has no GPU.
+    """
     import jax
 
     devices = jax.devices()
     if devices[0].platform != "gpu":
-        raise UserError(
+        raise UnsupportedError(
             f"compiling for gpu needs a GPU on this machine, and jax sees {len(devices)} x {devices[0].device_kind}: "
-            "run it where the GPUs are, or name a TPU slice such as v5e:4x4, which needs none"
+            "run it on a machine with GPUs, or use a TPU slice such as v5e:4x4, which needs no TPU",
+            param="--topology",
         )
     return list(devices)

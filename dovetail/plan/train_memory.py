@@ -57,7 +57,7 @@ Shape = tuple[tuple[int, ...], tuple[str | None, ...]]  # a weight's shape and l
 
 @dataclass(frozen=True)
 class TrainMemory:
-    """Bytes on one device at the peak of a training step."""
+    """Hold the bytes on one device at the peak of a training step."""
 
     weights: int  # master weights, the copy in the compute dtype, the average (ema) if there is one
     frozen: int  # weights that are read but not trained
@@ -69,7 +69,7 @@ class TrainMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         # not by fields(): a search reads it many thousand times
         return (
             self.weights + self.frozen + self.optimizer + self.gradients

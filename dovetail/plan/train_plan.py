@@ -1,4 +1,4 @@
-"""A training laid over an accelerator in every way that fits, the fastest first, with what each takes and costs."""
+"""Plan training on an accelerator: every plan that fits, the fastest first, with its time and cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dovetail.core.accelerator import Accelerator
 from dovetail.core.chips import GIB, Chip, cpu_chip
 from dovetail.core.cloud import Rate
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.core.host import host_memory
 from dovetail.core.training import Mesh, Training
 from dovetail.models.config import ModelConfig
@@ -27,7 +27,7 @@ UNPRICED = Rate(None, "no price was looked up")
 
 @dataclass(frozen=True)
 class Prices:
-    """Per chip and hour."""
+    """Hold the dollars per chip and hour."""
 
     on_demand: Rate = UNPRICED
     spot: Rate = UNPRICED
@@ -35,23 +35,26 @@ class Prices:
 
 @dataclass(frozen=True)
 class TrainPlan:
+    """Hold one plan of a recipe on an accelerator."""
+
     cfg: ModelConfig
-    settings: Training  # the recipe with all that was open filled in
+    settings: Training  # the recipe with the derived keys filled in
     accelerator: Accelerator
     chip: Chip
     plan: MeshPlan
     time: StepTime
     spans: tuple[AxisSpan, ...]
-    limit: int  # bytes of a device to plan with
+    limit: int  # bytes of a device that the plan may fill
     prices: Prices = Prices()
-    known: Fractions | None = None  # what a calibration found, where the times rest on one
+    known: Fractions | None = None  # the calibrated fractions that the times use
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """(at least, at most), of the peak in bf16; causal attention, nothing recomputed is counted."""
+        """Return the MFU (at least, at most), with causal attention."""
         return self.mfu_of(causal=True)
 
     def mfu_of(self, causal: bool) -> tuple[float, float]:
+        """Return the MFU (at least, at most). `causal`: which convention to count attention by (plan.flops)."""
         frozen = self.settings.adapter is not None
         each = train_flops_per_token(self.cfg, self.settings.length, causal, frozen)
         whole = each * self.settings.tokens_per_step / (self.accelerator.total_devices * peak(self.chip, self.settings))
@@ -59,11 +62,12 @@ class TrainPlan:
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
+        """Return the rate of all devices (at least, at most)."""
         return self.settings.tokens_per_step / self.time.upper, self.settings.tokens_per_step / self.time.lower
 
     @property
     def costs(self) -> tuple[Cost, Cost]:
-        """Of the whole run: at least, at most."""
+        """Return the cost of the whole run (at least, at most)."""
         steps, chips = self.settings.total_steps, self.accelerator.total_chips
         low, high = (
             cost(steps * seconds, chips, self.prices.on_demand.dollars, self.prices.spot.dollars)
@@ -73,15 +77,17 @@ class TrainPlan:
 
     @property
     def seconds(self) -> tuple[float, float]:
+        """Return the seconds of the whole run (at least, at most)."""
         return self.costs[0].seconds, self.costs[1].seconds
 
     @property
     def days(self) -> tuple[float, float]:
+        """Return the days of the whole run (at least, at most)."""
         return self.costs[0].days, self.costs[1].days
 
     @property
     def dollars(self) -> tuple[float, float] | None:
-        """On demand."""
+        """Return the on-demand dollars of the whole run (at least, at most); None if there is no price."""
         low, high = (each.dollars for each in self.costs)
         return None if low is None or high is None else (low, high)
 
@@ -94,7 +100,19 @@ def plan_training(
     prices: Prices = Prices(),
     known: Fractions | None = None,
 ) -> list[TrainPlan]:
-    """All that fits, the best first (plan.search). What cannot be is refused with what could."""
+    """Return every plan that fits, the best first.
+
+    Args:
+        cfg: The model.
+        settings: The recipe.
+        accelerator: The devices.
+        prices: Dollars per chip and hour.
+        known: The calibrated fractions of this chip.
+
+    Raises:
+        RecipeError: The recipe does not match the model or the devices.
+        OutOfMemoryError: No plan fits; the message says what would.
+    """
     settings = over_slices(settings, accelerator)
     check(cfg, settings)
     chip, limit = chip_to_plan(accelerator), limit_of(cfg, settings, accelerator)
@@ -117,15 +135,21 @@ def _filled(settings: Training, plan: MeshPlan) -> Training:
 
 
 def over_slices(settings: Training, accelerator: Accelerator) -> Training:
-    """TPU slices are joined by data alone; GPUs' machines are joined by every axis, as devices come."""
+    """Return the recipe with the accelerator's slices in its mesh.
+
+    Only the data axis crosses TPU slices. Machines with GPUs are not slices: every axis may cross them.
+    """
     slices = accelerator.slices if accelerator.is_tpu else 1
     if settings.mesh.slices not in (1, slices):
-        raise UserError(f"mesh.slices={settings.mesh.slices}, and {accelerator.name} has {slices}: leave it out")
+        raise RecipeError(
+            f"`mesh.slices` must be the {slices} of {accelerator.name}, got {settings.mesh.slices}: remove it",
+            param="mesh.slices",
+        )
     return replace(settings, mesh=replace(settings.mesh, slices=slices))
 
 
 def chip_to_plan(accelerator: Accelerator) -> Chip:
-    """Of a machine without accelerators: its CPU."""
+    """Return the accelerator's chip; for a machine without accelerators, its CPU."""
     if accelerator.chip:
         return accelerator.chip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -133,16 +157,19 @@ def chip_to_plan(accelerator: Accelerator) -> Chip:
 
 
 def limit_of(cfg: ModelConfig, settings: Training, accelerator: Accelerator) -> int:
-    """Bytes of a device that a plan may fill: what is left beside an engine, where one is there."""
+    """Return the bytes of a device that a plan may fill, beside an engine if there is one."""
     chip = chip_to_plan(accelerator)
     whole = int(chip.device_hbm * (PLANNED if accelerator.chip else PLANNED_HOST))
     return max(1, whole - sum(settings.beside(cfg, chip.device_hbm).values()))
 
 
 def rows_of(batch: int, length: int, accelerator: Accelerator) -> int:
-    """Rows of a batch of about so many tokens. What tensor and context cannot take of the devices (the slices, factors
-    of their number other than two, and what is left of a slice by MOST_SPLIT) must divide it, and the higher the power
-    of two in it, the more meshes are possible: the highest that keeps it within a tenth."""
+    """Return the rows of a batch with about `batch` tokens that can be split over the accelerator.
+
+    The devices that tensor and context cannot use must divide the rows: the slices, the odd factor of a slice, and what
+    MOST_SPLIT leaves of it. The higher the power of two in the rows, the more meshes are possible, so the highest that
+    keeps the batch within a tenth is chosen.
+    """
     slices = accelerator.slices if accelerator.is_tpu else 1
     inside = accelerator.total_devices // slices
     twos = inside & -inside
@@ -152,19 +179,19 @@ def rows_of(batch: int, length: int, accelerator: Accelerator) -> int:
     return max(1, round(wanted / unit)) * unit
 
 
-# --- why the others lose ----------------------------------------------------------------------------------------------
+# --- why the other plans are slower -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loser:
-    """The best plan of another kind, and what is wrong with it."""
+    """Hold a plan of another kind, and why it is not the best."""
 
     what: str  # "fsdp over NIC"
     why: str
 
 
 def losers(found: Sequence[TrainPlan]) -> list[Loser]:
-    """One for each other set of axes that fits, by how much longer it takes."""
+    """Return the best plan of every other set of axes, with why it is slower than the best of all."""
     best, seen, lost = found[0], {_kind(found[0])}, []
     for one in found[1:]:
         if _kind(one) not in seen:
@@ -178,7 +205,7 @@ def _kind(one: TrainPlan) -> tuple[str, ...]:
 
 
 def describe(one: TrainPlan) -> str:
-    """`data 2 over DCN x fsdp 256`: the slow networks are named."""
+    """Return the plan's axes with the slow networks that they cross, such as `data 2 over DCN x fsdp 256`."""
     names = (f"{span.axis} {span.size}" + (f" over {span.over}" if span.far > 1 else "") for span in one.spans)
     return " x ".join(names) or "one device"
 
@@ -195,7 +222,7 @@ def _why(one: TrainPlan, best: TrainPlan) -> str:
 
 
 def _most(one: TrainPlan, best: TrainPlan) -> str:
-    """What of it takes most longer than in the best plan."""
+    """Return the part of the step that takes longest compared with the best plan."""
     more = {
         "products": (one.time.products - best.time.products) / usual_products(one.chip),
         "links": (one.time.links - best.time.links) / USUAL_LINKS,
@@ -210,7 +237,7 @@ def _most(one: TrainPlan, best: TrainPlan) -> str:
 
 
 def misfits(best: TrainPlan) -> list[Loser]:
-    """Simple ways that do not fit, with what they would need."""
+    """Return the simple meshes that do not fit, with the memory that they would need."""
     settings, devices, found = best.settings, best.accelerator.total_devices, []
     slices = settings.mesh.slices
     ways = {
@@ -226,19 +253,15 @@ def misfits(best: TrainPlan) -> list[Loser]:
     return found
 
 
-# What a pipeline would do: an estimate only, for our trainer has no such axis (its mesh is data, fsdp, expert, context
-# and tensor).
-#
-# The layers are dealt out over P stages of equal size, each on its own P-th of the devices. Of M microbatches a stage
-# works on M and waits for P - 1 (GPipe's bubble, (P - 1) / (M + P - 1) of the time); between stages only the hidden
-# states travel, there and back.
+# --- an estimate of a pipeline ----------------------------------------------------------------------------------------
 
-
-MICROBATCHES = 4  # for each stage, where the batch has so many rows: the bubble is then a fifth
+MICROBATCHES = 4  # per stage, if the batch has enough rows: the bubble is then a fifth of the time
 
 
 @dataclass(frozen=True)
 class Staged:
+    """Hold the estimate of a pipeline."""
+
     stages: int
     microbatches: int
     bubble: float  # the share of the time in which a stage waits
@@ -249,13 +272,23 @@ class Staged:
 
 
 def staged(one: TrainPlan, stages: int) -> Staged:
-    """The best plan with its data or fsdp axis cut by `stages`, and its layers dealt out over those devices."""
+    """Estimate a plan with its layers split into pipeline stages, along a part of its data or fsdp axis.
+
+    This is an estimate only: the trainer has no pipeline axis. The layers are split into P stages of equal size, each
+    on 1/P of the devices. With M microbatches a stage waits for P - 1 of them (GPipe's bubble, (P - 1) / (M + P - 1) of
+    the time). Only hidden states and their gradients are sent between stages.
+
+    Raises:
+        UserError: `stages` does not divide the layers, or neither data nor fsdp.
+    """
     mesh, layers = one.plan.mesh, len(one.cfg.layers)
     if layers % stages:
-        raise UserError(f"--stages {stages} must divide the model's {layers} layers")
+        raise UserError(f"--stages must divide the model's {layers} layers, got {stages}", param="--stages")
     cut = "data" if mesh.data % stages == 0 else "fsdp"
     if getattr(mesh, cut) % stages:
-        raise UserError(f"--stages {stages} must divide data or fsdp of the best mesh, {axes_of(mesh)}")
+        raise UserError(
+            f"--stages must divide data or fsdp of the best mesh, {axes_of(mesh)}, got {stages}", param="--stages"
+        )
     smaller = replace(mesh, **{cut: getattr(mesh, cut) // stages})
     rows = one.settings.batch // row_shards(smaller)
     micro = max(1, min(rows, MICROBATCHES * stages))
@@ -264,12 +297,13 @@ def staged(one: TrainPlan, stages: int) -> Staged:
     states = 2 * tokens * one.cfg.dim * BYTES[one.settings.precision.compute]
     link = min((span.far_bandwidth or span.bandwidth for span in one.spans), default=one.chip.bandwidth)
     sent = states / link
-    # weights of a stage are gathered by fewer devices, each of which has as many of them as before
+    # fewer devices gather the weights of a stage, and each holds as many of them as before
     lower, upper = one.time.lower / (1 - bubble), one.time.upper / (1 - bubble) + sent
     verdict = "slower" if lower + upper > one.time.lower + one.time.upper else "faster"
     says = (
-        f"what if: {stages} stages of {layers // stages} layers, {micro} microbatches: {bubble:.0%} of the time is "
-        f"bubble, {sent:.3g} s of a step go to hidden states between stages; a step takes {lower:.3g} - {upper:.3g} s, "
-        f"{verdict} than the best above. Our trainer has no pipeline axis: this is an estimate to compare with others"
+        f"what if: {stages} stages of {layers // stages} layers, {micro} microbatches: the bubble is {bubble:.0%} of "
+        f"the time, sending hidden states between stages takes {sent:.3g} s of a step; a step takes {lower:.3g} - "
+        f"{upper:.3g} s, {verdict} than the best above. Dovetail's trainer has no pipeline axis: this is an estimate "
+        "to compare with other trainers"
     )
     return Staged(stages, micro, bubble, sent, lower, upper, says)

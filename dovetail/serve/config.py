@@ -88,12 +88,12 @@ class ServerConfig:
 
     @property
     def separates_callers(self) -> bool:
-        """Whether API keys have separate prefix caches, so that response times do not reveal others' prompts."""
+        """Return whether API keys have separate prefix caches, so that response times do not reveal others' prompts."""
         return len(set(self.api_keys)) > 1 and not self.share_prefix_cache
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has no key and listens beyond the loopback interface."""
+        """Return whether the server has no key and listens beyond the loopback interface."""
         return not self.api_keys and not is_loopback(self.host)
 
 

@@ -12,6 +12,7 @@ import jax
 
 from dovetail.core.compute import compute_of
 from dovetail.core.reporter import Reporter
+from dovetail.core.training import profile_window
 from dovetail.train.prepare import Ready
 from dovetail.train.report.goodput import Goodput
 from dovetail.train.report.metrics import AVERAGED, TRAINED, RunMetrics
@@ -42,7 +43,7 @@ class Boundary:
         self._total = self._settings.total_steps
         self._command = Command(self._settings.eval.command, folder, reporter)
         self._exports_at_end = bool(self._settings.checkpoint.export_hf or self._settings.exports_at_end)
-        self.trace = Trace(self._settings.profile_window, folder, self._first, reporter)
+        self.trace = Trace(profile_window(self._settings.profile), folder, self._first, reporter)
 
     def is_at(self, step: int) -> bool:
         """Return whether there is work after `step`."""

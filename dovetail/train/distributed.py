@@ -23,7 +23,7 @@ PORT = 8476  # the coordinator's port if the environment names only its host
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process's place among all. Without a coordinator jax finds the others itself."""
+    """Describe one process's place among all. Without a coordinator jax finds the others itself."""
 
     kind: str
     coordinator: str | None = None  # host:port of process 0
@@ -121,7 +121,9 @@ def _slurm(env: Mapping[str, str]) -> Cluster | None:
         )
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not nodes:
-        raise UserError(f"slurm: SLURM_STEP_NODELIST must be set for {tasks} tasks, got none")
+        raise UserError(
+            f"slurm: SLURM_STEP_NODELIST must be set for {tasks} tasks, got none", param="SLURM_STEP_NODELIST"
+        )
     # by job, because two jobs may share a node; above the ephemeral ports
     port = 61_000 + _number(env, "SLURM_JOB_ID", 0) % 4_000
     return Cluster("slurm", f"{first_host(nodes)}:{port}", tasks, _number(env, "SLURM_PROCID"), _one_device_each(env))
@@ -190,7 +192,8 @@ def _open_mpi(env: Mapping[str, str]) -> Cluster | None:
     if not host:
         raise UserError(
             f"open mpi: {processes} processes, and the host of rank 0 is not known: "
-            "pass `-x MASTER_ADDR=host` to mpirun"
+            "pass `-x MASTER_ADDR=host` to mpirun",
+            param="MASTER_ADDR",
         )
     return Cluster("open mpi", f"{host}:{PORT}", processes, _number(env, names[1]))
 

@@ -34,7 +34,7 @@ S = TypeVar("S", bound=Training)
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended.
+    """Report how a training ended.
 
     Attributes:
         code: 0: all steps are done; 130: ctrl-C; for others see train.guard.exits.

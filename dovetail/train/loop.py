@@ -40,8 +40,8 @@ from dovetail.train.step import Step
 
 
 @dataclass(frozen=True)
-class LaunchedStep:
-    """A step whose results have not been read yet."""
+class PendingStep:
+    """Hold a step whose results have not been read yet."""
 
     step: int  # the number of its update
     index: int  # the number of its batch
@@ -74,7 +74,7 @@ class Loop:
         self.total = self.settings.total_steps
         # compiled steps by (rows, the most documents of a row, entries of a row's tables)
         self._steps: dict[tuple[int, int | None, int], Step] = {}
-        self._inflight: deque[LaunchedStep] = deque()
+        self._inflight: deque[PendingStep] = deque()
         # seconds, tokens and notes of each step since the last reported line
         self._unreported: list[tuple[float, int, Mapping[str, float]]] = []
         self._clock = time.monotonic()  # when the last step ended, or the last pause
@@ -119,7 +119,7 @@ class Loop:
         self.boundary.trace.begin(step)
         batch = self.ready.put(rows)
         at.state, metrics = run(at.state, batch)
-        self._inflight.append(LaunchedStep(step, at.cursor, batch, metrics))
+        self._inflight.append(PendingStep(step, at.cursor, batch, metrics))
         at.cursor += 1
 
     def _step_for(self, index: int, rows: int, entries: int) -> Step:
@@ -139,7 +139,7 @@ class Loop:
             self._clock += time.monotonic() - began  # compilation is not part of a step's time
         return self._steps[rows, bound, entries]
 
-    def _look(self, launched: LaunchedStep) -> Verdict | None:
+    def _look(self, launched: PendingStep) -> Verdict | None:
         """Read and report a step's results; return the verdict if the step was bad."""
         values = _fetched(launched.metrics)
         self.watchdog.beat(launched.step)
@@ -163,7 +163,7 @@ class Loop:
 
     # --- a bad step ---------------------------------------------------------------------------------------------------
 
-    def _trouble(self, bad: LaunchedStep, values: dict[str, Any]) -> Verdict:
+    def _trouble(self, bad: PendingStep, values: dict[str, Any]) -> Verdict:
         """Replay a bad step and act on the doctor's verdict.
 
         The state is halted, so neither the steps in flight behind the bad one nor its replays change it. (If replicas

@@ -29,7 +29,7 @@ from dovetail.train.settings import Pretrain, PretrainLoss
 
 
 class TokenCounts(NamedTuple):
-    """The weight of a whole batch."""
+    """Hold the weight of a whole batch."""
 
     targets: jax.Array
     tokens: jax.Array  # non-padding tokens, which routers see

@@ -64,7 +64,7 @@ def whole(x: jax.Array) -> Any:
 
 @dataclass(frozen=True)
 class StepContext:
-    """How a step runs the model: placement, dtypes and remat policy."""
+    """Describe how a step runs the model: placement, dtypes and remat policy."""
 
     placement: Placement
     compute: Compute
@@ -96,7 +96,7 @@ def step_context(
 
 @dataclass(frozen=True)
 class Measured:
-    """A part's share of the whole batch's loss and metrics.
+    """Hold a part's share of the whole batch's loss and metrics.
 
     A metric named `loss` is reported in place of the loss. Parts are summed, except that a metric whose name ends in
     `_max` (0 or more) is the maximum over the parts.
@@ -146,7 +146,7 @@ def held_out_loss(params: Params, cfg: ModelConfig, batch: Batch, ctx: StepConte
 
 @dataclass(frozen=True)
 class Frozen:
-    """Weights that a step reads but does not train: an adapter's base, a reference, a teacher.
+    """Hold weights that a step reads but does not train: an adapter's base, a reference, a teacher.
 
     They are not part of checkpoints; a step receives them as an argument (`StepContext.frozen`).
     """
@@ -161,7 +161,7 @@ def _unchanged(params: Params, loads: Loads) -> Params:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a training step minimises, as functions."""
+    """Define what a training step minimises, as functions."""
 
     # (weights in the compute dtype, model, a part of the batch, the weight of the whole batch, context)
     measure: Callable[[Params, ModelConfig, Batch, Any, StepContext], Measured]

@@ -171,7 +171,7 @@ RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    """The state of muon."""
+    """Hold the state of muon."""
 
     momentum: Any
 

@@ -36,7 +36,7 @@ DOCUMENTS = (1, 15, 63, 255)  # documents per row; one more for the padding make
 
 @dataclass(frozen=True)
 class Ready:
-    """A recipe and its objective on a mesh. `settings` has no open keys."""
+    """Hold a recipe and its objective on a mesh. `settings` has no open keys."""
 
     cfg: ModelConfig
     objective: Objective
@@ -48,22 +48,22 @@ class Ready:
 
     @property
     def settings(self) -> Training:
-        """The recipe with every key derived."""
+        """Return the recipe with every key derived."""
         return self.derived.settings
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """The training state as shapes with shardings."""
+        """Return the training state as shapes with shardings."""
         return abstract_state(self.specs, self.settings, self.optimizer, self.placement)
 
     @cached_property
     def abstract_batch(self) -> Batch:
-        """A batch as shapes with shardings."""
+        """Return a batch as shapes with shardings."""
         return abstract_batch(self.settings, self.objective.columns, self.placement)
 
     @cached_property
     def specs(self) -> Any:
-        """The specs of the trained weights."""
+        """Return the specs of the trained weights."""
         return self.objective.specs(self.cfg)
 
     def lower(self, documents: int | None = None, rows: int | None = None, entries: int = 1) -> jax.stages.Lowered:
@@ -131,7 +131,7 @@ class Ready:
 
     @cached_property
     def frozen(self) -> Any:
-        """The objective's frozen weights, loaded when first used."""
+        """Return the objective's frozen weights, loaded when first used."""
         return self.objective.frozen.load(self.cfg, self.placement) if self.objective.frozen else None
 
     @property

@@ -44,7 +44,7 @@ class BatchSource(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the time of `get` is a wait for data; otherwise it belongs to the step."""
+        """Return whether the time of `get` is a wait for data; otherwise it belongs to the step."""
         ...
 
     def get(self, at: Position) -> Batch:
@@ -90,7 +90,7 @@ class SampleFn(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """The opened inputs of a run."""
+    """Hold the opened inputs of a run."""
 
     rows: Rows | BatchSource
     held_out: Rows | None = None

@@ -38,7 +38,7 @@ IN_GOOD_ORDER = (0, PREEMPTED, 130)  # exit codes of runs whose last state is sa
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended."""
+    """Report how a run ended."""
 
     code: int  # 0, 130, or one of train.guard.exits
     at: Position  # where it ended

@@ -14,7 +14,7 @@ from dovetail.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class PretrainLoss:
-    """Weights of the terms that are added to the cross entropy."""
+    """Set the weights of the terms that are added to the cross entropy."""
 
     z: float = 0.0  # z loss: keeps the logits' normaliser near 1
     router_aux: float = 0.0  # MoE load balancing loss
@@ -27,7 +27,7 @@ class PretrainLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Training):
-    """Settings of a pretraining recipe."""
+    """Hold the settings of a pretraining recipe."""
 
     data: Data
     loss: PretrainLoss = PretrainLoss()
@@ -38,16 +38,17 @@ class Pretrain(Training):
         require(
             self.eval.every == 0 or self.data.held_out > 0,
             "eval.every measures the held-out loss and requires data.held_out, got 0: set it, such as 0.01",
+            param="data.held_out",
         )
 
     @property
     def trains_mtp(self) -> bool:
-        """Whether layers of multi-token prediction are trained."""
+        """Return whether layers of multi-token prediction are trained."""
         return self.loss.mtp > 0
 
     @property
     def rows_key(self) -> dict[str, Any]:
-        """The keys that decide which rows a batch holds."""
+        """Return the keys that determine the rows of a batch."""
         return {"data": dump(self.data), **super().rows_key}
 
     def check_model(self, cfg: ModelConfig) -> None:
@@ -56,5 +57,6 @@ class Pretrain(Training):
         balances = self.loss.router_aux or self.loss.router_bias_rate
         require(
             not balances or any(layer.moe for layer in cfg.layers),
-            "loss.router_aux and loss.router_bias_rate balance experts, and the model has none: remove them",
+            "loss.router_aux and loss.router_bias_rate require a model with experts: remove them",
+            param="loss.router_aux" if self.loss.router_aux else "loss.router_bias_rate",
         )

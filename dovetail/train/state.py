@@ -127,7 +127,7 @@ def _abstract_column(column: Column, shape: tuple[int, int], placement: Placemen
 
 @dataclass
 class Position:
-    """Where a run stands: its state after an update, and the next batch."""
+    """Hold the position of a run: its state after an update, and the next batch."""
 
     state: TrainState
     step: int = 0  # the last update

@@ -14,6 +14,7 @@ WITHOUT_REFERENCE = ("orpo", "simpo")
 MIXED = ("sigmoid", "robust", "ipo", "hinge", "apo_zero", "apo_down", "bco_pair", "sft")  # those that a list may have
 LOSSES = (*MIXED, "kto", *WITHOUT_REFERENCE)
 SMOOTHED = ("sigmoid", "robust", "simpo")
+READ_BY = {"gamma": "simpo", "desirable": "kto", "undesirable": "kto"}  # keys of `preference` that one loss reads
 REFERENCES = ("", "live", "disk", "none")
 REFERENCE_MODELS = ("policy", "base")
 MIXUP_ALPHA = 0.6
@@ -60,6 +61,8 @@ class Preference:
         one_of("reference", self.reference, REFERENCES)
         require(self.beta > 0, f"beta must be above 0, such as 0.1; got {self.beta}", param="beta")
         not_negative(self, "gamma", "desirable", "undesirable")
+        for key, loss in READ_BY.items():
+            _require_read(self, key, loss in self.losses, f"loss_type={loss}")
         self._check_smoothing()
         has_reference = self.losses[0] not in WITHOUT_REFERENCE
         allowed = ("", "live", "disk") if has_reference else ("", "none")
@@ -251,6 +254,7 @@ class Distillation:
         for name in ("beta", "alpha"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name} must be from 0 to 1; got {value}", param=name)
+        _require_read(self, "beta", self.kind == "jsd", "kind=jsd")
         require(self.temperature > 0, f"temperature must be above 0; got {self.temperature}", param="temperature")
         not_negative(self, "top_k")
         live = self.teacher == "live"
@@ -261,6 +265,16 @@ class Distillation:
                 f"{name}.weight must be 0 with teacher=disk, which keeps tokens only: set teacher=live",
                 param=f"{name}.weight",
             )
+
+
+def _require_read(settings: Preference | Distillation, key: str, is_read: bool, reader: str) -> None:
+    """Refuse a key that the chosen loss does not read, if it differs from its default."""
+    value, default = getattr(settings, key), getattr(type(settings), key)
+    require(
+        is_read or value == default,
+        f"{key} is read with {reader} only, got {value}: leave it at {default}",
+        param=key,
+    )
 
 
 def check_teacher(cfg: ModelConfig, teacher_cfg: ModelConfig) -> None:

@@ -38,6 +38,7 @@ class Tuning(Training):
     """The keys that all recipes of fine-tuning share, besides those of `Training`."""
 
     ALTERNATIVES: ClassVar = (("steps", "tokens", "epochs"),)
+    exports_at_end: ClassVar[bool] = True
 
     epochs: float = 0.0  # in place of steps: passes over the data; 3 where neither steps nor tokens are given
     batch: int = 8  # examples (or pairs) of one step; with packing, rows
@@ -99,11 +100,6 @@ class Tuning(Training):
     def columns(self) -> tuple[str, ...]:
         """Return the further columns that the records must give: see data.example_rows."""
         return ()
-
-    @property
-    def exports_at_end(self) -> bool:
-        """Return whether a finished run exports its weights."""
-        return True
 
     @property
     def adapter(self) -> Any:
@@ -209,6 +205,8 @@ class Dpo(Tuning):
 class Reward(Tuning):
     """Training of a reward model, which scores texts, on pairs of a better and a worse text."""
 
+    scores: ClassVar[bool] = True
+
     optimizer: Optimizer = SCORED
     reward: RewardLoss = REWARD
 
@@ -229,11 +227,6 @@ class Reward(Tuning):
     def columns(self) -> tuple[str, ...]:
         """Return the further columns that the records must give."""
         return ("margin",) if self.reward.margin else ()
-
-    @property
-    def scores(self) -> bool:
-        """Return whether the model gives scores in place of tokens."""
-        return True
 
     @property
     def most_documents(self) -> int:

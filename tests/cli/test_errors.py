@@ -40,7 +40,7 @@ def test_an_error_of_the_operating_system_is_a_sentence(number, words, explain):
 
 
 @pytest.mark.parametrize("error", [KeyError("oops"), ValueError("oops"), RuntimeError("oops"), ImportError("oops")])
-def test_any_other_error_is_ours(error, explain):
+def test_any_other_error_is_internal(error, explain):
     code, said = explain(error)
     assert code == 1 and f"internal error: {type(error).__name__}: " in said and "Traceback" in said
 

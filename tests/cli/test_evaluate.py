@@ -1,4 +1,4 @@
-"""`dovetail eval`: the engine's log-probabilities are transformers' own, and lm-eval's tasks run on local files."""
+"""`dovetail eval`: log-probabilities equal transformers', and lm-eval's tasks run on local files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 import typer
 from reference_models import reference
+from refusals import refuses
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from dovetail.cli import evaluate
-from dovetail.cli.eval_model import Bytes, Judge, sampling
+from dovetail.cli.eval_model import Bytes, EvalModel, sampling
+from dovetail.core.errors import MissingFileError, MissingPackageError
 from dovetail.engine.llm import LLM
 from dovetail.io.tokenizer import Tokenizer
 
@@ -49,12 +51,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def judge(folder) -> Judge:
-    return Judge(LLM(folder, **SMALL))
+def eval_model(folder) -> EvalModel:
+    return EvalModel(LLM(folder, **SMALL))
 
 
 def their_logprobs(ids: list[int]) -> np.ndarray:
-    """Of each id after the first, by transformers."""
+    """Return the log-probability of each id after the first, by transformers."""
     with torch.no_grad():
         logits = model()[0](torch.tensor([ids])).logits[0].double()
     every = torch.log_softmax(logits, -1)[:-1]
@@ -62,46 +64,49 @@ def their_logprobs(ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("context, continuation", [("the cat ", "sat"), ("this", " is it"), ("a", "b"), ("", "abc")])
-def test_a_continuation_scores_as_in_transformers(judge, context, continuation):
-    before, after = judge.pair(context, continuation)
-    assert judge.tokenizer.decode(before + after).strip() == (context + continuation).strip()
-    ((logprob, _),) = judge.score([(before, after)])
+def test_a_continuation_scores_as_in_transformers(eval_model, context, continuation):
+    before, after = eval_model.pair(context, continuation)
+    assert eval_model.tokenizer.decode(before + after).strip() == (context + continuation).strip()
+    ((logprob, _),) = eval_model.score([(before, after)])
     assert logprob == pytest.approx(their_logprobs(before + after)[-len(after) :].sum(), abs=1e-4)
 
 
-def test_spaces_before_a_continuation_belong_to_it(judge):
-    before, after = judge.pair("the cat ", "sat")
-    assert (judge.tokenizer.decode(before), judge.tokenizer.decode(after)) == ("the cat", " sat")
-    assert before[0] == judge.tokenizer.bos_id
-    assert judge.pair("", "abc")[0] == [judge.tokenizer.bos_id]
+def test_spaces_before_a_continuation_belong_to_it(eval_model):
+    before, after = eval_model.pair("the cat ", "sat")
+    assert (eval_model.tokenizer.decode(before), eval_model.tokenizer.decode(after)) == ("the cat", " sat")
+    assert before[0] == eval_model.tokenizer.bos_id
+    assert eval_model.pair("", "abc")[0] == [eval_model.tokenizer.bos_id]
 
 
-def test_greedy_is_what_generation_would_write(judge):
-    text = judge.complete([("the cat", {"until": [], "max_gen_toks": 1})])
-    prompt = judge.encode("the cat")
+def test_greedy_is_what_generation_would_write(eval_model):
+    text = eval_model.complete([("the cat", {"until": [], "max_gen_toks": 1})])
+    prompt = eval_model.encode("the cat")
     best = int(model()[0](torch.tensor([prompt])).logits[0, -1].argmax())
-    assert judge.score([(prompt, [best])])[0].greedy and not judge.score([(prompt, [(best + 1) % VOCAB])])[0].greedy
-    assert text == [judge.tokenizer.decode([best])]
+    assert (
+        eval_model.score([(prompt, [best])])[0].greedy
+        and not eval_model.score([(prompt, [(best + 1) % VOCAB])])[0].greedy
+    )
+    assert text == [eval_model.tokenizer.decode([best])]
 
 
-def test_a_long_text_is_scored_in_windows_each_token_once(judge):
+def test_a_long_text_is_scored_in_windows_each_token_once(eval_model):
     text = "the cat is on the mat and the dog is not " * 4
-    ids = [judge.tokenizer.bos_id, *judge.tokenizer.encode(text, add_special=False)]
-    assert len(ids) > 2 * judge.longest
-    windows = list(judge.windows(ids))
+    ids = [eval_model.tokenizer.bos_id, *eval_model.tokenizer.encode(text, add_special=False)]
+    assert len(ids) > 2 * eval_model.longest
+    windows = list(eval_model.windows(ids))
     assert [token for _, after in windows for token in after] == ids[1:]
-    assert all(len(before) + len(after) <= judge.longest and before for before, after in windows)
-    assert len(windows[-1][0]) + len(windows[-1][1]) == judge.longest  # it reaches back as far as it can
+    assert all(len(before) + len(after) <= eval_model.longest and before for before, after in windows)
+    assert len(windows[-1][0]) + len(windows[-1][1]) == eval_model.longest  # it reaches back as far as it can
     expected = sum(their_logprobs([*before, *after])[len(before) - 1 :].sum() for before, after in windows)
-    assert judge.rolling([text, "a"])[0] == pytest.approx(expected, abs=1e-3)
+    assert eval_model.rolling([text, "a"])[0] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_long_context_loses_its_beginning_and_a_long_continuation_is_refused(judge):
+def test_a_long_context_loses_its_beginning_and_a_long_continuation_is_refused(eval_model):
     context, after = list(range(3, 90)), [5, 6]
-    ((logprob, _),) = judge.score([(context, after)])
-    assert logprob == pytest.approx(their_logprobs([*context, *after][-judge.longest :])[-2:].sum(), abs=1e-4)
-    with pytest.raises(ValueError, match="must be below 63 tokens"):
-        judge.score([([1], [5] * 63)])
+    ((logprob, _),) = eval_model.score([(context, after)])
+    assert logprob == pytest.approx(their_logprobs([*context, *after][-eval_model.longest :])[-2:].sum(), abs=1e-4)
+    with refuses("--max-model-len", naming="63 tokens"):
+        eval_model.score([([1], [5] * 63)])
 
 
 def test_generation_arguments_are_honoured_or_refused():
@@ -109,51 +114,51 @@ def test_generation_arguments_are_honoured_or_refused():
     assert (params.max_tokens, params.temperature, params.top_k, params.stop, until) == (7, 0.0, 3, ("\n",), ["\n"])
     assert sampling({"do_sample": True})[0].temperature == 1.0
     assert sampling({"temperature": 0.5}, engine_stops=False)[0].temperature == 0.5
-    with pytest.raises(ValueError, match="num_beams must be 1"):
+    with refuses("num_beams"):
         sampling({"num_beams": 4})
-    with pytest.raises(ValueError, match="have penalty_alpha"):
+    with refuses(naming="penalty_alpha"):
         sampling({"penalty_alpha": 0.6})
 
 
 @pytest.mark.thorough
-def test_stop_strings_end_an_answer(judge):
-    whole = judge.complete([("the cat", {"until": [], "max_gen_toks": 12})])[0]
+def test_stop_strings_end_an_answer(eval_model):
+    whole = eval_model.complete([("the cat", {"until": [], "max_gen_toks": 12})])[0]
     stop = whole[2:4]
-    assert judge.complete([("the cat", {"until": [stop], "max_gen_toks": 12})]) == [whole[: whole.find(stop)]]
-    assert len(judge.complete([("the cat " * 20, {"max_gen_toks": 20})])) == 1  # cut to leave room for the answer
+    assert eval_model.complete([("the cat", {"until": [stop], "max_gen_toks": 12})]) == [whole[: whole.find(stop)]]
+    assert len(eval_model.complete([("the cat " * 20, {"max_gen_toks": 20})])) == 1  # cut to leave room for the answer
 
 
 @pytest.mark.thorough
-def test_a_padded_vocabulary_does_no_harm(folder, tmp_path):
+def test_a_padded_vocabulary_is_supported(folder, tmp_path):
     """This model's most probable tokens are often beyond the tokenizer's."""
     path = tmp_path / "padded"
     shutil.copytree(folder, path)
     letters(add_bos=True, size=101).save(path)
-    judge = Judge(LLM(path, **SMALL))
-    (score,) = judge.score([judge.pair("the cat", " sat")])
-    before, after = judge.pair("the cat", " sat")
+    eval_model = EvalModel(LLM(path, **SMALL))
+    (score,) = eval_model.score([eval_model.pair("the cat", " sat")])
+    before, after = eval_model.pair("the cat", " sat")
     assert score.logprob == pytest.approx(their_logprobs(before + after)[-len(after) :].sum(), abs=1e-4)
-    assert all(isinstance(text, str) for text in judge.complete([("a", {}), ("the cat", {"max_gen_toks": 20})]))
+    assert all(isinstance(text, str) for text in eval_model.complete([("a", {}), ("the cat", {"max_gen_toks": 20})]))
 
 
 # --- the loss task ----------------------------------------------------------------------------------------------------
 
 
-def test_held_out_loss_is_the_mean_over_all_tokens(judge):
+def test_held_out_loss_is_the_mean_over_all_tokens(eval_model):
     texts = ["the cat sat", "a dog is here"]
     nats, tokens, ends = 0.0, 0, 0.0
     for text in texts:
-        logprobs = their_logprobs([1, *judge.tokenizer.encode(text, add_special=False), 2])
+        logprobs = their_logprobs([1, *eval_model.tokenizer.encode(text, add_special=False), 2])
         nats, tokens, ends = nats - logprobs.sum(), tokens + len(logprobs), ends - logprobs[-1]
-    rows = {row.metric: row.value for row in evaluate.held_out(judge, texts)}
+    rows = {row.metric: row.value for row in evaluate.held_out(eval_model, texts)}
     assert rows["tokens"] == tokens and rows["loss"] == pytest.approx(nats / tokens, abs=1e-5)
     assert rows["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     size = sum(len(text) for text in texts)
     assert rows["bits_per_byte"] == pytest.approx((nats - ends) / size / math.log(2), abs=1e-4)
 
 
-def test_without_bos_the_first_token_is_not_scored(judge):
-    bare = Judge(judge.llm, letters(add_bos=False))
+def test_without_bos_the_first_token_is_not_scored(eval_model):
+    bare = EvalModel(eval_model.llm, letters(add_bos=False))
     rows = {row.metric: row.value for row in evaluate.held_out(bare, ["abcd"])}
     logprobs = their_logprobs([*bare.tokenizer.encode("abcd", add_special=False), 2])
     assert rows["tokens"] == 4 and rows["loss"] == pytest.approx(-logprobs.mean(), abs=1e-5)
@@ -180,41 +185,45 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.thorough
-def test_a_model_of_bytes_needs_no_tokenizer_file():
-    judge = Judge(LLM(reference("llama3.2", num_hidden_layers=1, vocab_size=257)[1], **SMALL), Bytes())
-    rows = {row.metric: row.value for row in evaluate.held_out(judge, ["héllo"])}
+def test_a_byte_model_needs_no_tokenizer_file():
+    eval_model = EvalModel(LLM(reference("llama3.2", num_hidden_layers=1, vocab_size=257)[1], **SMALL), Bytes())
+    rows = {row.metric: row.value for row in evaluate.held_out(eval_model, ["héllo"])}
     assert rows["tokens"] == 6  # seven ids with the end, the first not scored
-    (answer,) = judge.complete([("ab", {"until": ["\n"], "max_gen_toks": 4})])
+    (answer,) = eval_model.complete([("ab", {"until": ["\n"], "max_gen_toks": 4})])
     assert isinstance(answer, str) and "\n" not in answer
-    with pytest.raises(ValueError, match="--tokenizer bytes"):
-        Judge(judge.llm)
+    with refuses("--tokenizer", naming="--tokenizer bytes"):
+        EvalModel(eval_model.llm)
 
 
 @pytest.mark.parametrize(
-    "content, message",
-    [("", "has no text"), ('{"words": "a"}\n', "line 1 of .* set --text-key"), ('{"text": 3}\n', "text is not text")],
+    "content, param, naming",
+    [
+        ("", "--data", "data.jsonl"),
+        ('{"words": "a"}\n', "--text-key", "line 1 of"),
+        ('{"text": 3}\n', "--text-key", "line 1 of"),
+    ],
 )
-def test_data_that_cannot_be_read_says_why(tmp_path, content, message):
+def test_unreadable_data_is_refused_with_the_line(tmp_path, content, param, naming):
     (tmp_path / "data.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with refuses(param, naming=naming):
         evaluate.documents(str(tmp_path / "data.jsonl"), "text", None)
 
 
 def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path):
-    for arguments, message in (
-        (dict(names=[], data="", tokenizer=""), "--tasks must name loss"),
-        (dict(names=["loss"], data="", tokenizer=""), "must be given together"),
-        (dict(names=["loss"], data="x", tokenizer="words"), "--tokenizer is bytes"),
+    for arguments, param in (
+        (dict(names=[], data="", tokenizer=""), "--tasks"),
+        (dict(names=["loss"], data="", tokenizer=""), "--data"),
+        (dict(names=["loss"], data="x", tokenizer="words"), "--tokenizer"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refuses(param):
             evaluate._check(**arguments)
-    with pytest.raises(FileNotFoundError, match="no task file"):
+    with refuses("--tasks", MissingFileError, naming="none.yaml"):
         evaluate._check([str(tmp_path / "none.yaml")], "", "")
 
 
-def test_of_a_run_the_last_export_is_judged(tmp_path):
+def test_eval_of_a_run_uses_its_last_export(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="has no export to evaluate"):
+    with refuses(naming="--export-hf"):
         evaluate.newest_export(str(tmp_path))
     for step in (9, 100):
         (tmp_path / "export" / f"step_{step}").mkdir(parents=True)
@@ -261,13 +270,13 @@ def task(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # lm-eval's packages have their own
-def test_a_local_task_runs_end_to_end(judge, task):
-    (row,) = evaluate.run_tasks(judge, [str(task)], "tiny")
+def test_a_local_task_runs_end_to_end(eval_model, task):
+    (row,) = evaluate.run_tasks(eval_model, [str(task)], "tiny")
     right = 0
     for question in QUESTIONS:
         scores = []
         for choice in question["choices"]:
-            before, after = judge.pair(question["question"], f" {choice}")
+            before, after = eval_model.pair(question["question"], f" {choice}")
             scores.append(their_logprobs(before + after)[-len(after) :].sum())
         right += int(np.argmax(scores)) == question["answer"]
     assert (row.task, row.metric, row.count) == ("two_questions", "acc", 2)
@@ -276,21 +285,21 @@ def test_a_local_task_runs_end_to_end(judge, task):
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
-def test_the_lm_eval_adapter_answers_every_kind_of_request(judge, task):
+def test_the_lm_eval_adapter_answers_every_kind_of_request(eval_model, task):
     from lm_eval.api.instance import Instance
 
     from dovetail.cli.eval_model import lm_eval_model
 
-    model = lm_eval_model(judge, "tiny")
+    model = lm_eval_model(eval_model, "tiny")
 
     def ask(kind: str, *arguments) -> Instance:
         return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
     (scored,) = model.loglikelihood([ask("loglikelihood", "the cat", " sat")])
-    before, after = judge.pair("the cat", " sat")
+    before, after = eval_model.pair("the cat", " sat")
     assert scored[0] == pytest.approx(their_logprobs(before + after)[-len(after) :].sum(), abs=1e-4)
     (rolled,) = model.loglikelihood_rolling([ask("loglikelihood_rolling", "the cat")])
-    assert rolled == pytest.approx(their_logprobs(judge.encode("the cat")).sum(), abs=1e-4)
+    assert rolled == pytest.approx(their_logprobs(eval_model.encode("the cat")).sum(), abs=1e-4)
     (answer,) = model.generate_until([ask("generate_until", "the cat", {"until": ["\n"], "max_gen_toks": 3})])
     assert isinstance(answer, str)
 
@@ -299,5 +308,5 @@ def test_without_lm_eval_its_tasks_say_how_to_get_it(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"pip install 'dovetail\[eval\]'"):
+    with refuses(None, MissingPackageError, naming="pip install 'dovetail[eval]'"):
         evaluate._check(["hellaswag"], "", "")

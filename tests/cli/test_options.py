@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from refusals import refuses
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -61,7 +62,7 @@ def test_several_adapters_follow_one_flag(run):
 
 @pytest.mark.parametrize("words", [["--lora-modules", "a"], ["--lora-modules", "a=x", "a=y"]])
 def test_adapters_need_distinct_names(run, words):
-    with pytest.raises(UserError, match="--lora-modules"):
+    with refuses("--lora-modules"):
         run(*words)
 
 

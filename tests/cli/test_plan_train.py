@@ -1,13 +1,15 @@
-"""`dovetail plan train`: what a person reads, pastes and pipes on, on a narrow screen and a wide one."""
+"""`dovetail plan train`: tables, recipe lines and JSON, on narrow and wide screens."""
 
 import json
 
 import pytest
 import yaml
+from refusals import refuses
 from typer.testing import CliRunner
 
 from dovetail.cli import plan
 from dovetail.core import recipe
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.train.settings import Pretrain
 
 ASKED = ["train", "llama3-8b", "--on", "v5e-64", "--batch", "1M", "--seq", "8192", "--tokens", "1T"]
@@ -61,18 +63,18 @@ def test_the_answer_comes_first():
         (["llama3-8b", "--region", "europe-west4"], "$"),
     ],
 )
-def test_for_how_many_tokens_is_said(args, words):
+def test_the_run_line_states_tokens_time_and_price(args, words):
     output = run("train", *args, "--on", "v5e-64")
     assert words in output.splitlines()[2], output.splitlines()[:3]
     assert "years" not in output or "days" not in output
 
 
-def test_a_warmup_that_was_asked_for_is_checked():
-    with pytest.raises(ValueError, match=r"schedule\.warmup must end within the run"):
+def test_an_explicit_warmup_is_checked():
+    with refuses("schedule.warmup", RecipeError):
         run("train", "llama3-8b", "--on", "v5e-64", "--tokens", "1M", "schedule.warmup=2000")
 
 
-def test_what_is_pasted_is_a_recipe_of_that_plan():
+def test_the_printed_recipe_lines_give_that_plan():
     output = run(*ASKED)
     lines = yaml.safe_load(output.split("recipe lines")[1])
     settings = recipe.load("llama3-8b", [f"{key}={json.dumps(value)}" for key, value in lines.items()], Pretrain)
@@ -84,7 +86,7 @@ def test_what_is_pasted_is_a_recipe_of_that_plan():
 def test_the_arithmetic_is_shown_with_its_numbers():
     output = run(*ASKED, "--explain", "--stages", "2", "mesh.fsdp=64", "mesh.tensor=1", "mesh.context=1")
     for words in ("lower bound = max(products", ": 90 GB/s", "B active weights", "TFLOP/s", "has no pipeline axis"):
-        assert words in output
+        assert words in output.replace("\n", "")
 
 
 def test_json_holds_bounds_and_collectives():
@@ -112,11 +114,11 @@ def test_json_holds_bounds_and_collectives():
         (["train", "llama3-70b", "--on", "v5e-4"], "What would do: it fits from v5litepod-"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(args, message):
-    with pytest.raises(ValueError, match=message):
+def test_plans_that_cannot_be_made_are_refused(args, message):
+    with pytest.raises(UserError, match=message):
         run(*args)
 
 
-def test_provisional_figures_are_said_to_be():
+def test_provisional_figures_are_marked():
     output = run("train", "llama3-8b", "--on", "8t:4x4x4", "--batch", "1M")
     assert "the figures of TPU8t are provisional" in output and "no public price of TPU8t" in output

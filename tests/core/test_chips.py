@@ -1,10 +1,11 @@
-"""The chip table: found by jax's names, and honest where it does not know."""
+"""The chip table: lookup by jax's device kinds, plausible figures, None for unknown chips."""
 
 import re
 from types import SimpleNamespace
 
 import jax
 import pytest
+from refusals import refuses
 
 from dovetail.core.chips import CHIPS, GIB, chip_named, chip_of, cpu_chip, usable_bytes
 from dovetail.core.cloud import rate
@@ -23,7 +24,7 @@ def test_a_device_is_found_by_its_kind(kind):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090", "TPU v9", ""])
-def test_what_is_not_in_the_table_is_unknown(kind):
+def test_a_device_without_table_entry_is_unknown(kind):
     assert chip_of(SimpleNamespace(device_kind=kind)) is None
 
 
@@ -55,16 +56,15 @@ def test_two_devices_on_one_chip_halve_its_figures():
 def test_every_figure_is_plausible():
     for chip in CHIPS.values():
         assert 40e12 < chip.bf16 < 4e15 and 15 * GIB < chip.hbm < 300 * GIB and 0.5e12 < chip.bandwidth < 10e12
-        assert chip.eight_bit is None or chip.bf16 <= chip.eight_bit <= 2.1 * chip.bf16
         assert chip.source and re.search(r"20\d\d", chip.source), "each figure has a source and a date"
         assert chip.network and chip.dcn and chip.dcn < chip.network
         assert chip.provisional == (chip.name in ("TPU8t", "TPU8i"))
         assert chip.dollars is None or (chip.spot is not None and 0 < chip.spot < chip.dollars)
 
 
-def test_by_name_as_people_type_it():
+def test_chip_names_ignore_case():
     assert chip_named("h200") is CHIPS["H200"] and chip_named("tpu7x") is CHIPS["TPU7x"]
-    with pytest.raises(ValueError, match=r"no chip 'H20O'. Did you mean 'H200'\?"):
+    with refuses("chip", naming="'H200'"):
         chip_named("H20O")
 
 
@@ -81,5 +81,5 @@ def test_prices_by_region_and_given():
     assert rate(v5e, region="us-west4").dollars == v5e.dollars
     assert rate(CHIPS["TPU7x"]).dollars is None and "--price" in rate(CHIPS["TPU7x"]).says
     assert rate(None, given=2.5).dollars == rate(CHIPS["TPU7x"], given=2.5).dollars == 2.5
-    with pytest.raises(ValueError, match="0 or more dollars"):
+    with refuses("price"):
         rate(v5e, given=-1)

@@ -1,6 +1,7 @@
-"""Names of regions and zones: the known ones pass, others are refused with the nearest or with all of them."""
+"""Names of regions and zones: known ones pass; unknown ones are refused with the nearest or with all."""
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.chips import CHIPS
 from dovetail.core.cloud import ELSEWHERE, REGIONS, check_place, check_region, check_zone, per_gb, rate, region
@@ -15,19 +16,23 @@ def test_known_names():
 
 
 @pytest.mark.parametrize(
-    ("check", "given", "message"),
+    ("check", "given", "naming"),
     [
-        (check_region, "mars", r"--x must be a region of Google Cloud.*got 'mars'\. Known: africa-south1, .*us-west4"),
-        (check_region, "us-centrl1", r"got 'us-centrl1'\. Did you mean 'us-central1'\?"),
-        (check_zone, "us-east9-b", r"--x must be a zone of Google Cloud.*Did you mean"),
-        (check_zone, "us-east5", r"--x must be a zone, such as us-east5-a; got 'us-east5'"),
-        (check_zone, "us-east5-", r"--x must be a zone"),
-        (check_place, "moon", r"--x must be a region of Google Cloud, such as us-central1, or us, eu or asia"),
+        (check_region, "mars", "Known: africa-south1, "),
+        (check_region, "us-centrl1", "Did you mean 'us-central1'?"),
+        (check_zone, "us-east9-b", "Did you mean 'us-east5'?"),
+        (check_zone, "us-east5", "such as us-east5-a; got 'us-east5'"),
+        (check_zone, "us-east5-", "'us-east5-'"),
+        (
+            check_place,
+            "moon",
+            "--bucket-region must be a region of Google Cloud, such as us-central1, or us",
+        ),
     ],
 )
-def test_unknown_names_are_refused(check, given, message):
-    with pytest.raises(ValueError, match=message):
-        check("--x", given)
+def test_unknown_names_are_refused(check, given, naming):
+    with refuses("--bucket-region", naming=naming):
+        check("--bucket-region", given)
 
 
 def test_a_region_without_a_listed_price_has_that_of_the_us_and_says_so():

@@ -1,4 +1,4 @@
-"""The keys of every training, as `--show-config` prints them, and what other libraries call them."""
+"""The keys of every training, as `--show-config` prints them, and other libraries' names for them."""
 
 from __future__ import annotations
 

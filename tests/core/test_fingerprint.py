@@ -1,4 +1,4 @@
-"""Fingerprints: equal for the same content, another for any other; large arrays are sampled."""
+"""Fingerprints: equal for equal content, different otherwise; large arrays are sampled."""
 
 from __future__ import annotations
 

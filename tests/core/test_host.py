@@ -1,4 +1,4 @@
-"""The memory that this process may take: what the host has, or less where a control group says so."""
+"""The memory that this process may use: that of the host, or the limit of its control group."""
 
 import os
 import time
@@ -63,7 +63,7 @@ GIB = 1 << 30
         ),
     ],
 )
-def test_what_is_available_counts_the_page_cache_and_the_groups_limit(tmp_path, own, files, expected):
+def test_available_memory_counts_the_page_cache_and_the_cgroup_limit(tmp_path, own, files, expected):
     proc, groups = roots(tmp_path, own, files)
     (proc / "meminfo").write_text(MEMINFO)
     assert available_memory(proc, groups) == expected

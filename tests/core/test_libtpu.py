@@ -1,4 +1,4 @@
-"""libtpu is told that there is nothing to look for, on machines without a TPU alone."""
+"""libtpu is silenced on machines without a TPU only."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ def pci(tmp_path):
     return tmp_path / "sys/bus/pci/devices/0/vendor"
 
 
-def test_only_a_machine_without_a_tpu_is_told_so(tmp_path, pci, monkeypatch):
+def test_libtpu_is_silenced_only_without_a_tpu(tmp_path, pci, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     for vendor, quiet in (("0x8086\n", True), ("0x1ae0\n", False)):
         pci.write_text(vendor)

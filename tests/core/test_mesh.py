@@ -1,11 +1,11 @@
-"""Which device stands where in a mesh. TPUs are played by objects that have their attributes."""
+"""Placement of devices in a mesh. Objects with the attributes of TPUs stand in for them."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
+from refusals import refuses
 
 from dovetail.core.mesh import MESH_AXES, lay_out, make_mesh, num_slices
 
@@ -25,7 +25,7 @@ def coords(devices: np.ndarray) -> list[tuple[int, int]]:
     return [device.coords[:2] for device in devices.ravel()]
 
 
-def test_all_axes_are_there():
+def test_a_mesh_has_all_axes():
     mesh = make_mesh(dict(context=4, tensor=2))
     assert mesh.axis_names == MESH_AXES
     assert dict(mesh.shape) == dict(data=1, fsdp=1, expert=1, context=4, tensor=2)
@@ -53,12 +53,12 @@ def test_data_alone_crosses_slices():
 
 
 def test_a_data_axis_that_does_not_cover_the_slices():
-    with pytest.raises(ValueError, match="multiple of the 2 slices"):
+    with refuses("data", naming="2 slices"):
         lay_out([1, 8, 1, 1, 2], tpus(4, 2, slices=2))
 
 
 def test_some_chips_of_a_slice():
-    """An engine may take three chips of eight: they fill no box, and stand as they came."""
+    """An engine may take three chips of eight, which form no box: they keep their order."""
     placed = lay_out([1, 1, 1, 1, 3], tpus(2, 4)[:3])
     assert coords(placed) == [(0, 0), (1, 0), (0, 1)]
 

@@ -1,10 +1,11 @@
-"""Recipes: what is read, what is refused and how it says so, layering, overrides, and the way back."""
+"""Recipes: parsing, refusals, layering, overrides, and writing them back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from refusals import refuses
 
 from dovetail.core import recipe, yaml_text
 from dovetail.core.choice import require
@@ -101,7 +102,7 @@ def test_a_whole_float_is_an_int_and_an_int_a_float():
         ({3: 4}, "3 is not a key"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_path(given, message):
+def test_a_wrong_value_is_refused_with_its_path(given, message):
     with pytest.raises(RecipeError, match=message) as error:
         recipe.read(Cake, {**PARTS, **given})
     assert error.value.param == message.split()[0]
@@ -132,12 +133,12 @@ def test_mappings_of_any_keys_are_read_changed_and_written(shelf):
     assert recipe.read(Cake, yaml_text.parse(recipe.to_yaml(cake))) == cake
     assert recipe.change(cake, {"slices": 3}).guests == cake.guests
     assert recipe.load("plain", ["guests=[{kind: x}]"], Cake).guests == ({"kind": "x"},)
-    for wrong, message in ((["aunt"], "guests.0 must be a mapping"), ([{1: 2}], "guests.0 must have text as keys")):
-        with pytest.raises(RecipeError, match=message):
+    for wrong in (["aunt"], [{1: 2}]):
+        with refuses("guests.0", RecipeError):
             recipe.read(Cake, {**PARTS, "guests": wrong})
 
 
-def test_of_alternatives_the_later_one_counts(shelf):
+def test_a_later_alternative_replaces_the_earlier_one(shelf):
     assert recipe.load("plain", ["slices=8"], Cake).crumbs == 0
     (shelf / "mine.yaml").write_text("base: plain\nslices: 4\n")
     cake = recipe.load(str(shelf / "mine.yaml"), [], Cake)
@@ -153,47 +154,48 @@ def test_a_base_is_merged_and_may_be_a_file_beside(shelf):
 
 def test_a_quantization_under_base_is_refused_with_the_new_key(shelf):
     (shelf / "a.yaml").write_text("base: nf4\nparts: []\n")
-    with pytest.raises(RecipeError, match="set quantization: nf4") as refused:
+    with refuses("base", RecipeError, naming="quantization: nf4"):
         recipe.load(str(shelf / "a.yaml"), [], Cake)
-    assert refused.value.param == "base"
 
 
-def test_bases_in_a_circle_are_refused(shelf):
+def test_a_cycle_of_bases_is_refused(shelf):
     (shelf / "a.yaml").write_text("base: b.yaml\n")
     (shelf / "b.yaml").write_text("base: a.yaml\n")
-    with pytest.raises(RecipeError, match="cycle"):
+    with refuses("base", RecipeError, naming="a.yaml -> b.yaml -> a.yaml"):
         recipe.load(str(shelf / "a.yaml"), [], Cake)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "param", "code", "naming"),
     [
-        (["oven"], "key=value"),
-        (["=3"], "key=value"),
-        (["oven..fan=true"], "key=value"),
-        (["parts.name=x"], "parts is a list: use an index, such as parts.0"),
-        (["parts.7.name=x"], "parts.7 is past the end of parts, which has 2: parts.2 adds one"),
-        (["oven.degrees.x=1"], "oven.degrees.x is not a key: oven.degrees is 170"),
-        (["oven.degres=1"], "recipe plain: oven.degres is not a key. Did you mean oven.degrees"),
-        (["oven.degrees=[1"], "not valid YAML"),
+        (["oven"], None, None, "key=value"),
+        (["=3"], None, None, "key=value"),
+        (["oven..fan=true"], None, None, "key=value"),
+        (["parts.name=x"], "parts", None, "parts.0"),
+        (["parts.7.name=x"], "parts", None, "parts.2"),
+        (["oven.degrees.x=1"], "oven.degrees.x", None, "170"),
+        (["oven.degres=1"], "oven.degres", "unknown_key", "oven.degrees"),
+        (["oven.degrees=[1"], None, None, "YAML"),
     ],
 )
-def test_bad_overrides(shelf, overrides, message):
-    with pytest.raises(RecipeError, match=message):
+def test_bad_overrides(shelf, overrides, param, code, naming):
+    with refuses(param, RecipeError, code=code, naming=naming):
         recipe.load("plain", overrides, Cake)
 
 
 def test_a_name_that_is_not_there_gets_a_suggestion(shelf):
-    with pytest.raises(RecipeError, match=r"no recipe 'plian'.*Did you mean 'plain'.*Shipped: plain"):
+    with refuses("recipe", RecipeError, naming="'plain'"):
         recipe.load("plian", [], Cake)
-    with pytest.raises(RecipeError, match="no such file"):
+    with refuses("recipe", RecipeError, naming="nowhere/x.yaml"):
         recipe.load("nowhere/x.yaml", [], Cake)
 
 
-@pytest.mark.parametrize("text", ["- 1\n", "a: [1\n", "", "oven: {}\noven: {}\n"])
-def test_a_file_that_is_no_recipe(shelf, text):
+@pytest.mark.parametrize(
+    ("text", "param"), [("- 1\n", None), ("a: [1\n", None), ("", None), ("oven: {}\noven: {}\n", "oven")]
+)
+def test_a_file_that_is_not_a_recipe(shelf, text, param):
     (shelf / "bad.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=r"bad.yaml.*(mapping|YAML|twice)"):
+    with refuses(param, RecipeError, naming="bad.yaml"):
         recipe.load(str(shelf / "bad.yaml"), [], Cake)
 
 
@@ -211,7 +213,7 @@ def test_dump_says_what_differs_and_reads_back():
     assert recipe.dump(Cake((Part("a"),))) == {"parts": [{"name": "a"}]}
 
 
-def test_yaml_as_people_expect_it():
+def test_yaml_values_are_read_by_their_usual_types():
     text = "a: 1e-3\nb: 10:13\nc: no\nd: 1_000\ne: 010\nf: ~\ng: true\nh: 2024-01-01\ni: -1.5\nj:\nk: .inf"
     assert yaml_text.parse(text) == {
         "a": 1e-3, "b": "10:13", "c": "no", "d": 1000, "e": 10, "f": None, "g": True, "h": "2024-01-01", "i": -1.5,

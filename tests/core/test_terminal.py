@@ -1,4 +1,4 @@
-"""What of others' text reaches a terminal."""
+"""Removal of control characters from text that is printed to a terminal."""
 
 import pytest
 

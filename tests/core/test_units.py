@@ -1,4 +1,4 @@
-"""Numbers, bytes and times for people."""
+"""Formatting of numbers, bytes and durations."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""`dovetail data`: what a person sees."""
+"""Test the output and the errors of `dovetail data`."""
 
 import json
 
 import pytest
+from refusals import refuses
 from typer.testing import CliRunner
 
 from dovetail.cli.data import app
+from dovetail.core.errors import MissingFileError, RecipeError, UserError
 
 RECIPE = """
 model: llama
@@ -46,7 +48,7 @@ def recipe(tmp_path):
     return str(tmp_path / "my.yaml")
 
 
-def test_prepare_shows_what_was_made_and_where(dovetail, tmp_path):
+def test_prepare_shows_statistics_and_folder(dovetail, tmp_path):
     out = dovetail("prepare", "fables:50", "--tokenizer", "bytes", "--out", str(tmp_path / "out"))
     assert "fables-50" in out and "documents" in out and "p99" in out
     (folder,) = (tmp_path / "out").glob("fables-50-*")
@@ -59,7 +61,7 @@ def test_prepare_a_recipe_with_overrides(dovetail, recipe, tmp_path):
     assert len(list((tmp_path / "home" / "data").iterdir())) == 2
 
 
-def test_show_rows_with_the_ends_of_documents(dovetail, recipe):
+def test_show_rows_marks_the_ends_of_documents(dovetail, recipe):
     out = dovetail("show", recipe, "--rows", "3")
     assert out.count("row ") == 3 and "from fables:50" in out and "Text number" in out
     assert "⏹" in out and "120 tokens" in out and "padding: fables:50" in out
@@ -72,22 +74,27 @@ def test_show_paths(dovetail):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "param", "kind"),
     [
-        (["prepare", "fables"], "paths need --tokenizer"),
-        (["prepare", "fables", "--tokenizer", "bytes", "--format", "csv"], "format must be one of"),
-        (["show", "fables:9", "--tokenizer", "bytes", "--packing", "tight"], "packing must be one of"),
-        (["show", "fables:9", "--tokenizer", "bytes", "--held-out"], "data.held_out is 0"),
-        (["prepare", "nothing.yaml"], "no recipe 'nothing.yaml'"),
+        (["prepare", "fables"], "--tokenizer", UserError),
+        (["prepare", "fables", "--tokenizer", "bytes", "--format", "csv"], "format", RecipeError),
+        (["show", "fables:9", "--tokenizer", "bytes", "--packing", "tight"], "packing", RecipeError),
+        (["show", "fables:9", "--tokenizer", "bytes", "--held-out"], "--held-out", UserError),
+        (["show", "fables:9", "--tokenizer", "bytes", "--kind", "sft"], "--model", UserError),
     ],
 )
-def test_mistakes_are_said(dovetail, args, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_options_are_refused(dovetail, args, param, kind):
+    with refuses(param, kind):
         dovetail(*args)
 
 
-def test_a_recipes_formats_are_its_own(dovetail, recipe):
-    with pytest.raises(ValueError, match="a recipe sets them for each source"):
+def test_a_missing_recipe_is_named(dovetail):
+    with refuses("recipe", RecipeError, naming="'nothing.yaml'"):
+        dovetail("prepare", "nothing.yaml")
+
+
+def test_format_with_a_recipe_is_refused(dovetail, recipe):
+    with refuses("--format"):
         dovetail("prepare", recipe, "--format", "text")
 
 
@@ -133,27 +140,22 @@ def test_show_a_preference_and_a_prompt(tuning):
 
 
 @pytest.mark.parametrize(
-    ("record", "args", "message"),
+    ("record", "args", "param", "code"),
     [
-        ({"messages": CHAT[:1]}, [], "no token is trained"),
-        ({"messages": CHAT}, ["--index", "5"], "--index must be below 2"),
-        ({"messages": CHAT}, ["--kind", "dpo"], "kind must be one of"),
-        ({"messages": CHAT}, ["--packing", "concat"], "--packing applies to rows of text"),
-        ({"messages": CHAT}, ["key.messages=x"], "key is not a key. Did you mean 'keys'"),
+        ({"messages": CHAT[:1]}, [], "--index", None),
+        ({"messages": CHAT}, ["--index", "5"], "--index", None),
+        ({"messages": CHAT}, ["--kind", "dpo"], "kind", None),
+        ({"messages": CHAT}, ["--packing", "concat"], "--packing", None),
+        ({"messages": CHAT}, ["key.messages=x"], "key", "unknown_key"),
     ],
 )
-def test_mistakes_about_examples_are_said(tuning, record, args, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_options_for_an_example_are_refused(tuning, record, args, param, code):
+    with refuses(param, code=code):
         tuning(record, *args)
 
 
-def test_examples_need_a_model(dovetail):
-    with pytest.raises(ValueError, match="--index and --kind need --model"):
-        dovetail("show", "fables:9", "--tokenizer", "bytes", "--kind", "sft")
-
-
 def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp_path):
-    """With its own model, data and length, whatever kind of training it is for; of several sources, in their order."""
+    """A recipe of any kind of fine-tuning is shown with its model, data and length; sources are read in order."""
     make_tokenizer().save(tmp_path / "model")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": CHAT[:1], "chosen": "fox", "rejected": "dog"}))
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT * 2}))
@@ -171,11 +173,11 @@ def test_a_recipe_for_fine_tuning_shows_an_example(dovetail, make_tokenizer, tmp
     assert "(sft, whole)" in dovetail("show", *data)
     assert "(sft, shortened)" in dovetail("show", str(tmp_path / "chats.jsonl"), data[1], "length=40", "lora.r=4")
     assert "⟦<|im_start|>user" in dovetail("show", *data, "assistant_only_loss=false")
-    with pytest.raises(ValueError, match=r"template must be a file .* there is no 'nowhere'"):
+    with refuses("data.template", MissingFileError, naming="'nowhere'"):
         dovetail("show", *data, "data.template=nowhere")
-    with pytest.raises(ValueError, match=r"modle is not a key. Did you mean 'model'"):
+    with refuses("modle", RecipeError, code="unknown_key", naming="'model'"):
         dovetail("show", *data, "modle=x")
-    with pytest.raises(ValueError, match="--packing applies to rows of text"):
+    with refuses("--packing"):
         dovetail("show", str(recipe), *listed, "--packing", "concat")
-    with pytest.raises(ValueError, match=r"recipe .*judge.yaml: data.pth is not a key. Did you mean data.path"):
+    with refuses("data.pth", RecipeError, code="unknown_key", naming="judge.yaml"):
         dovetail("show", str(recipe), "data.pth=x")

@@ -1,4 +1,4 @@
-"""Batches are a function of (seed, step): on any number of hosts, from any step on; and mixtures keep their weights."""
+"""Test that batches depend only on (seed, step), on any number of hosts, and that mixtures keep their weights."""
 
 import dataclasses
 import random
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from dovetail.core.errors import RecipeError
 from dovetail.core.types import Batch
@@ -46,7 +47,7 @@ def same(one: Batch, other: Batch) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(columns(one).values(), columns(other).values(), strict=True))
 
 
-def test_a_batch_has_the_shapes_and_kinds_that_training_expects(opened):
+def test_batch_shapes_and_dtypes(opened):
     train, held_out = opened()
     assert held_out is None
     for name, column in columns(train.batch(0)).items():
@@ -59,7 +60,7 @@ def test_a_batch_has_the_shapes_and_kinds_that_training_expects(opened):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("hosts", [2, 8])
-def test_hosts_together_read_what_one_reads_alone(opened, packing, hosts):
+def test_hosts_together_read_the_rows_of_one_host(opened, packing, hosts):
     alone, _ = opened(packing=packing)
     several = [opened(host, hosts, packing=packing)[0] for host in range(hosts)]
     for step in (0, 1, 77):
@@ -80,7 +81,7 @@ def test_a_batch_depends_on_the_seed_and_the_step_alone(opened, packing):
         assert not same(other.batch(step), ahead[step])
 
 
-def test_resuming_at_any_step_goes_on_as_if_never_stopped(opened):
+def test_resuming_at_any_step_gives_the_same_batches(opened):
     train, _ = opened()
     straight = train.iterate()
     batches = list(islice(straight, 40))
@@ -116,7 +117,7 @@ WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
 
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.integers(1, 60), min_size=1, max_size=7), seed=st.integers(0, 5))
-def test_weights_are_honoured_within_a_row_at_every_row(weights, seed):
+def test_weights_hold_within_one_row_at_every_row(weights, seed):
     rows = Mixture([Counted() for _ in weights], weights, seed)  # pyright: ignore[reportArgumentType]
     taken = [0] * len(weights)
     for i in range(500):
@@ -137,7 +138,7 @@ def test_weights_over_a_long_run():
 
 @settings(max_examples=40, deadline=None)
 @given(weights=WEIGHTS)
-def test_weights_of_any_kind_are_close(weights):
+def test_arbitrary_weights_are_approximated(weights):
     shares = cycle_shares(weights)
     assert min(shares) >= 1 and sum(shares) <= LONGEST_CYCLE + len(weights)
     for share, weight in zip(shares, weights, strict=True):
@@ -185,7 +186,7 @@ def test_held_out_documents_are_never_trained_on(opened, share):
         assert abs(len(apart) - share * 200) < 15  # each document by its own hash: a binomial number
 
 
-def test_what_is_appended_does_not_move_what_is_held_out(opened):
+def test_appended_documents_do_not_change_the_held_out_ones(opened):
     few, more = (
         documents(opened(sources=(Source(f"fables:{n}"),), length=2048, packing="best_fit", held_out=0.1)[1])
         for n in (200, 400)
@@ -208,6 +209,5 @@ def test_held_out_rows_are_shared_by_weight(opened):
     ],
 )
 def test_settings_that_cannot_be_met_are_refused(opened, call, param):
-    with pytest.raises(RecipeError) as refused:
+    with refuses(param, RecipeError):
         opened(**call)
-    assert refused.value.param == param

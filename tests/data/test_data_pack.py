@@ -1,4 +1,4 @@
-"""Both packings read every token of every document once per epoch, and never let two documents share a segment."""
+"""Test that both packings read every token once per epoch and never put two documents into one segment."""
 
 import jax
 import numpy as np
@@ -128,7 +128,7 @@ def test_windows_bound_the_plan_and_cost_little(monkeypatch):
 
 
 @KIND
-def test_epochs_and_seeds_have_orders_of_their_own(kind):
+def test_epochs_and_seeds_have_different_orders(kind):
     def order(seed, number):
         return [row.tokens[0] for row in epoch(packed(kind, [5] * 50, 5, seed), number)]
 
@@ -147,18 +147,18 @@ def test_rows_come_in_any_order(kind):
 
 
 @KIND
-def test_only_the_documents_asked_for(kind):
+def test_a_subset_of_documents(kind):
     rows = packed(kind, [7] * 20, 6, documents=np.array([3, 11, 12]))
     assert {int(token) // 10_000 for row in epoch(rows) for token in row.tokens[row.segment_ids > 0]} == {3, 11, 12}
 
 
-def test_the_rows_of_a_long_document_do_not_come_in_a_row():
+def test_rows_of_a_long_document_are_not_adjacent():
     rows = packed("concat", [4_000], 10)
     first = [row.tokens[0] for row in epoch(rows)]
     assert np.mean(np.abs(np.diff(first)) == 10) < 0.1
 
 
-def test_orders_are_permutations_and_stay_as_they_are():
+def test_orders_are_permutations_with_fixed_values():
     for count in (1, 2, 3, 100, 1023):
         assert sorted(permutation(count, 5).tolist()) == list(range(count))
         assert sorted(place(i, count, 5, 1) for i in range(count)) == list(range(count))

@@ -1,5 +1,4 @@
-"""The trained tokens are the assistant's, token for token: as transformers masks them where a template has generation
-marks, and the same ones where it has none."""
+"""Test that exactly the assistant's tokens are trained, as transformers masks them, with and without marks."""
 
 import functools
 import json
@@ -9,9 +8,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from refusals import refuses
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from dovetail.core.errors import MissingFileError
 from dovetail.data.example_encoder import ExampleEncoder
 from dovetail.data.examples import ChatExample, TextExample
 from dovetail.data.settings import TrainedTokens
@@ -88,7 +89,7 @@ class Family:
 
 
 def sentencepiece():
-    """Spaces are ▁, and what is not in the vocabulary becomes bytes."""
+    """Build a tokenizer whose spaces are ▁ and whose unknown characters become bytes."""
     texts = ["What's the weather? And then: Sunny. Rain. Clear. Rain or rain. user model tool_code"] * 3
     made = Backend(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
@@ -105,7 +106,7 @@ def sentencepiece():
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", SPECIAL)
-def test_marked_templates_as_transformers_masks_them(family, name, chat):
+def test_marked_templates_give_the_mask_of_transformers(family, name, chat):
     (messages, tools), one = CHATS[chat], family(name)
     expected = one.theirs.apply_chat_template(
         messages, tools=tools, chat_template=one.template, return_dict=True, return_assistant_tokens_mask=True
@@ -136,7 +137,7 @@ PIECES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIAL)
-def test_any_text_as_transformers_masks_it(family, name):
+def test_random_text_gives_the_mask_of_transformers(family, name):
     one, random = family(name), Random(0)
 
     def some():
@@ -154,7 +155,7 @@ def test_any_text_as_transformers_masks_it(family, name):
 
 @pytest.mark.parametrize("chat", [chat for chat in CHATS if chat != "spaces around"])  # see the test of joined tokens
 @pytest.mark.parametrize("name", SPECIAL)
-def test_without_marks_the_same_tokens_are_trained(family, name, chat):
+def test_templates_without_marks_train_the_same_tokens(family, name, chat):
     """Over all documents of a conversation, each turn is trained once, as the marks have it where it stands last."""
     (messages, tools), one = CHATS[chat], family(name)
     documents = one.unmarked.encode(ChatExample(messages, tools))
@@ -185,7 +186,7 @@ def test_a_stable_template_makes_one_document_of_a_conversation(family):
     assert list(written(one.tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
 
 
-def test_the_real_smollm2_as_it_comes(smollm2_gguf):
+def test_the_template_of_smollm2(smollm2_gguf):
     from dovetail.data.encoder import find_tokenizer
 
     tokenizer = find_tokenizer(str(smollm2_gguf))
@@ -195,7 +196,7 @@ def test_the_real_smollm2_as_it_comes(smollm2_gguf):
     assert list(written(tokenizer, [found])) == ["Sunny 🦊<|im_end|>", "Rain.\n\n 🌧<|im_end|>"]
 
 
-def test_thinking_that_later_turns_lose_is_trained_where_it_is_last(family):
+def test_thinking_dropped_by_later_turns_is_trained_in_the_last_turn(family):
     one = family("qwen3")
     documents = one.unmarked.encode(ChatExample(CHATS["thinking"][0]))
     assert sorted(written(one.tokenizer, documents)) == [
@@ -204,7 +205,7 @@ def test_thinking_that_later_turns_lose_is_trained_where_it_is_last(family):
     ]
 
 
-def test_an_answer_whose_first_token_would_join_the_prompts_last(make_tokenizer):
+def test_an_answer_that_would_merge_with_the_prompts_last_token(make_tokenizer):
     tokenizer = make_tokenizer()
     messages = [say("user", "hi"), say("assistant", "\n\nhello"), say("user", "you?"), say("assistant", "fox")]
     documents = ExampleEncoder(tokenizer).encode(ChatExample(messages))
@@ -238,7 +239,7 @@ def test_plain_text_trains_the_completion_and_the_end(make_tokenizer):
     assert ended.tokens.tolist().count(tokenizer.eos_id) == 1
 
 
-def test_a_prompt_is_what_serving_gives_the_model(make_tokenizer):
+def test_prompts_equal_those_of_serving(make_tokenizer):
     tokenizer = make_tokenizer()
     found = ExampleEncoder(tokenizer).prompt(ChatExample([USER], None, 1))
     assert found.tolist() == tokenizer.encode_chat([USER])
@@ -252,36 +253,34 @@ THINKS_AHEAD = (
 )
 
 
-def test_a_template_for_which_it_cannot_be_told_is_refused_by_name(make_tokenizer, tmp_path):
+def test_a_template_without_a_findable_mask_is_refused_by_name(make_tokenizer, tmp_path):
     from dovetail.data.example_rows import open_examples
     from dovetail.data.settings import TuningData
 
     (tmp_path / "thinks.jinja").write_text(THINKS_AHEAD)
     records = [{"messages": [say("user", "hi"), say("assistant", "fox")]}]
     settings = TuningData(template=str(tmp_path / "thinks.jinja"))
-    with pytest.raises(
-        ValueError, match=r"record 0: the chat template .*thinks\.jinja has no generation marks.*copy of"
-    ):
+    with refuses(code="bad_records", naming="thinks.jinja"):
         open_examples(settings, 64, 1, make_tokenizer(), "sft", records=records)
-    with pytest.raises(ValueError, match=r"template must be a file .* there is no 'nowhere'"):
+    with refuses("data.template", MissingFileError, naming="'nowhere'"):
         open_examples(TuningData(template="nowhere"), 64, 1, make_tokenizer(), "sft", records=records)
 
 
-def test_no_template_and_no_end(make_tokenizer):
+def test_tokenizers_without_template_or_eos_are_refused(make_tokenizer):
     bare = make_tokenizer(None)
-    with pytest.raises(ValueError, match=r"has no chat template.*set data.template=FILE"):
+    with refuses("data.template"):
         ExampleEncoder(bare).encode(ChatExample(CHATS["one turn"][0]))
     bare.eos_id = None
-    with pytest.raises(ValueError, match="the tokenizer must have an end-of-text token"):
+    with refuses(naming="eos_token"):
         ExampleEncoder(bare).encode(TextExample("a", "b"))
 
 
-def test_a_token_over_the_boundary_where_the_tokenizer_adds_spaces():
+def test_a_token_across_prompt_and_completion_is_refused():
     backend = sentencepiece()
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.add_special_tokens(["</s>"])
     encoder = ExampleEncoder(Tokenizer(backend, eos="</s>"))
-    with pytest.raises(ValueError, match="move the space between them"):
+    with refuses(naming="'Rain ' and 'then'"):
         encoder.encode(TextExample("Rain ", "then"))
     (found,) = encoder.encode(TextExample("Rain", " then"))
     assert found.mask.sum() == len(found.tokens) - len(encoder.prompt(TextExample("Rain", "")))
@@ -296,16 +295,16 @@ LEAVES_OUT = (
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools", "words"),
+    ("messages", "tools", "naming"),
     [
-        ([say("user", "hi"), CALL], None, r"messages\[1\].tool_calls: the model's chat template does not write them"),
-        ([say("user", "hi"), say("assistant", "a")], [{"function": {"name": "add"}}], "tools: .* does not write them"),
-        ([say("system", "be"), say("user", "hi"), say("assistant", "a")], None, r"messages\[0\], of role 'system': "),
-        ([say("narrator", "be"), say("user", "hi"), say("assistant", "a")], None, r"\[0\]: unknown role 'narrator'"),
+        ([say("user", "hi"), CALL], None, "messages[1].tool_calls: "),
+        ([say("user", "hi"), say("assistant", "a")], [{"function": {"name": "add"}}], "tools: "),
+        ([say("system", "be"), say("user", "hi"), say("assistant", "a")], None, "messages[0], of role 'system': "),
+        ([say("narrator", "be"), say("user", "hi"), say("assistant", "a")], None, "[0]: unknown role 'narrator'"),
     ],
 )
-def test_what_a_template_does_not_write_is_refused(make_tokenizer, messages, tools, words):
-    with pytest.raises(ValueError, match=words):
+def test_what_a_template_does_not_write_is_refused(make_tokenizer, messages, tools, naming):
+    with refuses(naming=naming):
         ExampleEncoder(make_tokenizer(LEAVES_OUT)).encode(ChatExample(messages, tools))
 
 
@@ -315,7 +314,7 @@ def test_a_role_that_the_template_names_is_taken(make_tokenizer):
     assert len(ExampleEncoder(make_tokenizer(named)).encode(ChatExample(messages))) == 1
 
 
-def test_all_tokens_are_trained_where_a_recipe_says_so(make_tokenizer):
+def test_assistant_only_loss_false_trains_all_tokens(make_tokenizer):
     tokenizer, chat = (
         make_tokenizer(),
         [say("user", "hi"), say("assistant", "fox"), say("user", "so"), say("assistant", "a")],

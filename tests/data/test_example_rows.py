@@ -1,4 +1,4 @@
-"""Rows of examples: whole, the loss on what is trained; a function of (data, seed, step) on any number of hosts."""
+"""Test rows of examples: the loss mask, and that rows depend only on (data, seed, step) on any number of hosts."""
 
 import dataclasses
 import json
@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 from data.conftest import CHATML
+from refusals import refuses
 
+from dovetail.core.errors import RecipeError
 from dovetail.data.example_encoder import ExampleEncoder, example_encoder
 from dovetail.data.example_rows import open_examples
 from dovetail.data.examples import example
@@ -163,7 +165,7 @@ def test_columns_from_arrays(opened):
         rows.with_column("reference", np.zeros(3))
 
 
-def test_every_document_for_what_is_computed_once(opened):
+def test_iterating_over_every_document(opened):
     rows, held_out, stats = opened(pairs(), "preference", held_out=0.3)
     for one in (rows, held_out):
         found = np.concatenate([batch.columns["document"].ravel() for batch in epoch(one.every_document())])
@@ -188,7 +190,7 @@ def test_hosts_together_read_what_one_reads_alone_from_any_step_on(opened, kind)
     assert not same(other.batch(0), alone.batch(0))
 
 
-def test_fingerprints_are_of_the_examples_and_not_of_the_file(tokenizer, tmp_path):
+def test_fingerprints_depend_on_the_examples_and_not_on_the_file(tokenizer, tmp_path):
     """A file written another way has the same ones; one more example, or another label, does not."""
 
     def found(records, kind, spaces=True):
@@ -204,7 +206,7 @@ def test_fingerprints_are_of_the_examples_and_not_of_the_file(tokenizer, tmp_pat
     assert found(rated, "unpaired") != found([rated[0], rated[0]], "unpaired")
 
 
-def test_rows_are_what_training_takes(opened):
+def test_rows_satisfy_the_trainers_protocol(opened):
     rows: Rows = opened(chats())[0]
     assert rows.documents(0) >= 1
 
@@ -221,12 +223,12 @@ def test_held_out_records_are_set_apart(opened):
     assert other == {int(d) for batch in epoch(again) for d in np.unique(batch.columns["document"]) if d}
     _, rows, _ = opened(chats(60), held_out=2)
     assert rows is not None and 1 <= rows.rows_per_epoch <= 4
-    with pytest.raises(ValueError, match="takes all 3 documents of the list of records"):
+    with refuses("data.held_out", RecipeError, naming="held_out=50"):
         opened(chats(3), held_out=50)
 
 
 def test_the_turns_of_a_conversation_are_held_out_together(opened, make_tokenizer):
-    """Each answer begins with new lines that would join the prompt's: each turn is a document of its own."""
+    """Answers begin with newlines that would merge with the prompt's, so each turn becomes a separate document."""
     messages = [{"role": r, "content": c} for r, c in [("user", "who"), ("assistant", "\n\nfox")] * 3]
     settings = TuningData(held_out=0.3)
     records = [{"messages": messages} for _ in range(20)]
@@ -261,7 +263,7 @@ def texts(rows, tokenizer):
     return [tokenizer.decode(rows.examples.read(i, 0, LENGTH), skip_special=False) for i in range(len(rows.examples))]
 
 
-def test_the_oldest_turns_are_lost_after_the_system_message(opened, tokenizer):
+def test_the_oldest_turns_are_cut_after_the_system_message(opened, tokenizer):
     rows, _, stats = opened([long_chat(12), *chats(3)])
     text = texts(rows, tokenizer)[0]
     assert stats.shortened == 1 and stats.cut == stats.left_out == 0 and "1 shortened by turns" in str(stats)
@@ -275,7 +277,7 @@ def test_the_oldest_turns_are_lost_after_the_system_message(opened, tokenizer):
 
 
 @pytest.mark.parametrize(("overlong", "outcome"), [("turns", "cut"), ("cut", "cut"), ("skip", "left_out")])
-def test_one_exchange_that_is_too_long(opened, tokenizer, overlong, outcome):
+def test_a_single_exchange_that_is_too_long_is_cut(opened, tokenizer, overlong, outcome):
     rows, _, stats = opened([long_chat(2, words=200), *chats(3)], overlong=overlong)
     assert getattr(stats, outcome) == 1 and stats.records == 4
     assert stats.documents == (4 if outcome == "cut" else 3)
@@ -306,26 +308,24 @@ def test_a_pair_that_is_too_long_shares_the_row(opened, chosen, rejected):
 # --- nothing to train on ----------------------------------------------------------------------------------------------
 
 
-def test_rows_without_an_assistants_turn_are_counted_and_an_error_if_all(opened):
+def test_records_without_an_assistants_turn_are_counted_and_refused_if_all(opened):
     silent = {"messages": [{"role": "user", "content": "hi"}]}
     assert "1 without an assistant's turn, left out" in str(opened([silent, *chats(3)])[2])
-    with pytest.raises(ValueError, match="none of the 2 of the list of records has one"):
+    with refuses("data.path", code="no_examples", naming="none of the 2"):
         opened([silent, silent])
 
 
-def test_nothing_at_all(opened, tokenizer, tmp_path):
-    with pytest.raises(
-        ValueError, match="expected at least one record to train on, and the list of records holds none"
-    ):
+def test_data_without_examples_is_refused(opened, tokenizer, tmp_path):
+    with refuses("data.path", code="no_examples", naming="the list of records holds none"):
         opened([])
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"a\.jsonl holds none"):
+    with refuses("data.path", code="no_examples", naming="a.jsonl"):
         open_examples(TuningData(path=str(tmp_path / "a.jsonl")), 64, 1, tokenizer, "sft")
-    with pytest.raises(ValueError, match="path must name a file or a folder of records"):
+    with refuses("data.path", RecipeError):
         open_examples(TuningData(), 64, 1, tokenizer, "sft")
-    with pytest.raises(ValueError, match=r"all of the list of records were left out \(2 records.*raise length"):
+    with refuses("data.path", code="no_examples", naming="raise length"):
         opened(chats(2), overlong="skip", length=8)
-    with pytest.raises(ValueError, match="kind must be one of 'sft', 'preference', 'unpaired'; got 'dpo'"):
+    with refuses("kind", RecipeError):
         opened(chats(2), "dpo")
 
 
@@ -333,11 +333,11 @@ def test_a_record_that_fails_is_named(opened, tokenizer, tmp_path):
     lines = [json.dumps(record) for record in chats(2)] + ['{"messages": [{"role": "user", "content": "\\ud800"}, '
         '{"role": "assistant", "content": "x"}]}']  # fmt: skip
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match=r"a\.jsonl line 3: expected valid Unicode, got half a surrogate pair"):
+    with refuses(code="bad_records", naming="a.jsonl line 3: "):
         open_examples(TuningData(path=str(tmp_path / "a.jsonl")), 64, 1, tokenizer, "sft")
 
 
-def test_prompts_alone(tokenizer):
+def test_prompts_without_completions(tokenizer):
     encoder = example_encoder(TuningData(), tokenizer)
     records = from_list([{"prompt": turn(1)[:1]}, {"prompt": "who "}])
     found = [encoder.prompt(example(record, "prompts").sides[0]) for record in records]
@@ -368,7 +368,7 @@ def test_a_pass_sees_each_example_once(opened, kind, records, packing):
     assert same(rows.batch(1), rows.batch(1)) and rows.epochs(rows.steps_per_epoch) == (1.0,)
 
 
-def test_without_packing_rows_are_as_long_as_the_longest_example_needs(opened):
+def test_without_packing_rows_have_the_longest_examples_length(opened):
     rows, held_out, _ = opened(chats(20), length=1000, packing=False, held_out=3)
     assert rows.length == 32 and rows.batch(0).tokens.shape == (BATCH, 32)
     assert opened([{"messages": turn(1, 140)}], length=1000, packing=False)[0].length == 256  # whole blocks
@@ -383,23 +383,21 @@ def test_without_packing_rows_are_as_long_as_the_longest_example_needs(opened):
 # --- bad records ------------------------------------------------------------------------------------------------------
 
 
-def test_bad_records_are_named_all_at_once_or_left_out_and_listed(tokenizer, tmp_path):
+def test_bad_records_are_all_named_or_skipped_and_listed(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     good = [json.dumps(record) for record in chats(3)]
     empty = json.dumps({"messages": [*turn(1)[:1], {"role": "assistant", "content": ""}]})
     path.write_text("\n".join([good[0], "{torn", good[1], empty, json.dumps({"messages": None}), good[2]]))
-    with pytest.raises(
-        ValueError, match=r"3 records of .* cannot be used: correct them, or set data.skip_bad_records"
-    ) as e:
+    with refuses(code="bad_records", naming="set data.skip_bad_records=true") as e:
         open_examples(TuningData(path=str(path)), 64, 1, tokenizer, "sft")
     assert all(f"line {number}: " in str(e.value) for number in (2, 4, 5))
     rows, _, stats = open_examples(TuningData(path=str(path), skip_bad_records=True), 64, 1, tokenizer, "sft")
     assert rows.examples_per_epoch == 3 and "3 bad records left out" in str(stats)
     assert ["line 2: " in stats.bad[0], "line 4: " in stats.bad[1], "line 5: " in stats.bad[2]] == [True] * 3
     path.write_text("{torn")
-    with pytest.raises(ValueError, match=r"none of the 1 records of .* can be used; the first: .*line 1"):
+    with refuses("data.path", code="no_examples", naming="line 1: "):
         open_examples(TuningData(path=str(path), skip_bad_records=True), 64, 1, tokenizer, "sft")
-    with pytest.raises(ValueError, match=r"line 1: expected one JSON object.*\(or set data.skip_bad_records=true"):
+    with refuses(code="bad_records", naming="line 1: "):
         open_examples(TuningData(path=str(path)), 64, 1, tokenizer, "sft")
 
 
@@ -462,6 +460,6 @@ def test_memory_does_not_grow_with_the_file(tokenizer, tmp_path, kind):
         assert rows.tokens_per_epoch > 4000 * count if kind == "unpaired" else 2000 * count
         return found
 
-    peak(1)  # what is imported and compiled once
+    peak(1)  # imports and one-time compilation
     few, many = peak(8), peak(64)
     assert many < few + 200_000, "56 more examples have 450,000 bytes of tokens as int32, and as many again of text"

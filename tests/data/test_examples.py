@@ -1,4 +1,4 @@
-"""Records of every form become the examples they mean, out of every kind of file; and what fits none is said."""
+"""Test that records of every form and file type become examples, and that others are refused."""
 
 import gzip
 import json
@@ -6,8 +6,10 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from refusals import refuses
 
 from dovetail.core import recipe
+from dovetail.core.errors import RecipeError
 from dovetail.data import records
 from dovetail.data.examples import ChatExample, TextExample, example, kind_of
 from dovetail.data.records import Record
@@ -52,12 +54,12 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form):
+def test_record_forms(form):
     fields, expected = FORMS[form]
     assert read(fields) == (expected,)
 
 
-def test_keys_say_what_is_where():
+def test_keys_name_the_fields():
     assert read({"dialogue": [USER, BOT]}, messages="dialogue") == (ChatExample([USER, BOT]),)
     turns = [{"who": "user", "says": "hi"}, {"who": "gpt", "says": "hello"}]
     assert read({"messages": turns}, role="who", content="says") == (ChatExample([USER, BOT]),)
@@ -70,7 +72,7 @@ def test_keys_say_what_is_where():
     assert read(both, form="prompt") == (TextExample("a", "b"),)
 
 
-def test_tool_calls_are_objects_and_nulls_are_left_out():
+def test_tool_calls_become_objects_and_nulls_are_dropped():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     given = [USER | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [call]}, BOT]
     (chat,) = read({"messages": given})
@@ -122,77 +124,61 @@ def test_unpaired_and_prompts():
     assert kind_of(Record({"prompt": "a"}, lambda: ""), Keys()) == "prompts"
 
 
-def test_nothing_to_train_on_is_none():
+def test_records_without_a_trained_turn_are_none():
     assert read({"messages": [SYSTEM, USER]}) is None
     assert read({"prompt": [USER], "completion": [USER]}) is None
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
+# name -> the record, arguments of `example`, what the message must contain: the place in the record, the value, the key
 WRONG = {
-    "no form": ({"story": "x"}, {}, r"here: expected a record with messages, .* its keys are 'story'.*keys.messages="),
+    "no form": ({"story": "x"}, {}, "data.keys.messages=story"),
     "other names": (
-        {"id": 1, "question": "x", "answer": "y"},
-        {},
-        r"such as data\.keys\.prompt=question data\.keys\.completion=answer$",
+        {"id": 1, "question": "x", "answer": "y"}, {}, "data.keys.prompt=question data.keys.completion=answer"
     ),
-    "one other name": ({"prompt": "x", "response": "y"}, {}, r"such as data\.keys\.completion=response$"),
-    "a number as text": ({"text": 3}, {}, "expected text to be a string, got int"),
-    "an empty turn": (
-        {"messages": [USER, BOT, USER, BOT | {"content": " "}]},
-        {},
-        r"messages\[3\]: the assistant's turn",
-    ),
-    "an empty question": (
-        {"messages": [USER | {"content": ""}, BOT]},
-        {},
-        r"here: messages\[0\]: the user's turn is empty",
-    ),
-    "an empty completion": ({"prompt": "x", "completion": ""}, {}, "here: the completion is empty"),
-    "an image": (
-        {"messages": [USER | {"content": [{"type": "image", "url": "x"}]}, BOT]},
-        {},
-        r"messages\[0\].content\[0\]: expected a text part, got 'image'",
-    ),
-    "a misspelt role": (
-        {"messages": [USER, BOT | {"role": "asistant"}]},
-        {},
-        r"here: messages\[1\]: unknown role 'asistant'.* Did you mean 'assistant'",
-    ),
+    "one other name": ({"prompt": "x", "response": "y"}, {}, "data.keys.completion=response"),
     "no keys": ({}, {}, "its keys are none"),
-    "another kind": ({"messages": [USER]}, {"kind": "preference"}, "expected a record with chosen and rejected"),
-    "no messages": ({"messages": []}, {}, "here: messages: expected a list of at least one message"),
-    "messages as text": ({"messages": "hi"}, {}, "expected a list of at least one message, each a dict, got 'hi'"),
-    "no role": ({"messages": [{"content": "x"}]}, {}, r"messages\[0\]: expected a 'role'"),
-    "no content": ({"messages": [{"role": "user"}, BOT]}, {}, r"messages\[0\]: content is null or missing"),
-    "a number": ({"prompt": 3, "completion": "x"}, {}, "expected prompt to be text or a list of messages, got int"),
-    "a tool": ({"messages": [USER, BOT], "tools": [{"name": "x"}]}, {}, r"here: tools: tools\[0\]: expected a"),
-    "tools": ({"messages": [USER, BOT], "tools": "[{"}, {}, "here: tools: "),
+    "another kind": ({"messages": [USER]}, {"kind": "preference"}, "chosen and rejected"),
+    "a number as text": ({"text": 3}, {}, "text to be a string, got int"),
+    "a number as prompt": ({"prompt": 3, "completion": "x"}, {}, "got int"),
+    "an empty turn": ({"messages": [USER, BOT, USER, BOT | {"content": " "}]}, {}, "messages[3]: "),
+    "an empty question": ({"messages": [USER | {"content": ""}, BOT]}, {}, "messages[0]: "),
+    "an empty completion": ({"prompt": "x", "completion": ""}, {}, "the completion is empty"),
+    "an image": (
+        {"messages": [USER | {"content": [{"type": "image", "url": "x"}]}, BOT]}, {}, "messages[0].content[0]: "
+    ),
+    "a misspelt role": ({"messages": [USER, BOT | {"role": "asistant"}]}, {}, "Did you mean 'assistant'"),
+    "no messages": ({"messages": []}, {}, "messages: "),
+    "messages as text": ({"messages": "hi"}, {}, "got 'hi'"),
+    "no role": ({"messages": [{"content": "x"}]}, {}, "messages[0]: expected a 'role'"),
+    "no content": ({"messages": [{"role": "user"}, BOT]}, {}, "messages[0]: content"),
+    "a tool": ({"messages": [USER, BOT], "tools": [{"name": "x"}]}, {}, "tools[0]: "),
+    "tools": ({"messages": [USER, BOT], "tools": "[{"}, {}, "tools: "),
     "arguments": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
         {},
-        r"messages\[1\].tool_calls\[0\]: expected arguments to be an object or its JSON text",
+        "messages[1].tool_calls[0]: ",
     ),
-    "a label": (
-        {"prompt": "a", "completion": "b", "label": "good"},
-        {"kind": "unpaired"},
-        "expected label to be true or false, got 'good'",
-    ),
-    "no prompt": ({"chosen": "a", "rejected": "b"}, {"kind": "preference"}, "expected a prompt beside chosen"),
+    "a label": ({"prompt": "a", "completion": "b", "label": "good"}, {"kind": "unpaired"}, "got 'good'"),
+    "no prompt": ({"chosen": "a", "rejected": "b"}, {"kind": "preference"}, "expected a prompt"),
     "nothing shared": (
-        {"chosen": [USER, BOT], "rejected": [SYSTEM, BOT]},
-        {"kind": "preference"},
-        "expected chosen and rejected to begin with the same messages",
+        {"chosen": [USER, BOT], "rejected": [SYSTEM, BOT]}, {"kind": "preference"}, "give what they share as prompt"
     ),
-    "a format of another kind": ({"messages": [USER]}, {"form": "preference"}, "format of sft must be one of 'chat'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_in_a_sentence(case):
-    fields, how, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
+def test_records_that_do_not_fit_are_refused(case):
+    fields, how, naming = WRONG[case]
+    with refuses(naming=naming) as refused:
         read(fields, **how)
+    assert str(refused.value).startswith("here: ")
+
+
+def test_a_format_of_another_kind_is_refused():
+    with refuses("data.format", RecipeError, naming="'chat', 'prompt', 'text'"):
+        read({"messages": [USER]}, form="preference")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -215,7 +201,7 @@ def write(path, rows=ROWS):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "dataset"])
-def test_every_file_gives_the_same_records(tmp_path, name):
+def test_every_file_type_gives_the_same_records(tmp_path, name):
     write(tmp_path / name)
     assert [record.fields for record in records.from_path(str(tmp_path / name))] == ROWS
 
@@ -230,23 +216,23 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
     assert told[-1][1] == told[-1][2], "the bar ends full"
 
 
-def test_a_row_and_a_record_are_named(tmp_path):
+def test_where_names_the_row_or_the_record(tmp_path):
     write(tmp_path / "a.parquet")
     assert list(records.from_path(str(tmp_path)))[2].where() == f"{tmp_path / 'a.parquet'} row 3"
     assert [record.where() for record in records.from_list(ROWS)][1] == "record 1"
 
 
-def test_files_that_hold_no_records(tmp_path):
+def test_files_without_records_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hi")
-    with pytest.raises(ValueError, match=r"expected records with fields .* found text"):
+    with refuses("data.path", naming=str(tmp_path)):
         list(records.from_path(str(tmp_path)))
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n[1]\n')
     found = list(records.from_path(str(tmp_path / "a.jsonl")))[1]  # what comes after it is read all the same
-    with pytest.raises(ValueError, match=r"a\.jsonl line 2: expected a record with keys, such as .* got list"):
+    with refuses(naming="a.jsonl line 2: "):
         example(found, "sft")
-    with pytest.raises(ValueError, match=r"record 1: expected a record with keys, .* got str"):
+    with refuses(naming="record 1: "):
         example(list(records.from_list([{}, "hi"]))[1], "sft")
-    with pytest.raises(ValueError, match="expected a list of records, each a dict, got dict"):
+    with refuses("data", naming="got dict"):
         list(records.from_list({"messages": []}))
 
 
@@ -266,16 +252,20 @@ def test_settings_are_read_from_a_recipe():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "param"),
     [
-        ({"keys": {"message": "x"}}, "keys.message is not a key. Did you mean keys.messages"),
-        ({"format": "chats"}, "format must be one of .* Did you mean 'chat'"),
-        ({"overlong": "drop"}, "overlong must be one of 'turns', 'cut', 'skip'"),
-        ({"held_out": 1.5}, "held_out must be a share of the records"),
-        ({"path": "a", "sources": [{"path": "b"}]}, "path is for one source and sources for several; got both"),
-        ({"sources": [{"path": "b", "weight": 0}]}, r"sources\.0\.weight must be above 0"),
+        ({"format": "chats"}, "format"),
+        ({"overlong": "drop"}, "overlong"),
+        ({"held_out": 1.5}, "held_out"),
+        ({"path": "a", "sources": [{"path": "b"}]}, "path"),
+        ({"sources": [{"path": "b", "weight": 0}]}, "sources.0.weight"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_settings_are_refused(given, param):
+    with refuses(param, RecipeError):
         recipe.read(TuningData, given)
+
+
+def test_an_unknown_key_is_refused_with_the_closest_one():
+    with refuses("keys.message", RecipeError, code="unknown_key", naming="keys.messages"):
+        recipe.read(TuningData, {"keys": {"message": "x"}})

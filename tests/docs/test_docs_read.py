@@ -19,6 +19,7 @@ from typer.main import get_command
 from dovetail.cli.main import app
 from dovetail.core.types import Batch
 
+ALL_PAGES = (*PAGES, "CHANGELOG.md", "CONTRIBUTING.md")
 LANGUAGES = {*SHELL, "yaml", "python", "mermaid", ""}  # the last: output, drawings
 
 
@@ -112,6 +113,24 @@ def test_commands_in_sentences_exist(page):
     for where, text in spans(page):
         path, unknown = mentioned(text)
         assert not unknown, f"{where}: `{text}`: {path} has no option {', '.join(unknown)}"
+
+
+@pytest.mark.parametrize("page", ALL_PAGES)
+def test_named_files_and_links_exist(page):
+    """Paths of Python files in code spans, from the root or from dovetail/; links to pages, with their headings."""
+    text = (ROOT / page).read_text()
+    paths = re.findall(r"`([\w./-]+/[\w-]+\.py)`", text)
+    assert not [path for path in paths if not any((ROOT / base / path).is_file() for base in ("", "dovetail"))]
+    for target, heading in re.findall(r"\]\(([\w./-]*)(?:#([^)]*))?\)", text):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert file.is_file(), f"{page}: no file {target}"
+        assert not heading or heading in headings(file.read_text()), f"{page}: {target} has no heading {heading}"
+
+
+def headings(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub names them."""
+    lines = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`dovetail doctor` reports the faults of a machine, and none on a good one."""
+"""Test that `dovetail doctor` reports the faults of a machine, and none on a good one."""
 
 import json
 
@@ -17,7 +17,7 @@ def found(findings, about):
     return [one for one in findings if one.about == about]
 
 
-def test_faults_of_a_machine_are_named_with_their_cure(tmp_path, monkeypatch):
+def test_faults_of_a_machine_are_reported_with_a_remedy(tmp_path, monkeypatch):
     for name in ("dev/nvidia0", "tmp/libtpu_lockfile", "sys/kernel/mm/transparent_hugepage/enabled"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("always madvise [never]")
@@ -51,7 +51,7 @@ def test_a_chip_that_flips_a_bit_is_named():
     assert [x.severity for x in burn(0.0, side=32, devices=devices)] == ["good"]
 
 
-def test_products_here_are_what_their_dtypes_say(monkeypatch):
+def test_products_have_the_precision_of_their_dtypes(monkeypatch):
     monkeypatch.setattr(numerics, "VOCABULARY", 2048)
     by_name = {one.about: one for one in numerics.numerics(sides=(64, 128), runs=3)}
     assert by_name["top-k"].severity == by_name["repeatability"].severity == "good"
@@ -109,29 +109,29 @@ def test_a_busy_machine_is_a_warning(tmp_path):
     assert all("other work ran at the same time" in one.found for one in told)
 
 
-def test_a_quiet_machine_is_not(tmp_path):
+def test_an_idle_machine_is_not_a_warning(tmp_path):
     root = machine(tmp_path, "0.20", available=900_000)
     found = load(root, cores=2, wait=lambda seconds: None)
     assert [one.severity for one in found] == ["good", "good"] and not is_busy(found)
     assert load(tmp_path / "nowhere", wait=lambda seconds: None) == []
 
 
-def test_a_process_that_has_just_begun_is_seen_before_the_load_is(tmp_path):
+def test_a_new_process_is_seen_before_it_shows_in_the_load(tmp_path):
     root = machine(tmp_path, "0.10", available=900_000)
     assert is_busy(load(root, cores=2, wait=lambda seconds: use(root, 1_000_000)))
 
 
-def test_the_machine_in_use():
+def test_usage_of_this_machine():
     here = usage.usages()[-1]
     assert here.chip == "CPU" and 0 < here.used < here.total and here.busy is not None and 0 <= here.busy <= 1
 
 
-def test_what_nvidia_smi_says_is_read():
+def test_the_output_of_nvidia_smi_is_parsed():
     one = usage._smi_usage("0, NVIDIA H200, 1024, 143771, 37, 41, 210.55")
     assert (one.chip, one.used, one.busy, one.more) == ("GPU 0", 1 << 30, 0.37, "41 °C, 210.55 W")
 
 
-def test_the_command_tells_by_its_exit_code_and_hosts_are_compared(tmp_path, monkeypatch):
+def test_the_command_exits_by_its_findings_and_compares_hosts(tmp_path, monkeypatch):
     told = CliRunner().invoke(app, ["doctor", "--no-speed", "--json"])
     report = json.loads(told.stdout)
     assert told.exit_code == exit_code([Finding(one["severity"], "", "") for one in report["findings"]])

@@ -1,4 +1,4 @@
-"""What the engine's tests share: small engines, and what transformers says they must answer."""
+"""Helpers of the engine's tests: small engines, and the tokens that transformers generates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def variant(llm: LLM, pages: int | None = None, caching: bool = True, steps: int
 
 
 def _record_steps(engine: Engine) -> list[int]:
-    """The number of steps of each plan that the engine launches from now on."""
+    """Record the number of steps of each plan that the engine launches."""
     steps, launch = [], engine._launch
 
     def recorded(plan, **more):
@@ -55,7 +55,7 @@ def mixed_prompts(count: int, least: int = 8, most: int = 120, seed: int = 0) ->
 
 
 def theirs(model, prompt: list[int], **options) -> list[int]:
-    """The tokens of transformers' greedy generate; without options an end token ends nothing."""
+    """Return the tokens of transformers' greedy generate; without options an end token is ignored."""
     ids = torch.tensor([prompt])
     stops = model.generation_config.eos_token_id
     if not options:

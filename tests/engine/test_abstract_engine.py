@@ -1,4 +1,4 @@
-"""An engine's steps without the engine: the same programs, compiled from forms alone, and pools that steps copy."""
+"""The steps of an abstract engine: the programs of a real one, compiled from shapes, and the copies of its pools."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from engine.engines import OPTIONS, make_llm
+from refusals import refuses
 
 from dovetail.engine.abstract_engine import abstract_engine
 from dovetail.engine.options import EngineOptions
@@ -63,7 +64,7 @@ def test_over_devices_prompts_gather_logits_and_no_weights():
 
 
 def test_more_devices_than_there_are():
-    with pytest.raises(ValueError, match="at most the 8 devices of the topology, got 16"):
+    with refuses("tensor_parallel_size", naming="8 devices"):
         abstract_engine(
             make_llm("llama3.1", load_format="dummy").config, EngineOptions(tensor_parallel_size=16), jax.devices()
         )
@@ -78,7 +79,7 @@ def _form(x) -> tuple:
 
 
 class Step:
-    """What the compiler would say of a step: so much, and more with each page that it copies."""
+    """Stand in for the compiler's memory analysis of a step: a fixed size, and more with each page that it copies."""
 
     def __init__(self, fixed: int, copied: int):
         self.fixed, self.copied, self.asked = fixed, copied, []
@@ -108,14 +109,14 @@ def test_a_step_as_large_as_a_layers_pages_may_still_copy_nothing():
     assert bytes_beside(4 * GIB, PAGE, LAYER, MOST, Step(GIB, 0)) == (GIB, 0)
 
 
-def test_where_all_pages_fit_in_any_case_nothing_is_measured_again():
+def test_memory_is_not_measured_again_if_all_pages_fit():
     step = Step(GIB, LAYER)
     fixed, copied = bytes_beside(100 * GIB, PAGE, LAYER, 100, step)
     assert len(step.asked) == 1 and copied == 0 and fixed + 100 * PAGE < 100 * GIB
 
 
 def test_a_copied_pool_is_read_from_the_program():
-    """XLA copies what is still needed after an update, and updates in place what was given to it."""
+    """XLA copies an array that is used after its update, and updates a donated one in place."""
     pool, rows = jax.ShapeDtypeStruct((64, 16, 4, 32), jnp.float32), jax.ShapeDtypeStruct((16, 4, 32), jnp.float32)
 
     def keeps(pool, rows):

@@ -1,5 +1,4 @@
-"""A batch that mixes adapters gives each request the tokens that PEFT gives with that adapter alone; and they come, go
-and are replaced while the engine runs."""
+"""Adapters in the engine: mixed batches equal PEFT, and adapters are loaded, replaced and unloaded at run time."""
 
 from __future__ import annotations
 
@@ -11,7 +10,9 @@ import torch
 from engine.engines import GREEDY, make_llm, mixed_prompts, theirs, tokens_of
 from later import later
 from reference_models import reference
+from refusals import refuses
 
+from dovetail.core.errors import CheckpointError, RequestError
 from dovetail.engine.llm import LLM
 from dovetail.io.load import load
 
@@ -22,7 +23,7 @@ PROMPTS = mixed_prompts(len(NAMES), 8, 60)
 
 
 def saved(folder, model: str, rank: int, seed: int, **options) -> str:
-    """An adapter of PEFT's, with random weights that change every answer."""
+    """Save an adapter of PEFT with random weights that change every answer."""
     torch.manual_seed(seed)
     given: dict[str, Any] = {"target_modules": "all-linear"} | options
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **given)
@@ -48,7 +49,7 @@ def peft_tokens(model: str, folder: str | None, prompts: list[list[int]]) -> lis
 
 
 def mixed(model: str, folders: dict[str, str]) -> list[list[int]]:
-    """PEFT's, each prompt with its own adapter alone."""
+    """Return PEFT's tokens, each prompt with its own adapter."""
     found: dict[int, list[int]] = {}
     for name in {*NAMES}:
         own = [i for i, each in enumerate(NAMES) if each == name]
@@ -72,7 +73,7 @@ def llm(folders) -> LLM:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixed_batch_gives_each_what_peft_gives_it_alone(llm, folders):
+def test_a_batch_with_several_adapters_equals_peft(llm, folders):
     expected = mixed("llama3.1", folders)
     assert tokens_of(llm.generate(PROMPTS, GREEDY, adapter=NAMES)) == expected
     assert len({tuple(answer) for answer in expected}) == len(expected)
@@ -138,18 +139,18 @@ def test_loaded_replaced_and_unloaded_at_run_time(llm, folders):
     assert cached(llm, "c") == 0 and ask("c") == second
     (output,) = llm.generate(PROMPTS[0], GREEDY, adapter="c")
     assert output.adapter.version == before + 1
-    with pytest.raises(ValueError, match="all 3 adapter slots are in use: unload one"):
+    with refuses("max_loras", naming="3 adapter slots"):
         llm.load_adapter("d", folders["a"])
     llm.unload_adapter("c")
-    with pytest.raises(ValueError, match="adapter 'c' is not loaded; loaded: a, b"):
+    with refuses("adapter", RequestError, naming="loaded: a, b"):
         ask("c")
-    with pytest.raises(ValueError, match="'c' is not loaded"):
+    with refuses("adapter", RequestError):
         llm.unload_adapter("c")
     assert ask("a") == first
 
 
 def test_requests_keep_the_adapter_they_began_with(llm, folders):
-    """Unloaded or replaced, it stays in its slot until they have ended."""
+    """An unloaded or replaced adapter keeps its slot until its requests have ended."""
     first, second = (tokens_of(llm.generate(PROMPTS[:1], GREEDY, adapter=name)) for name in ("a", "b"))
     engine = llm.engine
     engine.add("old", PROMPTS[0], GREEDY, adapter="a")
@@ -157,7 +158,7 @@ def test_requests_keep_the_adapter_they_began_with(llm, folders):
     llm.load_adapter("a", folders["b"])  # in another slot
     engine.add("new", PROMPTS[0], GREEDY, adapter="a")
     assert engine.offer_adapter("a", engine.runner.adapters.read("a", folders["a"])) == 0, "no slot is free"
-    with pytest.raises(ValueError, match="all 3 adapter slots are in use, some by requests in progress"):
+    with refuses("max_loras", naming="requests in progress"):
         llm.load_adapter("a", folders["b"])
     while engine.has_work:
         engine.step()
@@ -176,14 +177,14 @@ def test_a_request_that_was_checked_before_a_reload_gets_the_new_one(llm, folder
     assert [list(llm.engine.output("late").outputs[0].token_ids)] == expected
     request = llm.engine.intake.request("later", PROMPTS[0], GREEDY, adapter="c")
     llm.unload_adapter("c")
-    with pytest.raises(ValueError, match="'c' is not loaded"):
+    with refuses("adapter", RequestError):
         llm.engine.enqueue(request)
 
 
 def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
     expected = tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3]))
     llm.sleep(1)
-    with pytest.raises(ValueError, match="asleep"):
+    with refuses(naming="wake_up()"):
         llm.load_adapter("c", folders["a"])
     llm.wake_up()
     assert tokens_of(llm.generate(PROMPTS[:3], GREEDY, adapter=NAMES[:3])) == expected
@@ -191,7 +192,7 @@ def test_adapters_sleep_and_wake_with_the_engine(llm, folders):
 
 @pytest.mark.thorough
 def test_new_weights_come_below_the_adapters(folders):
-    """Also where a sleep of level 2 dropped the old ones, and with an adapter that came in between."""
+    """The same after a sleep of level 2, and with an adapter loaded in between."""
     llm = make_llm("llama3.1", lora_modules={"a": folders["a"]}, max_loras=2, max_lora_rank=8)
     model = load(reference("llama3.1")[1], dtype="f32")
     names = [name for name in NAMES if name != "b"]
@@ -208,27 +209,27 @@ def test_new_weights_come_below_the_adapters(folders):
     )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------
 
 
-def test_what_has_no_place_is_refused_in_a_sentence(llm, tmp_path):
-    with pytest.raises(ValueError, match="rank is 9, and there is room for 7: raise max_lora_rank"):
+def test_adapters_that_do_not_fit_are_refused(llm, tmp_path):
+    with refuses("max_lora_rank", CheckpointError, naming="room for 7"):
         llm.load_adapter("c", saved(tmp_path / "wide", "llama3.1", 9, 1))
-    with pytest.raises(ValueError, match="DoRA's, which is not served beside others: merge it"):
+    with refuses(None, CheckpointError, naming="merge it"):
         llm.load_adapter("c", saved(tmp_path / "dora", "llama3.1", 4, 1, use_dora=True))
-    with pytest.raises(ValueError, match="an adapter for another model"):
+    with refuses(None, CheckpointError, naming="another model"):
         llm.load_adapter("c", saved(tmp_path / "phi", "phi3", 4, 1))
-    with pytest.raises(ValueError, match="is no adapter"):
+    with refuses(None, CheckpointError, naming="nowhere"):
         llm.load_adapter("c", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="one `adapter` per prompt, got 2 for 8"):
+    with refuses("adapter", RequestError, naming="got 2 for 8"):
         llm.generate(PROMPTS, GREEDY, adapter=["a", "b"])
     assert llm.runner.adapters.names == ["a", "b"]
 
 
-def test_an_engine_without_room_says_so(folders):
+def test_an_engine_without_adapter_slots_refuses_adapters(folders):
     llm = make_llm("llama3.1")
-    with pytest.raises(ValueError, match="no slots for adapters: start it with max_loras"):
+    with refuses("max_loras"):
         llm.load_adapter("a", folders["a"])
-    with pytest.raises(ValueError, match="'a' is not loaded; loaded: none"):
+    with refuses("adapter", RequestError, naming="'a'"):
         llm.generate(PROMPTS, GREEDY, adapter="a")
     assert json.dumps(llm.options.lora_modules) == "{}"

@@ -1,4 +1,4 @@
-"""A plan as the vector of a step, read back as the device reads it: which pages it brings, and which came before."""
+"""A plan packed as a step's input vector and read back as on the device: new pages and known ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dovetail.engine.device.batch import UNKNOWN, Packer, Shape, sample_inputs, 
 from dovetail.engine.device.sampler import Sampler
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 
 SLOTS, VOCAB = 4, 50
 
@@ -29,37 +29,39 @@ def brought(arrays) -> list[tuple[int, ...]]:
 
 def test_a_step_brings_only_pages_that_are_new():
     packer, seq = Packer(SLOTS), sequence(2, 20, [7, 9])
-    prompt, _ = packed(packer, StepPlan([Row(seq, 0, 20, True)]), Shape(32, 2, 8))
+    prompt, _ = packed(packer, StepPlan([PlanRow(seq, 0, 20, True)]), Shape(32, 2, 8))
     assert prompt.tokens.tolist()[:21] == [*range(1, 21), 0] and prompt.kv_lens.tolist() == [20, 0]
     assert prompt.slots.tolist() == [2, SLOTS] and prompt.cu_q_lens.tolist() == [0, 20, 20]
     assert brought(prompt) == [(2, 0, 7), (2, 1, 9)]
     seq.pages.append(3)
-    decode, _ = packed(packer, StepPlan([Row(seq, 20, 1, True)]), Shape(2, 2, 8))
+    decode, _ = packed(packer, StepPlan([PlanRow(seq, 20, 1, True)]), Shape(2, 2, 8))
     assert decode.tokens.tolist() == [UNKNOWN, 0] and brought(decode) == [(2, 2, 3)]
-    assert brought(packed(packer, StepPlan([Row(seq, 21, 1, True)]), Shape(2, 2, 8))[0]) == []
+    assert brought(packed(packer, StepPlan([PlanRow(seq, 21, 1, True)]), Shape(2, 2, 8))[0]) == []
 
 
-def test_a_slot_that_changes_hands_is_filled_anew():
+def test_a_reused_slot_is_filled_again():
     packer, first, second = Packer(SLOTS), sequence(1, 3, [5]), sequence(1, 3, [6])
     for seq, page in ((first, 5), (second, 6), (first, 5)):
-        arrays, _ = packed(packer, StepPlan([Row(seq, 0, 3, True)]), Shape(16, 2, 8))
+        arrays, _ = packed(packer, StepPlan([PlanRow(seq, 0, 3, True)]), Shape(16, 2, 8))
         assert brought(arrays) == [(1, 0, page)]
     first.preemptions += 1  # its pages were given away, and it has others now
     first.pages = [8]
-    assert brought(packed(packer, StepPlan([Row(first, 0, 3, True)]), Shape(16, 2, 8))[0]) == [(1, 0, 8)]
+    assert brought(packed(packer, StepPlan([PlanRow(first, 0, 3, True)]), Shape(16, 2, 8))[0]) == [(1, 0, 8)]
 
 
 def test_more_pages_than_there_is_room_for_go_by_another_way():
     """A prompt of which almost all is in the prefix cache."""
     packer, long, short = Packer(SLOTS), sequence(0, 400, list(range(100, 125))), sequence(1, 3, [9])
-    arrays, too_many = packed(packer, StepPlan([Row(long, 399, 1, True), Row(short, 0, 3, True)]), Shape(16, 2, 32))
+    arrays, too_many = packed(
+        packer, StepPlan([PlanRow(long, 399, 1, True), PlanRow(short, 0, 3, True)]), Shape(16, 2, 32)
+    )
     assert too_many == [(0, long.pages)] and brought(arrays) == [(1, 0, 9)]
 
 
-def test_what_a_row_asks_of_the_sampler_arrives_bit_for_bit():
+def test_sampling_parameters_of_a_row_arrive_bit_for_bit():
     seq = sequence(3, 3, [5], temperature=0.7, top_p=0.9, min_p=0.01, top_k=11, seed=2**63 + 5, logprobs=2)
     seq.request = Request("r", (1, 2, 3), seq.request.params, seed=2**63 + 5)
-    plan = StepPlan([Row(seq, 0, 3, True)])
+    plan = StepPlan([PlanRow(seq, 0, 3, True)])
     given = Sampler(VOCAB, SLOTS).inputs(plan, 2)
     flat, _ = Packer(SLOTS).pack(plan, shape := Shape(16, 2, 8), given)
     arrays = dict(bias_ids=given.bias_ids, bias=given.bias, mask=given.mask)

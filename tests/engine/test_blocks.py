@@ -1,4 +1,4 @@
-"""The page pool: counts, who is evicted first, what is found again."""
+"""The page pool: counts, eviction order, prefix lookup."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_the_first_of_two_equal_pages_is_the_one_found():
     assert pool.find_prefix(chain(pool, [1, 2])) == first
 
 
-def test_a_hash_names_everything_before_it():
+def test_a_page_hash_covers_the_whole_prefix():
     pool = BlockPool(4, 2)
     assert chain(pool, [1, 2, 3, 4])[1] != chain(pool, [9, 9, 3, 4])[1]
     roots = [
@@ -106,7 +106,7 @@ def test_reset_forgets_cached_and_held_pages():
 
 
 @pytest.mark.parametrize(("caching", "n", "pages"), [(True, 1, 3), (False, 1, 0), (False, 2, 2)])
-def test_what_of_a_sequence_is_hashed(caching, n, pages):
+def test_which_pages_of_a_sequence_are_hashed(caching, n, pages):
     """Without caching only the prompt, and only for the samples of one request."""
     pool = BlockPool(8, 2, enable_prefix_caching=caching)
     seq = Sequence(Request("a", (1, 2, 3, 4), SamplingParams(n=n)))
@@ -133,7 +133,7 @@ def test_one_token_is_left_to_compute():
     assert len(pool.find_cached(Sequence(Request("a", (1, 2, 3, 4), SamplingParams())))) == 1
 
 
-def test_waste():
+def test_the_waste_metric():
     pool = BlockPool(8, 4)
     assert pool.waste(0) == 0.0
     pool.allocate(2)

@@ -1,4 +1,4 @@
-"""Steps that are broken off, by Ctrl-C or by a failure: the engine goes on as if they had never been planned."""
+"""Steps interrupted by Ctrl-C or a failure: the engine continues as if they had not been planned."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def answers(shared) -> list[list[int]]:
 
 @pytest.fixture
 def llm(shared, monkeypatch):
-    """An engine of its own; what a test does to the runner it shares is undone."""
+    """Yield an engine; changes of the shared runner are undone."""
     llm = variant(shared)
     monkeypatch.setattr(llm.runner, "launch", llm.runner.launch)
     return llm
 
 
 def breaks(function, at: int, how):
-    """The function, except that its call number `at` does `how(call)`."""
+    """Return the function, except that its call number `at` runs `how(call)`."""
     calls = iter(range(10**9))
 
     def broken(*args, **more):
@@ -63,7 +63,7 @@ def failed(call):
     [(interrupted, KeyboardInterrupt), (interrupted_twice, KeyboardInterrupt), (failed, RuntimeError)],
     ids=["Ctrl-C", "Ctrl-C twice", "a failure"],
 )
-def test_what_follows_is_answered_rightly(llm, answers, how, error, at):
+def test_requests_after_a_broken_off_step_are_answered(llm, answers, how, error, at):
     llm.runner.launch = breaks(llm.runner.launch, at, how)
     with pytest.raises(error):
         llm.generate(PROMPTS, GREEDY)
@@ -73,7 +73,7 @@ def test_what_follows_is_answered_rightly(llm, answers, how, error, at):
 
 
 class Breaking:
-    """Steps of which the first to run breaks."""
+    """Steps of which the first one fails."""
 
     def __init__(self, steps, how):
         self.nearest, self.is_ready, self.busy = steps.nearest, steps.is_ready, False
@@ -83,7 +83,7 @@ class Breaking:
         return breaks(self._steps(shape), 0, self._how)
 
 
-def test_pages_that_a_failed_step_had_taken_are_made_anew(llm, answers):
+def test_pages_of_a_failed_step_are_allocated_again(llm, answers):
     def taken(call):
         out = call()
         del out

@@ -1,4 +1,4 @@
-"""The shapes that steps are compiled for: every plan has one, and it is among those that a start compiles."""
+"""Compiled shapes of steps: every plan has one, and a start compiles it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import random
 
 import pytest
 
+from dovetail.core.errors import UserError
 from dovetail.engine.build import page_size_for
 from dovetail.engine.device.buckets import Buckets, steps_in_time
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.kernels.tpu.needs import TABLE_BYTES, table_bytes
 
 SIZES = {
@@ -30,7 +31,7 @@ SIZES = {
 
 def plan(counts: list[int], samples: bool, steps: int = 1) -> StepPlan:
     request = Request("r", (1,), SamplingParams())
-    return StepPlan([Row(Sequence(request, pages=[1]), 0, count, samples) for count in counts], steps)
+    return StepPlan([PlanRow(Sequence(request, pages=[1]), 0, count, samples) for count in counts], steps)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -52,13 +53,13 @@ def test_every_plan_has_a_shape_that_was_compiled(name):
         assert scored in compiled and scored.tokens >= given.num_tokens and scored.rows >= rows
 
 
-def test_what_a_start_compiles_is_little():
+def test_a_start_compiles_few_programs():
     """Each takes seconds to compile, and the first start waits for all of them."""
     assert len(SIZES["an 8B model on an H200"].usual()) == 31
     assert len(SIZES["a GPU"].usual()) == 40
 
 
-def test_no_more_steps_in_a_dispatch_than_a_newcomer_may_wait_for():
+def test_a_dispatch_is_no_longer_than_a_new_request_may_wait():
     assert steps_in_time(1e-3) == (1, 4, 16) and steps_in_time(5e-3) == (1, 4) and steps_in_time(1.0) == (1,)
     buckets = SIZES["an 8B model on an H200"]
     assert buckets.steps_for(1) == (1, 4) and buckets.steps_for(512) == (1,)
@@ -75,5 +76,5 @@ def test_pages_of_a_tpu_are_long_enough_for_its_kernels_table(rows, length, size
 
 
 def test_pages_that_are_too_short_for_a_tpu_are_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"256 sequences of 131072 tokens.* 8\.0 MiB.* Leave it out"):
+    with pytest.raises(UserError, match=r"256 sequences of 131072 tokens.* 8\.0 MiB.* Leave it out"):
         page_size_for(EngineOptions(block_size=16), 131_072, "tpu")

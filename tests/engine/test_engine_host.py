@@ -1,4 +1,4 @@
-"""What the engine does on the host with a step's arrays, on a device that gives what the test says."""
+"""The engine's host work on a step's arrays, with a scripted device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EOS, TOP = 2, 3
 
 
 class OnDevice:
-    """An array that knows whether it was copied, or read."""
+    """An array that records whether it was copied or read."""
 
     def __init__(self, array):
         self.array, self.ndim, self.sent, self.read = np.asarray(array), np.ndim(array), False, False
@@ -32,7 +32,7 @@ Unknown = SimpleNamespace(platform="none", device_kind="of a test")
 
 
 class Device:
-    """A runner: step after step it samples the numbers that follow, but EOS where the test says (launch, step, row)."""
+    """A runner that samples consecutive numbers, and EOS at the given (launch, step, row)."""
 
     def __init__(self, rows: int, ends=()):
         self.cfg = SimpleNamespace(vocab=1000, eos_ids=(EOS,), scored=False)
@@ -103,7 +103,7 @@ def test_each_sequence_keeps_its_own_until_it_ends(steps, asked):
 
 
 @pytest.mark.parametrize(("asked", "copied"), [((None, None), 0), ((None, 0), 2), ((0, TOP), 4)])
-def test_only_what_was_asked_for_is_copied(asked, copied):
+def test_only_requested_logprobs_are_copied_to_the_host(asked, copied):
     engine, device = make(2, 4)
     for i, count in enumerate(asked):
         engine.add(str(i), [5, 6], SamplingParams(max_tokens=8, logprobs=count))

@@ -1,4 +1,4 @@
-"""No stream stops for another request: neither for its long prompt nor for a program that it needs compiled."""
+"""Streams continue while another request prefills a long prompt or compiles a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.schedule.plan import Row, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.engine.schedule.step_time import STEP_SECONDS, Pace
 
 LONG = replace(GREEDY, max_tokens=120)
@@ -28,7 +28,7 @@ PROMPT = mixed_prompts(1, least=150, most=150)[0]
 
 @pytest.fixture
 def llm() -> LLM:
-    """An engine that has compiled what a server has when it is ready, and nothing else."""
+    """Return an engine with the compiled programs of a server that has just become ready."""
     llm = make_llm("llama3.1", max_num_seqs=16, max_decode_steps=1, max_num_batched_tokens=None)
     llm.runner.steps._futures.clear()
     llm.prepare()
@@ -36,7 +36,7 @@ def llm() -> LLM:
 
 
 class Compiler:
-    """Holds up what is compiled from now on until it is told to go on."""
+    """Hold up new compilations until they are released."""
 
     def __init__(self, monkeypatch):
         self.goes_on, self.asked, kept = threading.Event(), [], StepProgram.kept
@@ -63,7 +63,7 @@ def decode_alone(engine: Engine, id: str) -> None:
 
 
 def gained(engine: Engine, steps: int) -> dict[str, int]:
-    """Take so many steps; -> the tokens that each request gained."""
+    """Take `count` steps and return the tokens that each request gained."""
     found: dict[str, int] = {}
     for _ in range(steps):
         for update in engine.step():
@@ -73,7 +73,7 @@ def gained(engine: Engine, steps: int) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_streams_go_on_while_the_program_of_another_is_compiled(llm, compiler):
-    """Of a request that asks for what no compiled program gives: a step that keeps hidden states."""
+    """Return the parameters of a request that no compiled program serves: its step keeps hidden states."""
     engine = llm.engine
     engine.add("a", PROMPT[:8], LONG)
     decode_alone(engine, "a")
@@ -99,7 +99,7 @@ def test_streams_go_on_while_the_program_of_another_is_compiled(llm, compiler):
 
 
 @pytest.mark.slow
-def test_newcomers_beyond_the_compiled_rows_wait_and_all_others_go_on(llm, compiler):
+def test_requests_beyond_the_compiled_rows_wait_and_others_continue(llm, compiler):
     engine = llm.engine
     engine.add("a", PROMPT[:8], LONG)
     decode_alone(engine, "a")
@@ -151,7 +151,7 @@ READY = [shape(1, 1), shape(64, 8)]
         (StepDemand(2), 64, shape(2, 2), [], None),
     ],
 )
-def test_a_step_takes_what_is_compiled(demand, budget, wanted, ready, expected):
+def test_a_step_is_limited_to_compiled_shapes(demand, budget, wanted, ready, expected):
     assert limits_of(demand, budget, wanted, ready) == expected
 
 
@@ -197,7 +197,7 @@ def test_the_size_of_a_step_follows_from_what_tokens_take():
     assert Pace(4096).tokens == 4096, "as many as may be where it is not limited"
 
 
-def test_the_size_of_a_step_does_not_change_to_and_fro():
+def test_the_size_of_a_step_does_not_oscillate():
     pace, sizes = Pace(8192, STEP_SECONDS / 256), set()
     for i in range(100):
         pace.learn(prompt_step(), 100, 100 * STEP_SECONDS / (250 if i % 2 else 262))
@@ -205,15 +205,15 @@ def test_the_size_of_a_step_does_not_change_to_and_fro():
     assert len(sizes) <= 2 and pace.tokens == 128, "once smaller, it stays so until there is room"
 
 
-def test_a_decode_step_says_nothing_of_prompts():
+def test_a_decode_step_does_not_change_the_prompt_pace():
     pace = Pace(8192, 1e-3)
     seq = Sequence(Request("r", (1,), SamplingParams()), pages=[1])
-    pace.learn(StepPlan([Row(seq, 0, 1, True)]), 1, 5.0)
+    pace.learn(StepPlan([PlanRow(seq, 0, 1, True)]), 1, 5.0)
     assert pace.tokens == 256 and pace.decode_seconds > 1
 
 
 def prompt_step() -> StepPlan:
-    return StepPlan([Row(Sequence(Request("r", (1,), SamplingParams()), pages=[1]), 0, 100, False)])
+    return StepPlan([PlanRow(Sequence(Request("r", (1,), SamplingParams()), pages=[1]), 0, 100, False)])
 
 
 def test_one_prompt_takes_no_program_of_many_rows():

@@ -1,4 +1,4 @@
-"""EngineLoop: every request gets what LLM.generate would give it, whatever is asked of the engine between its steps."""
+"""EngineLoop: every request gets the tokens of LLM.generate, whatever controls run between steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import replace
 import pytest
 from engine.engines import GREEDY, NEW, make_llm, mixed_prompts, tokens_of, variant
 from reference_models import reference
+from refusals import refuses
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import CheckpointError, MissingFileError, RequestError, UserError
 from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.engine import Engine
 from dovetail.engine.llm import LLM
@@ -42,14 +43,14 @@ def answers(llm) -> list[list[int]]:
 
 @pytest.fixture
 def weights(llm):
-    """Other weights than the engine's own, which it has again when the test is over."""
+    """Return other weights; the engine's own are restored after the test."""
     own, params = llm.runner.weights, load(reference("llama3.1")[1]).params
     yield {**params, "embed": params["embed"][::-1]}
     llm.runner.weights = own
 
 
 class Asking:
-    """Asks a loop and keeps each request's updates, until its last or the engine's death."""
+    """A client of a loop that keeps each request's updates until its last or the engine's death."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -73,7 +74,7 @@ class Asking:
         self.do(lambda engine: engine.enqueue(request))
 
     def read(self, id: str) -> tuple[list[int], RequestOutput]:
-        """A request's tokens as they came, and its output."""
+        """Return a request's tokens as they arrived, and its output."""
         updates = self.updates[id]
         with self._news:
             assert self._news.wait_for(lambda: self.died or id in self.outputs, SECONDS)
@@ -82,7 +83,7 @@ class Asking:
         return [token for update in updates for token in update.token_ids], self.outputs.pop(id)
 
     def wait_for_end(self, id: str) -> OutputDelta:
-        """The last update of a request with n=1."""
+        """Return the last update of a request with n=1."""
         updates = self.updates[id]
         with self._news:
             assert self._news.wait_for(lambda: self.died or (updates and updates[-1].finished), SECONDS)
@@ -95,7 +96,7 @@ class Asking:
         return self.loop.submit(function, idle).result(SECONDS)
 
     def take_steps(self, count: int) -> None:
-        """Of a paused engine: exactly so many."""
+        """Take exactly this many steps of a paused engine."""
 
         def step(engine: Engine) -> None:
             engine.resume()
@@ -134,7 +135,7 @@ def asking(llm: LLM, **options) -> Iterator[Asking]:
 
 @contextmanager
 def paused_with(llm: LLM, ids: str, params=GREEDY, steps: int = 6) -> Iterator[Asking]:
-    """A paused engine that is in the middle of PROMPTS[0], PROMPTS[1], ... under these ids."""
+    """Yield a paused engine that is in the middle of PROMPTS[0], PROMPTS[1], ... under these ids."""
     with asking(llm) as asked:
         asked.control("pause")
         for id, prompt in zip(ids, PROMPTS, strict=False):
@@ -217,16 +218,16 @@ def test_an_id_left_and_used_again_gets_its_own_tokens(llm, answers):
 
 
 BAD = [
-    (dict(prompt=[]), "at least one token"),
-    (dict(prompt="text"), "no tokenizer"),
-    (dict(prompt=[5] * 300), "got 300"),
-    (dict(prompt=[5, 160]), "got 160"),
-    (dict(params=replace(GREEDY, stop="x")), "requires a tokenizer"),
-    (dict(id="good-0"), "'good-0' is already in use"),
-    (dict(id=7), "must be a string, got 7"),
-    (dict(priority=1), "scheduling_policy='priority'"),
-    (dict(priority="high"), "`priority` must be an integer"),
-    (dict(cache_salt=3), "`cache_salt` must be a string"),
+    (dict(prompt=[]), "prompt", None),
+    (dict(prompt="text"), "prompt", None),
+    (dict(prompt=[5] * 300), "prompt", "context_length_exceeded"),
+    (dict(prompt=[5, 160]), "prompt", None),
+    (dict(params=replace(GREEDY, stop="x")), "stop", None),
+    (dict(id="good-0"), "request_id", None),
+    (dict(id=7), "request_id", None),
+    (dict(priority=1), "priority", None),
+    (dict(priority="high"), "priority", None),
+    (dict(cache_salt=3), "cache_salt", None),
 ]
 
 
@@ -236,19 +237,19 @@ def test_bad_requests_among_good_ones(llm, answers):
         for i in range(8):
             asked.add(f"good-{i}", PROMPTS[i])
         asked.take_steps(2)
-        for options, message in BAD:
-            with pytest.raises(ValueError, match=message):
+        for options, param, code in BAD:
+            with refuses(param, RequestError, code=code):
                 asked.add(**({"id": "bad", "prompt": PROMPTS[0]} | options))
         asked.control("resume")
         assert [asked.read(f"good-{i}")[0] for i in range(8)] == answers[:8]
         assert asked.holds_nothing() and asked.loop.is_alive
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["_launch", "_commit"])
-def test_when_the_engine_dies_everybody_hears_of_it(llm, where):
+def test_an_engine_death_fails_every_open_request(llm, where):
     with asking(llm) as asked:
         work, left = getattr(asked.engine, where), iter(range(6))
 
@@ -273,7 +274,7 @@ def test_when_the_engine_dies_everybody_hears_of_it(llm, where):
                 refused()
 
 
-def test_a_death_while_steps_are_taken_in_reaches_who_asked_for_it(llm):
+def test_an_engine_death_during_a_drain_fails_the_pending_controls(llm):
     with paused_with(llm, "ab") as asked:
 
         def breaks(*_, **__):
@@ -349,22 +350,22 @@ def test_faults_in_a_row_end_the_engine(llm):
             asked.read("last")
 
 
-def test_what_a_control_raises_is_its_askers_alone(llm, answers, weights, tmp_path):
+def test_an_error_of_a_control_reaches_its_caller_only(llm, answers, weights, tmp_path):
     with paused_with(llm, "a") as asked:
-        with pytest.raises(ValueError, match=r"weights embed: the model has \[160, 48\] there, and \[160, 8\] came"):
+        with refuses("embed", CheckpointError, naming="[160, 48], got [160, 8]"):
             asked.do(lambda engine: engine.update_weights({**weights, "embed": weights["embed"][:, :8]}), idle=True)
-        with pytest.raises(ValueError, match="weights embed: the model has"):
+        with refuses("embed", CheckpointError):
             asked.do(lambda engine: engine.update_weights({"a": 1}), idle=True)
-        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        with refuses(None, MissingFileError, naming="config.json"):
             asked.control("update_weights", str(tmp_path))
-        with pytest.raises(ValueError, match="`level` must be 1"):
+        with refuses("level"):
             asked.control("sleep", 3)
         asked.control("resume")
         assert asked.read("a")[0] == answers[0]
         assert asked.engine.stats().weights_version == 0
 
 
-def test_stopping_ends_what_is_open(llm):
+def test_stopping_ends_open_requests(llm):
     with paused_with(llm, "a", steps=0) as asked:
         asked.loop.stop()
         asked.loop.stop()
@@ -375,7 +376,7 @@ def test_stopping_ends_what_is_open(llm):
             asked.loop.submit(lambda _: None)
 
 
-def test_it_does_not_turn_at_rest(llm, answers, monkeypatch):
+def test_an_idle_loop_does_not_spin(llm, answers, monkeypatch):
     turns, do_calls = [], EngineLoop._do_calls
     monkeypatch.setattr(EngineLoop, "_do_calls", lambda self: (turns.append(1), do_calls(self)))
     with asking(llm) as asked:
@@ -396,7 +397,7 @@ def test_every_control_is_the_engines():
 
 
 def test_new_weights_in_flight(llm, answers, weights):
-    """What comes after the change is what a new engine makes of the prompt and the tokens so far."""
+    """Tokens after the change equal those of a new engine given the prompt and the tokens so far."""
     with paused_with(llm, "abcd") as asked:
         assert asked.do(lambda engine: engine.update_weights(weights), idle=True) == 1
         stats = asked.engine.stats()
@@ -430,7 +431,7 @@ def test_new_weights_that_keep_the_cache(llm, weights):
     assert [tokens] == tokens_of(variant(llm).generate(PROMPTS[0], GREEDY))
 
 
-def test_requests_sleep_through_the_engines_sleep(llm, answers):
+def test_requests_wait_while_the_engine_sleeps(llm, answers):
     expected = tokens_of(variant(llm).generate(PROMPTS[:2], SAMPLED))
     with paused_with(llm, "ab", SAMPLED) as asked:
         asked.control("resume")
@@ -450,7 +451,7 @@ def test_requests_sleep_through_the_engines_sleep(llm, answers):
 
 
 @pytest.mark.parametrize("weights_first", [True, False])
-def test_after_the_deeper_sleep_requests_wait_for_weights(llm, answers, weights, weights_first):
+def test_after_sleep_level_2_requests_wait_for_weights(llm, answers, weights, weights_first):
     folder = str(reference("llama3.1")[1])
     with paused_with(llm, "a", steps=0) as asked:
         asked.control("sleep", 1)
@@ -476,7 +477,7 @@ def test_pause_and_resume(llm, answers):
         stats = asked.engine.stats()
         assert (stats.steps, stats.pages_used, stats.running) == (before.steps, before.pages_used, 2)
         assert stats.waiting == 1
-        with pytest.raises(ValueError, match=r"paused: call resume\(\) first"):
+        with refuses(naming="resume()"):
             asked.do(lambda engine: engine.step())
         asked.control("reset_prefix_cache")
         asked.control("resume")

@@ -1,8 +1,9 @@
-"""Each parameter is taken or refused, and a refusal says which one it was."""
+"""SamplingParams: every parameter is accepted or refused by name."""
 
 from __future__ import annotations
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.params import SamplingParams, StructuredOutputsParams, check_room
@@ -25,30 +26,28 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value!r}" for name, value in REFUSED])
 def test_a_refusal_names_its_field(name: str, value):
-    with pytest.raises(RequestError) as error:
+    with refuses(name, RequestError, naming=name):
         SamplingParams(**{name: value})
-    assert error.value.param == name and name in str(error.value)
 
 
 def test_contradictions_are_refused():
-    with pytest.raises(RequestError) as error:
+    with refuses("structured_outputs", RequestError):
         SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), allowed_token_ids=(1,))
-    assert error.value.param == "structured_outputs"
     with pytest.raises(RequestError, match=r"`min_tokens` must be at most max_tokens=8, got 9"):
         SamplingParams(min_tokens=9, max_tokens=8)
 
 
 def test_structured_takes_exactly_one():
     for given in ({}, dict(regex="a", choice=("b",))):
-        with pytest.raises(RequestError, match="exactly one of json, regex, choice, grammar"):
+        with refuses("structured_outputs", RequestError, naming="json, regex, choice, grammar"):
             StructuredOutputsParams(**given)
     for choice in ((), ("a", ""), (1,)):
-        with pytest.raises(RequestError, match="choice"):
+        with refuses("structured_outputs", RequestError, naming="`choice`"):
             StructuredOutputsParams(choice=choice)
     assert StructuredOutputsParams(choice=["a", "b"]).choice == ("a", "b")  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_taken():
+def test_sampling_params_normalise_their_values():
     params = SamplingParams(
         stop="end", bad_words=["x"], stop_token_ids=[1], logit_bias={5: 1}, max_tokens=None, seed=-1
     )
@@ -59,28 +58,25 @@ def test_what_is_taken():
 def test_structured_may_be_a_dict():
     params = SamplingParams(structured_outputs={"choice": ["a", "b"]})  # type: ignore[arg-type]
     assert params.structured_outputs == StructuredOutputsParams(choice=("a", "b"))
-    with pytest.raises(RequestError, match="one of json, regex, choice, grammar, got 'choices'"):
+    with refuses("structured_outputs", RequestError, naming="'choices'"):
         SamplingParams(structured_outputs={"choices": ["a"]})  # type: ignore[arg-type]
 
 
-def test_an_answer_must_fit_behind_its_prompt():
+def test_max_tokens_must_fit_after_the_prompt():
     check_room("max_tokens", None, 5, 16)
     check_room("max_tokens", 11, 5, 16)
-    with pytest.raises(
-        RequestError, match="at most 11 after a prompt of 5 tokens with a context of 16, got 12"
-    ) as error:
+    with refuses("max_completion_tokens", RequestError, code="context_length_exceeded", naming="11"):
         check_room("max_completion_tokens", 12, 5, 16)
-    assert (error.value.param, error.value.code) == ("max_completion_tokens", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("given", [dict(regex=5), dict(grammar=5), dict(json=5)])
 def test_structured_output_of_a_wrong_type_is_refused(given):
-    with pytest.raises(RequestError, match=next(iter(given))):
+    with refuses("structured_outputs", RequestError, naming=next(iter(given))):
         StructuredOutputsParams(**given)
 
 
 def test_stop_token_ids_are_a_list():
-    with pytest.raises(RequestError, match="`stop_token_ids` must be a list"):
+    with refuses("stop_token_ids", RequestError):
         SamplingParams(stop_token_ids=None)  # type: ignore[arg-type]
 
 
@@ -93,13 +89,12 @@ def test_top_k_of_minus_one_and_zero_are_off():
     [("structured", "structured_outputs"), ("guided_decoding", "structured_outputs"), ("max_new_tokens", "max_tokens")],
 )
 def test_an_old_or_foreign_name_is_refused_with_the_right_one(old, new):
-    with pytest.raises(RequestError, match=f"no parameter '{old}': use '{new}'") as error:
+    with refuses(old, RequestError, naming=f"use '{new}'"):
         SamplingParams(**{old: 1})
-    assert error.value.param == old
     with pytest.raises(AttributeError, match=f"no attribute '{old}': use '{new}'"):
         getattr(SamplingParams(), old)
 
 
 def test_an_unknown_name_is_refused_with_a_suggestion():
-    with pytest.raises(RequestError, match=r"no parameter 'temprature'\. Did you mean 'temperature'"):
+    with refuses("temprature", RequestError, naming="Did you mean 'temperature'?"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""The engine's own prediction of its decode steps, on the devices that are here."""
+"""The engine's prediction of its decode steps on the devices of this machine."""
 
 import jax
 
@@ -25,7 +25,7 @@ def test_a_cpu_is_predicted_from_its_cores():
     assert split and split.worst != one.worst
 
 
-def test_what_is_not_in_the_table_has_no_prediction():
+def test_a_device_without_table_entry_has_no_prediction():
     cfg = read_model("tiny")
     made = predictor(cfg, compute_of("bf16"), [Unknown()])
     assert made.decode(1, 1) is None

@@ -1,4 +1,4 @@
-"""The scheduler alone, on a fake device that knows the truth: what it must do, case by case."""
+"""The scheduler alone, case by case, on a fake device that checks every plan."""
 
 import random
 import time
@@ -6,7 +6,9 @@ import time
 import numpy as np
 import pytest
 from fake_device import EOS, STOPS, Driver, add, check_invariants, expected, make
+from refusals import refuses
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.request.sequence import Status
 
 
@@ -24,7 +26,7 @@ def test_preemption_happens_and_recomputes(ahead, caching):
     assert driver.device.computed_tokens > sum(len(s.tokens) - 1 for s in seqs)
 
 
-def test_a_victim_starts_again_only_when_its_tokens_are_known():
+def test_a_preempted_sequence_restarts_after_its_tokens_are_known():
     scheduler = make(pages=6, size=4)
     _, (victim,) = (add(scheduler, i, [ord(i)] * 8, max_tokens=12) for i in "ab")
     driver = Driver(scheduler)
@@ -41,7 +43,7 @@ def test_a_victim_starts_again_only_when_its_tokens_are_known():
     assert victim.tokens == expected(victim)
 
 
-def test_reset_prefix_cache_holds_for_those_who_run_and_those_who_wait():
+def test_reset_prefix_cache_affects_running_and_waiting_requests():
     scheduler = make(max_num_seqs=1)
     driver = Driver(scheduler, 0)
     add(scheduler, "a", range(10), max_tokens=8)
@@ -98,7 +100,7 @@ def test_prefix_hits_are_counted_in_tokens():
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (30, 8)
 
 
-def test_a_conversations_next_turn_finds_the_answer_too():
+def test_the_next_turn_of_a_conversation_reuses_the_answers_pages():
     scheduler = make()
     driver = Driver(scheduler)
     (seq,) = add(scheduler, "a", range(6), max_tokens=11)
@@ -150,7 +152,7 @@ def test_tokens_past_a_stop_are_dropped(by_token):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_multi_step_goes_past_an_end_and_drops_what_comes_after(ahead):
+def test_multi_step_drops_tokens_after_an_end(ahead):
     scheduler = make(max_decode_steps=8)
     seqs = [add(scheduler, "a", [1, 2], max_tokens=12)[0], add(scheduler, "b", [3, 4], max_tokens=20)[0]]
     driver = Driver(scheduler, ahead)
@@ -182,7 +184,7 @@ def test_multi_step_never_goes_past_the_model_or_the_pool(config, steps):
     assert seq.tokens == expected(seq) and seq.finish_reason == "length"
 
 
-def test_multi_step_preempts_nobody():
+def test_multi_step_preempts_no_sequence():
     scheduler = make(max_decode_steps=8, size=4, pages=8)
     seqs = [add(scheduler, i, [ord(i)] * 8, max_tokens=5)[0] for i in "ab"]
     driver = Driver(scheduler)
@@ -197,14 +199,14 @@ def test_multi_step_preempts_nobody():
     assert {plan.steps for plan in driver.plans} == {1} and tight.preemptions == 0
 
 
-def test_multi_step_waits_for_nobody():
+def test_multi_step_is_not_shortened_without_a_free_slot():
     scheduler = make(max_decode_steps=4, max_num_seqs=2)
     driver = Driver(scheduler, 0)
     for id in "abc":
         add(scheduler, id, [1], max_tokens=20)
     driver.step()
     driver.step()
-    assert driver.plans[-1].steps == 4, "no slot for c before somebody ends, however short the steps"
+    assert driver.plans[-1].steps == 4, "c has no slot before a sequence ends, however short the steps"
     scheduler.abort("a")
     driver.step()
     assert len(driver.plans[-1].rows) == 2 and driver.plans[-1].steps == 1, "c begins at once"
@@ -252,27 +254,39 @@ def test_waste_stays_below_4_percent_on_mixed_lengths():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
-    [([], "at least one"), ([1] * 200, "max_model_len=200"), ([1] * 41, "a KV pool of 10 pages x 4")],
+    ("prompt", "code", "naming"),
+    [
+        ([], None, ""),
+        ([1] * 200, "context_length_exceeded", "max_model_len=200"),
+        ([1] * 41, "context_length_exceeded", "10 pages x 4 tokens"),
+    ],
 )
-def test_what_can_never_run_is_refused(prompt, message):
+def test_a_prompt_that_can_never_run_is_refused(prompt, code, naming):
     scheduler = make(pages=10)
-    with pytest.raises(ValueError, match=message):
+    with refuses("prompt", RequestError, code=code, naming=naming):
         add(scheduler, "a", prompt)
     assert not scheduler.has_work
     (seq,) = add(scheduler, "a", [1] * 40)
-    with pytest.raises(ValueError, match="already added"):
+    with refuses("request_id", RequestError, naming="a/0"):
         scheduler.add(seq)
 
 
-@pytest.mark.parametrize("bad", [{"policy": "lifo"}, {"budget": 0}, {"max_model_len": 1}, {"max_decode_steps": 0}])
-def test_bad_config(bad):
-    with pytest.raises(ValueError, match="must"):
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        ({"policy": "lifo"}, "policy"),
+        ({"budget": 0}, "max_num_batched_tokens"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_decode_steps": 0}, "max_decode_steps"),
+    ],
+)
+def test_bad_config(bad, param):
+    with refuses(param):
         make(**bad)
 
 
 def test_a_step_that_prompts_fill_may_be_left_to_them():
-    """Who decodes waits for as long as prompts fill whole steps, and goes on beside those that do not."""
+    """Decoding waits while prompts fill whole steps, and continues beside those that do not."""
     scheduler = make(budget=16, max_num_seqs=4)
     add(scheduler, "a", [1] * 8, max_tokens=20)
     driver = Driver(scheduler, ahead=0, prompts_first=True)

@@ -1,11 +1,15 @@
-"""The scheduler under whatever hypothesis thinks of, on a fake device that knows the truth."""
+"""The scheduler under random traffic from hypothesis, on a fake device that checks every plan."""
+
+import random
 
 import pytest
 from fake_device import EOS, Driver, check_invariants, expected, make, sequences
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from refusals import refuses
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.request.sequence import Status
 
 pytestmark = pytest.mark.slow
@@ -19,10 +23,10 @@ def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
         "each number of steps is compiled"
     )
     assert all(row.start + row.count < row.seq.limit for row in plan.rows), "who is at his end is planned no further"
-    assert all(row.seq.status is Status.RUNNING for row in plan.rows), "nobody with a row was preempted"
+    assert all(row.seq.status is Status.RUNNING for row in plan.rows), "no sequence with a row was preempted"
     admitted = [row.seq for row in plan.rows if row.seq in waited]
-    assert all(a.rank < b.rank for a in admitted for b in scheduler.waiting), "nobody is overtaken in the queue"
-    # No starvation: whoever is first always moves on, unless it waits for the host, or for prompts.
+    assert all(a.rank < b.rank for a in admitted for b in scheduler.waiting), "no sequence is overtaken in the queue"
+    # No starvation: the first sequence always progresses, unless it waits for the host, or for prompts.
     decodes = any(row.count == 1 and row.start >= row.seq.prompt_len for row in plan.rows)
     first_moves = not driver.prompts_first or decodes
     if (
@@ -31,7 +35,7 @@ def check_plan(driver: Driver, plan, before: list, waited: set) -> None:
         and before[0].status is Status.RUNNING
         and before[0] not in [row.seq for row in plan.rows]
     ):
-        assert before[0].length >= before[0].limit or before[0].single_step
+        assert before[0].length >= before[0].limit or before[0].single_step or before[0].verifying
 
 
 class Traffic(RuleBasedStateMachine):
@@ -50,7 +54,7 @@ class Traffic(RuleBasedStateMachine):
             enable_prefix_caching=caching, policy=policy, max_decode_steps=max_decode_steps,
         )  # fmt: skip
         self.driver = Driver(self.scheduler, ahead, prompts_first)
-        self.seqs, self.count = [], 0
+        self.seqs, self.count, self.random = [], 0, random.Random(budget)
 
     @rule(
         base=st.integers(0, 1), shared=st.integers(0, 16), own=st.integers(0, 6), n=st.sampled_from([1, 1, 2, 4]),
@@ -73,7 +77,7 @@ class Traffic(RuleBasedStateMachine):
                 self.scheduler.add(seq)
                 self.seqs.append(seq)
             else:
-                with pytest.raises(ValueError, match="prompt of"):
+                with refuses("prompt", RequestError, code="context_length_exceeded"):
                     self.scheduler.add(seq)
 
     @rule(times=st.integers(1, 6))
@@ -82,6 +86,22 @@ class Traffic(RuleBasedStateMachine):
             self._launch()
             if len(self.driver.flying) > self.driver.ahead:
                 self._land()
+
+    @rule(most=st.integers(1, 6), right=st.floats(0, 1))
+    def speculate(self, most, right):
+        """Verify draft tokens of any length, each of them right with a probability of `right`."""
+        while self.driver.flying:
+            self._land()
+        if not self.scheduler.demand().prompts:
+            self._launch({seq: self._drafts(seq, most, right) for seq in self.scheduler.running})
+
+    def _drafts(self, seq, most, right):
+        count = self.random.randint(0, max(0, min(most, seq.limit - len(seq.tokens) - 1)))
+        truth = expected(seq)[len(seq.tokens) :]
+        return tuple(
+            truth[j] if j < len(truth) and self.random.random() < right else self.random.randrange(30)
+            for j in range(count)
+        )
 
     @precondition(lambda self: self.driver.flying)
     @rule()
@@ -101,9 +121,9 @@ class Traffic(RuleBasedStateMachine):
         if self.count % 5 == 0:
             self.scheduler.reset_prefix_cache()
 
-    def _launch(self):
+    def _launch(self, drafts=None):
         before, waited = list(self.scheduler.running), set(self.scheduler.waiting)
-        plan = self.driver.launch()
+        plan = self.driver.launch(drafts)
         if plan is not None:
             check_plan(self.driver, plan, before, waited)
             check_invariants(self.scheduler, self.driver.device)

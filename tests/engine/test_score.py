@@ -1,4 +1,4 @@
-"""Scores: a reward model's folder loads, gives what transformers gives, goes back to a folder, and writes no text."""
+"""Reward models: loading, scores equal to transformers', export, and refusal to generate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import transformers
 from data.conftest import small_tokenizer
 from engine.engines import OPTIONS
 from reference_models import reference
+from refusals import refuses
 
+from dovetail.core.errors import RequestError
 from dovetail.engine.llm import LLM
 from dovetail.engine.options import EngineOptions
 from dovetail.io.load import convert, load, save
@@ -44,7 +46,7 @@ def theirs(model, prompts=PROMPTS) -> list[float]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A reward model with a tokenizer, and transformers' own of it."""
+    """Return the folder of a reward model with a tokenizer, and the model of transformers."""
     folder = tmp_path_factory.mktemp("judge")
     found = judge(folder)
     small_tokenizer().save(folder)
@@ -85,28 +87,28 @@ def test_texts_and_conversations(model, llm):
     want = theirs(model[1], [ids])[0]
     np.testing.assert_allclose(llm.score(CHAT), [want], atol=1e-4)
     np.testing.assert_allclose(llm.score([CHAT, CHAT]), [want, want], atol=1e-4)
-    with pytest.raises(ValueError, match="require conversations"):
+    with refuses(None, RequestError, naming="conversations"):
         llm.score("a fox", enable_thinking=False)
 
 
-def test_it_writes_no_text(llm):
-    with pytest.raises(ValueError, match="a reward model does not generate text"):
+def test_a_reward_model_refuses_to_generate(llm):
+    with refuses(None, RequestError, naming="LLM.score"):
         llm.generate(PROMPTS[:1])
-    with pytest.raises(ValueError, match="a reward model does not generate text"):
+    with refuses(None, RequestError):
         llm.chat(CHAT)
     assert llm.embed(PROMPTS[:1]).shape == (1, 32)
-    with pytest.raises(ValueError, match="got 1000"):
+    with refuses("prompt", RequestError, naming="1000"):
         llm.score([[3], [1000]])
 
 
-def test_a_model_that_writes_has_no_score():
-    with pytest.raises(ValueError, match="not a reward model"):
+def test_score_requires_a_reward_model():
+    with refuses(None, RequestError, naming="dovetail reward"):
         LLM(reference("llama3.1")[1], **OPTIONS).score(PROMPTS)
 
 
 def test_weights_in_memory_and_new_ones(model, llm):
     loaded = load(model[0])
-    with pytest.raises(ValueError, match="has no head for words"):
+    with refuses(naming="LLM.score"):
         loaded.logits(PROMPTS[0])
     other = LLM.from_weights(loaded.config, loaded.params, EngineOptions(**OPTIONS | {"max_model_len": 128}))
     np.testing.assert_allclose(other.score(PROMPTS), llm.score(PROMPTS), atol=1e-6)
@@ -114,7 +116,7 @@ def test_weights_in_memory_and_new_ones(model, llm):
     np.testing.assert_allclose(other.score(PROMPTS), 2 * llm.score(PROMPTS), atol=1e-5)
 
 
-def test_it_goes_back_to_a_folder(model, tmp_path):
+def test_a_reward_model_is_saved_to_a_folder(model, tmp_path):
     """Also where the padding is the end of text: transformers would take a text's own end for padding."""
     convert(model[0], tmp_path / "again")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "again").eval()
@@ -128,9 +130,9 @@ def test_it_goes_back_to_a_folder(model, tmp_path):
 
 def test_several_labels_are_refused(tmp_path):
     judge(tmp_path, num_labels=3)
-    with pytest.raises(ValueError, match="sequence classification with 3 labels; those with one"):
+    with refuses(naming="3 labels"):
         load(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     del said["id2label"], said["label2id"]
-    with pytest.raises(ValueError, match="with 2 labels"):
+    with refuses(naming="2 labels"):
         parse_config(said)

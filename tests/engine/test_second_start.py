@@ -1,4 +1,4 @@
-"""A second start compiles nothing: the page count, which programs are compiled for, does not move with free memory."""
+"""A second start compiles nothing: the page count, which programs depend on, does not follow free memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 
 @pytest.fixture
 def empty_cache(tmp_path):
-    """A folder of compiled programs that nothing is in yet."""
+    """Use an empty folder of compiled programs."""
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
     was = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def empty_cache(tmp_path):
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[str]:
-    """The keys of the programs that are compiled, not loaded."""
+    """Record the keys of programs that are compiled rather than loaded."""
     keys, compile_program = [], programs.compile_program
 
     def counted(key, compile):
@@ -89,7 +89,7 @@ def test_an_engine_that_is_started_again_keeps_its_pages():
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A model that `dovetail serve` takes."""
+    """Write a model that `dovetail serve` accepts."""
     shutil.copytree(reference("llama3.1")[1], tmp_path / "model")
     small_tokenizer().save(tmp_path / "model")
     return tmp_path / "model"

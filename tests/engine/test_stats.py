@@ -1,5 +1,4 @@
-"""The numbers of the scheduler alone, under traffic: little memory is wasted, and the metric shows how little; and the
-counts of compilations."""
+"""Statistics of the scheduler under traffic (little wasted memory) and counts of compilations."""
 
 import random
 import re
@@ -55,7 +54,7 @@ def test_preempt_all_and_what_it_counts():
 
 
 def test_compilations_are_counted_and_their_seconds_are_in_the_log(tmp_path, monkeypatch, caplog):
-    """A step that is read from disk is none."""
+    """A step that is read from disk is not counted."""
     monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
     form, counts = jax.ShapeDtypeStruct((2,), jnp.float32), Compilations()
     program = StepProgram(Shape(8, 4, 2), jax.jit(lambda x: x + 1), (form,), {}, None)

@@ -1,4 +1,4 @@
-"""What ends a sequence: the ends that are found in arrays are those that a look at each token finds."""
+"""Ends of a sequence: the vectorised search finds the same ends as a check of each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EOS = (2, 5)
 
 
 class Letters:
-    """A detokenizer: token 1 is b."""
+    """Detokenize token 1 as b."""
 
     def push(self, token: int) -> str:
         return "abcdefghij"[token]
@@ -63,14 +63,14 @@ def test_the_ends_found_in_arrays_are_those_found_token_by_token(ignore_eos):
         (dict(structured_outputs={"regex": "a"}), [1, 0, 0], [1, 0], ("stop", None)),
     ],
 )
-def test_what_is_looked_for_token_by_token(params, tokens, kept, end):
+def test_ends_found_token_by_token(params, tokens, kept, end):
     stops, seq = Stops(EOS, grammar_done=lambda seq: seq.tokens[-1] == 0), sequence(**params)
     seq.text = OutputText(Letters(), seq.request.params.stop, False)  # type: ignore[arg-type]
     stops.watch(seq)
     assert seq.by_token and stops.append_each(seq, tokens) == (kept, end)
 
 
-def test_who_is_looked_at_token_by_token():
+def test_sequences_without_text_are_not_checked_token_by_token():
     stops, plain, stopped = Stops(EOS), sequence(logprobs=0), sequence(stop=("ba",))
     plain.text = OutputText(Letters(), (), False)  # type: ignore[arg-type]
     for seq in (plain, stopped):  # without a text, the caller looks for stop strings

@@ -1,4 +1,4 @@
-"""Log-probabilities are kept as they come, and read as a tuple."""
+"""Log-probabilities are stored as they arrive and behave as a tuple."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENTRIES = (
 )
 
 
-def test_it_reads_as_a_tuple():
+def test_logprobs_behave_as_a_tuple():
     found = Logprobs([7, 8, 9], [PLAIN, TOPS])
     assert len(found) == 3 and tuple(found) == ENTRIES and found[1:] == ENTRIES[1:] and found[-1] == ENTRIES[-1]
     assert found == ENTRIES and found == list(ENTRIES) and found != ENTRIES[:2] and found != 3 and ENTRIES[1] in found
@@ -28,7 +28,7 @@ def test_it_reads_as_a_tuple():
     assert not Logprobs([], []) and repr(found) == repr(ENTRIES)
 
 
-def test_a_completion_gives_the_numbers_alone():
+def test_token_logprobs_of_a_completion_are_a_float32_array():
     completion = CompletionOutput(0, (7, 8, 9), "", "length", logprobs=Logprobs([7, 8, 9], [PLAIN, TOPS]))
     numbers = completion.token_logprobs
     assert numbers is not None and numbers.dtype == np.float32 and numbers.tolist() == [-0.5, -0.25, -1.5]
@@ -36,7 +36,7 @@ def test_a_completion_gives_the_numbers_alone():
     assert CompletionOutput(0, (), "", "abort").token_logprobs is None
 
 
-def test_updates_join_theirs():
+def test_deltas_join_their_logprobs():
     first = OutputDelta("a", 0, [7, 8], "", Times(0.0), scores=[PLAIN])
     later = OutputDelta("a", 0, [9], "", Times(0.0), scores=[TOPS])
     assert first.logprobs == ENTRIES[:2] and first.then(later).logprobs == ENTRIES

@@ -1,6 +1,8 @@
-"""Trainer and engine in one process: the engine is built from a trainer's f32 weights, takes new ones in one call and
-gives the tokens of an engine that loads them from disk; its tokens' log-probabilities are those of the packed forward.
-Every change is held against this: what is sampled must be what is trained."""
+"""Trainer and engine in one process give the same tokens and log-probabilities.
+
+An engine built from a trainer's f32 weights takes new ones in one call. Its tokens equal those of an engine that loads
+the weights from disk, and its log-probabilities equal those of the packed forward.
+"""
 
 from __future__ import annotations
 

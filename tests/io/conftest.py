@@ -1,5 +1,4 @@
-"""Tiny tokenizers of the kinds that real models have, trained here: no download, the same on every run. And a folder
-of checkpoints."""
+"""Tiny tokenizers of the kinds that real models have, trained here, and a folder of checkpoints."""
 
 import json
 
@@ -135,7 +134,7 @@ def make_backend():
 
 @pytest.fixture
 def problems() -> list[str]:
-    """What the checkpoints of `open_at` complained of."""
+    """The problems that the checkpoints of `open_at` reported."""
     return []
 
 

@@ -1,9 +1,13 @@
+"""Chat templates: rendering as in transformers, sandbox limits, and errors that name the line."""
+
 import copy
 import threading
 import warnings
 
 import pytest
+from refusals import refuses
 
+from dovetail.core.errors import UserError
 from dovetail.io import sandbox, sandbox_bounds
 from dovetail.io.chat import ChatTemplate
 
@@ -250,7 +254,7 @@ REFUSED = {
 
 
 def outcome(render) -> str | None:
-    """The text, or None where the arguments are refused."""
+    """Return the text, or None if the arguments are refused."""
     try:
         return render()
     except Exception:
@@ -279,7 +283,7 @@ def test_renders_as_transformers_does(reference, name, chat):
     assert bool(rendered) == ((name, chat) not in REFUSED)
 
 
-def test_one_rendering_in_full():
+def test_a_rendered_chatml_prompt():
     assert ChatTemplate(CHATML).render([say("user", "Hi")]) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n"
@@ -302,13 +306,13 @@ def test_the_last_message_goes_on_as_in_transformers(reference, name, content):
     assert got == expected and got.endswith(content.strip() if name in ("llama3", "gemma") else content)
 
 
-def test_going_on_is_refused_where_it_cannot_be():
+def test_continue_final_message_is_refused_without_text_to_continue():
     template = ChatTemplate(CHATML)
-    with pytest.raises(ValueError, match="got both"):
+    with refuses("continue_final_message"):
         template.render([USER], continue_final_message=True)
-    with pytest.raises(ValueError, match="needs text"):
+    with refuses("continue_final_message"):
         template.render(ASKED[:2], add_generation_prompt=False, continue_final_message=True)
-    with pytest.raises(ValueError, match="does not write"):
+    with refuses("continue_final_message"):
         ChatTemplate("x").render([USER], add_generation_prompt=False, continue_final_message=True)
 
 
@@ -357,11 +361,11 @@ def test_spans_with_the_marks_in_the_text():
 
 def test_spans_of_text_that_is_changed_afterwards_are_refused():
     source = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
-    with pytest.raises(ValueError, match="changes it afterwards"):
+    with refuses("chat_template"):
         ChatTemplate(source).render_with_spans([USER])
 
 
-# --- what a template may not do ---------------------------------------------------------------------
+# --- the limits of templates ---------------------------------------------------------------------
 
 LAUGHS = "{% set n = namespace(a=[1]) %}{% for i in range(40) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
 ATTACKS = {
@@ -434,7 +438,7 @@ def test_a_hostile_template_is_refused_with_its_line(attack, monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_PASSES", 20_000)
     monkeypatch.setattr(sandbox_bounds, "MAX_PARTS", 10_000)
     messages = [say("user", "hi")]
-    with pytest.raises(ValueError, match=r"chat template, line 3\b"):
+    with refuses("chat_template", naming="line 3"):
         ChatTemplate("first\n\n" + ATTACKS[attack]).render(messages)
     assert messages == [say("user", "hi")]
 
@@ -445,7 +449,7 @@ def test_the_limit_is_far_from_real_chats(monkeypatch):
 
 
 def test_the_output_is_bounded_too():
-    with pytest.raises(ValueError, match="more than 67,108,864 characters"):
+    with refuses("chat_template", naming="67,108,864"):
         ChatTemplate("{% for i in range(10000) %}{{ 'a' * 10000 }}{% endfor %}").render([USER])
 
 
@@ -472,64 +476,64 @@ def test_ordinary_arithmetic_is_untouched():
 
 
 def test_a_templates_own_refusal_is_passed_on():
-    with pytest.raises(ValueError, match=r"conversation roles must alternate .*line 9"):
+    with pytest.raises(UserError, match=r"conversation roles must alternate .*line 9"):
         ChatTemplate(MISTRAL, SPECIAL).render([USER, USER])
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "naming"),
     [
-        ("a\n{% if %}", "line 2: not valid Jinja"),
-        ("{% for m in messages %}", "line 1: not valid Jinja: .*endfor"),
+        ("a\n{% if %}", "line 2"),
+        ("{% for m in messages %}", "'endfor'"),
         ("\n{{ messages[0].content + 1 }}", "line 2: TypeError"),
-        ("\n\n{{ nothing.at.all }}", "line 3: UndefinedError: 'nothing' is undefined"),
+        ("\n\n{{ nothing.at.all }}", "line 3: UndefinedError: 'nothing'"),
         ("{{ nothing | tojson }}", "line 1: TypeError"),
         ("{{ 1 // 0 }}", "line 1: ZeroDivisionError"),
-        ("{{ x | no_such_filter }}", "line 1: not valid Jinja: .*no_such_filter"),
+        ("{{ x | no_such_filter }}", "'no_such_filter'"),
     ],
 )
-def test_a_broken_template_names_its_line(source, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_broken_template_names_its_line(source, naming):
+    with refuses("chat_template", naming=naming):
         ChatTemplate(source).render([USER])
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
+    ("messages", "naming"),
     [
-        ([], "at least one message"),
-        ("hello", "list of at least one message, got 'hello'"),
-        ([USER, "hi"], r"messages\[1\]: expected a dict, got str"),
-        ([USER, {"content": "hi"}], r"messages\[1\]: expected a 'role'"),
-        ([{"role": 3, "content": "hi"}], r"messages\[0\]: expected a 'role' that is a string, got 3"),
-        ([USER, USER, {"role": "user"}], r"messages\[2\]: expected 'content' or 'tool_calls', got keys \['role'\]"),
-        ([say("assistant", None, tool_calls=[])], r"messages\[0\]: expected 'content'"),
-        ([say("user", 3)], r"messages\[0\]: expected 'content' to be text or a list of parts, got int"),
-        ([say("user", [{"type": "image", "image": object()}])], r"messages\[0\]\.content\[0\]\.image: .*got object"),
+        ([], "[]"),
+        ("hello", "'hello'"),
+        ([USER, "hi"], "messages[1]: expected a dict, got str"),  # the wording of this family
+        ([USER, {"content": "hi"}], "messages[1]"),
+        ([{"role": 3, "content": "hi"}], "messages[0]"),
+        ([USER, USER, {"role": "user"}], "messages[2]"),
+        ([say("assistant", None, tool_calls=[])], "messages[0]"),
+        ([say("user", 3)], "messages[0]"),
+        ([say("user", [{"type": "image", "image": object()}])], "messages[0].content[0].image"),
     ],
 )
-def test_a_wrong_message_is_named(messages, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_wrong_message_is_named(messages, naming):
+    with refuses("messages", naming=naming):
         ChatTemplate(CHATML).render(messages)
 
 
 @pytest.mark.parametrize(
-    ("tools", "message"),
+    ("tools", "naming"),
     [
-        ({}, "list of tools, got dict"),
-        ([TOOLS[0], len], r"tools\[1\]: expected a dict, got builtin_function"),
-        ([{"name": "bare"}], r"tools\[0\]: expected a 'function' with a 'name', got keys \['name'\]"),
-        ([{"type": "function", "function": {}}], r"tools\[0\]: expected a 'function' with a 'name'"),
+        ({}, "dict"),
+        ([TOOLS[0], len], "tools[1]"),
+        ([{"name": "bare"}], "tools[0]"),
+        ([{"type": "function", "function": {}}], "tools[0]"),
     ],
 )
-def test_a_wrong_tool_is_named(tools, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_wrong_tool_is_named(tools, naming):
+    with refuses("tools", naming=naming):
         ChatTemplate(CHATML).render([USER], tools)
 
 
 def test_other_arguments_are_plain_data_too():
-    with pytest.raises(ValueError, match="config: expected what JSON can hold"):
+    with refuses("config"):
         ChatTemplate(CHATML).render([USER], config=object())
-    with pytest.raises(ValueError, match="Jinja source"):
+    with refuses("chat_template"):
         ChatTemplate(None)  # type: ignore[arg-type]
 
 

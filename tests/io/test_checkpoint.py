@@ -1,4 +1,4 @@
-"""Checkpoints are exactly what was saved, on any mesh, and as many are kept as were asked for."""
+"""Checkpoints restore the saved state exactly on any mesh, and the requested number is kept."""
 
 import shutil
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from checkpoint_cases import cut, exact, mesh_of, saved, state, target
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refuses
 
+from dovetail.core.errors import CheckpointError, FileError
 from dovetail.io.checkpoint import Checkpoints
 from dovetail.io.checkpoint_tier import steps_to_keep
 from dovetail.io.manifest import digest
@@ -23,7 +25,7 @@ pytestmark = [
 # --- save and restore -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_restored_is_bitwise_what_was_saved_with_its_meta(open_at, problems):
+def test_a_restored_state_is_bitwise_what_was_saved_with_its_meta(open_at, problems):
     meta = {"cursor": 12, "skipped": [3, 4], "recipe": "abc", "seed": 7, "versions": {"jax": "0.10"}}
     checkpoints = open_at()
     assert checkpoints.latest() is None and checkpoints.steps() == []
@@ -92,30 +94,32 @@ def test_saving_a_step_again_replaces_it(open_at):
     assert step == 4 and meta == {"cursor": 1} and exact(got, state(40)) and checkpoints.steps() == [4]
 
 
-def test_another_models_checkpoint_is_an_error_and_not_damage(open_at, problems):
+def test_a_checkpoint_of_another_model_is_an_error_not_damage(open_at, problems):
     checkpoints = saved(open_at(), 1)
-    with pytest.raises(ValueError, match=r"params\.layers\.0\.norm is bfloat16\[64\] .* bfloat16\[32\] in this run"):
+    with pytest.raises(
+        CheckpointError, match=r"params\.layers\.0\.norm is bfloat16\[64\] .* bfloat16\[32\] in this run"
+    ):
         checkpoints.restore(target(state(1, rows=32)))
-    with pytest.raises(ValueError, match=r"the checkpoint has moments\.0 and this run does not"):
+    with refuses(None, CheckpointError, naming="moments.0"):
         checkpoints.restore(target({"params": state(1).params, "step": jnp.int32(0)}))
     assert problems == []
 
 
 def test_bad_arguments_are_refused(open_at, tmp_path):
-    with pytest.raises(ValueError, match="keep must be"):
+    with refuses("keep"):
         Checkpoints(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="belong together"):
+    with refuses("durable"):
         Checkpoints(tmp_path, durable="x")
     checkpoints = open_at()
-    with pytest.raises(ValueError, match=r"meta must be JSON"):
+    with refuses("meta"):
         checkpoints.save(1, state(1), {"x": object()})
-    with pytest.raises(ValueError, match=r"jax arrays; step is int"):
+    with refuses("state"):
         checkpoints.save(1, {"step": 3}, {})
-    with pytest.raises(ValueError, match=r"no durable folder"):
+    with refuses("durable"):
         checkpoints.save(1, state(1), {}, durable=True)
-    with pytest.raises(ValueError, match=r"has no sharding"):
+    with refuses():
         checkpoints.restore({"x": jax.ShapeDtypeStruct((1,), jnp.float32)})
-    with pytest.raises(OSError, match="no good checkpoint"):
+    with refuses(None, FileError):
         checkpoints.restore(target(state(1)))
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is damaged, half-written or met a full disk is never used, and never stops a run."""
+"""Damaged or half-written checkpoints and full disks: none is restored from, none stops a run."""
 
 import random
 import resource
@@ -9,6 +9,9 @@ import textwrap
 
 import pytest
 from checkpoint_cases import cut, data_files, exact, flip, saved, state, target
+from refusals import refuses
+
+from dovetail.core.errors import FileError
 
 # tensorstore reports a damaged checkpoint's other reads to an event loop that Orbax has closed by then.
 pytestmark = [
@@ -41,7 +44,7 @@ DAMAGES = [cut, flip, lose, spoil_manifest, empty_manifest, spoil_metadata]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_newest_gives_way_to_the_one_before(open_at, tmp_path, problems, damage):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(open_at, tmp_path, problems, damage):
     checkpoints = saved(open_at(), 1, 2, 3)
     damage(tmp_path / "run" / "step_3")
     got, meta, step = checkpoints.restore(target(state(0)))
@@ -64,17 +67,17 @@ def test_a_flipped_bit_anywhere_in_the_data_never_gives_wrong_weights(open_at, t
         shutil.copytree(pristine, newest)
 
 
-def test_when_all_are_damaged_it_says_so_and_does_not_start_anew(open_at, tmp_path):
+def test_restore_fails_when_all_checkpoints_are_damaged(open_at, tmp_path):
     checkpoints = saved(open_at(), 1, 2)
     flip(tmp_path / "run" / "step_1")
     cut(tmp_path / "run" / "step_2")
-    with pytest.raises(OSError, match=r"no good checkpoint.*step 2.*bytes.*step 1.*bits of"):
+    with pytest.raises(FileError, match=r"no good checkpoint.*step 2.*bytes.*step 1.*bits of"):
         checkpoints.restore(target(state(0)))
-    with pytest.raises(OSError, match=r"no good checkpoint of step 1"):
+    with refuses(None, FileError, naming="step 1"):
         checkpoints.restore(target(state(0)), step=1)
 
 
-def test_a_damaged_one_does_not_push_a_good_one_out(open_at, tmp_path):
+def test_a_damaged_checkpoint_does_not_evict_a_good_one(open_at, tmp_path):
     checkpoints = saved(open_at(keep=2), 1, 5)
     cut(tmp_path / "run" / "step_5")
     assert checkpoints.restore(target(state(0)))[2] == 1

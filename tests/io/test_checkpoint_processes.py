@@ -1,4 +1,4 @@
-"""Checkpoints of a process that is killed while it saves, and of two processes that save together."""
+"""Checkpoints of a process that is killed while saving, and of two processes that save together."""
 
 import os
 import random

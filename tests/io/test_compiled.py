@@ -1,4 +1,4 @@
-"""Programs that are kept compiled: a second process finds them and traces nothing; damaged ones are not trusted."""
+"""Cached programs: a second process loads them without tracing; damaged ones are not used."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_second_process_traces_nothing(tmp_path):
     assert [path.stat().st_mode & 0o777 for path in own.iterdir()] == [0o600]
 
 
-def test_a_damaged_file_is_as_none(folder):
+def test_a_damaged_program_is_compiled_again(folder):
     program = compiled.compile_program("one", make([]))
     assert program(jnp.zeros(2)).tolist() == [1, 1]
     again = compiled.load_program("one", jax.devices()[:1])
@@ -129,7 +129,7 @@ def test_the_key_is_of_all_that_a_program_depends_on(monkeypatch):
     assert len(keys) == 4
 
 
-def test_what_nobody_used_for_a_month_is_deleted(folder):
+def test_programs_unused_for_a_month_are_deleted(folder):
     for name, days in (("used", 40), ("unused", 40), ("recent", 10)):
         compiled.compile_program(name, make([]))
         os.utime(folder / name, times=(time.time() - days * 86400,) * 2)

@@ -1,4 +1,4 @@
-"""Load, write, and load with transformers: the same tensors to the last bit."""
+"""Load, save, and load with transformers: bitwise equal tensors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_dtype_may_be_asked_for(dtype, tmp_path):
 
 
 def test_weights_changed_here_are_what_is_written(tmp_path):
-    """Not a copy of the source: a trained model is saved by the same path."""
+    """The weights are written, not copied from the source: a trained model is saved by the same path."""
     theirs, folder = reference("qwen3-moe")
     model = load(folder)
     doubled = jax.tree.map(lambda x: x * 2, model.params)

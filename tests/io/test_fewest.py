@@ -1,5 +1,4 @@
-"""`Tokenizer.exceeds`: a text that fits is never refused, whatever the tokenizer does to it; one that is far too
-long is found by its bytes alone."""
+"""`Tokenizer.exceeds`: it never refuses a text that fits, and finds far too long ones by their bytes alone."""
 
 import itertools
 import random
@@ -110,7 +109,7 @@ def assert_never_wrong(tokenizer: Tokenizer, texts):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_fits_is_never_refused(name, monkeypatch):
+def test_a_text_that_fits_is_never_refused(name, monkeypatch):
     monkeypatch.setattr("dovetail.io.fewest._CHUNK", 97)  # letters and their marks are cut apart, too
     make, letters, anything = MADE[name]
     tokenizer = Tokenizer(make())
@@ -119,7 +118,7 @@ def test_what_fits_is_never_refused(name, monkeypatch):
     assert tokenizer.exceeds("漢字" * 20_000, 100) == tokenizer.exceeds(" \n" * 200_000, 100) == anything
 
 
-def test_of_the_tokenizers_that_models_have(any_backend, samples):
+def test_exceeds_is_right_for_every_kind_of_tokenizer(any_backend, samples):
     tokenizer = Tokenizer(any_backend)
     mixed = [a + b * 50 for a in samples for b in samples]
     assert_never_wrong(tokenizer, [*mixed, *texts(1, 50)])
@@ -127,7 +126,7 @@ def test_of_the_tokenizers_that_models_have(any_backend, samples):
     assert tokenizer.exceeds("The quick brown fox. " * 10_000, 1000) == is_bpe
 
 
-def test_the_real_one(smollm2_gguf):
+def test_exceeds_is_right_for_smollm2(smollm2_gguf):
     tokenizer = GgufCheckpoint(smollm2_gguf).tokenizer()
     assert_never_wrong(tokenizer, texts(2, 100))
     longest = sorted((tokenizer.token(i) for i in range(tokenizer.vocab_size)), key=len)[-300:]
@@ -163,7 +162,7 @@ def test_it_reads_no_further_than_it_must():
 
 
 def test_a_long_text_lets_other_threads_run(smollm2_gguf):
-    """Tokenizing once kept Python's lock: a server's streams stood still meanwhile."""
+    """Tokenizing must release Python's lock, or a server's streams stop meanwhile."""
     tokenizer, text = GgufCheckpoint(smollm2_gguf).tokenizer(), "the quick brown fox jumps over a lazy dog " * 15_000
     turns, done = [time.perf_counter()], threading.Event()
 

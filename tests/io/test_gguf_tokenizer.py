@@ -1,12 +1,14 @@
-"""Tokenizers written into a `.gguf` file's metadata must cut text as the ones they were made from."""
+"""Tokenizers in a `.gguf` file's metadata encode as the original tokenizers."""
 
 import itertools
 import json
 
 import gguf
 import pytest
+from refusals import refuses
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from dovetail.core.errors import CheckpointError
 from dovetail.io.gguf_file import GgufFile
 from dovetail.io.gguf_tokenizer import special_ids, tokenizer
 
@@ -205,7 +207,7 @@ def test_special_tokens_and_endings(load):
     assert ours.decode(ours.encode(text)) == "a<think>b</think>"
 
 
-def test_a_turns_end_is_found_by_its_text_in_a_file_without_the_key():
+def test_the_end_of_turn_token_is_found_by_its_text():
     tokens = {"tokenizer.ggml.tokens": ["<eos>", "<end_of_turn>", "<|im_end|>"], "tokenizer.ggml.token_type": [3, 3, 1]}
     assert special_ids(tokens | {"tokenizer.ggml.eos_token_id": 0}) == {"eos_token_id": [0, 1]}
     assert special_ids(tokens | {"tokenizer.ggml.eos_token_id": 1}) == {"eos_token_id": 1}
@@ -228,19 +230,19 @@ def test_chat_templates(load):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "naming"),
     [
-        ({"pre": "brand-new"}, r"tokenizer.ggml.pre is 'brand-new', .* these are: default, gpt-2"),
+        ({"pre": "brand-new"}, "tokenizer.ggml.pre is 'brand-new'"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
-        ({"model": "bert"}, "tokenizer of kind 'bert'"),
-        ({"merges": None}, "has no tokenizer.ggml.merges"),
-        ({"tokens": None}, "has no tokenizer.ggml.tokens"),
-        ({"token_type": [1, 1]}, "token_type has 2 entries for"),
+        ({"model": "bert"}, "'bert'"),
+        ({"merges": None}, "tokenizer.ggml.merges"),
+        ({"tokens": None}, "tokenizer.ggml.tokens"),
+        ({"token_type": [1, 1]}, "tokenizer.ggml.token_type"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built(load, change, message):
+def test_a_tokenizer_that_cannot_be_built(load, change, naming):
     values = byte_level_metadata(trained("smollm"), "smollm") | change
-    with pytest.raises(ValueError, match=message):
+    with refuses(None, CheckpointError, naming=naming):
         load({key: value for key, value in values.items() if value is not None})
 
 

@@ -1,4 +1,4 @@
-"""A model's outline: of all that can be served, without a weight."""
+"""The config of every kind of model name, read without weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import jax.numpy as jnp
 import pytest
 from reference_models import reference
+from refusals import refuses
 
 from dovetail.io import hub
 from dovetail.io import outline as module
@@ -35,16 +36,16 @@ def test_of_a_hub_id_the_config_is_fetched(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("tinny", "no shipped architecture.*Did you mean 'tiny'"), ("absent.gguf", "absent.gguf")],
+    ("name", "naming"),
+    [("tinny", "Did you mean 'tiny'"), ("absent.gguf", "absent.gguf")],
 )
-def test_what_is_not_there(name, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+def test_an_unknown_model_is_refused(name, naming):
+    with refuses("model", naming=naming):
         outline(name)
 
 
 def test_the_name_of_a_shipped_architecture_means_its_published_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "_from_hub", lambda hub_id: tmp_path / hub_id)
     assert hub.resolve("qwen3-8b") == tmp_path / "Qwen/Qwen3-8B"
-    with pytest.raises(ValueError, match="'tiny' is no folder"):
+    with refuses(naming="'tiny'"):
         hub.resolve("tiny")

@@ -1,8 +1,11 @@
+"""Tokenizer: files, special tokens, chat templates and refusals, compared with transformers."""
+
 import json
 import warnings
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from dovetail.core.errors import MissingFileError
 from dovetail.io.tokenizer import Tokenizer
@@ -184,7 +187,7 @@ def test_from_parts_saves_to_what_transformers_reads(make_backend, auto, samples
 def test_add_bos_replaces_the_backends_rule(make_backend):
     assert Tokenizer(make_backend("sentencepiece"), bos="<s>").encode("the")[0] == 1
     assert Tokenizer(make_backend("sentencepiece"), bos="<s>", add_bos=False).encode("the")[0] != 1
-    with pytest.raises(ValueError, match="got True without bos"):
+    with refuses("add_bos"):
         Tokenizer(make_backend("sentencepiece"), add_bos=True)
 
 
@@ -261,9 +264,9 @@ def test_a_template_can_be_given_by_name_or_source(make_backend):
 
 
 def test_no_template_says_how_to_give_one(make_backend):
-    with pytest.raises(ValueError, match=r"no chat template, .*chat_template\.jinja"):
+    with refuses("chat_template", naming="chat_template.jinja"):
         Tokenizer(make_backend("byte_level")).apply_chat(USER)
-    with pytest.raises(ValueError, match=r"it has \['rag'\]"):
+    with refuses("chat_template", naming="'rag'"):
         Tokenizer(make_backend("byte_level"), chat_template={"rag": "R"}).apply_chat(USER)
 
 
@@ -275,7 +278,7 @@ def test_tokens_and_ids(make_backend):
     assert ours.token(ours.id("<tool>")) == "<tool>" and ours.bos_id == 0 and ours.eos_id is None
     assert ours.decode(np.array(ours.encode("the dog"))) == "the dog"
     assert {"<|begin|>", "<|end|>"} <= {ours.token(i) for i in ours.special_ids}
-    with pytest.raises(ValueError, match="'nonsense'"):
+    with refuses(naming="'nonsense'"):
         ours.id("nonsense")
 
 
@@ -283,7 +286,7 @@ def test_tokens_and_ids(make_backend):
 def test_ids_out_of_range_are_refused(make_backend, bad):
     ours = Tokenizer(make_backend("byte_level"))
     for use in (lambda: ours.decode([0, bad]), lambda: ours.token(bad), lambda: Tokenizer(ours.backend, eos_ids=[bad])):
-        with pytest.raises(ValueError, match=f"from 0 to {ours.vocab_size - 1} .*got {bad}"):
+        with refuses(naming=str(bad)):
             use()
 
 
@@ -295,26 +298,26 @@ def test_ids_in_a_gap_are_refused(make_folder, make_backend):
     (folder / "tokenizer.json").write_text(json.dumps(made))
     ours = Tokenizer.from_folder(folder)
     gap = ours.id(last) - 1
-    with pytest.raises(ValueError, match=f"got {gap}"):
+    with refuses(naming=str(gap)):
         ours.decode([gap])
 
 
 @pytest.mark.parametrize("bad", [b"bytes", None, 3, "half \ud83d"])
-def test_what_is_not_text_is_refused(make_backend, bad):
+def test_input_that_is_not_text_is_refused(make_backend, bad):
     ours = Tokenizer(make_backend("byte_level"))
-    with pytest.raises(ValueError, match="expected"):
+    with refuses():
         ours.encode(bad)
-    with pytest.raises(ValueError, match="expected"):
+    with refuses():
         ours.encode_batch(["fine", bad])
 
 
 def test_a_folder_without_a_tokenizer_says_what_is_needed(tmp_path):
-    with pytest.raises(MissingFileError, match="no folder"):
+    with refuses(None, MissingFileError, naming="nowhere"):
         Tokenizer.from_folder(tmp_path / "nowhere")
-    with pytest.raises(MissingFileError, match=r"no such file: .*tokenizer\.json"):
+    with refuses(None, MissingFileError, naming="tokenizer.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(ValueError, match=r"it has tokenizer\.model"):
+    with refuses(None, MissingFileError, naming="tokenizer.model"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -326,10 +329,10 @@ def test_a_folder_without_a_tokenizer_says_what_is_needed(tmp_path):
 def test_a_broken_file_is_named(make_folder, name, content):
     folder = make_folder()
     (folder / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"{name}"):
+    with refuses(naming=name):
         Tokenizer.from_folder(folder)
 
 
 def test_a_templates_name_is_not_a_path(make_backend, tmp_path):
-    with pytest.raises(ValueError, match="plain word"):
+    with refuses(naming="../x"):
         Tokenizer(make_backend("byte_level"), chat_template={"../x": ""}).save(tmp_path)

@@ -1,7 +1,9 @@
-"""Steps of `dovetail job` as several Unix users, in a process of its own, which must be root's: python as_user.py
-UMASK, with turns [[uid, gid, [words, ...]], ...] as JSON on stdin, and what each step printed as JSON on stdout. A
-group of 0 is none, and the words of root's turns are commands. Other users' words are those of `dovetail job`; or
-`! COMMAND ...`, which gives its exit code and output; `sql STATEMENT`, in the tables; `tick`, of a supervisor."""
+"""Run steps of `dovetail job` as several Unix users: python as_user.py UMASK, as root.
+
+Reads turns [[uid, gid, [words, ...]], ...] as JSON from stdin and writes what each step printed as JSON to stdout.
+A gid of 0 means no group. Root's words are commands. Other users' words are those of `dovetail job`, or
+`! COMMAND ...` (its exit code and output), `sql STATEMENT` (in the tables), or `tick` (of a supervisor).
+"""
 
 from __future__ import annotations
 

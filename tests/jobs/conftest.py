@@ -1,4 +1,4 @@
-"""A home of jobs for each test, and a supervisor over it in a thread: no daemon is started, nothing outlives a test."""
+"""Give each test its own folder of jobs, and a supervisor over it in a thread that ends with the test."""
 
 from __future__ import annotations
 

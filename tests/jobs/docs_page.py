@@ -1,4 +1,4 @@
-"""The blocks of docs/jobs.md, so that tests run what the page shows."""
+"""Extract the blocks of docs/jobs.md, so that tests run what the page shows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A supervisor that is killed with SIGKILL at its Nth point, for every N, and then started again. Prints, as JSON, the
-end of each: run by test_kill_supervisor.py in a process of its own, which forks for each N."""
+"""Kill a supervisor with SIGKILL at its Nth point, for every N, restart it, and print each end as JSON.
+
+test_kill_supervisor.py runs it in a separate process, which forks for each N.
+"""
 
 from __future__ import annotations
 

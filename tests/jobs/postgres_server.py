@@ -1,4 +1,4 @@
-"""A real Postgres on this machine, on a free port of loopback; all of it ends with the test."""
+"""Start a real Postgres on a free loopback port; it ends with the test."""
 
 from __future__ import annotations
 

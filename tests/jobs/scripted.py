@@ -1,4 +1,4 @@
-"""A backend whose attempts go as a script says. What it holds lies in a file, so that it outlives its process."""
+"""Provide a backend whose attempts follow a script; its state is a file, so that it outlives its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: munge on a private socket, slurmctld, and a slurmd for each node."""
+"""Start a real Slurm of two nodes on this machine: munge on a private socket, slurmctld, two slurmd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/jobs.md as a reader types it: what needs no cloud runs, and the cloud's job is created up to the question."""
+"""Run the commands of docs/jobs.md; the cloud's job is created up to the confirmation."""
 
 import os
 import shlex
@@ -35,17 +35,17 @@ def run(home, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_the_first_block(run):
+def test_the_first_block_of_the_page_runs(run):
     shown = run(block("", "sh"))
     assert "0 | hello from 0\n" in shown and "1 | hello from 1\n" in shown and "1 succeeded" in shown
 
 
-def test_the_spec_that_is_shown(run):
+def test_the_spec_on_the_page_is_valid(run):
     spec = from_text(block("A spec", "yaml"))
     assert spec.recipe == "llama3-1b" and preflight.check_place(spec) == ""
 
 
-def test_story_1_as_far_as_its_question(run, tmp_path, monkeypatch):
+def test_story_1_up_to_the_confirmation(run, tmp_path, monkeypatch):
     (tmp_path / "work" / "spot.yaml").write_text(block("Story 1", "yaml"))
     monkeypatch.setenv("DOVETAIL_TPU_ENDPOINT", "http://127.0.0.1:9")  # nothing is asked of it
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
@@ -57,7 +57,7 @@ def test_story_1_as_far_as_its_question(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_story_2(run, tmp_path):
+def test_story_2_runs(run, tmp_path):
     (tmp_path / "work" / "train.py").write_text("import sys; print(sys.argv[2])")
     (tmp_path / "work" / "choose.py").write_text("print('lr 3e-3 is best')")
     commands, printed = console("Story 2")

@@ -1,4 +1,4 @@
-"""kill -9 of the supervisor at every point, then a restart: the same end, and nothing is made twice or leaked."""
+"""Kill -9 the supervisor at every point and restart it: same end, nothing created twice or leaked."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def check(folder: Path, stride: int) -> None:
         assert one["end"] == whole["end"], f"killed at point {one['at']} of {whole['points']}"
 
 
-def test_killed_at_every_point_it_ends_the_same():
+def test_a_supervisor_killed_at_any_point_ends_in_the_same_state():
     memory = "/dev/shm"  # hundreds of short lives, whose files need not reach a disk
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         check(Path(folder), 1)

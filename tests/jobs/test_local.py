@@ -1,4 +1,4 @@
-"""Jobs as processes of this machine: several as hosts, stopped, killed, and left alone by a supervisor that dies."""
+"""Test jobs as local processes: several ranks, stopping, killing, and a supervisor that dies."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from jobs.watched import watched
+from refusals import refuses
 
-from dovetail.core.errors import UserError
 from dovetail.jobs import actions
 from dovetail.jobs.backends.local import LocalBackend, _leftovers
 from dovetail.jobs.backends.log_file import read
@@ -59,7 +59,7 @@ def test_several_processes_find_each_other(store):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_a_preempted_job_goes_on_where_it_saved(store):
+def test_a_preempted_job_resumes_from_its_checkpoint(store):
     """85, as a training exits, is no failure; and the next attempt finds what was saved."""
     id = create(store, 'f="$DOVETAIL_JOB_DIR/n"; n=$(cat "$f" 2>/dev/null || echo 0); echo $((n+1)) > "$f"; '
                        'echo "start $n"; [ $n -ge 2 ] || exit 85')  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_preempted_job_goes_on_where_it_saved(store):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_cancelled_it_has_time_to_save(store):
+def test_a_cancelled_job_has_time_to_save(store):
     id = create(store, "trap 'sleep 0.2; echo saved; exit 85' TERM; echo up; sleep 60 & wait")
     until(lambda: log(store, id) == "up\n")
     actions.cancel(store, store.job(id))
@@ -114,7 +114,7 @@ def test_a_second_cancel_kills_at_once(store):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_what_will_not_end_is_ended(store):
+def test_processes_that_ignore_sigterm_are_killed(store):
     id = create(store, "trap '' TERM; echo $$; while :; do sleep 0.2; done", ceiling={"grace": 0.3})
     process = int(until(lambda: log(store, id).strip()))
     actions.cancel(store, store.job(id))
@@ -122,7 +122,7 @@ def test_what_will_not_end_is_ended(store):
     assert store.job(id).status == "cancelled" and not Path(f"/proc/{process}/cwd").exists()
 
 
-def test_a_job_outlives_its_supervisor_and_is_found_by_the_next(store):
+def test_a_job_outlives_its_supervisor_and_the_next_one_finds_it(store):
     with watched(store.root, leave=True):
         id = create(store, "echo one; while [ ! -e go ]; do sleep 0.05; done; echo two")
         until(lambda: log(store, id) == "one\n")
@@ -133,7 +133,7 @@ def test_a_job_outlives_its_supervisor_and_is_found_by_the_next(store):
     assert [row.outcome for row in store.attempts(id)] == ["success"]
 
 
-def test_a_create_made_twice_runs_once(store):
+def test_a_repeated_create_runs_once(store):
     id = create(store, "echo once; sleep 0.3")
     store.begin(id, "", "")
     backend, attempt = LocalBackend(store.root), attempt_of(store, id)
@@ -149,7 +149,7 @@ def test_a_create_made_twice_runs_once(store):
     assert backend.observe(attempt).state == "absent"
 
 
-def test_a_killed_launcher_is_a_fault_and_its_processes_are_ended(store):
+def test_a_killed_launcher_is_a_fault_and_its_processes_are_killed(store):
     id = create(store, "echo $$; sleep 60")
     store.begin(id, "", "")
     backend, attempt = LocalBackend(store.root), attempt_of(store, id)
@@ -164,7 +164,7 @@ def test_a_killed_launcher_is_a_fault_and_its_processes_are_ended(store):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_the_first_failing_rank_is_named_and_the_logs_tell_which(store):
+def test_the_first_failing_rank_is_named_in_state_and_logs(store):
     id = create(store, 'echo "hello from $DOVETAIL_RANK"; [ $DOVETAIL_RANK = 0 ] || { echo "OSError: disk"; exit 5; }; '
                        'sleep 0.3; exit 89', hosts=2)  # fmt: skip
     until(lambda: store.job(id).is_over)
@@ -175,7 +175,7 @@ def test_the_first_failing_rank_is_named_and_the_logs_tell_which(store):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_secrets_are_taken_at_creation_and_forgotten_at_the_end(store, monkeypatch):
+def test_secrets_are_read_at_creation_and_deleted_at_the_end(store, monkeypatch):
     """The supervisor's environment has other values: it may be older than the shell that creates the job."""
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
     id = create(store, 'echo "${#TOKEN}"; while [ ! -e go ]; do sleep 0.05; done', secrets=["TOKEN=env:MY_SECRET"])
@@ -193,12 +193,12 @@ def holding(store, text: bytes) -> list[Path]:
 
 
 @pytest.mark.usefixtures("supervised")
-def test_a_resumed_job_takes_its_secrets_again(store, monkeypatch):
+def test_a_resumed_job_reads_its_secrets_again(store, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "one")
     id = create(store, 'echo "$TOKEN"; exit $DOVETAIL_ATTEMPT', secrets=["TOKEN=env:MY_SECRET"])
     until(lambda: store.job(id).is_over)
     monkeypatch.delenv("MY_SECRET")
-    with pytest.raises(UserError, match=r"\$MY_SECRET, which is not set"):
+    with refuses("secrets", naming="$MY_SECRET"):
         actions.resume(store, store.job(id))
     monkeypatch.setenv("MY_SECRET", "two")
     actions.resume(store, store.job(id), ["env=[DB_PASSWORD=hunter2]"])
@@ -209,7 +209,7 @@ def test_a_resumed_job_takes_its_secrets_again(store, monkeypatch):
 
 @pytest.mark.usefixtures("supervised")
 def test_a_job_does_not_see_the_supervisors_secrets(store, monkeypatch):
-    """The database's password and what is named like a secret; the rest of the environment is there."""
+    """The database's password and variables named like secrets are hidden; the rest is passed on."""
     told = {
         "PGPASSWORD": "s3cret", "HF_TOKEN": "hf", "WANDB_API_KEY": "w", "XLA_FLAGS": "--x", "MAX_TOKENS": "9",
         "JAX_IN_KEY": "1", "ODD": "hf_" + "a" * 34,
@@ -232,7 +232,7 @@ def test_a_job_does_not_see_the_supervisors_secrets(store, monkeypatch):
         ("/shared/lab:a@b/jobs", "/shared/lab:a@b/jobs"),
     ],
 )
-def test_a_job_has_the_stores_address_without_its_password(url, bare):
+def test_a_job_sees_the_stores_url_without_its_password(url, bare):
     assert inherited({"DOVETAIL_JOBS": url}) == {"DOVETAIL_JOBS": bare}
 
 
@@ -254,7 +254,7 @@ def test_a_log_is_read_in_whole_characters(tmp_path):
 
 
 @pytest.mark.usefixtures("supervised")
-def test_code_is_as_it_was_when_the_job_was_made(store, tmp_path):
+def test_a_job_runs_the_code_of_its_creation(store, tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "say.sh").write_text("echo first")
     id = create(store, "sh say.sh; sh say.sh", code={"path": str(tmp_path / "code")})

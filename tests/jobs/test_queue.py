@@ -1,4 +1,4 @@
-"""A queue: who may run which task, and that workers killed at random lose none and run none twice."""
+"""Test the queue: who may claim a task, and that killed workers lose no task and run none twice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
-from dovetail.core.errors import UserError
 from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.store import JobStore
 
@@ -40,7 +40,7 @@ def test_tasks_are_claimed_in_order_and_one_at_a_time(tasks):
     assert statuses(tasks) == {"a": "succeeded", "b": "running", "c": "running"}
 
 
-def test_a_lease_that_ran_out_gives_the_task_to_another_and_silences_the_first(tasks):
+def test_an_expired_lease_moves_the_task_to_another_worker(tasks):
     tasks.add("a", "true")
     first = tasks.claim("w1", 0.01)
     time.sleep(0.05)
@@ -58,13 +58,13 @@ def test_dependencies_and_zones(tasks):
     assert data.name == "data" and tasks.claim("w", 30, "eu") is None
     tasks.finish(data, 0)
     assert tasks.claim("w", 30).name == "train"
-    with pytest.raises(UserError, match="no task 'nothing'"):
+    with refuses("TASK", code="no_task", naming="'nothing'"):
         tasks.add("x", "true", after=["nothing"])
-    with pytest.raises(UserError, match="already has a task 'data'"):
+    with refuses("--name", naming="'data'"):
         tasks.add("data", "true")
 
 
-def test_failures_are_retried_and_what_needs_them_fails_with_them(tasks):
+def test_failures_are_retried_and_fail_the_tasks_that_depend_on_them(tasks):
     tasks.add("bad", "echo 'ValueError: no'; exit 3", retries=1)
     tasks.add("next", "true", after=["bad"])
     assert QueueWorker(tasks).run() == 2
@@ -74,7 +74,7 @@ def test_failures_are_retried_and_what_needs_them_fails_with_them(tasks):
     assert tasks.retry() == 2 and statuses(tasks) == {"bad": "ready", "next": "ready"}
 
 
-def test_told_to_stop_a_worker_gives_its_task_back_saved(tasks, tmp_path):
+def test_a_stopped_worker_returns_its_task_after_saving(tasks, tmp_path):
     tasks.add("long", f"trap 'touch {tmp_path}/saved; exit 85' TERM; touch {tmp_path}/up; sleep 60 & wait")
     worker = QueueWorker(tasks)
     thread = threading.Thread(target=worker.run)
@@ -88,7 +88,7 @@ def test_told_to_stop_a_worker_gives_its_task_back_saved(tasks, tmp_path):
     assert (tmp_path / "saved").exists() and (task.status, task.tries, task.losses) == ("ready", 0, 1)
 
 
-def test_a_task_that_is_cancelled_is_ended_and_may_be_retried(tasks, tmp_path):
+def test_a_cancelled_task_is_stopped_and_can_be_retried(tasks, tmp_path):
     tasks.add("long", f"trap 'exit 0' TERM; touch {tmp_path}/up; while :; do sleep 1 & wait; done")
     tasks.add("waits", "true")
     tasks.add("next", "true", after=["long"])
@@ -105,7 +105,7 @@ def test_a_task_that_is_cancelled_is_ended_and_may_be_retried(tasks, tmp_path):
     assert not thread.is_alive()  # nothing is left to run, and the shell, which would go on for ever, has ended
     assert statuses(tasks) == {"long": "cancelled", "waits": "cancelled", "next": "failed"}
     assert not (tasks.folder / "1" / "exit").exists()  # a retry does not take its 0 for a success
-    with pytest.raises(UserError, match="long of queue q is over already: cancelled"):
+    with refuses("TASK", code="task_over", naming="cancelled"):
         tasks.cancel("long")
     assert tasks.retry() == 1 and tasks.retry("waits") == 1
     assert statuses(tasks) == {"long": "cancelled", "waits": "ready", "next": "ready"}

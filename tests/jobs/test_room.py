@@ -1,4 +1,4 @@
-"""The room as a whole: it loads where there is no jax, and knows the codes that trainings exit with."""
+"""Test dovetail.jobs as a whole: it imports without jax and knows the trainers' exit codes."""
 
 import importlib
 import subprocess
@@ -14,7 +14,7 @@ from dovetail.train.guard import exits
 FILES = sorted(Path(dovetail.jobs.__file__).parent.rglob("*.py"))
 
 
-def test_no_file_of_it_loads_jax():
+def test_no_module_of_jobs_imports_jax():
     names = [".".join(("dovetail", "jobs", *p.relative_to(FILES[0].parent).with_suffix("").parts)) for p in FILES]
     extras = ("google", "kubernetes")
     lines = ["import importlib, sys", "sys.modules['jax'] = None"]
@@ -29,5 +29,5 @@ def test_exit_codes_are_those_of_the_trainings(name):
     assert getattr(outcome, name) == getattr(exits, name)
 
 
-def test_the_front_door_has_it():
+def test_the_package_exports_it():
     assert importlib.import_module("dovetail").remote is importlib.import_module("dovetail.jobs.remote").remote

@@ -1,4 +1,4 @@
-"""A training of two processes on a real Slurm, preempted in the middle: the loss curve of an undisturbed run."""
+"""Test that a two-process training preempted by a real Slurm has the loss curve of a straight run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def said(store, id: str) -> str:
     return "\n---\n".join(f"{path}\n{path.read_text()[-3000:]}" for path in logs)
 
 
-def test_preempted_in_the_middle_it_goes_on_as_if_nothing_had_been(store, overrides, tmp_path):
+def test_a_preempted_training_has_the_curve_of_an_undisturbed_one(store, overrides, tmp_path):
     expected = straight(overrides, tmp_path / "straight")
     id = train(store, overrides)
     folder = store.home(id) / "run"

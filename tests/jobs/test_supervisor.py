@@ -1,4 +1,4 @@
-"""What the supervisor does about each way in which an attempt can go; the backend is a script."""
+"""Test the supervisor's reaction to every end of an attempt, with a scripted backend."""
 
 import json
 import time
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from jobs.scripted import Scripted
+from refusals import refuses
 
 from dovetail.cli import job_output
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError
 from dovetail.jobs import actions
 from dovetail.jobs.backends.backend import Observed, RefusedJobError
 from dovetail.jobs.job import Resource
@@ -58,7 +59,7 @@ def world(store, monkeypatch) -> World:
     return World(store)
 
 
-def test_each_kind_of_end_has_a_budget_of_its_own(world):
+def test_each_kind_of_end_has_its_own_retry_budget(world):
     job = world.add("x", LOST, failed(89), LOST, failed(1), DONE, retries={"faults": 1, "failures": 1, "backoff": 0.0})
     world.run()
     found = world.store.job(job)
@@ -70,14 +71,14 @@ def test_each_kind_of_end_has_a_budget_of_its_own(world):
 @pytest.mark.parametrize(
     ("budget", "end"), [("preemptions", LOST), ("faults", failed(87)), ("failures", failed(1))]
 )  # fmt: skip
-def test_a_spent_budget_fails_the_job_and_says_which(world, budget, end):
+def test_a_spent_budget_fails_the_job_and_is_named(world, budget, end):
     job = world.add("x", end, end, end, retries={budget: 1, "backoff": 0.0})
     world.run()
     found = world.store.job(job)
     assert (found.status, found.attempts) == ("failed", 2) and f"retries.{budget}: 1" in found.detail
 
 
-def test_what_the_backends_own_queue_takes_back_counts_as_a_preemption(world):
+def test_a_requeue_by_the_backend_counts_as_a_preemption(world):
     again, waiting = replace(RUNNING, restarts=1), Observed("waiting", "PENDING", restarts=1)
     once = world.add("once", DONE, retries={"preemptions": 1, "backoff": 0.0})
     world.script[("once", 1)] = [RUNNING, waiting, waiting, again, DONE]
@@ -91,7 +92,7 @@ def test_what_the_backends_own_queue_takes_back_counts_as_a_preemption(world):
     assert "retries.preemptions: 1" in found.detail and world.held == []
 
 
-def test_what_a_retry_cannot_cure_is_not_retried(world):
+def test_permanent_failures_are_not_retried(world):
     trouble = world.add("trouble", failed(88), retries={"failures": 9, "backoff": 0.0})
     mistake = world.add("mistake", failed(2), command=None, recipe="tiny", retries={"failures": 9, "backoff": 0.0})
     world.run()
@@ -99,7 +100,7 @@ def test_what_a_retry_cannot_cure_is_not_retried(world):
     assert world.store.job(trouble).status == world.store.job(mistake).status == "failed"
 
 
-def test_a_create_that_asked_for_nothing_ends_the_job_though_nobody_can_be_asked(world, monkeypatch):
+def test_a_refused_create_ends_the_job_even_if_the_backend_is_unreachable(world, monkeypatch):
     """No credentials, no client, no project: nor can it be looked for."""
 
     def create(attempt):
@@ -125,7 +126,7 @@ def broken(*given):
     raise TypeError("got an unexpected keyword argument 'filter'")
 
 
-def test_an_exception_of_the_supervisor_is_the_jobs_state(world, monkeypatch, capsys):
+def test_a_lasting_exception_of_the_supervisor_fails_the_job(world, monkeypatch, capsys):
     """It is seen at once, and a job that cannot begin does not wait for ever."""
     monkeypatch.setattr(world.backend, "create", broken)
     job = world.add("x")
@@ -145,7 +146,7 @@ def test_an_exception_of_the_supervisor_is_the_jobs_state(world, monkeypatch, ca
     assert [event.what for event in world.store.events(job)].count(found.detail) == 1 and world.held == []
 
 
-def test_an_exception_that_passes_leaves_the_job_as_it_was(world, monkeypatch):
+def test_a_passing_exception_of_the_supervisor_leaves_the_job_unchanged(world, monkeypatch):
     job = world.add("x", DONE)
     world.script[("x", 1)] = [RUNNING, RUNNING, DONE]
     world.run(lambda: world.store.job(job).status == "running")
@@ -158,7 +159,7 @@ def test_an_exception_that_passes_leaves_the_job_as_it_was(world, monkeypatch):
     assert (found.status, found.detail, world.ends(job)) == ("succeeded", "", ["success"])
 
 
-def test_a_job_at_which_the_supervisor_fails_can_be_cancelled(world, monkeypatch):
+def test_a_job_that_makes_the_supervisor_fail_can_be_cancelled(world, monkeypatch):
     monkeypatch.setattr(world.backend, "create", broken)
     job = world.add("x")
     world.run(ticks=2)
@@ -167,7 +168,7 @@ def test_a_job_at_which_the_supervisor_fails_can_be_cancelled(world, monkeypatch
     assert world.store.job(job).status == "cancelled"
 
 
-def test_what_a_person_cancelled_in_the_backend_is_cancelled(world):
+def test_a_job_cancelled_in_the_backend_is_cancelled(world):
     job = world.add("x", Observed("cancelled", "cancelled in Slurm (scancel)", ("h0",), 85), backend="slurm")
     later = world.add("later", after=[job])
     world.run()
@@ -176,14 +177,14 @@ def test_what_a_person_cancelled_in_the_backend_is_cancelled(world):
     assert world.store.job(later).status == "failed" and world.held == []
 
 
-def test_a_question_that_fails_concludes_nothing(world):
+def test_a_failed_observation_changes_nothing(world):
     job = world.add("x", DONE)
     world.script[("x", 1)] = [RUNNING] + [Observed("unknown", "503")] * 10 + [DONE]
     world.run()
     assert world.ends(job) == ["success"] and world.backend.read()[f"dt-{job}-1"]["made"] == 1
 
 
-def test_absent_is_believed_only_when_it_is_said_again(world):
+def test_absence_counts_only_when_observed_twice(world):
     job = world.add("x", DONE)
     world.script[("x", 1)] = [RUNNING, Observed("absent"), RUNNING, Observed("absent"), RUNNING, DONE]
     supervisor = world.supervisor
@@ -212,14 +213,14 @@ def test_the_next_zone_and_then_another_size(world):
     assert world.store.job(job).status == "succeeded" and world.held == []
 
 
-def test_a_lost_answer_is_no_second_resource(world):
+def test_a_lost_answer_to_create_makes_no_second_resource(world):
     job = world.add("x", DONE)
     world.backend.lost_answers = {("x", 1)}
     world.run()
     assert world.ends(job) == ["success"] and [one["made"] for one in world.backend.read().values()] == [1]
 
 
-def test_cancelled_it_is_told_first_and_may_be_resumed(world):
+def test_a_cancelled_job_is_signalled_first_and_can_be_resumed(world):
     job = world.add("x", RUNNING, DONE)
     world.run(lambda: world.store.job(job).status == "running")
     actions.cancel(world.store, world.store.job(job))
@@ -229,12 +230,12 @@ def test_cancelled_it_is_told_first_and_may_be_resumed(world):
     actions.resume(world.store, world.store.job(job))
     world.run()
     assert world.store.job(job).status == "succeeded" and world.store.job(job).preemptions == 0
-    with pytest.raises(UserError, match="has succeeded"):
+    with refuses("JOB", code="job_over"):
         actions.resume(world.store, world.store.job(job))
 
 
 @pytest.mark.parametrize("ceiling", [{"dollars": 5.0}, {"hours": 0.5}])
-def test_at_the_ceiling_it_is_stopped_with_a_signal(world, ceiling):
+def test_a_job_at_its_ceiling_is_stopped_with_a_signal(world, ceiling):
     job = world.add("x", RUNNING, DONE, backend="gcp-tpu", accelerator="v6e-8", zones=["us-east5-b"], ceiling=ceiling)
     world.run(lambda: world.store.job(job).status == "running")
     world.store.change_attempt(job, 1, started=time.time() - 1700)  # v6e-8 is $21.60 an hour
@@ -246,14 +247,14 @@ def test_at_the_ceiling_it_is_stopped_with_a_signal(world, ceiling):
     actions.resume(world.store, found)  # the ceiling has not moved: nothing more is spent
     world.run()
     assert world.store.job(job).status == "stopped" and world.store.job(job).attempts == 1
-    with pytest.raises(UserError, match=r"backend cannot be changed"):
+    with refuses("backend", RecipeError):
         actions.resume(world.store, world.store.job(job), ["backend=local"])
     actions.resume(world.store, world.store.job(job), [f"ceiling.{name}=1000"])
     world.run()
     assert world.store.job(job).status == "succeeded"
 
 
-def test_hosts_that_computed_wrong_are_left_out(world):
+def test_hosts_with_wrong_results_are_quarantined(world):
     job = world.add("x", failed(86), DONE, backend="slurm")
     run = world.store.home(job) / "run"
     run.mkdir()
@@ -266,7 +267,7 @@ def test_hosts_that_computed_wrong_are_left_out(world):
     assert world.store.quarantined("slurm") == ["bad7"] and world.store.release("bad7") == 1
 
 
-def test_a_job_waits_for_those_it_is_after(world):
+def test_a_job_waits_for_the_jobs_in_after(world):
     first = world.add("first", DONE)
     second = world.add("second", DONE, after=[first])
     bad = world.add("bad", failed(1))
@@ -275,11 +276,11 @@ def test_a_job_waits_for_those_it_is_after(world):
     events = {name: world.store.events(id)[-1].at for name, id in (("first", first), ("second", second))}
     assert events["first"] < events["second"] and world.store.job(second).status == "succeeded"
     assert world.store.job(never).status == "failed" and bad in world.store.job(never).detail
-    with pytest.raises(UserError, match="no job 'nothing'"):
+    with refuses("JOB", code="no_job", naming="'nothing'"):
         world.add("x", after=["nothing"])
 
 
-def test_a_person_is_told_at_the_end(world, tmp_path):
+def test_a_notification_is_sent_at_the_end(world, tmp_path):
     job = world.add("x", DONE, notify=f'echo "$DOVETAIL_JOB_NAME $DOVETAIL_JOB_STATUS" > {tmp_path}/told')
     world.run()
     world.supervisor.tick()
@@ -291,7 +292,7 @@ def test_a_person_is_told_at_the_end(world, tmp_path):
     assert world.store.open_intents() == []
 
 
-def test_what_no_job_wants_is_found_and_given_back(world):
+def test_orphaned_resources_are_found_and_released(world):
     job = world.add("x", DONE)
     world.run(lambda: world.store.job(job).status == "running")
     held = world.backend.read()
@@ -331,7 +332,7 @@ SPEC = make({"name": "x", "command": "true", "hosts": 2})
         ([1, 3], [1, 0], (3, 1)),
     ],
 )
-def test_of_several_codes_one_decides(codes, order, found):
+def test_the_exit_code_that_decides(codes, order, found):
     assert deciding(codes, order) == found
 
 
@@ -350,7 +351,7 @@ def test_of_several_codes_one_decides(codes, order, found):
         (Observed("suspended"), "", "preemption"),
     ],
 )
-def test_whose_fault_it_was(seen, tail, kind):
+def test_the_cause_of_an_end(seen, tail, kind):
     assert outcome(seen, SPEC, tail).kind == kind
     if kind in ("preemption", "fault"):
         assert outcome(seen, SPEC, tail, stop_sent=True).kind == "stopped"

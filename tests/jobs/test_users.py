@@ -1,4 +1,4 @@
-"""One folder of jobs and several Unix users: what is private, what a group shares, and whose jobs are whose."""
+"""Test one folder of jobs with several Unix users: privacy, sharing by group, and ownership."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mode(path: Path) -> int:
 
 
 @needs_root
-def test_a_group_shares_a_folder_whatever_the_umask(folder):
+def test_a_group_shares_a_folder_under_any_umask(folder):
     home = shared(folder)
     (hers,), said, again, (refused,) = as_users(
         home,
@@ -86,7 +86,7 @@ def test_a_group_shares_a_folder_whatever_the_umask(folder):
 
 @pytest.mark.slow
 @needs_root
-def test_what_a_colleague_changes_is_not_run_as_another(folder):
+def test_a_spec_changed_by_another_user_is_not_run(folder):
     """By a command, in the files, and in the tables, which every user of the store can write."""
     home = shared(folder)
     spec = '{name: x, command: id, code: {path: ""}}'
@@ -125,7 +125,7 @@ def test_what_a_colleague_changes_is_not_run_as_another(folder):
 
 
 @needs_root
-def test_a_folder_that_is_not_shared_says_so_in_a_sentence_and_can_be_shared(folder):
+def test_a_private_folder_is_refused_to_others_and_can_be_shared(folder):
     home = folder / "jobs"
     home.mkdir(mode=0o755)
     os.chown(home, ALICE, ALICE)
@@ -135,7 +135,7 @@ def test_a_folder_that_is_not_shared_says_so_in_a_sentence_and_can_be_shared(fol
         (0, 0, [("chmod", "777", str(home))]),  # even where the folder itself could be written, the store is hers
         (BOB, LAB, [("list",)]),
         (0, 0, [("chgrp", str(LAB), str(home)), ("chmod", "2770", str(home))]),
-        (ALICE, LAB, [("list",)]),  # her next command gives what is there the group and the modes
+        (ALICE, LAB, [("list",)]),  # her next command sets the group and modes of existing files
         (BOB, LAB, [("queue", "work", "q")]),
     )
     assert (

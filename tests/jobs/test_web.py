@@ -1,4 +1,4 @@
-"""The page of jobs: what it answers, to whom, and that a browser shows it."""
+"""Test the web page of jobs: its routes, its access control, and that a browser shows it."""
 
 import contextlib
 import http.client
@@ -41,7 +41,7 @@ def job(store) -> str:
 
 
 def ask(address: str, method: str = "GET", **headers: str):
-    """(status, headers, body) with the headers given, and no cookie of one's own; no redirect is followed."""
+    """Return (status, headers, body) of a request with these headers, without cookies or redirects."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=10)
     connection.request(method, address.removeprefix(f"http://{parts.netloc}") or "/", headers=headers)
@@ -72,7 +72,7 @@ def test_the_page_and_what_it_asks_for(url, job, store):
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/api/jobs/zzz", "/api/jobs/{job}/logs?attempt=7", "/api/jobs/../x"])
-def test_what_is_not_there_is_not_found(url, job, path):
+def test_unknown_paths_are_404(url, job, path):
     address = url + path.replace("{job}", job)
     assert ask(address, Cookie=cookie(url))[0] == 404
 
@@ -90,7 +90,7 @@ def test_every_route_needs_the_token(url, job, path):
     assert ask(address, "POST")[0] == 403
 
 
-def test_the_address_that_is_printed_leads_to_the_page_and_leaves_the_address_bar(url):
+def test_the_printed_url_sets_a_cookie_and_drops_the_token(url):
     status, headers, body = ask(f"{url}/?token={TOKEN}")
     assert (status, headers["Location"], body) == (303, "/", "")
     assert headers["Set-Cookie"] == f"{cookie(url)}; Path=/; HttpOnly; SameSite=Strict"
@@ -101,7 +101,7 @@ def test_the_address_that_is_printed_leads_to_the_page_and_leaves_the_address_ba
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", ""])
-def test_a_page_elsewhere_cannot_ask_by_another_name(url, host):
+def test_requests_with_another_host_header_are_refused(url, host):
     name = host.replace("{port}", str(urlsplit(url).port))
     assert ask(f"{url}/?token={TOKEN}", Host=name)[0] == 403
     assert ask(f"{url}/api/jobs", Host=name, Cookie=cookie(url))[0] == 403
@@ -121,14 +121,14 @@ def test_the_page_cancels_a_job_and_no_other_page_does(url, job, store):
     assert status == 409 and "is over already" in json.loads(body)["error"]
 
 
-def test_a_port_that_is_taken_is_said_in_a_sentence(url):
+def test_a_port_in_use_is_reported(url):
     port = str(urlsplit(url).port)
     done = CliRunner().invoke(app, ["web", "--port", port])
     assert isinstance(done.exception, ValueError)
     assert f"127.0.0.1:{port} (Address already in use); choose another --port" in str(done.exception)
 
 
-def test_a_curve_is_thinned_and_a_torn_line_passed_over(tmp_path):
+def test_a_curve_is_thinned_and_a_torn_line_is_skipped(tmp_path):
     lines = [json.dumps({"step": i, "loss": 1.0 / (i + 1)}) for i in range(5000)]
     (tmp_path / "m").write_text("\n".join([*lines, '{"step": 50']))
     found = curve(tmp_path / "m")

@@ -1,4 +1,4 @@
-"""A supervisor over a home of jobs, in a thread of the test."""
+"""Run a supervisor over a folder of jobs in a thread of the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.jobs.supervisor import JobSupervisor
 def watched(
     root: Path, backends: Callable[[str], JobBackend] | None = None, looks: float = 0.1, leave: bool = False
 ) -> Iterator[None]:
-    """`leave`: what is still active at the end goes on."""
+    """`leave`: jobs that are active at the end keep running."""
     store, over = JobStore(root), threading.Event()
     choose = backends or chooser(root, store.owner)
     thread = threading.Thread(target=lambda: JobSupervisor(store, choose, looks).run(until=over.is_set))

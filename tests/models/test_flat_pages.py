@@ -1,4 +1,4 @@
-"""A model over flat pages, as a TPU has them, gives what it gives over others: here through the reference."""
+"""Test that a model over flat pages, as on a TPU, gives the same logits, through the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family against transformers: an implementation nobody here wrote."""
+"""Test every family against transformers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_paged_in_three_chunks_then_one_by_one(name):
     tables = np.zeros((len(docs) + 1, pages_each), np.int32)
     order = np.random.default_rng(1).permutation(pool)
     tables[: len(docs)] = order[: len(docs) * pages_each].reshape(len(docs), pages_each)
-    # NaN in every page: whatever is read that was not written would show
+    # NaN in every page, so that a read of unwritten memory shows
     cache = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), init_cache(model.config, pool, PAGE, jnp.float32))
     fed, got = [0] * len(docs), [[] for _ in docs]
     tail = 3

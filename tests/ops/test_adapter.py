@@ -1,4 +1,4 @@
-"""Weights with adapters and weights in fewer bits give the products of the arrays that they stand for."""
+"""Test that adapted and quantised weights give the products of the arrays that they represent."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def int8_by_hand(w: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
-def test_given_back_as_numpy_reckons(scheme):
+def test_unpacking_equals_numpy(scheme):
     w = np.array(random(6, 192))
     w[3] = 0
     by_hand = {"int8": int8_by_hand, "nf4": nf4_by_hand}[scheme]
@@ -116,7 +116,7 @@ def test_given_back_as_numpy_reckons(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
-def test_products_and_gradients_of_what_is_packed(scheme):
+def test_products_and_gradients_of_packed_weights(scheme):
     packed, x = SCHEMES[scheme].pack(random(8, 4, 64)), random(5, 64)
     whole = packed.dense()
     assert packed.shape == whole.shape == (8, 4, 64)

@@ -1,4 +1,4 @@
-"""Both attentions against a softmax written out in numpy, one query at a time."""
+"""Test both attentions against a softmax in numpy, one query at a time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_packed_gradient_does_not_depend_on_chunks():
         *(pytest.param(kind, H, marks=pytest.mark.thorough) for kind in ("causal", "soft cap")),
     ],
 )
-def test_splash_is_the_reference(kind, value_dim):
+def test_splash_equals_the_reference(kind, value_dim):
     """The TPU kernel, interpreted: its outputs and gradients on two packed rows."""
     T, options = 256, OPTIONS[kind] | dict(scale=SCALE)
     q, k, v = normal(0, 2, T, N, H), normal(1, 2, T, K, H), normal(2, 2, T, K, value_dim)
@@ -131,7 +131,7 @@ def test_splash_on_a_mesh(axes):
 
 
 @pytest.mark.parametrize("remat, keeps", [("dots", True), ("attention", True), ("full", False)])
-def test_what_splash_gives_is_kept_for_the_backward_pass(remat, keeps):
+def test_the_output_of_splash_is_saved_for_the_backward_pass(remat, keeps):
     x, ctx = jax.ShapeDtypeStruct((1, 256, 2, H), jnp.float32), Packed(jnp.ones((1, 256), jnp.int32))
     run = remember(lambda *qkv: splash(*qkv, ctx, scale=SCALE), remat)
     pull = jax.eval_shape(lambda *qkv: jax.vjp(run, *qkv)[1], x, x, x)
@@ -238,7 +238,7 @@ def turns(case: Case, **options) -> int:
     return len(seen)
 
 
-def test_paged_gathers_as_far_as_the_longest_sequence_reaches():
+def test_paged_gathers_up_to_the_longest_sequence():
     assert turns(Case(past=[BLOCK - 1, 20], new=[1, 1], width=32)) == 1
     assert turns(Case(past=[BLOCK - 1, 20], new=[1, 1], width=4096)) == 1
     assert turns(Case(past=[BLOCK, 20], new=[1, 1], width=4096)) == 2

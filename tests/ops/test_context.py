@@ -1,4 +1,4 @@
-"""Rows cut along their length over eight devices: the numbers and gradients of one device, however they are cut."""
+"""Test rows split along their length over eight devices: the outputs and gradients of one device."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def close(ours, theirs, atol=1e-5):
 
 
 @pytest.mark.parametrize(("mesh", "kind"), CASES)
-def test_cut_rows_are_whole_rows(mesh, kind, way):
+def test_split_rows_equal_whole_rows(mesh, kind, way):
     options = dict(OPTIONS[kind]) | dict(scale=SCALE)
     given = [normal(0, B, T, N, H), normal(1, B, T, K, H), normal(2, B, T, K, H)]
     given += [normal(9, N)] if options.pop("sinks", False) else []
@@ -113,7 +113,7 @@ def test_latents(mesh, way):
     close(*both)
 
 
-def test_a_length_that_the_axis_does_not_divide_stays_whole():
+def test_a_length_that_the_axis_does_not_divide_is_not_split():
     placement, ids = placed("8"), documents(2, 20)
     assert not is_cut(placement, 20) and not is_cut(None, 24) and is_cut(placement, 24)
     q, k, v = normal(0, 2, 20, N, H), normal(1, 2, 20, K, H), normal(2, 2, 20, K, H)
@@ -128,7 +128,7 @@ def test_a_device_gathers_what_its_window_reaches():
     assert [reach(w) for w in (None, 1, 2, 13, 14, 25, 26, 40, 1000)] == [3, 0, 1, 1, 2, 2, 3, 3, 3]
 
 
-def test_the_ring_is_for_what_is_too_large_to_gather():
+def test_the_ring_is_used_where_gathering_is_too_large():
     placement = placed("mixed")  # rows over 2 devices, heads over 2, slices over 2
 
     def way(rows: int, length: int, heads: int = 8, window: int | None = None) -> str:
@@ -183,7 +183,7 @@ def test_lowers_for_accelerators(platform, way):
     assert ("collective_permute" in text) == (way == "ring")
 
 
-def test_gathered_keys_are_not_kept_for_the_backward_pass(way):
+def test_gathered_keys_are_not_saved_for_the_backward_pass(way):
     """A device keeps what it has of q, k, v and the output, and gathers again: else a layer would hold whole rows."""
     q, k, v = normal(0, B, T, N, H), normal(1, B, T, K, H), normal(2, B, T, K, H)
     ctx = Packed(documents(B, T), placement=placed("8"))

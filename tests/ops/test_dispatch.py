@@ -1,4 +1,4 @@
-"""What a kernel cannot do is not given to it."""
+"""Test that dispatch gives a kernel only what it supports."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def test_a_tpu_takes_upstreams_kernel(kv_heads, dtype):
     [
         (heads(64), 8, None, "multiples of 128 dims, and these have 64"),
         (heads(96), 8, None, "these have 96"),
-        (heads(), 8, jnp.zeros(64), "no sinks"),
+        (heads(), 8, jnp.zeros(64), "support sinks"),
         *((heads(), number, None, f"cannot tile {number} key heads") for number in (3, 6, 10, 12, 20)),
     ],
 )
-def test_what_upstreams_kernel_for_tpus_cannot_do_goes_to_ours(q, kv_heads, sinks, reason):
+def test_our_tpu_kernel_is_used_where_upstreams_cannot_be(q, kv_heads, sinks, reason):
     with on_tpu():
         assert reason in (why_not_ragged(q, kv_heads, sinks) or "")
         assert choose_paged("tpu", q, kv_heads, sinks) == "flat"
 
 
-def test_what_no_kernel_for_tpus_can_do_goes_to_the_reference():
+def test_the_reference_is_used_where_no_tpu_kernel_can_be():
     half = heads(dtype=jnp.float16)
     with on_tpu():
         assert "float16" in (why_not_ragged(half, 8) or "") and "float16" in (why_not_flat(half, 8) or "")
@@ -98,7 +98,7 @@ def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
         (array(9, 128, 1024), array(4, 2**16), "MiB of SMEM, and a core has 1.0"),
     ],
 )
-def test_what_ours_cannot_take_of_pages(page, tables, reason):
+def test_pages_that_our_tpu_kernel_refuses(page, tables, reason):
     q = array(64, 16, 64)
     with on_tpu("TPU v4"):
         assert why_not_flat(q, 8, None, array(4, 9), array(9, 128, 1024)) is None
@@ -106,7 +106,7 @@ def test_what_ours_cannot_take_of_pages(page, tables, reason):
         assert choose_paged("tpu", q, 8, None, None, tables, page) == "reference"
 
 
-def test_a_table_that_upstreams_kernel_has_no_room_for():
+def test_a_page_table_too_large_for_upstreams_kernel():
     with on_tpu():
         assert why_not_ragged(heads(), 8, None, None, array(256, 512)) is None
         assert "1.0 MiB of SMEM" in (why_not_ragged(heads(), 8, None, None, array(256, 1024)) or "")
@@ -128,7 +128,7 @@ def test_flat_pages_have_whole_tiles_on_each_device_of_a_mesh():
     assert page_row("tpu", 3, 80, jnp.bfloat16, False, placement) == (512,)  # three heads stay together
 
 
-def test_the_room_in_a_core_is_what_jax_says():
+def test_the_memory_of_a_core_equals_jaxs():
     for name, room in ROOM.items():
         version = pltpu.ChipVersion[f"TPU_{name.upper().replace('TPU', '')}"]
         cores = 1 if name in ("v2", "v3", "TPU7x") else version.num_physical_tensor_cores_per_chip
@@ -136,7 +136,7 @@ def test_the_room_in_a_core_is_what_jax_says():
         assert room == (info.smem_capacity_bytes, info.vmem_capacity_bytes), name
 
 
-def test_the_table_of_kernels_says_why_not_a_better_one():
+def test_the_table_of_kernels_gives_reasons():
     rows = describe_tpu()
     assert len(rows) == len(TPU_CASES) * len(ROOM)
     for what, generation, packed, paged, why in rows:

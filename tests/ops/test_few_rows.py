@@ -1,4 +1,4 @@
-"""Products with few rows by numba, on XLA's threads: numpy's, whatever the shape and however many run at once."""
+"""Test the numba product for few rows on XLA's threads against numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def few_rows_matmul(x, w):
     return kernels.few_rows_matmul(x, w)
 
 
-def test_the_number_that_is_written_twice():
+def test_duplicated_constants_agree():
     assert kernels.CHUNK == CHUNK
 
 
@@ -30,13 +30,13 @@ def random(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 16])
 @pytest.mark.parametrize(("size", "out"), [(1, 1), (33, 3), (96, 2 * CHUNK), (40, 5 * CHUNK + 6)])
-def test_equals_numpys(rows, size, out):
+def test_equals_numpy(rows, size, out):
     x, w = random(rows, size), random(out, size)
     ours = jax.jit(few_rows_matmul)(x, w)
     np.testing.assert_allclose(ours, x.astype(np.float64) @ w.T.astype(np.float64), atol=1e-5)
 
 
-def test_what_is_not_finite_stays_so():
+def test_non_finite_values_stay():
     x, w = random(5, 40), random(CHUNK, 40)
     x[1, 3], x[4, 7] = np.nan, np.inf
     ours = np.asarray(jax.jit(few_rows_matmul)(x, w))

@@ -1,4 +1,4 @@
-"""The small NVIDIA kernels around attention, interpreted, against what they stand for."""
+"""Test the small NVIDIA kernels around attention, interpreted, against their references."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def flat_reference(x, weights, chosen, params, glu):
     ids=str,
 )
 @pytest.mark.thorough
-def test_experts_by_the_kernel_are_the_reference(monkeypatch, axes):
+def test_experts_by_the_kernel_equal_the_reference(monkeypatch, axes):
     monkeypatch.setattr(linear, "grouped_kernel", lambda platform: interpreted)
     placement = Placement(make_mesh(axes), TRAIN) if axes else None
     ours = outputs_and_gradients(functools.partial(moe.experts, placement=placement))

@@ -1,4 +1,4 @@
-"""Products with weights: arrays, and objects that know their own."""
+"""Test products with weights: arrays, and objects with their own products."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_matmul_contracts_the_last_dims():
     assert matmul(x.astype(jnp.bfloat16), w[0, 0].astype(jnp.bfloat16), out_dtype=jnp.float32).dtype == jnp.float32
 
 
-def test_per_head_is_its_own_transpose():
+def test_per_head_equals_its_transpose():
     x, w = random(5, 2, 3), random(2, 4, 3)
     np.testing.assert_allclose(per_head(x, w), np.einsum("tnd,nfd->tnf", x, w), atol=1e-5)
     np.testing.assert_allclose(per_head(per_head(x, w), w, transposed=True).shape, x.shape)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_joined_weights_give_what_they_gave_apart(parts):
+def test_joined_weights_give_the_separate_products(parts):
     names, x = {"q": 4, "k": 2}, random(3, 8)
     apart = {"q": random(4, 5, 8), "k": random(2, 5, 8), "q_bias": random(4, 5), "k_bias": random(2, 5)}
     joined = {
@@ -79,7 +79,7 @@ def logits(params, cfg):
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "gpt-oss", "deepseek-v3"])
-def test_the_model_takes_weights_that_know_their_own_products(name):
+def test_the_model_accepts_weights_with_their_own_products(name):
     """All that are multiplied: nothing in the model does it by itself."""
     model = load(reference(name)[1], dtype="f32")
 

@@ -1,5 +1,4 @@
-"""Products with many rows by numba, in tiles, on XLA's threads: numpy's, whatever the shape and however many run at
-once; chosen on an Arm CPU for engine steps alone."""
+"""Test the tiled numba product for many rows on XLA's threads against numpy; Arm CPUs use it in engine steps."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def many_rows_matmul(x, w):
     return kernels.many_rows_matmul(x, w)
 
 
-def test_the_numbers_that_are_written_twice():
+def test_duplicated_constants_agree():
     assert (kernels.BLOCK, kernels.SLICE) == (BLOCK, SLICE)
 
 
@@ -47,20 +46,20 @@ def random(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("rows", [1, 8, 13, BLOCK, BLOCK + 1, 3 * BLOCK + 20])
 @pytest.mark.parametrize(("size", "out"), [(1, 1), (33, 3), (96, 64), (SLICE + 2, 77), (2 * SLICE + 5, 8)])
-def test_equals_numpys(rows, size, out):
+def test_equals_numpy(rows, size, out):
     x, w = random(rows, size), random(out, size)
     ours = jax.jit(many_rows_matmul)(x, w)
     np.testing.assert_allclose(ours, x.astype(np.float64) @ w.T.astype(np.float64), atol=1e-3, rtol=1e-4)
 
 
-def test_a_row_is_the_same_whoever_else_is_there():
+def test_a_row_does_not_depend_on_the_other_rows():
     x, w = random(3 * BLOCK + 5, SLICE + 40), random(50, SLICE + 40)
     together = np.asarray(jax.jit(many_rows_matmul)(x, w))
     for some in (slice(0, 9), slice(BLOCK, 2 * BLOCK), slice(BLOCK + 3, None)):
         np.testing.assert_array_equal(together[some], jax.jit(many_rows_matmul)(x[some], w))
 
 
-def test_what_is_not_finite_stays_where_it_is():
+def test_non_finite_values_stay_in_their_rows():
     x, w = random(BLOCK + 5, 41), random(43, 41)
     x[1, 3], x[BLOCK + 4, 40], w[42, 0] = np.nan, np.inf, np.nan
     ours = np.asarray(jax.jit(many_rows_matmul)(x, w))
@@ -77,7 +76,7 @@ def test_many_at_once_from_many_threads():
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
 
 
-def test_a_program_that_was_kept_finds_it_in_another_process(tmp_path):
+def test_a_cached_program_finds_the_kernel_in_another_process(tmp_path):
     def run() -> str:
         environment = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu", "PATH": ""}
         return subprocess.check_output([sys.executable, "-c", KEPT], env=environment, text=True).strip()

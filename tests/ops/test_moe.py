@@ -73,7 +73,7 @@ def choices(kind: str) -> jax.Array:
 
 @pytest.mark.parametrize("kind", ["spread", "some idle", "all to one"])
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
-def test_sorted_experts_are_the_reference(biases, kind):
+def test_sorted_experts_equal_the_reference(biases, kind):
     chosen, params = choices(kind), some_experts(biases)
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.float32)

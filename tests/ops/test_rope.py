@@ -63,7 +63,7 @@ def test_frequencies(kind, head_dim):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn as DeepSeek"])
-def test_turned_heads(kind):
+def test_rotated_heads(kind):
     import torch
 
     rope, theirs, factor = both(KINDS[kind])
@@ -79,7 +79,7 @@ def test_turned_heads(kind):
 
 
 @pytest.mark.parametrize("length", [1, 4096, 4097, 131_072])
-def test_the_length_of_sequences_chooses_between_the_factors(length):
+def test_the_sequence_length_selects_the_longrope_factors(length):
     rope, theirs, factor = both(KINDS["longrope"], 64, length)
     assert rope.is_long, "without a limit the long factors, for the model has 131,072 positions"
     rope = rope.within(length)
@@ -90,7 +90,7 @@ def test_the_length_of_sequences_chooses_between_the_factors(length):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_part_of_a_head_turns_and_the_rest_passes(interleaved):
+def test_a_partial_rotation_leaves_the_rest_unchanged(interleaved):
     rope = Rope(10_000.0, 8, interleaved=interleaved)
     x, tables = jax.random.normal(jax.random.key(0), (5, 3, 20)), rope.tables(jnp.arange(5))
     turned = rotate(x, rope, tables)
@@ -98,7 +98,7 @@ def test_a_part_of_a_head_turns_and_the_rest_passes(interleaved):
     np.testing.assert_array_equal(turned[..., :8], rotate(x[..., :8], rope, tables))
 
 
-def test_interleaved_pairs_turn_as_complex_numbers():
+def test_interleaved_pairs_rotate_as_complex_numbers():
     rope = Rope(10_000.0, 8, interleaved=True)
     positions = jnp.arange(5)
     q, k = (jax.random.normal(jax.random.key(i), (5, 1, 8)) for i in range(2))

@@ -1,4 +1,4 @@
-"""The sampler against plain NumPy: exact sets, the distribution of what is drawn, and what a draw depends on."""
+"""Test the sampler against NumPy: exact sets, the distribution of draws, and what a draw depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_HISTORY = jnp.zeros((1, V), jnp.int32)
 
 
 def make_inputs(S: int, **given) -> ops.SampleInputs:
-    """S rows that ask for nothing but what is given: a number for all of them, or an array."""
+    """Return S rows with these settings, each a number for all rows or an array, and defaults for the rest."""
     dtypes = dict.fromkeys(("temperature", "top_p", "min_p", "presence", "frequency", "repetition"), np.float32)
     dtypes |= dict.fromkeys(("top_k", "position", "slot", "mask_until", "top_logprobs"), np.int32)
     dtypes |= dict.fromkeys(("seed_hi", "seed_lo"), np.uint32)
@@ -136,7 +136,7 @@ def test_distribution(name: str, sample):
     counts, prompt = rng.poisson(0.3, V), rng.random(V) < 0.2
     allowed = rng.random(V) < 0.5 if params.pop("masked", False) else np.ones(V, bool)
     history = jnp.array((2 * counts + prompt)[None].astype(np.int32))
-    # a seed of its own for each row, as the N requests of a day have
+    # another seed for each row, as for N requests
     inputs = make_inputs(N, **params, allowed=allowed, mask_until=ops.FOREVER, seed_hi=5, position=9)
     drawn = np.asarray(sample(np.broadcast_to(logits, (N, V)), inputs, history))
     want = expected(logits, counts, prompt, allowed, params)
@@ -274,7 +274,7 @@ def test_logprobs_against_numpy():
     assert (rank == 1 + np.argmax(order == tokens[:, None], axis=1)).all()
 
 
-def test_scores_are_those_of_the_adjusted_logits_and_of_the_rows_that_ask():
+def test_scores_equal_adjusted_logits_in_the_rows_that_ask():
     logits = random_logits(4, V, seed=12)
     inputs = make_inputs(4, temperature=[0.0, 1.0, 0.0, 1.0], top_logprobs=[-1, 0, 2, 5], slot=1, bias={3: 9.0})
     tokens, (value, rank, top, ids) = ops.sample(logits, inputs, NO_HISTORY, 5)
@@ -287,7 +287,7 @@ def test_scores_are_those_of_the_adjusted_logits_and_of_the_rows_that_ask():
         np.testing.assert_allclose(top[row, :count], want[2][row, :count], atol=1e-6)
 
 
-def test_scores_that_no_row_asks_for_are_there_and_zero():
+def test_scores_without_a_request_are_zero():
     logits = random_logits(2, V, seed=13)
     tokens, (value, rank, top, ids) = ops.sample(logits, make_inputs(2, temperature=0.0, slot=1), NO_HISTORY, 3)
     assert (tokens == logits.argmax(1)).all() and top.shape == ids.shape == (2, 3)
@@ -307,7 +307,7 @@ def test_penalties_against_numpy():
     np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
 
 
-def test_greedy_rows_feel_bias_penalties_and_mask(sample):
+def test_bias_penalties_and_mask_apply_to_greedy_rows(sample):
     logits = np.zeros((4, V), np.float32)
     logits[:, 10], logits[:, 20] = 2.0, 1.0
     history = jnp.zeros((1, V), jnp.int32).at[0, 10].set(2)

@@ -160,7 +160,7 @@ def test_adjusted_logits_agree_within_rounding():
     [pytest.param(dict(FEW=4, ROOM=512), marks=pytest.mark.thorough), dict(FEW=4, ROOM=512, GATHER=False)],
     ids=["little room", "passes alone"],
 )
-def test_what_stays_is_what_the_reference_keeps(change, monkeypatch):
+def test_truncation_keeps_the_references_tokens(change, monkeypatch):
     """The thresholds themselves, over rows that need the search of the whole row."""
     for name, value in change.items():
         monkeypatch.setattr(gpu, name, value)
@@ -179,7 +179,7 @@ def test_what_stays_is_what_the_reference_keeps(change, monkeypatch):
 
 
 def thresholds(logits, k, p, min_p) -> np.ndarray:
-    """The logits that `_truncate` keeps, through a kernel of its own."""
+    """Return the logits that `_truncate` keeps, through a separate kernel."""
     S = len(logits)
     maxima = gpu.block_maxima(jnp.asarray(logits))
     count = maxima.shape[1]
@@ -200,14 +200,14 @@ def thresholds(logits, k, p, min_p) -> np.ndarray:
     return np.where(keep, logits, -np.inf)
 
 
-def test_the_noise_is_jax_s():
+def test_the_noise_equals_jaxs():
     hi, lo, position = (jnp.asarray(x, jnp.uint32) for x in (5, 2**32 - 7, 123))
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.stack([hi, lo]), impl="threefry2x32"), position)
     want = ops._gumbel(jax.random.bits(key, (300,), jnp.uint32))
     np.testing.assert_array_equal(gpu._Noise(hi, lo, position.astype(jnp.int32)).at(jnp.arange(300)), want)
 
 
-def test_the_numbers_that_are_written_twice():
+def test_duplicated_constants_agree():
     assert (gpu.BLOCK, gpu.COLDEST) == (ops.BLOCK, ops.COLDEST)
     assert int(gpu._key(jnp.float32(-jnp.inf))) == gpu.LOWEST and int(gpu._key(jnp.float32(-0.0))) == gpu.TOP
 

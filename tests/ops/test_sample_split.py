@@ -1,4 +1,4 @@
-"""Sampling from logits that are split over devices: the same tokens, and the logits stay where they are."""
+"""Test sampling from sharded logits: the tokens of one device, without gathering the logits."""
 
 from __future__ import annotations
 

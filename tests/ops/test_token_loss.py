@@ -1,4 +1,4 @@
-"""Chunked numbers of each token against the plain formulas: on a mesh, by the memory they hold and what they move."""
+"""Test chunked per-token losses against plain formulas: on a mesh, in memory, and in traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from corners import corners
+from refusals import refuses
 
+from dovetail.core.errors import RecipeError
 from dovetail.core.mesh import TRAIN, Placement, make_mesh
 from dovetail.ops.linear import matmul
 from dovetail.ops.token_loss import (
@@ -114,7 +116,7 @@ def some_allowed(targets: jax.Array, masks: int = 3) -> tuple[Allowed, np.ndarra
 
 
 @pytest.mark.parametrize("axes", [None, dict(fsdp=2, context=2, tensor=2)])
-def test_words_that_a_mask_leaves(axes):
+def test_tokens_allowed_by_a_mask(axes):
     """On a mesh too, as the formula has it with the other words' logits at -inf."""
     h, w, targets = some(B, 12, D), some(V, D, seed=1), jnp.pad(some_targets(), ((0, 0), (0, 1)))
     allowed, there = some_allowed(targets)
@@ -132,7 +134,7 @@ def test_words_that_a_mask_leaves(axes):
 
     placement, args = on_mesh(axes, h, w) if axes else (None, (h, w))
     assert_same(value_and_grads(ours, *args), value_and_grads(plain, h, w), tol=2e-5)
-    with pytest.raises(ValueError, match="2 x 32 bits, one for each of 40 words; it is 1 x 32"):
+    with refuses(None, RecipeError, naming="1 x 32"):
         token_scores(h, w, targets, allowed=Allowed(allowed.masks[..., :1], allowed.number))
 
 
@@ -162,7 +164,7 @@ class Halved:
         return matmul(x, self.half, dims=dims, out_dtype=out_dtype) * self.twice.astype(out_dtype)
 
 
-def test_a_head_may_be_a_weight_of_its_own_kind():
+def test_a_head_may_be_an_adapted_or_quantised_weight():
     targets, h, w = some_targets(), some(B, T, D), some(V, D, seed=1)
 
     def held(h, half):
@@ -214,7 +216,7 @@ def test_only_the_student_learns():
 
 
 @pytest.mark.parametrize("name", corners(KINDS, ["forward"]))
-def test_divergence_over_the_teachers_likeliest_words(name):
+def test_divergence_over_the_teachers_top_tokens(name):
     kind, how = KINDS[name], dict[str, Any](softcap=4.0, temperature=1.7)
     args = some(B, T, D), some(V, D, seed=1)
     teacher = some(B, T, D, seed=2), some(V, D, seed=3)
@@ -233,13 +235,13 @@ def test_divergence_over_the_teachers_likeliest_words(name):
         assert_same(got, value_and_grads(plain, *args), tol=2e-5)
 
 
-def test_all_words_kept_is_the_whole_divergence():
+def test_top_k_of_the_whole_vocabulary_is_the_whole_divergence():
     h, w, teacher = some(B, T, D), some(V, D, seed=1), (some(B, T, D, seed=2), some(V, D, seed=3))
     words, kept = token_top_k(*teacher, V)
     assert_same(top_k_divergence(h, w, words, kept), token_divergence(h, w, *teacher))
 
 
-def test_a_model_is_no_way_from_itself():
+def test_the_divergence_of_a_model_from_itself_is_0():
     logits = some(3, V)
     for kind in KINDS.values():
         assert np.abs(divergence(logits, logits + 1.0, **kind)).max() < 1e-6
@@ -310,25 +312,25 @@ def moved_inside(axes):
     return [line for line in found if "while/body" in line]
 
 
-def test_the_loop_moves_nothing_but_what_a_split_vocabulary_needs():
+def test_the_loop_sends_only_what_a_split_vocabulary_needs():
     assert not moved_inside(dict(data=2, fsdp=4))
     inside = moved_inside(dict(fsdp=4, tensor=2))
     assert inside and not [line for line in inside if f"{V // 2},{D}" in line]  # never the head or its gradient
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_shapes_and_arguments_are_refused():
     h, w, t = some(B, T, D), some(V, D), some_targets()
-    with pytest.raises(ValueError, match=r"head \[V, D\]"):
+    with refuses(naming="(16, 40)"):
         token_logprobs(h, w.T, t)
-    with pytest.raises(ValueError, match="4, 11"):
+    with refuses(naming="(4, 10)"):
         token_logprobs(h, w, t[:, 1:])
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with refuses("chunk"):
         token_logprobs(h, w, t, chunk=0)
-    with pytest.raises(ValueError, match=r"student's vocabulary, of 40 words; it has 39: .* same tokenizer"):
+    with refuses("teacher", RecipeError, naming="39"):
         token_divergence(h, w, h, w[1:])
-    with pytest.raises(ValueError, match="kind must be one of 'forward', 'reverse', 'jsd'; got 'backward'"):
+    with refuses("kind", RecipeError):
         token_divergence(h, w, h, w, kind="backward")
-    with pytest.raises(ValueError, match="beta must be"):
+    with refuses("beta", RecipeError):
         token_divergence(h, w, h, w, kind="jsd", beta=1.1)
-    with pytest.raises(ValueError, match="top_k must be 1 to the 40 words"):
+    with refuses("top_k", RecipeError, naming="40"):
         token_top_k(h, w, 0)

@@ -63,7 +63,7 @@ def context(name: str, rng) -> tuple[Paged, int]:
 
 
 def written(ctx: Paged, write, width: int, *shape: int, dtype, rng) -> jax.Array:
-    """Flat pages, NaN where nobody wrote, with random numbers for every token of every sequence."""
+    """Return flat pages with random numbers for every token of every sequence, and NaN elsewhere."""
     whole = Paged(ctx.block_tables, ctx.kv_lens, jnp.pad(jnp.cumsum(ctx.kv_lens), (1, 0)), ctx.num_seqs)
     pages = jnp.full((ctx.block_tables.size + 2, PAGE, width), jnp.nan, dtype)
     return write(whole, pages, lambda: jnp.asarray(rng.standard_normal((int(ctx.kv_lens.sum()) + 1, *shape)), dtype))
@@ -103,7 +103,7 @@ def test_latents(name, dtype):
     check(got, expected, ctx, dtype)
 
 
-def test_flat_pages_hold_the_same_as_others():
+def test_flat_pages_have_the_content_of_others():
     rng = np.random.default_rng(0)
     ctx, tokens = context("mixed", rng)
     k, v, q = (jnp.asarray(rng.standard_normal((tokens, heads, 48)), jnp.float32) for heads in (2, 2, 4))

@@ -1,4 +1,4 @@
-"""Our pages and contexts mean to upstream's TPU kernel what they mean to us: its own reference says so."""
+"""Test that our pages and contexts match upstream's TPU kernel, by its own reference."""
 
 from __future__ import annotations
 

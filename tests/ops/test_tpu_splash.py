@@ -37,7 +37,7 @@ def rows(*lengths: int) -> Packed:
     ],
     ids=str,
 )
-def test_is_the_reference(head_dim, value_dim, options):
+def test_equals_the_reference(head_dim, value_dim, options):
     from dovetail.ops.kernels.tpu.packed import tokamax_attention as kernel
 
     ctx, given = rows(100, 156), normal(9, N)

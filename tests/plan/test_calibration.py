@@ -1,9 +1,10 @@
-"""What runs teach of their machines: the shares of the peaks, the file, and what is said of a prediction."""
+"""Test calibration: the fractions of the peaks that runs reach, its file, and its effect on predictions."""
 
 import json
 from dataclasses import replace
 
 import pytest
+from refusals import refuses
 
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS, cpu_chip
@@ -19,32 +20,32 @@ SENDS = Observation("c", "H200", 8, products=0.5, memory=0.2, links=0.2, measure
 PREDICTED = Prediction("H200", 1, 0.5, 0.2, 0.0, best=0.5, worst=1.2)
 
 
-def test_one_run_tells_of_what_bounds_it():
+def test_one_run_calibrates_what_bounds_it():
     known = fit([ALONE])
     assert (known.products, known.memory, known.links) == (0.5, None, None)
     assert known.describe() == "calibrated on a: 50% of peak in products"
 
 
-def test_runs_that_are_bound_differently_tell_things_apart():
+def test_runs_with_different_bounds_calibrate_several_fractions():
     known = fit([ALONE, READS, SENDS])
     assert (known.products, known.memory) == (0.5, 0.8)
     assert known.links == pytest.approx(0.2 / (1.4 - 0.5 / 0.5))  # what the eight take longer than one would
     assert "calibrated on c and 2 more: 50% of peak in products, 80% of peak in memory, 50%" in known.describe()
 
 
-def test_links_are_not_told_apart_without_a_run_alone():
+def test_links_are_not_calibrated_without_a_run_on_one_device():
     known = fit([SENDS])
     assert known.products == pytest.approx(0.5 / 1.4) and known.links is None
 
 
-def test_one_kind_of_chip_at_a_time():
-    with pytest.raises(ValueError, match="one kind of chip; got runs on H100, H200"):
+def test_runs_of_several_kinds_of_chip_are_refused():
+    with refuses(naming="H100, H200"):
         fit([ALONE, replace(ALONE, chip="H100")])
-    with pytest.raises(ValueError, match="one run at least"):
+    with refuses(naming="at least one run"):
         fit([])
 
 
-def test_the_file_keeps_a_run_once(tmp_path):
+def test_the_file_has_each_run_once(tmp_path):
     path = tmp_path / "deep" / "calibration.json"
     assert stored(path) == [] and fractions("H200", path) is None
     store(ALONE, path)
@@ -53,11 +54,11 @@ def test_the_file_keeps_a_run_once(tmp_path):
     store(replace(ALONE, chip="v5e"), path)
     assert fractions("v5e", path) == Fractions("v5e", products=0.5, runs=("a",))
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"no calibration.*delete it and calibrate anew"):
+    with refuses(naming="delete it and calibrate again"):
         stored(path)
 
 
-def test_where_it_is_kept(monkeypatch, tmp_path):
+def test_the_path_of_the_calibration(monkeypatch, tmp_path):
     monkeypatch.setenv("DOVETAIL_HOME", str(tmp_path))
     assert calibration_file() == tmp_path / "calibration.json"
     monkeypatch.delenv("DOVETAIL_HOME")
@@ -65,7 +66,7 @@ def test_where_it_is_kept(monkeypatch, tmp_path):
     assert calibration_file() == tmp_path / "data" / "dovetail" / "calibration.json"
 
 
-def test_a_prediction_is_told_before_and_after():
+def test_a_prediction_is_reported_before_and_after_calibration():
     assert PREDICTED.says == "a step is predicted to take 500 ms to 1.2 s (bounds, from the peaks of H200)"
     assert PREDICTED.beside(0.9) == "a step takes 900 ms (median), predicted 500 ms to 1.2 s"
     assert "slower than the upper bound" in PREDICTED.beside(2.0)

@@ -1,4 +1,4 @@
-"""What is read from a compiled program's text: groups in every notation, loops, bytes, axes, copies of a pool."""
+"""Test the parser of compiled programs: groups in every notation, loops, bytes, axes, copies of a pool."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/ragged_paged_
         ("source_target_pairs={{0,0},{1,2}}, x", ((1, 2),)),
     ],
 )
-def test_groups(text, groups):
+def test_groups_in_every_notation(text, groups):
     assert groups_of(text, 8) == groups
 
 
-def test_a_program():
+def test_collectives_of_a_program():
     """Twelve turns of a loop, starts without their dones, and an all-reduce of which each keeps a part."""
     found = {one.kind: one for one in collectives(read(PROGRAM), 8)}
     assert {kind: one.times for kind, one in found.items()} == {
@@ -132,7 +132,7 @@ def test_kernels():
 
 
 @pytest.mark.parametrize("axis", ["a", "b", "c"])
-def test_what_xla_writes(axis):
+def test_collectives_as_xla_writes_them(axis):
     """A sum over one axis of a mesh is found along that axis, and moves what it should."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(axis)))
@@ -143,7 +143,7 @@ def test_what_xla_writes(axis):
     assert row.bytes == 2 * 128 * 4 / 2
 
 
-def test_a_loop_of_xla_is_counted_as_often_as_it_turns():
+def test_a_loop_is_counted_by_its_trip_count():
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("a",))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
 

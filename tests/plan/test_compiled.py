@@ -1,4 +1,4 @@
-"""What is predicted of a step, beside what the compiler says of it: memory and bytes sent, on 8 devices of a CPU."""
+"""Test predicted memory and bytes sent against the compiler's, on 8 CPU devices."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The bytes that a plan counts: beside those measured on an H200, and beside what autodiff says it keeps."""
+"""Test the bytes that a plan counts against an H200's measurements and autodiff's residuals."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +11,7 @@ from dovetail.core import recipe
 from dovetail.core.chips import CHIPS, GIB
 from dovetail.core.spec import abstract
 from dovetail.core.types import Packed
+from dovetail.models.block import block
 from dovetail.models.decoder import trunk
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
@@ -40,7 +41,7 @@ def settings_of(name: str, batch: int, length: int, *more: str):
         (QWEN, 8, 2048, True, 51.9), (MIXTRAL, 4, 4096, False, 75.4),
     ],
 )  # fmt: skip
-def test_what_is_counted_is_near_what_was_measured(name, batch, length, scan, measured):
+def test_counted_bytes_are_near_those_measured(name, batch, length, scan, measured):
     """docs/performance.md, "Training on one H200"; without remat, all rows at once."""
     if isinstance(name, str):
         cfg, settings = read_model(name), settings_of(name, batch, length, "precision.params=f32")
@@ -50,7 +51,7 @@ def test_what_is_counted_is_near_what_was_measured(name, batch, length, scan, me
     assert measured * 0.97 < counted < measured * 1.05
 
 
-def test_microsteps_add_their_sums_and_a_loop_its_gradients():
+def test_microsteps_add_sums_and_scan_adds_gradients():
     cfg, settings = read_model(QWEN), settings_of(QWEN, 16, 4096)
     weights = memory(cfg, settings, {}, "none", 16).weights / 6
     half = replace(settings, batch=8)
@@ -59,30 +60,38 @@ def test_microsteps_add_their_sums_and_a_loop_its_gradients():
     assert looped - plain == 2 * weights
 
 
-def test_few_tokens_leave_the_update_as_the_worst_moment():
+def test_with_few_tokens_the_update_is_the_peak():
     cfg, settings = read_model(LLAMA), settings_of(LLAMA, 1, 128)
     found = memory(cfg, settings, {}, "full", 1)
     assert found.gradients == found.weights * 4 / 6 and found.logits == 0
 
 
-# --- what is kept, as jax says ----------------------------------------------------------------------------------------
+# --- saved activations, as traced by jax ------------------------------------------------------------------------------
 
 B, T = 2, 640  # which no weight has
 
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Trace what an NVIDIA GPU would run, where there is none; rows hold one document."""
+    """Trace what an NVIDIA GPU would run, where there is none; rows hold one document.
+
+    jax keeps the traces of `block` for the whole process, by model, layer and shapes. They do not say whether cuDNN was
+    there, so those made without it are dropped before the test, and those made with it after.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    block.clear_cache()
 
     monkeypatch.setattr(dispatch, "_has_cudnn", lambda: True)
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(fused, "check_is_flash_attention", lambda *_, **__: None)
     monkeypatch.setattr(plan, "DOCUMENTS", 1)
+    yield
+    block.clear_cache()
 
 
 def traced(name: str, layers: int, remat: str, scan: bool):
-    """(model, its trunk, shapes to call it with)."""
+    """Return the model, its trunk, and the shapes to call it with."""
     cfg = read_model(name)
     cfg = replace(cfg, layers=cfg.layers[:layers], source=f"{name}, {layers} layers")
 
@@ -101,7 +110,7 @@ def count(jaxpr, name: str) -> int:
 
 @pytest.mark.parametrize("name", [QWEN, LLAMA])
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("attention", 1), ("full", 2)])
-def test_attention_runs_again_only_where_the_plan_says_so(cudnn, name, remat, times):
+def test_attention_is_recomputed_only_where_the_plan_says_so(cudnn, name, remat, times):
     cfg, run, shapes = traced(name, 2, remat, scan=False)
     grad = jax.make_jaxpr(jax.grad(lambda p, t: run(p, t).astype(jnp.float32).sum()))(*shapes)
     assert count(grad.jaxpr, "dot_product_attention_fwd") == times * 2
@@ -111,14 +120,14 @@ def test_attention_runs_again_only_where_the_plan_says_so(cudnn, name, remat, ti
 
 
 @pytest.mark.parametrize(("name", "layers", "apart"), [("gemma3-4b", 12, True), (LLAMA, 2, False)])
-def test_layers_of_a_group_are_computed_again_one_by_one(name, layers, apart):
-    """A loop's body keeps XLA from doing so itself where it is a single layer."""
+def test_layers_of_a_group_are_recomputed_one_by_one(name, layers, apart):
+    """A loop over single layers needs no barrier."""
     _, run, shapes = traced(name, layers, "dots", scan=True)
     assert list(barriers(jax.make_jaxpr(run)(*shapes).jaxpr)) == [apart] * (6 if apart else 1)
 
 
 def barriers(jaxpr) -> Iterator[bool]:
-    """Of every layer that is computed again, whether XLA is kept from sharing it."""
+    """Yield, for every recomputed layer, whether XLA is kept from merging it with the first computation."""
     for eqn in jaxpr.eqns:
         if "prevent_cse" in eqn.params:
             yield eqn.params["prevent_cse"]
@@ -129,7 +138,7 @@ def barriers(jaxpr) -> Iterator[bool]:
 
 
 def kept(name: str, layers: int, remat: str, scan: bool) -> float:
-    """bf16 numbers per token, beyond the weights."""
+    """Return the bf16 numbers per token that autodiff saves, without the weights."""
     _, run, (params, tokens) = traced(name, layers, remat, scan)
     left = jax.tree.leaves(jax.eval_shape(lambda p, t: jax.vjp(lambda p: run(p, t), p)[1], params, tokens))
     of_tokens = [leaf for leaf in left if (B, T) in (leaf.shape[:2], leaf.shape[1:3]) or leaf.shape[-1:] == (T,)]
@@ -138,8 +147,8 @@ def kept(name: str, layers: int, remat: str, scan: bool) -> float:
 
 @pytest.mark.parametrize("name", [QWEN, LLAMA])
 @pytest.mark.parametrize(("remat", "scan"), [("none", True), ("dots", False), ("attention", False), ("full", False)])
-def test_what_is_kept_is_what_autodiff_keeps(cudnn, name, remat, scan):
-    """Of one layer: the difference between models of 4 and of 2."""
+def test_saved_activations_equal_autodiffs_residuals(cudnn, name, remat, scan):
+    """Compare one layer: half the difference between models of 4 and 2 layers."""
     D, layer = read_model(name).dim, read_model(name).layers[0]
     found = (kept(name, 4, remat, scan) - kept(name, 2, remat, scan)) / 2
     expected = plan._saved(D, layer, 1, 1, remat) * (LOOPED if scan else 1)
@@ -156,21 +165,21 @@ def test_what_is_kept_is_what_autodiff_keeps(cudnn, name, remat, scan):
         ("qwen3-30b-a3b", "TPU7x", 128, 1, 32.02), ("deepseek-v3", "v5p", 1024, 1, 81.37),
     ],
 )  # fmt: skip
-def test_what_is_counted_is_near_what_libtpu_compiled(name, chip, devices, slices, compiled):
-    """docs/tpu.md. Where a plan is another one now, its step is to be compiled again."""
+def test_counted_bytes_are_near_those_libtpu_assigned(name, chip, devices, slices, compiled):
+    """The numbers are docs/tpu.md's. If a plan changes, compile its step again."""
     settings = recipe.load(name, [f"mesh.slices={slices}"], Pretrain)
     found = derive(read_model(name), settings, CHIPS[chip], devices, slices)
     assert compiled == pytest.approx(found.memory.total / GIB, rel=0.15)
 
 
-def test_a_tpu_keeps_heads_of_64_as_wide_as_128_and_sums_of_softmax_once():
+def test_a_tpu_pads_heads_of_64_to_128_and_saves_softmax_sums_once():
     for name, wider in ((LLAMA, 32 * 64), ("llama3-8b", 0)):
         cfg = read_model(name)
         on, off = (plan._saved(cfg.dim, cfg.layers[0], 1, 1, "dots", on_tpu) for on_tpu in (True, False))
         assert on - off == wider - 2 * (plan.DOCUMENTS - 1) * 32
 
 
-def test_what_is_kept_is_not_made_again():
+def test_saved_activations_are_not_counted_as_recomputed():
     cfg = read_model("llama3-8b")
     found = [plan.activations_of(cfg, 0, 1, 1, remat) for remat in ("full", "attention", "dots", "none")]
     assert sorted(found) == found and sorted(found, key=lambda one: -one[1]) == found

@@ -1,6 +1,7 @@
-"""The products of a model: they add up to its FLOPs and to its bytes, and split as its weights do."""
+"""Test that the products of a model add up to its FLOPs and bytes, and split as its weights do."""
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.spec import num_bytes
 from dovetail.core.training import Mesh, Training
@@ -38,7 +39,7 @@ def test_devices_share_the_products(axes):
     assert shared == pytest.approx(alone / parts, rel=0.03)
 
 
-def test_remat_makes_products_again():
+def test_remat_repeats_products():
     none, attention, full = (
         total(step("llama3-8b", Mesh(data=8, fsdp=1), remat)) for remat in ("none", "attention", "full")
     )
@@ -73,12 +74,12 @@ def test_few_tokens_reach_few_experts():
     assert copies == {1: 8, 16: 82, 4096: 128}
 
 
-def test_a_latent_is_decoded_as_it_is_cached():
+def test_latent_attention_decodes_in_the_cached_form():
     cfg = read_model("deepseek-v3")
     scores = next(one for one in serving_operations(cfg, {}, 1, 1000) if one.name == "attention scores")
     assert (scores.m, scores.k, scores.n) == (128, 512 + 64, 1000) and scores.copies == 1
 
 
-def test_a_step_needs_sequences():
-    with pytest.raises(ValueError, match="sequences and queries of 1 or more"):
+def test_a_step_without_sequences_is_refused():
+    with refuses("sequences", naming="at least 1"):
         serving_operations(read_model("tiny"), {}, 0, 128)

@@ -1,4 +1,4 @@
-"""The pictures of plans: one page that needs nothing else, and in a browser does what it says."""
+"""Test the pages of plans: self-contained, and interactive in a browser."""
 
 import html as text
 import json
@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from refusals import refuses
 from typer.testing import CliRunner
 
 from dovetail.cli.main import app
 from dovetail.core.accelerator import Accelerator, parse
+from dovetail.core.errors import MissingFileError
 from dovetail.core.mesh import MESH_AXES, lay_out
 from dovetail.core.training import Mesh, Training
 from dovetail.models.registry import read_model
@@ -96,7 +98,7 @@ def index(digits, device: Device, sides: int) -> int:
     return sum(where[name] // stride % count * times for name, stride, count, times in digits)
 
 
-def test_what_talks_most_is_nearest():
+def test_axes_with_the_most_traffic_are_nearest():
     """Devices that differ in tensor alone are neighbours on the torus."""
     fsdp, tensor = indices(parse("v5e-256"), {"fsdp": 64, "tensor": 4})
     assert tensor["over"] == "ICI" and [digit[1] for digit in tensor["digits"]] == [1]
@@ -131,23 +133,23 @@ def test_padding():
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_needs_nothing_else(torus, tmp_path):
+def test_the_page_is_self_contained(torus, tmp_path):
     page = write(tmp_path / "plan.html", torus).read_text()
     assert [one.name for one in tmp_path.iterdir()] == ["plan.html"]
     assert "{{" not in page and "import " not in re.sub(r"<script type.*?</script>", "", page, flags=re.DOTALL)
     assert set(re.findall(r"https?://[^\s\"'<]*", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<(script|img|link|iframe)[^>]*(src|href)=", page) and "fetch(" not in page
     assert len(page) < 400_000
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
+    with refuses(None, MissingFileError, naming=str(tmp_path / "nowhere")):
         write(tmp_path / "nowhere" / "plan.html", torus)
 
 
-def test_names_are_text(torus):
+def test_names_are_escaped(torus):
     page = html(replace(torus, title="</script><script>alert(1)</script>"))
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
 
 
-def test_its_data(torus, served):
+def test_the_data_of_a_page(torus, served):
     found = data(torus)
     assert found["machine"]["sides"] == (4, 4, 4) and found["machine"]["wraps"] == (True, True, True)
     best = found["plans"][0]
@@ -158,7 +160,7 @@ def test_its_data(torus, served):
     assert sum(memory.values()) == pytest.approx(data(served)["plans"][0]["limit"], rel=1e-3)
 
 
-def test_a_page_says_what_starts_a_plan_and_what_is_not_served():
+def test_a_page_shows_the_command_of_a_plan_and_what_is_not_served():
     cfg, work = read_model("llama3-70b"), Workload(1024, 256, 8)
     over = serving_page("llama3-70b", plan_serving(cfg, parse("v5e-16"), work), lambda plan: "no command starts it")
     assert "Not served by Dovetail: a replica spans 4 machines" in over.about
@@ -259,7 +261,7 @@ def seen(torus, served, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["torus", "served", "gpus", "pod"])
-def test_its_pictures_are_drawn_and_answer(seen, name):
+def test_a_browser_draws_the_pictures_and_reacts(seen, name):
     one = seen[name]
     assert one["faults"] == [] and one["narrow"] and one["width"] <= 360
     assert min(one["tones"].values()) >= 4, one["tones"]

@@ -1,7 +1,8 @@
-"""What a training keeps and moves: bytes as jax has them, seconds and dollars."""
+"""Test the storage plan: bytes as jax has them, seconds and dollars."""
 
 import jax
 import pytest
+from refusals import refuses
 
 from dovetail.core import recipe
 from dovetail.core.cloud import per_gb, transfer
@@ -48,10 +49,10 @@ def test_another_region_is_warned_of_and_costs():
     assert there.carried == pytest.approx(0.02 * (there.data + there.saves * there.state) / 1e9)
     assert "the bucket is in us-east5 and the machines are in us-central2" in there.warning
     assert far.carried == 4 * there.carried
-    with pytest.raises(ValueError, match="above 0"):
+    with refuses("bandwidth", naming="above 0"):
         plan_storage(cfg, settings, bandwidth=0)
 
 
-def test_what_carrying_costs():
+def test_costs_of_traffic():
     assert per_gb("us", "us-east5-b") == 0 and per_gb("us", "europe-west4-a") == 0.08
     assert transfer(1000, "us-east5", "us-east5-b") == pytest.approx(0.05)  # reads alone

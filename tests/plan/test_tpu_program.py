@@ -1,5 +1,8 @@
-"""What libtpu writes and no other compiler does: kernels' metadata over several lines, loops without their number of
-turns, sends through the host between slices, a gather three times over. Cut from compiled steps."""
+"""Test the parser with text that only libtpu writes, taken from compiled steps.
+
+Kernels' metadata over several lines, loops without a trip count, sends through the host between slices, and a gather
+written three times.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def test_a_loop_is_multiplied_out(start, turns):
     ("told", "instead"),
     [("direction=LT", "direction=NE"), ("constant(12)", "parameter(1)"), ("constant(START)", "parameter(1)")],
 )
-def test_of_an_unknown_loop_one_turn_is_counted(told, instead):
+def test_an_unknown_loop_counts_as_one_iteration(told, instead):
     assert kernels(read(PROGRAM.replace(told, instead).replace("START", "0"))) == {"splash_mqa": 1}
 
 
@@ -101,7 +104,7 @@ ENTRY %main (p: f32[8,32]) -> f32[8,128] {
 """
 
 
-def test_a_gather_under_way_while_something_is_computed_is_one():
+def test_an_asynchronous_gather_is_counted_once():
     (found,) = collectives(read(UNDER_WAY), 4)
     assert (found.times, found.bytes) == (1, 8 * 128 * 4 * 3 / 4)
 
@@ -125,7 +128,7 @@ ENTRY %main (i: s32[], p: f32[8,32]) -> f32[8,32] {
 """
 
 
-def test_what_only_some_requests_ask_for_is_a_kernel_and_no_usual_traffic():
+def test_conditional_branches_count_as_kernels_and_not_as_traffic():
     module = read(CHOICE)
     assert kernels(module) == {"noise": 1}
     assert collectives(module, 4) == []

@@ -1,5 +1,4 @@
-"""Plans of training against what is known: worked examples of the book "How to Scale Your Model", MaxText's published
-runs, and what an H200 measured."""
+"""Test training plans against "How to Scale Your Model", MaxText's published runs, and an H200's measurements."""
 
 import math
 import re
@@ -7,19 +6,21 @@ import time
 from dataclasses import replace
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.accelerator import parse
 from dovetail.core.chips import CHIPS
 from dovetail.core.cloud import rate
+from dovetail.core.errors import OutOfMemoryError
 from dovetail.core.recipe import read
 from dovetail.core.spec import num_params
 from dovetail.core.training import DERIVED, Mesh, Optimizer, Precision, Training
 from dovetail.models.registry import parse_config, read_model
 from dovetail.models.spec import spec
 from dovetail.plan.calibration import Fractions
-from dovetail.plan.cost import critical_batch, seconds_at
 from dovetail.plan.derive import derive
 from dovetail.plan.exchange import collective
+from dovetail.plan.flops import forward_flops
 from dovetail.plan.links import layout
 from dovetail.plan.plans import MeshPlan
 from dovetail.plan.train_memory import memory
@@ -42,23 +43,20 @@ def training(model: str, batch: int, length: int, **more) -> Training:
     ("chip", "tokens"), [("v5e", 240), ("H100", 295), ("H200", 206), ("B200", 281), ("v5p", 166), ("v6e", 560)]
 )
 def test_critical_batch(chip, tokens):
-    """bf16: FLOP/s over bytes/s. The int8 of a v5e has twice the FLOPs and half the bytes of a weight."""
-    assert critical_batch(CHIPS[chip]) == pytest.approx(tokens, rel=0.02)
-    assert critical_batch(CHIPS["v5e"], 1, CHIPS["v5e"].eight_bit) == pytest.approx(240, rel=0.02)
+    """FLOP/s over bytes/s: a bf16 weight has two bytes and takes two FLOPs per token."""
+    assert CHIPS[chip].bf16 / CHIPS[chip].bandwidth == pytest.approx(tokens, rel=0.02)
 
 
 def test_llama_3_70b_on_a_v5p_pod():
     """15T tokens at 40% MFU on 8,960 chips: 44 days; 6.3e24 FLOPs; 700 GB of bf16 weights and f32 moments."""
     cfg, v5p = read_model("llama3-70b"), CHIPS["v5p"]
     assert num_params(spec(cfg)) == pytest.approx(70.6e9, rel=0.01)
-    seconds = seconds_at(cfg, 15e12, v5p, 8960, 0.4)
-    assert seconds / DAY == pytest.approx(44, rel=0.02)
-    assert seconds * 8960 * v5p.bf16 * 0.4 == pytest.approx(6.3e24, rel=0.02)
+    flops = 3 * forward_flops(cfg) * 15e12
+    assert flops == pytest.approx(6.3e24, rel=0.02)
+    assert flops / (8960 * v5p.bf16 * 0.4) / DAY == pytest.approx(44, rel=0.02)
     lean = training("llama3-70b", 8960, 4096, precision=Precision(params="bf16"))
     held = memory(cfg, lean, {}, "full", 1)
     assert held.weights + held.optimizer == pytest.approx(10 * 70.6e9, rel=0.02)
-    with pytest.raises(ValueError, match="share of the peak above 0"):
-        seconds_at(cfg, 15e12, v5p, 8960, 40)
 
 
 def test_gathers_hide_behind_products_from_2550_tokens_per_axis():
@@ -82,7 +80,7 @@ def test_collectives_are_those_of_the_book():
     assert sent == 15e9 and seconds == pytest.approx(15 / 90, rel=0.01)
     assert collective("all-reduce", 16e9, ring)[1] == pytest.approx(2 * seconds, rel=0.01)
     assert collective("all-gather", 16e9, line)[1] == pytest.approx(14 / 45, rel=0.01)
-    # 64 H100: the eight cards of a machine share what is far
+    # 64 H100: the eight GPUs of a machine share its network
     gpus = layout(parse("h100x64"), {"fsdp": 64})[0]
     assert collective("all-gather", 64e9, gpus)[1] == pytest.approx(64 * 7 / 8 / 8 / 50, rel=0.01)
 
@@ -164,7 +162,7 @@ def test_an_h200_runs_within_the_bounds(model, batch, length, remat, rates):
         ("smollm2-135m", 144, 1024, 73.8),
     ],
 )  # fmt: skip
-def test_an_h200s_memory_was_predicted(model, batch, length, gib):
+def test_the_memory_of_an_h200_is_predicted(model, batch, length, gib):
     best = plan_training(read_model(model), training(model, batch, length, remat="none"), parse("h200x1"))[0]
     assert best.plan.memory.total / 2**30 == pytest.approx(gib, rel=0.1)
 
@@ -200,7 +198,7 @@ def test_few_rows_are_shared_by_context_or_tensor():
     assert best.plan.mesh.context * best.plan.mesh.tensor >= 4
 
 
-def test_why_the_others_lose():
+def test_reasons_against_the_other_plans():
     found = plan_training(read_model("llama3-8b"), training("llama3-8b", 512, 8192), parse("4 x v5e-64"))
     said = [f"{one.what}: {one.why}" for one in losers(found)]
     assert len(said) == len(set(said)) > 2
@@ -219,13 +217,13 @@ def test_communication_is_named_with_its_link():
 @pytest.mark.parametrize(
     ("on", "batch", "length"), [("v5p-17920", 16_000_000, 8192), ("199 x v5e-256", 16_000_000, 4096)]
 )
-def test_whole_pods_answer_at_once(on, batch, length):
+def test_whole_pods_are_planned_quickly(on, batch, length):
     """405B on 8,960 v5p and on 50,944 v5e: there a slice has no room for its state, and that is the answer."""
     machine, cfg = parse(on), read_model("llama3-405b")
     start = time.process_time()
     settings = training("llama3-405b", rows_of(batch, length, machine), length)
     if on.startswith("199"):
-        with pytest.raises(ValueError, match=r"needs [\d.]+ GiB at least .*2\.\d+x the 14\.7 GiB.* fits from v5p-"):
+        with refuses(None, OutOfMemoryError, naming="it fits from v5p-"):
             plan_training(cfg, settings, machine)
     else:
         best = plan_training(cfg, settings, machine)[0]
@@ -298,7 +296,7 @@ def test_stages_are_an_estimate():
     best = plan_training(read_model("llama3-8b"), training("llama3-8b", 512, 8192), parse("v5e-256"))[0]
     found = staged(best, 4)
     assert found.bubble == pytest.approx(3 / (found.microbatches + 3)) and "has no pipeline axis" in found.says
-    with pytest.raises(ValueError, match="must divide the model's 32 layers"):
+    with refuses("--stages", naming="32 layers"):
         staged(best, 3)
 
 
@@ -319,18 +317,18 @@ def test_stages_are_an_estimate():
             ("remat left open in place of none", "per_device and accumulate left open"),
         ),
         ("llama3-8b", "h100x8", {"mesh": Mesh(tensor=3)}, ("mesh.tensor=3 must divide",)),
-        ("llama3-8b", "h100x8", {"mesh": Mesh(slices=2)}, ("mesh.slices=2, and h100x8 has 1",)),
+        ("llama3-8b", "h100x8", {"mesh": Mesh(slices=2)}, ("must be the 1 of h100x8, got 2",)),
         ("llama3-8b", "h100x8", {"mesh": Mesh(data=3, fsdp=2)}, ("cannot be laid over 8 devices",)),
     ],
 )
-def test_what_cannot_be_says_what_could(model, on, more, words):
+def test_bad_requests_are_refused_with_what_is_possible(model, on, more, words):
     with pytest.raises(ValueError) as error:
         plan_training(read_model(model), training(model, 64, 4096, **more), parse(on))
     for word in words:
         assert re.search(word, str(error.value)), str(error.value)
 
 
-def test_what_a_refusal_proposes_is_true():
+def test_the_proposal_of_a_refusal_fits():
     cfg, settings = read_model("llama3-70b"), training("llama3-70b", 64, 4096)
     assert plan_training(cfg, settings, parse("v5p-64"))
     assert plan_training(cfg, settings, parse("4 x h100x8"))

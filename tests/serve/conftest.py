@@ -8,7 +8,7 @@ from xla_flags import flags
 
 @pytest.fixture(autouse=True)
 def own_logging():
-    """The command `serve` sets up logging for its process, which here is the tests'."""
+    """Restore logging, which the command `serve` sets up for its process."""
     root, package = logging.getLogger(), logging.getLogger("dovetail")
     handlers, levels = list(root.handlers), (root.level, package.level)
     yield
@@ -26,7 +26,7 @@ def tokenizer(smollm2_gguf):
 
 @pytest.fixture(scope="session")
 def real(smollm2_gguf, tokenizer):
-    """The real model, over the real engine process."""
+    """A server of the real model with a real engine process."""
     from serve.servers import running
 
     from dovetail.engine.options import EngineOptions
@@ -53,7 +53,7 @@ def openai_client(real):
 
 @pytest.fixture
 def scripted(tokenizer):
-    """A server whose engine says what `scripted.engine.texts` holds."""
+    """A server whose engine answers with `scripted.engine.texts`."""
     from serve.servers import Script, running
 
     async def engine():

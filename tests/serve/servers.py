@@ -1,4 +1,4 @@
-"""What the API's tests share: a server on a free port in a thread, and an engine with scripted answers."""
+"""Helpers of the server's tests: a server on a free port in a thread, and an engine with scripted answers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from dovetail.core.errors import RequestError
 from dovetail.engine.controls import EngineDied
@@ -86,7 +88,7 @@ process.main(int(sys.argv[2]))
 
 @contextmanager
 def hanging(file: Path):
-    """Engines started meanwhile take no step while the file exists, and slow ones while FILE.slow does."""
+    """Engines started in this block take no step while the file exists, and slow steps while FILE.slow exists."""
     command, child.COMMAND = child.COMMAND, (sys.executable, "-c", _HANGS, str(file))
     try:
         yield
@@ -94,8 +96,16 @@ def hanging(file: Path):
         child.COMMAND = command
 
 
+@contextmanager
+def openai_refuses(kind: type[Exception], param: str | None = None, code: str | None = None):
+    """Expect an error of OpenAI's client with this `param` and `code`; yield pytest's record of it."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert (getattr(caught.value, "param", None), getattr(caught.value, "code", None)) == (param, code), caught.value
+
+
 class Script:
-    """An engine of scripted answers: each request is given the next text, one token at a time."""
+    """An engine with scripted answers: each request gets the next text, one token at a time."""
 
     def __init__(self, tokenizer: Tokenizer, delay: float = 0.0, max_num_seqs: int = 64):
         self.tokenizer, self.delay = tokenizer, delay

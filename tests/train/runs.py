@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a model of a few thousand weights, rows made from their number, a run of both."""
+"""Share helpers for whole runs: a model of a few thousand weights and deterministic rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run compares what it reads with what it read before."""
+"""Test that a resumed run compares its inputs with the recorded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command itself, killed with -9 at random moments, and begun again on another number of processes."""
+"""Kill the command with -9 at random moments and restart it, also on another number of processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def steps_said(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("times", corners([1, 2], [1]))
-def test_killed_it_ends_as_the_straight_run_bit_for_bit(place, straight, times):
+def test_a_killed_run_ends_bitwise_as_the_straight_run(place, straight, times):
     folder, dice = place / f"killed {times}", random.Random(5)
     for turn in range(times):
         process = start(place, folder)
@@ -94,7 +94,7 @@ def start_both(place: Path, folder: Path) -> list[subprocess.Popen]:
 
 
 @pytest.mark.thorough  # two processes go on in test_processes, other meshes read a checkpoint in test_meshes
-def test_two_processes_go_on_where_one_stopped(place, straight):
+def test_two_processes_resume_the_run_of_one(place, straight):
     folder = place / "two"
     shutil.copytree(straight, folder)
     for path in (folder / "checkpoints").glob("step_*"):

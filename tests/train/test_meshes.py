@@ -1,4 +1,4 @@
-"""Eight devices: every axis alone, and mixed, gives the losses of one device."""
+"""Test that every mesh of eight devices gives the losses of one device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def settings(model: str) -> Pretrain:
 
 
 def curve(wanted: Pretrain, devices: int) -> list[dict[str, np.ndarray]]:
-    """The metrics of a few steps, each on a batch of its own."""
+    """Return the metrics of a few steps, each on another batch."""
     ready = prepare(wanted, next_token(wanted), jax.devices()[:devices])
     state, step = ready.init(), ready.lower().compile()
     found = []
@@ -92,7 +92,7 @@ def agree(ours: list[dict], theirs: list[dict]) -> None:
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_the_curve_of_one_device(model, mesh):
+def test_every_mesh_has_the_losses_of_one_device(model, mesh):
     devices, axes = MESHES[mesh]
     ours = curve(dataclasses.replace(settings(model), mesh=Mesh(**{"data": 1, "fsdp": 1} | axes)), devices)
     assert ours[0]["checksums"].shape == (devices,)
@@ -101,7 +101,7 @@ def test_the_curve_of_one_device(model, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", corners(["mtp", "dense", "moe"], ["dense"]))
-def test_in_parts_recomputed_and_folded(model):
+def test_accumulated_recomputed_and_scanned_steps_on_a_mesh(model):
     """What else a large run does, on a mesh."""
     axes = dict(data=1, fsdp=2, tensor=2) if model == "dense" else dict(data=1, fsdp=2, expert=2)
     changes: dict[str, Any] = dict(accumulate=2, remat="attention", scan=True, mesh=Mesh(**axes))
@@ -121,7 +121,7 @@ READ = [  # and by which mesh a checkpoint is read, too
     ("model", "mesh", "onto"),
     [pytest.param(*one, marks=() if i == 0 else pytest.mark.thorough) for i, one in enumerate(READ)],
 )
-def test_a_checkpoint_of_any_mesh_is_read_by_it_and_by_another(tmp_path, model, mesh, onto):
+def test_a_checkpoint_is_restored_on_the_same_and_on_another_mesh(tmp_path, model, mesh, onto):
     def on(name: str) -> Ready:
         devices, axes = MESHES[name]
         wanted = dataclasses.replace(settings(model), mesh=Mesh(**{"data": 1, "fsdp": 1} | axes))

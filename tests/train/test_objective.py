@@ -1,4 +1,4 @@
-"""An objective of its own, with columns of its own: through the same step, loop, checkpoints and report."""
+"""Test an objective with its own columns through step, loop, checkpoints and report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refuses
 from train.runs import RECIPE, Numbers, metrics, model_folder
 from train_cases import CONFIGS, alone, recipe, some_batch
 
-from dovetail.core.errors import UserError
 from dovetail.core.recipe import read
 from dovetail.core.reporter import Reporter
 from dovetail.core.spec import init
@@ -71,7 +71,7 @@ def close(ours, theirs) -> None:
     )
 
 
-def test_columns_reach_the_objective_in_parts_too():
+def test_columns_reach_the_objective_with_accumulation_too():
     batch = with_columns(some_batch(0), seed=1)
     whole, measured = gradient(ADVANTAGE, batch)
     again, parts = gradient(ADVANTAGE, batch, parts=4)
@@ -95,7 +95,7 @@ def test_a_mask_is_a_weight():
     np.testing.assert_allclose(light[1]["loss"], plain[1]["loss"], rtol=1e-6)
 
 
-def test_columns_go_ahead_with_their_targets():
+def test_columns_are_shifted_with_their_targets():
     batch = with_columns(some_batch(0), seed=1)
     later = ahead(batch, 2)
     np.testing.assert_array_equal(later.columns["advantages"][:, :-2], batch.columns["advantages"][:, 2:])
@@ -132,7 +132,7 @@ def weights(folder: Path, settings: Training) -> list[np.ndarray]:
 
 
 @pytest.mark.thorough
-def test_it_trains_stops_goes_on_and_reports(tmp_path):
+def test_a_custom_objective_trains_stops_resumes_and_reports(tmp_path):
     """On all devices, in parts; stopped by a signal and started again it ends as the run that was not."""
     settings = training(tmp_path, batch=16, accumulate=2, optimizer={"lr": 3e-3})
     straight = train(settings, tmp_path / "straight")
@@ -156,27 +156,28 @@ def test_it_trains_stops_goes_on_and_reports(tmp_path):
     assert isinstance(settings, Training) and not isinstance(settings, Pretrain)
 
 
+# case -> the column at fault, its values in the rows, what the message must contain
 WRONG = {
-    "declares the column 'kept' and the rows do not have it: they bring advantages": {"kept": None},
-    "bring the column 'old_logprobs' and the objective does not declare it: it declares advantages, kept": {
-        "old_logprobs": np.zeros((8, 32), np.float32)
-    },
-    r"the column 'kept' must have the shape \(8,\), as declared; got \(8, 32\)": {"kept": np.ones((8, 32), np.int32)},
+    "missing": ("kept", None, "advantages"),
+    "not declared": ("old_logprobs", np.zeros((8, 32), np.float32), "advantages, kept"),
+    "of another shape": ("kept", np.ones((8, 32), np.int32), "(8,), got (8, 32)"),
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_columns_that_do_not_fit_are_refused_by_name(message, tmp_path):
+@pytest.mark.parametrize("case", WRONG)
+def test_columns_that_do_not_fit_are_refused_by_name(case, tmp_path):
+    column, values, naming = WRONG[case]
+
     def change(index: int, batch: Batch) -> Batch:
-        columns = {name: x for name, x in {**batch.columns, **WRONG[message]}.items() if x is not None}
+        columns = {name: x for name, x in {**batch.columns, column: values}.items() if x is not None}
         return dataclasses.replace(batch, columns=columns)
 
-    with pytest.raises(UserError, match=message):
+    with refuses(column, naming=naming):
         train(training(tmp_path), tmp_path / "run", change)
 
 
 def test_rows_with_columns_are_refused_where_none_are_declared(tmp_path):
     settings = training(tmp_path)
     ready = prepare(settings, Objective(weighted), jax.devices()[:1])
-    with pytest.raises(UserError, match="does not declare it: it declares no further columns"):
+    with refuses("advantages", naming="no further columns"):
         ready.put(Rated(settings).batch(0))

@@ -1,4 +1,4 @@
-"""Optimizers against torch and optax, by what Muon promises, in bf16, and on a mesh."""
+"""Test optimizers against torch and optax, muon's properties, bf16 weights, and meshes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def assert_same(got, want, tol):
 
 
 @pytest.mark.parametrize("family", ["llama3.1", "llama3.2", "gpt-oss", "deepseek-v3", "gemma4-moe"])
-def test_specs_tell_matrices_from_the_rest(family):
+def test_specs_distinguish_matrices_from_the_rest(family):
     kind, more = FAMILIES[family]
     specs = spec(parse_config(getattr(transformers, kind)(**BASE | more).to_dict()))
     for path, s in leaves(specs):
@@ -128,7 +128,7 @@ def test_specs_tell_matrices_from_the_rest(family):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_only_what_multiplies_decays(name):
+def test_only_weights_that_multiply_decay(name):
     params = weights()
     updates, _ = first_updates(Optimizer(name, weight_decay=0.1), draw(0, 0.0), params)
     updates, params = by_name(updates), by_name(params)
@@ -260,7 +260,7 @@ def test_rounding_is_unbiased():
     assert np.all(spread[:3] > 0)
 
 
-def test_rounding_draws_for_each_element_anew():
+def test_rounding_draws_independently_for_each_element():
     one = jnp.ones((64, 512), jnp.bfloat16)
     rounded = [jax.jit(apply)(one, 2.0**-9 + 0 * one, jax.random.key(k)) for k in (0, 1)]  # a quarter of bf16's step
     up = np.asarray(rounded, np.float32) > 1
@@ -270,13 +270,13 @@ def test_rounding_draws_for_each_element_anew():
     assert abs(np.corrcoef(up[0, :, 1:].ravel(), up[0, :, :-1].ravel())[0, 1]) < 0.03
 
 
-def test_rounding_keeps_what_is_not_a_number():
+def test_rounding_keeps_nan_and_infinity():
     x = jnp.asarray([np.nan, np.inf, -np.inf], jnp.bfloat16)
     got = np.asarray(jax.jit(apply)(x, jnp.zeros(3), jax.random.key(0)), np.float32)
     np.testing.assert_array_equal(got, np.asarray(x, np.float32))
 
 
-def test_f32_weights_are_added_to_as_they_are():
+def test_f32_weights_are_updated_exactly():
     params = weights()
     updates = gradients(0)
     assert_same(jax.jit(apply)(params, updates, jax.random.key(0)), jax.tree.map(np.add, params, updates), 0)
@@ -321,7 +321,7 @@ def test_a_mesh_gives_what_one_device_gives(name):
     assert held < 0.4 * sum(x.nbytes for x in jax.tree.leaves(state))
 
 
-def test_a_factor_lies_as_the_dims_it_has():
+def test_factored_state_is_sharded_by_its_remaining_dims():
     specs = {"w": declare((128, 256), ("mlp", "embed"))}
     placement = Placement(make_mesh(dict(fsdp=4, tensor=2)), TRAIN)
     optimizer = make_optimizer(Optimizer("adafactor"), rate, specs)

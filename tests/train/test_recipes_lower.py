@@ -1,4 +1,4 @@
-"""Every shipped recipe, on as many chips as it needs, without one of them: shapes, shardings and lowering.
+"""Test shapes, shardings and lowering of every shipped recipe for as many chips as it needs, without chips.
 
 The state is laid out at full depth. The step is lowered at full width and on the whole recipe's mesh, with the same
 remat and rows, but with a few layers of each kind: the others are equal to them and would be lowered once more each in
@@ -103,7 +103,7 @@ def test_the_step_lowers(name, platform):
     assert f"mhlo.num_partitions = {ready.derived.devices} " in text
 
 
-def test_one_lowers_whole():
+def test_one_whole_step_lowers():
     ready = nowhere("llama3-1b", "tpu")
     assert len(ready.cfg.layers) == 16
     assert "tpu_custom_call" in ready.lower().as_text()

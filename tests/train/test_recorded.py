@@ -1,4 +1,4 @@
-"""The recipe that a run records, and what it means when a later version has other defaults."""
+"""Test the recipe that a run records, and how it reads after defaults change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_recorded_recipe_is_whole_and_reads_back(cls, given, tmp_path):
     assert changes(record(settings)["recipe"], settings) == {}
 
 
-def test_what_the_algorithm_decides_is_recorded_too():
+def test_values_derived_from_the_algorithm_are_recorded():
     loss = record(recipe.create(Rl, {**TUNED, "algo": "dapo"}))["recipe"]["loss"]
     assert (loss["policy_loss"], loss["epsilon"], loss["epsilon_high"], loss["dynamic_sampling"]) == (
         "clipped",
@@ -70,7 +70,7 @@ def test_a_later_default_does_not_change_a_run():
     assert len(lines) == 3 and lines[0].startswith(f"optimizer.lr stays 5e-05, the default of dovetail {__version__}")
 
 
-def test_what_was_given_then_or_is_given_now_is_no_default():
+def test_explicit_values_are_not_defaults():
     begun_with = {**TUNED, "optimizer": {"lr": 5e-5}}
     resumed, lines = as_begun(recipe.create(Sft, TUNED), record(recipe.create(Sft, begun_with)))
     assert (resumed, lines) == (recipe.create(Sft, TUNED), [])  # taken out of the recipe: today's default

@@ -1,4 +1,4 @@
-"""Between slices only gradients are summed: read from the compiled step, for two slices and for four.
+"""Test that only gradient sums cross slices, read from the compiled step of two and of four slices.
 
 The devices are a CPU's, and taken for as many slices in a row as the mesh is laid over: the data axis comes first.
 """

@@ -1,4 +1,4 @@
-"""One training step: against PyTorch, in parts, recomputed and folded, and when something is wrong with it."""
+"""Test one training step: against PyTorch, accumulated, recomputed, scanned, and with bad values."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_loss_and_gradients_equal_pytorchs(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama3.1", pytest.param("mixtral", marks=pytest.mark.thorough)])
 def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
-    """Clipped by the global norm; what is only looked up or added is not decayed."""
+    """Clip by the global norm; embeddings, norms and biases are not decayed."""
     theirs, folder = reference(name)
     theirs, ours = copy.deepcopy(theirs), load(folder, dtype="f32")
     wanted = Optimizer(
@@ -165,7 +165,7 @@ def test_two_updates_equal_pytorchs_adamw(name, tmp_path):
 EXTRAS = PretrainLoss(z=1e-3, router_aux=0.05)
 
 
-def test_logits_are_held_in_what_the_recipe_says():
+def test_logits_have_the_dtype_of_the_recipe():
     cfg, batch = config("dense"), some_batch(0)
     params = fresh(cfg, recipe())
     whole, half, same = (
@@ -177,7 +177,7 @@ def test_logits_are_held_in_what_the_recipe_says():
 
 
 @pytest.mark.parametrize("name", corners(["dense", "moe", "latent"], ["moe"]))
-def test_a_batch_in_parts_is_the_batch(name):
+def test_accumulated_gradients_equal_those_of_the_whole_batch(name):
     """Loss, metrics and gradients, though the parts have different numbers of targets."""
     cfg = config(name)
     loss = (
@@ -246,7 +246,7 @@ def test_remat_keeps_what_its_name_says(scan):
     assert attention - full == tokens * layers * dim * 4, "the attention's output, of 4 heads of 8"
 
 
-# ------------------------------------------------------------------------------------------------------ what is trained
+# ------------------------------------------------------------------------------------------------------ training
 
 
 def curve(name: str, steps: int = 12, **changes):
@@ -274,14 +274,14 @@ def test_bf16_weights_learn_by_stochastic_rounding():
 
 
 @pytest.mark.thorough
-def test_the_compute_dtype_does_not_reach_the_masters():
+def test_the_compute_dtype_does_not_change_the_master_weights():
     state, metrics = curve("dense", precision=Precision(compute="bf16"))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
 
 
 @pytest.mark.thorough
-def test_an_average_of_the_weights():
+def test_the_ema_of_the_weights():
     cfg, settings = config("dense"), recipe(ema=0.9, optimizer=Optimizer(lr=1e-2))
     state, step = trainer(cfg, settings)
     same(state.ema, state.params)
@@ -294,7 +294,7 @@ def test_an_average_of_the_weights():
 
 
 @pytest.mark.thorough
-def test_z_loss_draws_the_normaliser_to_one():
+def test_z_loss_moves_the_normaliser_towards_one():
     """The reported loss is the cross entropy alone."""
     plain, held = curve("dense", steps=30)[1], curve("dense", steps=30, loss=PretrainLoss(z=0.1))[1]
     assert plain[0]["z"] == 0 and held[0]["loss"] == plain[0]["loss"]
@@ -302,7 +302,7 @@ def test_z_loss_draws_the_normaliser_to_one():
 
 
 @pytest.mark.thorough
-def test_the_bias_moves_towards_balance():
+def test_the_router_bias_moves_towards_balance():
     """Up where an expert had less than the mean, down where more, by exactly the rate; nothing else moves it."""
     cfg, rate = config("latent"), 0.01
     settings = recipe(loss=PretrainLoss(router_bias_rate=rate, mtp=0.1), optimizer=Optimizer(lr=1e-5))
@@ -324,7 +324,7 @@ def test_the_bias_moves_towards_balance():
 
 
 @pytest.mark.thorough
-def test_without_a_rate_the_bias_stays():
+def test_without_a_rate_the_router_bias_is_constant():
     cfg, settings = config("latent"), recipe()
     params = jax.tree.map(lambda x: x + 0.25, fresh(cfg, settings))
     state, step = trainer(cfg, settings, params)
@@ -333,21 +333,21 @@ def test_without_a_rate_the_bias_stays():
 
 
 @pytest.mark.thorough
-def test_router_aux_balances():
+def test_router_aux_balances_the_experts():
     free = curve("moe", steps=25, loss=PretrainLoss(router_aux=1e-9))[1]
     held = curve("moe", steps=25, loss=PretrainLoss(router_aux=1.0))[1]
     assert free[0]["router_imbalance"] == held[0]["router_imbalance"] >= 1
     assert held[-1]["router_imbalance"] - 1 < 0.7 * (free[-1]["router_imbalance"] - 1)
 
 
-def test_tokens_further_ahead_are_learnt():
+def test_mtp_learns_further_tokens():
     _, metrics = curve("dense", steps=30, loss=PretrainLoss(mtp=0.3))
     losses = [m["mtp_loss"] for m in metrics]
     assert losses[0] > 3 and 0 < losses[-1] < 0.5 * losses[0]
     assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
 
 
-def test_weights_that_were_given_get_the_layers_they_lack():
+def test_given_weights_are_completed_with_mtp_layers():
     cfg, settings = config("dense"), recipe(loss=PretrainLoss(mtp=0.3))
     given = fresh(cfg, recipe())
     state, step = trainer(cfg, settings, given)
@@ -357,7 +357,7 @@ def test_weights_that_were_given_get_the_layers_they_lack():
     assert np.abs(after.params["mtp"][0]["proj"] - state.params["mtp"][0]["proj"]).max() > 0
 
 
-def test_held_out_loss_is_the_training_loss_without_extras():
+def test_the_held_out_loss_is_the_loss_without_auxiliary_terms():
     cfg, settings = config("moe"), recipe(loss=EXTRAS)
     params, batch = fresh(cfg, settings), some_batch(5)
     sums, count = jax.jit(make_eval(cfg, next_token(settings), step_context(settings, alone())))(params, batch)
@@ -383,7 +383,7 @@ def poisoned(state: TrainState, word: int) -> TrainState:
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.thorough)])
-def test_what_is_not_finite_never_reaches_the_state(accumulate):
+def test_non_finite_gradients_do_not_reach_the_state(accumulate):
     cfg = config("latent", tie_word_embeddings=False)
     wanted = PretrainLoss(router_bias_rate=0.01, mtp=0.1)
     settings = recipe(ema=0.9, loss=wanted, accumulate=accumulate, optimizer=Optimizer(lr=1e-2))
@@ -412,7 +412,7 @@ def test_what_is_not_finite_never_reaches_the_state(accumulate):
 
 
 @pytest.mark.thorough
-def test_a_spike_is_held_back():
+def test_an_update_with_a_spike_is_not_applied():
     """A finite gradient far above its running mean, once there is one."""
     cfg, settings = config("dense"), recipe(optimizer=Optimizer(lr=1e-3))
     settings = dataclasses.replace(settings, health=dataclasses.replace(settings.health, warmup=3, spike=3.0))

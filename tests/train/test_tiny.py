@@ -1,4 +1,4 @@
-"""The recipe a newcomer runs first, whole: it reaches the loss that docs/pretraining.md states."""
+"""Test that the recipe `tiny` reaches the loss that docs/pretraining.md states."""
 
 from __future__ import annotations
 

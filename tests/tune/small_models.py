@@ -1,4 +1,4 @@
-"""What the tests of fine-tuning share: a model of a few thousand weights with a tokenizer of its own, and records."""
+"""Share helpers for fine-tuning tests: a small model with its tokenizer, and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs beside TRL's own trainers: the same model, records and optimizer give the same loss at every step."""
+"""Test whole runs against TRL's trainers: equal model, records and optimizer give equal losses."""
 
 from __future__ import annotations
 

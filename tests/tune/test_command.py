@@ -1,4 +1,4 @@
-"""`dovetail sft` as a user starts it: without a recipe, by hub ids, a second time; its adapter in other commands."""
+"""Test `dovetail sft` from hub ids, run twice, and its adapter in other commands."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def first(place):
         patch.undo()
 
 
-def test_a_run_by_hub_ids_says_how_long_it_compiles_and_records_its_recipe(first, place):
+def test_a_run_by_hub_ids_reports_compilation_and_records_its_recipe(first, place):
     assert "compiling the training step: done in " in first and "WARNING" not in first
     text = Path("runs/first/recipe.yaml").read_text()
     assert text.startswith(f"# Written by dovetail {__version__}, jax ")
@@ -81,13 +81,13 @@ def test_a_run_by_hub_ids_says_how_long_it_compiles_and_records_its_recipe(first
     assert (kept["model"], kept["data"]["path"], kept["optimizer"]["beta2"]) == ("org/tiny", "org/chats", 0.999)
 
 
-def test_a_finished_run_says_that_nothing_was_trained(first):
+def test_a_finished_run_reports_that_nothing_was_trained(first):
     again = dovetail("sft", "model=org/tiny", "data=org/chats", *GIVEN)
     assert "nothing was trained: the run in runs/first has done all its 2 steps" in again
     assert "nothing was trained" not in first
 
 
-def test_an_adapter_names_a_base_that_others_know(first, place):
+def test_an_adapter_names_its_base_by_hub_id(first, place):
     said = json.loads(Path("runs/first/export/step_2/adapter_config.json").read_text())
     assert said["base_model_name_or_path"] == "org/tiny"
     assert hub.name_for_others("model-0") == str(place / "model-0")
@@ -138,6 +138,6 @@ def test_chat_with_an_adapter_uses_it(first, monkeypatch):
     assert partner.describe().startswith("runs/first/export/step_2 on org/tiny")
 
 
-def test_an_adapter_is_no_model_to_train(first):
+def test_an_adapter_given_as_model_is_refused(first):
     out = CliRunner().invoke(app, ["sft", "--model", "runs/first/export/step_2", "--data", "org/chats"])
     assert "is a LoRA adapter, not a model: merge it into its base" in str(out.exception)

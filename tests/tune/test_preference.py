@@ -1,5 +1,4 @@
-"""The objectives of preferences on a small model: packed rows are their documents alone, parts add up, and a reference
-on disk is the live one."""
+"""Test preference objectives on a small model: packing, accumulation, and a reference on disk or beside the policy."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def some_rows() -> Batch:
 
 
 def one_per_row() -> Batch:
-    """The same pairs, each in a row of its own."""
+    """Return the same pairs, one per row."""
     all_pairs = documents(0, 6)
     return rows_of([all_pairs[i : i + 2] for i in range(0, 12, 2)], 24)
 
@@ -109,7 +108,7 @@ def close(ours, theirs, tol=1e-5) -> None:
 
 
 @pytest.mark.parametrize("name", corners(LOSSES, ["sigmoid", "kto"]))
-def test_packed_rows_are_their_documents_alone(name):
+def test_packed_rows_equal_their_documents_alone(name):
     objective = preference_objective(LOSSES[name], policy, reference, MOST)
     grads, told = measured(objective, some_rows())
     want_grads, want = measured(objective, one_per_row())
@@ -135,7 +134,7 @@ def test_a_mesh_gives_what_one_device_gives(name):
 
 
 @pytest.mark.thorough
-def test_ktos_parts_add_up_given_their_kl():
+def test_microsteps_of_kto_add_up_given_their_kl():
     """The estimate of KL is each part's own; with rows that are all alike it is the whole batch's."""
     held = documents(0, 3)
     objective = preference_objective(LOSSES["kto"], policy, reference, MOST)
@@ -143,7 +142,7 @@ def test_ktos_parts_add_up_given_their_kl():
     close(again, whole)
 
 
-def test_ktos_kl_is_estimated_on_documents_apart():
+def test_the_kl_of_kto_is_estimated_on_mismatched_documents():
     batch, objective = some_rows(), preference_objective(LOSSES["kto"], policy, reference, MOST)
     label = np.array(batch.columns["label"])
     label[0, np.asarray(batch.segment_ids[0]) == 2] = 0.0
@@ -169,7 +168,7 @@ def test_a_reference_on_disk_is_the_live_one(name):
     )
 
 
-def test_log_probabilities_are_those_of_the_whole_softmax():
+def test_log_probabilities_equal_those_of_the_whole_softmax():
     from dovetail.models.decoder import forward, unembed
 
     batch, ctx, params = some_rows(), context(), some_params(0)
@@ -179,7 +178,7 @@ def test_log_probabilities_are_those_of_the_whole_softmax():
     np.testing.assert_allclose(target_logprobs(params, CFG, batch, ctx), want, atol=2e-5)
 
 
-def test_a_policy_that_is_its_reference_has_no_margin():
+def test_a_policy_equal_to_its_reference_has_no_margin():
     def itself(params, ctx):
         return params
 
@@ -189,7 +188,7 @@ def test_a_policy_that_is_its_reference_has_no_margin():
     assert np.abs(jax.tree.leaves(grads)[0]).max() > 0  # the reference carries none of it
 
 
-def test_more_documents_than_said_make_the_loss_no_number():
+def test_more_documents_than_declared_make_the_loss_nan():
     for name in ("sigmoid", "kto"):
         _, told = measured(preference_objective(LOSSES[name], policy, reference, 4), some_rows())
         assert np.isnan(told["loss"]), name
@@ -197,7 +196,7 @@ def test_more_documents_than_said_make_the_loss_no_number():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sigmoid", "kto", "sigmoid + sft"])
-def test_held_out_rows_are_measured_as_the_others(name):
+def test_held_out_rows_have_the_training_metrics(name):
     objective, batch = preference_objective(LOSSES[name], policy, reference, MOST), some_rows()
     _, told = measured(objective, batch)
     sums, count = jax.jit(lambda p, b: objective.held_out(p, CFG, b, context(some_params(1))))(some_params(0), batch)

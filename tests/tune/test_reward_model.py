@@ -1,4 +1,4 @@
-"""Reward models from pairs to scores: learnt, exported, and the same in transformers, PEFT and the engine."""
+"""Test reward models: training, export, and equal scores in transformers, PEFT and the engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 import transformers
 from data.conftest import small_tokenizer
 from engine.test_score import judge
+from refusals import refuses
 from tune.small_models import LORA, RUN, metrics, model_folder, pairs
 
 import dovetail as dt
 from dovetail.core import recipe
+from dovetail.core.errors import CheckpointError, RecipeError
 from dovetail.tune.settings import Reward, Sft
 
 ENGINE = dict(max_num_seqs=4, max_model_len=128, block_size=8)
@@ -36,8 +38,8 @@ def theirs(folder: Path | str, **more):
 
 
 @pytest.mark.slow
-def test_all_weights(tmp_path):
-    """Learnt in some steps; transformers, the engine and a training that goes on from there give the same scores."""
+def test_a_reward_model_with_all_weights_trained(tmp_path):
+    """A few steps learn it; transformers, the engine and a resumed training give the same scores."""
     ended = dt.reward(model=model_folder(tmp_path), data=pairs(), steps=8, run_dir=tmp_path / "run", **RUN)
     assert ended.code == 0 and ended.metrics["reward_accuracy"] == 1 and ended.metrics["reward_margin"] > 2
     folder = ended.folder / "export/step_8"
@@ -55,7 +57,7 @@ def test_all_weights(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_adapters(tmp_path):
+def test_a_reward_model_with_adapters(tmp_path):
     """In PEFT's format with their score; merged, a reward model."""
     import peft
 
@@ -68,13 +70,13 @@ def test_adapters(tmp_path):
     found = dt.LLM(merged, **ENGINE).score(prompts)
     np.testing.assert_allclose(found, their_scores(own, prompts), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found, their_scores(theirs(merged), prompts), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"the adapter of a reward model.*dovetail merge"):
+    with refuses(None, CheckpointError, naming="dovetail merge"):
         dt.LLM(base, **ENGINE, lora_modules={"judge": str(adapter)})
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", [{"dora": True}, {}], ids=["dora", "plain"])
-def test_adapters_go_on(how, tmp_path):
+@pytest.mark.parametrize("how", [{"use_dora": True}, {}], ids=["dora", "plain"])
+def test_a_reward_model_resumes_from_adapters(how, tmp_path):
     """From a reward model, and from adapters with their score: what the first step measures is what was learnt."""
     base, lora = model_folder(tmp_path), LORA | how
     first = dt.reward(model=base, data=pairs(8), lora=lora, steps=4, run_dir=tmp_path / "run", **RUN)
@@ -97,31 +99,31 @@ def test_margins_of_records(tmp_path):
     led = dt.reward(model=at, data=rows, reward={"margin": True}, steps=1, run_dir=tmp_path / "led", **STILL)
     assert led.metrics["reward_margin"] == plain.metrics["reward_margin"]
     assert led.metrics["loss"] > plain.metrics["loss"] + 0.5
-    with pytest.raises(ValueError, match="margin must be a number in each record, and 1 have none"):
+    with refuses("data.keys.margin", naming="1 have none"):
         dt.reward(
             model=at, data=[*rows, *pairs(1)], reward={"margin": True}, steps=1, run_dir=tmp_path / "none", **STILL
         )
 
 
-def test_what_a_recipe_may_not_say():
-    with pytest.raises(ValueError, match="a reward model does not generate text"):
+def test_bad_settings_of_reward_models_are_refused():
+    with refuses("samples.every", RecipeError):
         recipe.create(Reward, {"model": "llama", "steps": 1, "samples": {"every": 1, "prompts": ["Hi"]}})
-    with pytest.raises(ValueError, match=r"reward\.centering must"):
+    with refuses("reward.centering", RecipeError):
         recipe.create(Reward, {"model": "llama", "steps": 1, "reward": {"centering": -1.0}})
 
 
 @pytest.mark.slow
-def test_a_reward_model_is_not_taught_words(tmp_path):
+def test_sft_of_a_reward_model_is_refused(tmp_path):
     judge(tmp_path)
     small_tokenizer().save(tmp_path)
-    with pytest.raises(ValueError, match="gives texts a score and has no head for words"):
+    with refuses("model", RecipeError, naming="dovetail reward"):
         dt.sft(model=str(tmp_path), data=[{"prompt": "a", "completion": " b"}], steps=1, run_dir=tmp_path / "r", **RUN)
 
 
 # --- epochs -----------------------------------------------------------------------------------------------------------
 
 
-def test_epochs_stand_in_the_place_of_steps():
+def test_epochs_replace_steps():
     given = recipe.create(Sft, {"model": "llama", "epochs": 2.5, "batch": 4})
     assert given.total_steps == 0
     counted = given.with_steps(rows=11)
@@ -129,14 +131,14 @@ def test_epochs_stand_in_the_place_of_steps():
     assert recipe.change(given, {"steps": 9}).with_steps(11).steps == 9  # one puts away the other
     assert recipe.create(Sft, {"model": "llama"}).epochs == 3  # as transformers, where nothing says how long
     for wrong in ({"epochs": 1, "steps": 2}, {"epochs": 1, "tokens": 99}):
-        with pytest.raises(ValueError, match="steps, tokens or epochs must say how long to train"):
+        with refuses("steps", RecipeError, naming="steps, tokens or epochs"):
             recipe.create(Sft, {"model": "llama", **wrong})
-    with pytest.raises(ValueError, match="warmup must end within the run"):
+    with refuses("schedule.warmup", RecipeError):
         recipe.create(Sft, {"model": "llama", "epochs": 1, "schedule": {"warmup": 9}, "batch": 4}).with_steps(11)
 
 
 @pytest.mark.slow
-def test_epochs_are_the_same_run_as_their_steps(tmp_path):
+def test_epochs_give_the_same_run_as_their_steps(tmp_path):
     """With a schedule that depends on where the run ends; started again, it is over."""
     at = model_folder(tmp_path)
     how = dict(model=at, data=pairs(20), **RUN | {"schedule": {"name": "linear"}, "length": 32})

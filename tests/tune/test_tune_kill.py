@@ -1,4 +1,4 @@
-"""Fine-tuning by the command, killed with -9: it ends as the straight run does, bit for bit."""
+"""Test that fine-tuning killed with -9 resumes bitwise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_killed_it_goes_on_bit_for_bit(kind, tmp_path):
+def test_a_killed_run_resumes_bitwise(kind, tmp_path):
     straight, killed = tmp_path / f"{kind}-straight", tmp_path / f"{kind}-killed"
     expected = finish(start(kind, tmp_path, straight), straight)
     process = start(kind, tmp_path, killed)

@@ -1,10 +1,10 @@
-"""The recipes of fine-tuning that ship: each is read by the command it is for, fits the chips that the list says, and
-trains a step."""
+"""Test the shipped fine-tuning recipes: each loads in its command, fits the listed chips, and trains a step."""
 
 import json
 import re
 
 import pytest
+from refusals import refuses
 from typer.main import get_command
 
 from dovetail.cli.main import app
@@ -12,6 +12,7 @@ from dovetail.cli.recipes import _model_of, purpose
 from dovetail.cli.train import settings_class
 from dovetail.core import recipe
 from dovetail.core.chips import CHIPS
+from dovetail.core.errors import RecipeError
 from dovetail.data.sources import samples
 from dovetail.io.hub import PUBLISHED
 from dovetail.plan.derive import derive
@@ -29,7 +30,7 @@ def test_every_training_has_one():
 
 
 @pytest.mark.parametrize(("training", "name"), SHIPPED)
-def test_it_loads_and_fits(training, name):
+def test_shipped_recipes_load_and_fit(training, name):
     settings = recipe.load(name, (), settings_class(training))
     assert settings.model in PUBLISHED  # its weights can be fetched by this name
     assert settings.data.path in samples() and purpose(name).endswith(".")
@@ -41,8 +42,8 @@ def test_it_loads_and_fits(training, name):
     assert derived.memory.total <= (derived.limit or 0)
 
 
-def test_the_samples_are_right():
-    """The sums are: what is trained, preferred and rewarded is the sum of its question."""
+def test_the_built_in_samples_are_right():
+    """The trained, preferred and rewarded answers are the sums asked for."""
     folder = recipe.SHIPPED / "samples"
     chats, pairs, prompts = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in samples()
@@ -59,17 +60,15 @@ def test_the_samples_are_right():
 def test_another_trainings_recipe_is_refused_with_the_right_command():
     for training, name in SHIPPED:
         other = "dpo" if training == "sft" else "sft"
-        with pytest.raises(ValueError, match=f"recipe {name} is for `dovetail {training}`, not for `dovetail {other}`"):
+        with refuses(None, RecipeError, naming=f"is for `dovetail {training}`"):
             recipe.load(name, (), settings_class(other))
-    with pytest.raises(
-        ValueError, match=r"Did you mean 'smollm2-135m-sft'\? Shipped: llama3-8b-qlora, smollm2-135m-sft"
-    ):
+    with refuses("recipe", RecipeError, naming="Did you mean 'smollm2-135m-sft'?"):
         recipe.load("smollm2-135m-stf", (), settings_class("sft"))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("training", "name"), SHIPPED)
-def test_it_trains_a_step(training, name, tmp_path):
+def test_shipped_recipes_train_a_step(training, name, tmp_path):
     from tune.small_models import model_folder
 
     model = model_folder(tmp_path)

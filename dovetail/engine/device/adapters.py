@@ -38,7 +38,7 @@ RANK = 16  # of the slots, if neither an option nor a loaded adapter gives more
 
 
 class Adapters:
-    """The loaded adapters and their tables on the device."""
+    """Manage the loaded adapters and their tables on the device."""
 
     def __init__(self, layout: SlotLayout, dtype: Any):
         self.layout, self._dtype = layout, dtype

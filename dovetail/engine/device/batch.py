@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dovetail.engine.request.sequence import Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.sample import SampleInputs
 
 UNKNOWN = -1  # a token that only the device knows: the last one its slot sampled
@@ -30,30 +30,40 @@ NUMBERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape that a step is compiled for."""
+    """Describe the shape that a step is compiled for."""
 
     tokens: int  # T; equal to rows for a decode step; 0: the sampler alone, after a step with prompts
     rows: int  # S
     pages: int  # M
     steps: int = 1  # device steps of a decode dispatch
     keeps_hidden: bool = False  # whether the final hidden states of every token are an output too
+    drafts: int = 0  # most draft tokens per row of a verify step, which then has rows * (1 + drafts) tokens
 
     @property
     def is_decode(self) -> bool:
         """Return whether every row has one token."""
         return self.tokens == self.rows
 
+    @property
+    def is_prompts(self) -> bool:
+        """Return whether it is a step with prompts, which is followed by its sampler."""
+        return self.tokens > 0 and not self.is_decode and not self.drafts
+
     def holds(self, other: Shape) -> bool:
         """Return whether a step of the other shape can be padded to this one."""
-        same = (self.is_decode, self.steps, self.keeps_hidden) == (other.is_decode, other.steps, other.keeps_hidden)
+        same = self._kind == other._kind and self.drafts >= other.drafts
         return same and self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
+
+    @property
+    def _kind(self) -> tuple[bool, int, bool, bool]:
+        return self.is_decode, self.steps, self.keeps_hidden, self.drafts > 0
 
     def can_run(self, other: Shape) -> bool:
         """Return whether a step with prompts of this shape can compute what the other does, in one step.
 
         It also computes rows of one token, and hidden states that were not requested are dropped.
         """
-        if self.is_decode or other.steps > 1 or self.keeps_hidden < other.keeps_hidden:
+        if not self.is_prompts or other.steps > 1 or other.drafts or self.keeps_hidden < other.keeps_hidden:
             return False
         return self.tokens >= other.tokens and self.rows >= other.rows and self.pages >= other.pages
 
@@ -82,7 +92,7 @@ class Shape:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepArrays:
-    """The parts of a step's vector."""
+    """Hold the parts of a step's vector."""
 
     tokens: jax.Array  # [T], UNKNOWN where only the device knows
     kv_lens: jax.Array  # [S]
@@ -166,14 +176,16 @@ class Packer:
         return too_many
 
 
-def _slot(row: Row) -> int:
+def _slot(row: PlanRow) -> int:
     assert row.seq.slot is not None, "a running sequence has a slot"
     return row.seq.slot
 
 
-def _tokens(row: Row) -> list[int]:
+def _tokens(row: PlanRow) -> list[int]:
     """Return a row's tokens, UNKNOWN where only the device knows."""
     tokens, start, count = row.seq.tokens, row.start, row.count
+    if row.drafts:
+        return [tokens[start], *row.drafts]
     if count == 1:
         return [tokens[start]] if start < len(tokens) else [UNKNOWN]
     found = tokens[start : start + count]

@@ -14,12 +14,13 @@ DISPATCH_SECONDS = 0.02  # most seconds of a dispatch of several decode steps: a
 SHORT = 1024  # tokens below which a step is mostly one prompt's
 FEW_ROWS, FEW_TOKENS = 8, 512  # of a first request or two
 LEAST_TOKENS = 32  # of a step with prompts on a CPU
+MOST_VERIFIED = 64  # rows of a verify step: with more, computing takes longer than reading the weights
 LONG = 4096  # tokens from which a step takes so long that its padding matters
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes of an engine's steps. The defaults are an accelerator's."""
+    """Hold the shapes of an engine's steps. The defaults are an accelerator's."""
 
     max_rows: int
     max_tokens: int
@@ -31,10 +32,13 @@ class Buckets:
     least_tokens: int = 128  # of a step with prompts: fewer cost little more than reading the weights, except on a CPU
     halves: bool = True  # whether there are sizes between the doublings for the shortest and the longest steps
     few_hidden: bool = True  # two shapes for all steps that keep hidden states, or as many as for others (on a CPU)
+    drafts: tuple[int, ...] = ()  # draft tokens per row of verify steps, in ascending order; empty: no speculation
     tokens_a_row: int = 16  # tokens per row of a step with prompts from which its rows cost little
 
     def shape_for(self, plan: StepPlan, keeps_hidden: bool = False) -> Shape:
         """Return the shape that a plan is padded to."""
+        if plan.num_drafts:
+            return self.verify(len(plan.rows), plan.num_drafts)
         if plan.is_decode and not keeps_hidden:
             return self.decode(len(plan.rows), plan.steps)
         return self.mixed(plan.num_tokens, len(plan.rows), keeps_hidden)
@@ -43,6 +47,11 @@ class Buckets:
         """Return the shape of a decode step."""
         rows = _up(rows, self._decode_rows())
         return Shape(rows, rows, self.max_pages, steps)
+
+    def verify(self, rows: int, drafts: int) -> Shape:
+        """Return the shape of a verify step with up to `drafts` draft tokens per row."""
+        rows, drafts = _up(rows, self._decode_rows()), _up(drafts, [*self.drafts])
+        return Shape(rows * (1 + drafts), rows, self.max_pages, drafts=drafts)
 
     def mixed(self, tokens: int, rows: int, keeps_hidden: bool = False) -> Shape:
         """Return the shape of a step with prompts."""
@@ -62,6 +71,7 @@ class Buckets:
         """Return every shape that a plan can have, those that take longest to compile first."""
         pages = self.max_pages
         shapes = [Shape(rows, rows, pages, n) for rows in self._decode_rows() for n in self.steps_for(rows)]
+        shapes += [self.verify(rows, n) for rows in self._decode_rows() for n in self.drafts if rows <= MOST_VERIFIED]
         for rows in self._mixed_rows():
             own = [Shape(n, rows, pages) for n in self._tokens(rows) if n <= self._most_tokens(rows)]
             shapes += [*own, own[0].sampler]

@@ -13,7 +13,7 @@ import numpy as np
 
 from dovetail.engine.request.logprobs import Logprobs, Scores, TokenLogprob, Top
 from dovetail.engine.request.sequence import Sequence
-from dovetail.engine.schedule.plan import Gain, Row, StepPlan
+from dovetail.engine.schedule.plan import Gain, PlanRow, StepPlan
 
 Score = Callable[[jax.Array, np.ndarray], tuple[jax.Array, ...]]  # Runner.score
 CHUNK = 128  # prompt positions scored at a time, so that not all their logits are in memory at once
@@ -21,7 +21,7 @@ CHUNK = 128  # prompt positions scored at a time, so that not all their logits a
 
 @dataclass
 class LaunchedStep:
-    """A step in flight; its results are on the device."""
+    """Hold a step in flight; its results are on the device."""
 
     plan: StepPlan
     tokens: jax.Array  # [steps, S]
@@ -64,7 +64,7 @@ def keep_logprobs(launched: LaunchedStep, gains: list[Gain]) -> list[Scores | No
         new = None
         if seq.scores is not None:
             new = values[i], ranks[i], None
-            if top or len(tokens) < launched.plan.steps:
+            if top or len(tokens) < len(values[i]):
                 new = _cut(new, len(tokens), [array[:, i] for array in top], seq.request.params.logprobs or 0)
             seq.scores.append(new)
         kept.append(new)
@@ -77,7 +77,7 @@ def _cut(scores: Scores, count: int, top: list[np.ndarray], most: int) -> Scores
     return values[:count], ranks[:count], _tops([array[:count] for array in top], most) if most else None
 
 
-def wants_prompt_logprobs(row: Row) -> bool:
+def wants_prompt_logprobs(row: PlanRow) -> bool:
     """Return whether a row computes prompt tokens whose log-probabilities are requested."""
     seq = row.seq
     return seq.request.params.prompt_logprobs is not None and seq.index == 0 and row.start < seq.prompt_len - 1
@@ -92,7 +92,7 @@ def keep_prompt_logprobs(launched: LaunchedStep, score: Score) -> None:
         first += row.count
 
 
-def _score_row(launched: LaunchedStep, row: Row, first: int, score: Score) -> None:
+def _score_row(launched: LaunchedStep, row: PlanRow, first: int, score: Score) -> None:
     assert launched.hidden is not None
     prompt, found = row.seq.request.prompt, row.seq.prompt_logprobs
     end = min(row.start + row.count, len(prompt) - 1)

@@ -28,7 +28,7 @@ from dovetail.core.terminal import NOTE
 from dovetail.engine.device.batch import NUMBERS, Shape
 from dovetail.engine.device.buckets import Buckets
 from dovetail.engine.device.sampler import MAX_BIAS
-from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler
+from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
 from dovetail.engine.schedule.plan import StepDemand, StepLimits
 from dovetail.io.compiled import compile_program, has_program, load_program, program_key
 from dovetail.models.config import ModelConfig
@@ -59,7 +59,7 @@ class Compilations:
 
 
 class StepProgram(NamedTuple):
-    """The program of one shape."""
+    """Hold the program of one shape."""
 
     shape: Shape
     function: Any  # jitted
@@ -88,7 +88,7 @@ class StepProgram(NamedTuple):
         shape = self.shape
         if not shape.tokens:
             return f"the sampler of {shape.rows} rows"
-        times = f" x {shape.steps}" if shape.steps > 1 else ""
+        times = f" x {shape.steps}" if shape.steps > 1 else f" with {shape.drafts} drafts" if shape.drafts else ""
         return f"a step of {shape.tokens} tokens in {shape.rows} rows{times}"
 
     def load_or_compile(self, devices: list[Any], ahead: bool, counts: Compilations | None = None) -> Any:
@@ -164,9 +164,9 @@ class Programs:
             inputs = last, history, self._unsampled(shape), self._asked(shape)
             return StepProgram(shape, run_sampler, inputs, where, options)
         static = where | dict(cfg=self.cfg, shape=shape, compute=self.compute)
-        if shape.is_decode:
-            state = DeviceState(cache, last, tables, history)
-            return StepProgram(shape, run_decode, (params, state, flat, self._asked(shape)), static, options)
+        if shape.is_decode or shape.drafts:
+            state, run = DeviceState(cache, last, tables, history), run_verify if shape.drafts else run_decode
+            return StepProgram(shape, run, (params, state, flat, self._asked(shape)), static, options)
         return StepProgram(shape, run_prompts, (params, cache, tables, last, flat), static, options)
 
     def compile(self, shape: Shape, params: Any, pages: int, more: Mapping[str, Any] | None = None) -> Any:
@@ -203,11 +203,12 @@ class Programs:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self.everywhere)
 
     def _asked(self, shape: Shape) -> dict[str, Any]:
-        rows = shape.rows
+        rows, words = shape.rows, -(-self.cfg.vocab // 32)
+        masks = (1 + shape.drafts, rows, words) if shape.drafts else (rows, words)
         return dict(
             bias_ids=self._array((rows, MAX_BIAS)),
             bias=self._array((rows, MAX_BIAS), jnp.float32),
-            mask=self._array((rows, -(-self.cfg.vocab // 32)), jnp.uint32),
+            mask=self._array(masks, jnp.uint32),
         )
 
     def _unsampled(self, shape: Shape) -> Unsampled:
@@ -216,7 +217,7 @@ class Programs:
 
 
 class CompiledSteps:
-    """An engine's compiled steps by shape; any thread may use it.
+    """Manage an engine's compiled steps by shape; any thread may use it.
 
     Args:
         program: Returns the program of a shape; a method of the runner.
@@ -283,7 +284,7 @@ class CompiledSteps:
 
     def have(self, shape: Shape) -> None:
         """Compile a step in the background, with the sampler that follows it."""
-        for part in (shape,) if shape.is_decode else (shape, shape.sampler):
+        for part in self._parts(shape):
             self.later(part)
 
     def ready(self) -> list[Shape]:
@@ -292,9 +293,13 @@ class CompiledSteps:
 
     def is_ready(self, shape: Shape) -> bool:
         """Return whether a step of this shape can be run now."""
-        parts = (shape, shape.sampler) if shape.tokens and not shape.is_decode else (shape,)
-        futures = [self._futures.get(part) for part in parts]
+        futures = [self._futures.get(part) for part in self._parts(shape)]
         return all(future is not None and future.done() and future.exception() is None for future in futures)
+
+    @staticmethod
+    def _parts(shape: Shape) -> tuple[Shape, ...]:
+        """Return the programs of a step: one with prompts is followed by its sampler."""
+        return (shape, shape.sampler) if shape.is_prompts else (shape,)
 
     @property
     def busy(self) -> bool:
@@ -315,11 +320,11 @@ def limits_of(demand: StepDemand, budget: int, wanted: Shape, ready: list[Shape]
     """
     if demand.prompts:
         most_tokens = max(budget, MOST_PADDING * wanted.tokens)
-        fit = [s for s in ready if not s.is_decode and s.keeps_hidden == demand.scores and s.tokens <= most_tokens]
+        fit = [s for s in ready if s.is_prompts and s.keeps_hidden == demand.scores and s.tokens <= most_tokens]
         if any(s.holds(wanted) for s in fit):
             return StepLimits(budget, demand.rows, demand.prompts)
         if some := [s for s in fit if s.rows > demand.decoding]:
             largest = max(some, key=lambda s: (s.tokens, s.rows))
             return StepLimits(min(budget, largest.tokens), largest.rows, largest.rows - demand.decoding)
-    rows = max((s.rows for s in ready if s.steps == 1), default=0)
+    rows = max((s.rows for s in ready if s.steps == 1 and not s.drafts), default=0)
     return StepLimits(budget, rows, 0) if demand.decoding and rows else None

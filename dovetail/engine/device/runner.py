@@ -55,7 +55,7 @@ class Runner:
 
     @property
     def weights(self) -> Weights:
-        """The weights with their version; set them again after loading an adapter."""
+        """Return the weights with their version; set them again after loading an adapter."""
         return self._weights
 
     @weights.setter
@@ -75,13 +75,13 @@ class Runner:
         return self._launch(plan, self.steps.nearest(self.buckets.shape_for(plan, keeps_hidden), waits), sampler)
 
     def _launch(self, plan: StepPlan, shape: Shape, sampler: Sampler) -> LaunchedStep:
-        inputs = sampler.inputs(plan, shape.rows)
+        inputs = sampler.inputs(plan, shape.rows, shape.drafts)
         flat, too_many = self.packer.pack(plan, shape, inputs)
         for start in range(0, len(too_many), ROWS_AT_ONCE):
             self._write_tables(too_many[start : start + ROWS_AT_ONCE])
         asked = dict(bias_ids=inputs.bias_ids, bias=inputs.bias, mask=inputs.mask)
         waited = not self.is_warm and not self.steps.is_ready(shape)
-        run = self._decode if shape.is_decode else self._prompts
+        run = self._prompts if shape.is_prompts else self._decode
         out = run(shape, flat, asked, sampler)
         return LaunchedStep(plan, *out, version=self.weights.version, padded=shape.tokens, waited=waited)
 
@@ -133,6 +133,13 @@ class Runner:
             self.steps.have(shape)
             return 1
         return steps
+
+    def drafts_ready(self, rows: int, drafts: int) -> bool:
+        """Return whether a verify step with this many draft tokens per row can run now; if not, it is compiled."""
+        if not self.is_warm and not self.steps.is_ready(shape := self.buckets.verify(rows, drafts)):
+            self.steps.have(shape)
+            return False
+        return True
 
     def warm_up(self, sampler: Sampler, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compile all steps, and run each once without a sequence.
@@ -196,7 +203,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Asleep:
-    """The state of a sleeping engine."""
+    """Hold the state of a sleeping engine."""
 
     level: int
     host: Params | None  # level 1 keeps the weights here; level 2 drops them

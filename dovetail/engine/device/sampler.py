@@ -27,7 +27,7 @@ from dovetail.engine.grammar import Matcher
 from dovetail.engine.grammar import compile as compile_grammar
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import FIXED, SamplingPlan, SamplingState, Sequence
-from dovetail.engine.schedule.plan import Row, StepPlan
+from dovetail.engine.schedule.plan import PlanRow, StepPlan
 from dovetail.ops.sample import FOREVER, SampleInputs
 
 MAX_BIAS = 512  # OpenAI accepts 300
@@ -40,11 +40,11 @@ def seed_of(seed: int, index: int) -> int:
 
 
 class _Row(NamedTuple):
-    """One row of a batch that needs more than numbers."""
+    """Hold one row of a batch that needs more than numbers."""
 
     state: SamplingState
     slot: int  # in the history
-    mask: np.ndarray | None
+    masks: list[np.ndarray | None]  # of the position that is sampled; in a verify step, one for each or one for all
     until: int
 
 
@@ -82,7 +82,7 @@ class Sampler:
         self._numbers = np.tile(
             SamplingState().numbers, (max_rows + 1, 1)
         )  # [slots + 1, FIXED]; the last one is padding's
-        self._resting: dict[int, tuple[jax.Array, ...]] = {}
+        self._resting: dict[tuple[int, int], tuple[jax.Array, ...]] = {}
         self._last_mask: tuple[list[np.ndarray | None], Any] = ([], None)
 
     # --- one sequence -------------------------------------------------------------------------------------------------
@@ -181,11 +181,12 @@ class Sampler:
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def inputs(self, plan: StepPlan, size: int) -> SampleInputs:
+    def inputs(self, plan: StepPlan, size: int, drafts: int = 0) -> SampleInputs:
         """Return the arrays of a batch of `size` rows: the plan's in their order, then padding.
 
         Rows that do not sample are like padding: greedy, without a mask, and not counted in `history`, which the step
-        takes beside these. Tokens sampled since the last call are read from the sequences.
+        takes beside these. Tokens sampled since the last call are read from the sequences. With `drafts`, the mask is
+        [1 + drafts, S, W], one for each position of a verify step.
         """
         numbers, asking = [self.max_rows] * size, []
         positions: Any = np.zeros(size, np.int32)
@@ -198,30 +199,35 @@ class Sampler:
                 numbers[i] = slot
                 if state.asks:
                     asking.append((i, self._row(row, state, plan.steps)))
-        positions[: len(plan.rows)] = [row.start + row.count if row.samples else 0 for row in plan.rows]
+        positions[: len(plan.rows)] = [_position(row) if row.samples else 0 for row in plan.rows]
         columns = np.ascontiguousarray(self._numbers[numbers].T)
         fixed = {name: column.view(NUMBERS[name]) for name, column in zip(FIXED, columns, strict=True)}
-        return SampleInputs(**fixed, position=positions, **self._asked(asking, size))
+        return SampleInputs(**fixed, position=positions, **self._asked(asking, size, drafts))
 
-    def _asked(self, asking: list[tuple[int, _Row]], size: int) -> dict[str, Any]:
+    def _asked(self, asking: list[tuple[int, _Row]], size: int, drafts: int) -> dict[str, Any]:
         """Return what rows need beyond the FIXED numbers, as NumPy arrays."""
         slots, until = np.full(size, self.max_rows, np.int32), np.zeros(size, np.int32)
-        masks: list[np.ndarray | None] = [None] * size
+        masks: list[np.ndarray | None] = [None] * (size * (1 + drafts))
         for i, row in asking:
-            slots[i], until[i], masks[i] = row.slot, row.until, row.mask
+            slots[i], until[i] = row.slot, row.until
+            for j in range(1 + drafts):
+                masks[j * size + i] = row.masks[min(j, len(row.masks) - 1)]
         bias_ids, bias = self._bias([(i, row.state) for i, row in asking], size)
-        return dict(slot=slots, mask_until=until, mask=self._mask(masks), bias_ids=bias_ids, bias=bias)
+        return dict(slot=slots, mask_until=until, mask=self._mask(masks, drafts), bias_ids=bias_ids, bias=bias)
 
-    def _row(self, row: Row, state: SamplingState, steps: int) -> _Row:
-        seq, position = row.seq, row.start + row.count
+    def _row(self, row: PlanRow, state: SamplingState, steps: int) -> _Row:
+        seq, position = row.seq, _position(row)
         known = len(seq.tokens) == position
         assert not state.needs_host or (steps == 1 and known), f"{seq.id}: the host must see each token"
         slot = self._history_slot(seq, state, known) if state.penalized else self.max_rows
-        return _Row(state, slot, *self._row_mask(seq, state, position))
+        if row.drafts and state.needs_host:
+            return _Row(state, slot, self._draft_masks(seq, state, row.drafts), FOREVER)
+        mask, until = self._row_mask(seq, state, position)
+        return _Row(state, slot, [mask], until)
 
     @property
     def history(self) -> jax.Array:
-        """The counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
+        """Return the counts [max_rows, V] int32 for `ops.sample`; set it to the step's output after donating it."""
         if self._history is None:
             self.history = jnp.zeros((self.max_rows, self.vocab), jnp.int32, device=self._history_sharding)
         assert self._history is not None
@@ -260,25 +266,28 @@ class Sampler:
             ids[row, : len(state.bias)], values[row, : len(state.bias)] = [*state.bias], [*state.bias.values()]
         return ids, values
 
-    def _rest(self, size: int) -> tuple[jax.Array, ...]:
+    def _rest(self, size: int, drafts: int = 0) -> tuple[jax.Array, ...]:
         """Return no bias and no mask, which stay on the device, so that nothing is sent for them."""
-        if size not in self._resting:
+        if (size, drafts) not in self._resting:
             ids, values = jnp.full((size, MAX_BIAS), -1, jnp.int32), jnp.zeros((size, MAX_BIAS), jnp.float32)
-            bits = jnp.full((size, self.words), 0xFFFFFFFF, jnp.uint32)
-            self._resting[size] = tuple(jax.device_put(x, self._device) for x in (ids, values, bits))
-        return self._resting[size]
+            shape = (1 + drafts, size, self.words) if drafts else (size, self.words)
+            bits = jnp.full(shape, 0xFFFFFFFF, jnp.uint32)
+            self._resting[size, drafts] = tuple(jax.device_put(x, self._device) for x in (ids, values, bits))
+        return self._resting[size, drafts]
 
     # --- masks --------------------------------------------------------------------------------------------------------
 
-    def _mask(self, rows: list[np.ndarray | None]) -> Any:
-        """Return the mask [S, W]."""
+    def _mask(self, rows: list[np.ndarray | None], drafts: int = 0) -> Any:
+        """Return the mask [S, W], or [1 + drafts, S, W]."""
         if all(bits is None for bits in rows):
-            return self._rest(len(rows))[2]
+            return self._rest(len(rows) // (1 + drafts), drafts)[2]
         # constant masks are the same objects at every step: the array on the device is used again
         same, on_device = self._last_mask
         if len(same) != len(rows) or any(a is not b for a, b in zip(same, rows, strict=True)):
             full = np.full(self.words, 0xFFFFFFFF, np.uint32)
-            on_device = jax.device_put(np.stack([full if bits is None else bits for bits in rows]), self._device)
+            table = np.stack([full if bits is None else bits for bits in rows])
+            table = table.reshape(1 + drafts, -1, self.words) if drafts else table
+            on_device = jax.device_put(table, self._device)
             self._last_mask = rows, on_device
         return on_device
 
@@ -286,27 +295,51 @@ class Sampler:
         """Return a row's mask [W], and the position until which it applies."""
         early = state.early if position < state.early_until else None
         if state.matcher is not None or state.bad or (early is not None and state.mask is not None):
-            return self._fresh_mask(seq, state, early), FOREVER
+            self._feed(seq, state)
+            return self._fresh_mask(seq, seq.tokens, state, early), FOREVER
         if early is not None:
             return early, state.early_until
         return state.mask, 0 if state.mask is None else FOREVER
 
-    def _fresh_mask(self, seq: Sequence, state: SamplingState, early: np.ndarray | None) -> np.ndarray:
+    def _draft_masks(self, seq: Sequence, state: SamplingState, drafts: tuple[int, ...]) -> list[np.ndarray | None]:
+        """Return the masks of the positions after the newest token and after each draft token.
+
+        The grammar consumes the draft tokens up to the first that it refuses, or that completes it, and is then rolled
+        back. Later draft tokens are not sampled, so that their masks do not matter.
+        """
+        self._feed(seq, state)
+        masks: list[np.ndarray | None] = []
+        fed, tokens, matcher = 0, list(seq.tokens), state.matcher
+        for draft in (*drafts, None):
+            early = state.early if len(tokens) < state.early_until else None
+            masks.append(self._fresh_mask(seq, tokens, state, early))
+            if draft is None or seq.error is not None or (matcher and not matcher.try_accept(draft)):
+                break
+            fed += 1
+            tokens.append(draft)
+            if matcher and matcher.is_done:
+                break
+        if matcher and fed:
+            matcher.rollback(fed)
+        return masks
+
+    def _fresh_mask(
+        self, seq: Sequence, tokens: list[int], state: SamplingState, early: np.ndarray | None
+    ) -> np.ndarray:
         """Return a mask that depends on the tokens so far; if it excludes all, only the EOS tokens are allowed."""
         bits = np.full(self.words, 0xFFFFFFFF, np.uint32) if state.mask is None else state.mask.copy()
         for *start, last in state.bad:
-            if seq.tokens[-len(start) :] == start:
+            if tokens[-len(start) :] == start:
                 bits[last // 32] &= ~np.uint32(1 << last % 32)
         if state.matcher is not None:
-            bits &= self._grammar_mask(seq, state, state.matcher)
+            bits &= self._grammar_mask(seq, state.matcher)
         # a complete grammar allows only the EOS tokens, also before min_tokens
         if early is not None and (state.matcher is None or (bits & early).any()):
             bits &= early
         return bits if bits.any() else self._bits(only=self.eos_ids)
 
-    def _grammar_mask(self, seq: Sequence, state: SamplingState, matcher: Matcher) -> np.ndarray:
+    def _grammar_mask(self, seq: Sequence, matcher: Matcher) -> np.ndarray:
         bits = np.zeros(self.words, np.uint32)
-        self._feed(seq, state)
         try:
             matcher.fill(bits)
         except UserError as error:  # such as a limit of the grammar
@@ -323,3 +356,8 @@ class Sampler:
                 state.matcher.accept(token)
         except UserError as error:
             seq.error = str(error)
+
+
+def _position(row: PlanRow) -> int:
+    """Return the position of the first token that a row samples."""
+    return row.start + row.count - len(row.drafts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from dovetail.ops.sample import SampleInputs, advance, count_tokens, logprobs, s
 
 
 class DeviceState(NamedTuple):
-    """The arrays that each step is given (donated) and returns for the next one."""
+    """Hold the arrays that each step is given (donated) and returns for the next one."""
 
     cache: Cache
     last: jax.Array  # [slots + 1] the last token that each slot sampled; the last slot is padding's
@@ -34,7 +35,7 @@ class DeviceState(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The results of a step."""
+    """Hold the results of a step."""
 
     tokens: jax.Array  # [steps, S]
     logprobs: tuple[jax.Array, ...]  # [steps, S, ...]: see ops.sample.logprobs
@@ -42,7 +43,7 @@ class StepOutput(NamedTuple):
 
 
 class Unsampled(NamedTuple):
-    """The sampler's inputs after a step with prompts; they do not depend on its number of tokens."""
+    """Hold the sampler's inputs after a step with prompts; they do not depend on its number of tokens."""
 
     logits: jax.Array  # [S, V] f32
     slots: jax.Array  # [S] where the token is stored; padding's slot for rows that do not sample
@@ -116,6 +117,55 @@ def _repeat(one: Callable, carry: tuple, steps: int) -> tuple[Any, tuple]:
         return jax.tree.map(lambda buffer, x: buffer.at[i].set(x), out, new), carry
 
     return jax.lax.fori_loop(0, steps, body, (out, carry))
+
+
+@functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("state",))
+def run_verify(
+    params: Params,
+    state: DeviceState,
+    flat: jax.Array,
+    asked: dict[str, jax.Array],
+    *,
+    cfg: ModelConfig,
+    shape: Shape,
+    compute: Compute,
+    platform: str | None = None,
+    placement: Placement | None = None,
+) -> tuple[StepOutput, DeviceState]:
+    """Run a verify step: feed each row's newest token and its draft tokens, and sample after each of them.
+
+    Every position is sampled as a decode step would sample it, with its own seed, position and mask, and with the
+    accepted tokens before it in the counts of the penalties. A draft token is accepted if it equals the token sampled
+    in its place, so that the output is the one without draft tokens. The arguments are those of `run_decode`; the mask
+    of `asked` is [1 + drafts, S, W].
+
+    Returns:
+        The output with tokens and log-probabilities of [1 + drafts, S], meaningless after a rejected draft token.
+    """
+    batch = unpack(flat, shape)
+    tables = _with_new_pages(state.tables, batch)
+    ctx = Paged(tables[batch.slots], batch.kv_lens, batch.cu_q_lens, batch.num_seqs, platform, placement)
+    row, positions, _ = token_rows(ctx, shape.tokens)
+    params = choose(params, batch.adapters[row])
+    with compute.products(platform):
+        hidden, cache = forward(params, cfg, batch.tokens, positions, ctx, state.cache)
+        logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
+    counts = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    inputs, masks = sample_inputs(batch.numbers, asked), asked["mask"]
+    trash = state.last.shape[0] - 1
+
+    def one(j, alive, last, history):
+        """Sample position j of the rows whose earlier draft tokens were all accepted."""
+        at = batch.cu_q_lens[:-1] + jnp.minimum(j, jnp.maximum(counts - 1, 0))
+        here = replace(advance(inputs, j), mask=masks[j], slot=jnp.where(alive, inputs.slot, history.shape[0]))
+        slots = jnp.where(alive, batch.slots, trash)
+        out, last, history = _sample(logits[at], slots, here, last, history, platform, placement)
+        follows = batch.tokens[jnp.minimum(at + 1, shape.tokens - 1)]
+        return out, (alive & (j + 1 < counts) & (out[0] == follows), last, history)
+
+    alive = (jnp.arange(shape.rows) < batch.num_seqs[0]) & (counts > 0)
+    out, (_, last, history) = _repeat(one, (alive, state.last, state.history), 1 + shape.drafts)
+    return StepOutput(*out), DeviceState(cache, last, tables, history)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables"))

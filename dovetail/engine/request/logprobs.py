@@ -18,7 +18,7 @@ Scores = tuple[list[float], list[int], list[Top] | None]
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of one token."""
+    """Hold the log-probability of one token."""
 
     token: int
     logprob: float
@@ -27,7 +27,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Logprobs(Sequence[TokenLogprob]):
-    """A sequence of TokenLogprob whose entries are made when the first of them is read."""
+    """Hold a sequence of TokenLogprob whose entries are made when the first of them is read."""
 
     __slots__ = ("_entries", "_scores", "_tokens")
 

@@ -19,7 +19,7 @@ _FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One of the `n` completions of a request."""
+    """Hold one of the `n` completions of a request."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request with its `n` completions."""
+    """Hold a finished request with its `n` completions."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -61,14 +61,14 @@ class RequestOutput:
 
 
 class OutputDelta(NamedTuple):
-    """What one sequence of a request gained since its last delta.
+    """Hold what one sequence of a request gained since its last delta.
 
     This is the one record of generated tokens, from the engine to HTTP. A named tuple, because every running sequence
     gets one per step, and msgpack encodes it as it is.
     """
 
     request_id: str
-    index: int  # which of the request's n sequences
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] vLLM's name: which of the request's n sequences
     token_ids: list[int]
     text: str
     times: Times  # shared with the sequence, and filled in as it goes on
@@ -168,7 +168,7 @@ def completion_of(seq: Sequence, version: int) -> CompletionOutput:
 
 @dataclass(frozen=True)
 class PartialOutput:
-    """The tokens of an unfinished completion, which another sequence can continue.
+    """Hold the tokens of an unfinished completion, which another sequence can continue.
 
     A sequence that starts with tokens is like one that was preempted after them: they are computed in one step, and the
     next token is sampled as it would have been, because a sample depends only on the seed, the tokens and their number.

@@ -93,6 +93,7 @@ class SamplingParams:
         logprobs: Return the log-probability of each token and of this many most probable tokens beside it.
         prompt_logprobs: The same for the tokens of the prompt.
         structured_outputs: A StructuredOutputsParams or a dict of its fields, such as `{"regex": "[0-9]+"}`.
+        speculation: False: no draft tokens for this request; the output is the same.
 
     Raises:
         RequestError: If a value is out of range or has the wrong type, with the field's name as `param`.
@@ -119,6 +120,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    speculation: bool = True
 
     def __post_init__(self):
         for name in ("stop", "bad_words"):
@@ -127,7 +129,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
         object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "speculation"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"`{name}` must be True or False, got {getattr(self, name)!r}", param=name)
         for name, low, high in _RANGES:

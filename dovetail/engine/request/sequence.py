@@ -26,7 +26,7 @@ FIXED = (
 
 @dataclass(frozen=True, eq=False)
 class SamplingPlan:
-    """The part of SamplingParams that is slow to prepare, made once in intake and shared by the n sequences."""
+    """Hold the part of SamplingParams that is slow to prepare, made once in intake and shared by the n sequences."""
 
     mask: np.ndarray | None = None  # [W] uint32: allowed_token_ids and one-token bad words
     early: np.ndarray | None = None  # [W] uint32: applies until min_tokens are sampled
@@ -36,7 +36,7 @@ class SamplingPlan:
 
 @dataclass(eq=False)
 class SamplingState:
-    """The sampler's state of one sequence. The defaults are a greedy row without masks or penalties."""
+    """Hold the sampler's state of one sequence. The defaults are a greedy row without masks or penalties."""
 
     floats: tuple[float, ...] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)  # temperature, top_p, min_p, presence, frequency, repet.
     ints: tuple[int, ...] = (0, 0, 0)  # top_k, seed_hi, seed_lo
@@ -72,7 +72,7 @@ class SamplingState:
 
 
 class Status(enum.Enum):
-    """The state of a sequence."""
+    """Name the states of a sequence."""
 
     WAITING = "waiting"  # not started, or preempted: holds no pages
     RUNNING = "running"
@@ -81,7 +81,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Adapter:
-    """A loaded LoRA adapter (see engine.device.adapters)."""
+    """Hold a loaded LoRA adapter (see engine.device.adapters)."""
 
     name: str
     version: int  # grows with every load of an engine, also of the same name
@@ -90,7 +90,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked prompt with its sampling parameters; `params.n` sequences answer it."""
+    """Hold a checked prompt with its sampling parameters; `params.n` sequences answer it."""
 
     id: str
     prompt: tuple[int, ...]
@@ -116,7 +116,7 @@ class Times:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One of the n sequences of a request.
+    """Hold the state of one of the n sequences of a request.
 
     `tokens` are known to the host. `pending` more have been sampled on the device and not fetched yet; scheduling needs
     only their number. `computed` tokens have their keys and values in pages, or will have once the launched steps have
@@ -143,6 +143,11 @@ class Sequence:
     text: OutputText | None = None  # of the output; None: the caller detokenizes
     sampling: SamplingState | None = None
     single_step: bool = False  # the host must see each token before the next one is sampled (a grammar)
+    draft_state: object = None  # of the drafter, which extends it as tokens come
+    verifying: bool = False  # a step with draft tokens is in flight: how many tokens it gains is not known yet
+    num_drafts: int = 0  # verify steps, the draft tokens in them, and those that were accepted
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     by_token: bool = False  # more than EOS and length can stop it, so each token is checked (see Stops)
     error: str | None = None  # why the engine ended it, such as a grammar that allows no further token
     limit: int = 0  # most tokens including the prompt; set by the scheduler

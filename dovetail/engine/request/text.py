@@ -12,7 +12,7 @@ from dovetail.io.detokenize import Detokenizer
 
 
 class OutputText:
-    """The text of one sequence.
+    """Decode the text of one sequence.
 
     Args:
         detokenizer: Turns tokens into text.

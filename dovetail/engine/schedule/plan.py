@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,26 +11,29 @@ from dovetail.engine.request.sequence import Sequence
 
 
 @dataclass
-class Row:
+class PlanRow:
     """`count` tokens of a sequence from position `start` on.
 
     With `samples`, the last of them is the sequence's newest token and the step samples the next one (one per device
-    step of a plan with several).
+    step of a plan with several). With `drafts`, the newest token is followed by these draft tokens, and the step
+    samples after each of them.
     """
 
     seq: Sequence
     start: int
     count: int
     samples: bool
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass
 class StepPlan:
-    """The rows of one dispatch to the device."""
+    """Hold the rows of one dispatch to the device."""
 
-    rows: list[Row]
+    rows: list[PlanRow]
     steps: int = 1  # device steps; more than one only if every row decodes (count 1 and samples)
     preempted: list[Sequence] = field(default_factory=list)
+    speculates: bool = False  # draft tokens were requested for it: the next step waits for its tokens
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -41,9 +45,14 @@ class StepPlan:
         """Return whether every row computes one token and samples the next."""
         return all(row.count == 1 and row.samples for row in self.rows)
 
+    @functools.cached_property
+    def num_drafts(self) -> int:
+        """Return the most draft tokens of a row; more than 0 in a verify step, whose rows all sample."""
+        return max((len(row.drafts) for row in self.rows), default=0)
+
 
 class StepLimits(NamedTuple):
-    """The most that a step may have, so that no stream waits for a long prompt or for a compiler."""
+    """Limit a step, so that no stream waits for a long prompt or for a compiler."""
 
     tokens: int
     rows: int
@@ -51,7 +60,7 @@ class StepLimits(NamedTuple):
 
 
 class StepDemand(NamedTuple):
-    """What the scheduler would put into a step without limits."""
+    """Hold what the scheduler would put into a step without limits."""
 
     decoding: int  # sequences that decode
     prompts: int = 0  # sequences with more than one token to compute
@@ -64,4 +73,5 @@ class StepDemand(NamedTuple):
         return self.decoding + self.prompts
 
 
+Drafts = Mapping[Sequence, tuple[int, ...]]  # draft tokens by sequence
 Gain = tuple[Sequence, list[int], int]  # a sequence, the tokens it kept, and the index of its row in the plan

@@ -16,6 +16,7 @@ import heapq
 import itertools
 import time
 from bisect import bisect_left, insort
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -26,16 +27,17 @@ from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.request.sequence import Sequence, Status
 from dovetail.engine.request.stops import Stops
 from dovetail.engine.schedule.blocks import BlockPool
-from dovetail.engine.schedule.plan import Gain, Row, StepDemand, StepLimits, StepPlan
+from dovetail.engine.schedule.plan import Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
 from dovetail.engine.stats import EngineStats
 
 _RANK = attrgetter("rank")
+REJECTED = -1  # in place of a token that was sampled after a rejected draft token
 _FINISHED = Status.FINISHED  # a constant, because an enum's attribute lookup is slow in a loop over rows
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The scheduler's limits."""
+    """Hold the scheduler's limits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int  # of one device step, over all sequences
@@ -161,7 +163,11 @@ class Scheduler:
     # --- planning a step ----------------------------------------------------------------------------------------------
 
     def schedule(
-        self, max_steps: int | None = None, prompts_first: bool = False, limits: StepLimits | None = None
+        self,
+        max_steps: int | None = None,
+        prompts_first: bool = False,
+        limits: StepLimits | None = None,
+        drafts: Drafts | None = None,
     ) -> StepPlan | None:
         """Plan the next step.
 
@@ -171,15 +177,17 @@ class Scheduler:
             prompts_first: Whether a step that prompts alone can fill has only prompts: more tokens per second, but
                 decoding waits.
             limits: The most that the step may have; by default the config's.
+            drafts: Draft tokens of sequences that decode, for a step in which no sequence has a prompt to compute.
 
         Returns:
             The plan, or None if nothing can be computed before a commit or there is no work.
         """
         most = self.config.max_num_seqs
         limits = limits or StepLimits(self.config.max_num_batched_tokens, most, most)
-        rows: list[Row] = []
+        rows: list[PlanRow] = []
         before = self.preemptions
-        left, stalled = self._schedule_running(rows, limits, prompts_first and self._prompts_fill_a_step())
+        only_prompts = prompts_first and self._prompts_fill_a_step()
+        left, stalled = self._schedule_running(rows, limits, only_prompts, drafts)
         # While running sequences are short of pages none is admitted: it would be the next one to be preempted.
         short = stalled or self.preemptions > before
         admitted, must_wait = (0, False) if short else self._admit(rows, left)
@@ -213,7 +221,9 @@ class Scheduler:
         decoding = len(gaps) + len(coming) - len(prompts)
         return StepDemand(decoding, len(prompts), sum(gap for _, gap in prompts), scores)
 
-    def _schedule_running(self, rows: list[Row], limits: StepLimits, only_prompts: bool) -> tuple[StepLimits, bool]:
+    def _schedule_running(
+        self, rows: list[PlanRow], limits: StepLimits, only_prompts: bool, drafts: Drafts | None
+    ) -> tuple[StepLimits, bool]:
         """Add rows for the running sequences in order.
 
         A decoding batch spends its host time in this loop, so it is kept flat.
@@ -229,9 +239,9 @@ class Scheduler:
             length = known + pending
             if length >= seq.limit:
                 continue  # its last tokens are being computed; commit will end it
-            if pending and seq.single_step:
-                continue  # the host must see a token before the next is sampled (a grammar)
-            count = length - start
+            if pending and (seq.single_step or seq.verifying):
+                continue  # the host must see a token before the next is sampled (a grammar, draft tokens)
+            count, drafted = length - start, ()
             if count > 1:  # a prompt leaves a token each for the sequences behind it, so that they keep decoding
                 if not prompts:
                     stalled = True
@@ -240,18 +250,23 @@ class Scheduler:
                 count = min(count, max(1, budget - (0 if only_prompts else len(running) - i - 1)))
             elif only_prompts and start >= seq.prompt_len:
                 continue
+            elif drafts:
+                drafted = drafts.get(seq, ())
+                count += len(drafted)
             if count > budget or len(rows) == most:
                 return StepLimits(0, 0, 0), True
             end = start + count
             if end > len(seq.pages) * size and not self._grow(seq, end):
                 stalled = True
                 continue
-            rows.append(Row(seq, start, count, end == length))
+            rows.append(PlanRow(seq, start, count, end >= length, drafted))
             seq.computed = end
-            if end == length:
+            if end >= length:
                 seq.pending = pending + 1
-            if start < known:  # then all of them are known: only the newest token can be pending
-                self._register(seq, start, end)
+            if drafted:
+                seq.verifying = True
+            if start < known:  # then all but draft tokens are known: only the newest token can be pending
+                self._register(seq, start, min(end, length))
             budget -= count
         return StepLimits(budget, most - len(rows), prompts), stalled
 
@@ -304,10 +319,11 @@ class Scheduler:
         for row in plan.rows:
             if row.samples and row.seq.status is not Status.FINISHED:
                 row.seq.pending -= plan.steps
+                row.seq.verifying = False
         self.preempt_all()
         self.reset_prefix_cache()
 
-    def _admit(self, rows: list[Row], left: StepLimits) -> tuple[int, bool]:
+    def _admit(self, rows: list[PlanRow], left: StepLimits) -> tuple[int, bool]:
         """Add rows for waiting sequences in strict order.
 
         Returns:
@@ -325,7 +341,7 @@ class Scheduler:
             seq.status, seq.slot = Status.RUNNING, heapq.heappop(self._free_slots)
             known = len(seq.tokens)
             end = min(known, cached + budget)
-            rows.append(Row(seq, cached, end - cached, end == known))
+            rows.append(PlanRow(seq, cached, end - cached, end == known))
             seq.computed, seq.pending = end, int(end == known)
             self._register(seq, cached, end)
             budget -= end - cached
@@ -355,7 +371,7 @@ class Scheduler:
             pool.count_lookup(known, cached)
         return cached
 
-    def _more_steps(self, rows: list[Row], more: int) -> int:
+    def _more_steps(self, rows: list[PlanRow], more: int) -> int:
         """Return how many device steps the plan takes beyond the first, and reserve the pages for them.
 
         That is `more` if every row may go that far, the pages suffice and no waiting sequence starts later for it, else
@@ -365,7 +381,7 @@ class Scheduler:
         size = self.config.page_size
         # Sequences without a row are ending, so that a waiting one can start right after this plan, or need the host.
         rowless = len(rows) < len(self.running)
-        if rowless and (self.waiting or any(seq.single_step for seq in self.running)):
+        if rowless and (self.waiting or any(seq.single_step or seq.verifying for seq in self.running)):
             return 0
         furthest = min(self.config.max_model_len, self.config.num_pages * size) - more
         for row in rows:
@@ -394,17 +410,21 @@ class Scheduler:
         Args:
             plan: The oldest plan that was not committed.
             sampled: [steps, S] tokens with a column for each of the plan's rows, also for rows that do not sample;
-                further columns are padding. Tokens after the one that ends a sequence are dropped.
+                further columns are padding. Tokens after the one that ends a sequence are dropped. A verify step has
+                [1 + drafts, S]: the tokens sampled after the newest token and after each draft token.
             stops: Finds where sequences end.
 
         Returns:
             The sequences that gained tokens, with the tokens they kept.
         """
         steps, rows = plan.steps, plan.rows
-        if len(sampled) != steps or sampled.shape[1] < len(rows):
+        fits = len(sampled) > plan.num_drafts if plan.num_drafts else len(sampled) == steps
+        if not fits or sampled.shape[1] < len(rows):
             wanted = f"{steps} steps of {len(rows)} rows"
             raise RuntimeError(f"expected the tokens of {wanted}, got an array {list(sampled.shape)}")
         sampled = sampled[:, : len(rows)]
+        if plan.num_drafts:
+            sampled = accepted(sampled, [row.drafts for row in rows])
         ends, size = stops.find(sampled), self.config.page_size
         gains: list[Gain] = []
         for i, row, tokens in zip(range(len(rows)), rows, sampled.T.tolist(), strict=True):
@@ -412,11 +432,13 @@ class Scheduler:
             if not row.samples or seq.status is _FINISHED:  # it ended or was aborted after this step was planned
                 continue
             seq.pending -= steps
+            if plan.num_drafts:
+                tokens = self._verified(row, tokens)
             before, end = len(seq.tokens), None
             if seq.by_token:
                 tokens, end = stops.append_each(seq, tokens)
             else:
-                if before + steps >= seq.limit or i in ends:
+                if before + len(tokens) >= seq.limit or i in ends:
                     tokens, end = stops.cut(seq, tokens, ends.get(i))
                 seq.tokens += tokens
             gains.append((seq, tokens, i))
@@ -427,6 +449,21 @@ class Scheduler:
             if end is not None:
                 self.finish(seq, *end)
         return gains
+
+    def _verified(self, row: PlanRow, tokens: list[int]) -> list[int]:
+        """Return the tokens that a row of a verify step gains, and take back what it computed for rejected drafts.
+
+        Their keys and values are overwritten by the next step, whose tokens start at the first rejected position.
+        """
+        seq, tokens = row.seq, [token for token in tokens if token != REJECTED]
+        seq.verifying = False
+        if seq.computed:  # not preempted meanwhile
+            seq.computed = row.start + len(tokens)
+        if row.drafts:
+            seq.num_drafts += 1
+            seq.num_draft_tokens += len(row.drafts)
+            seq.num_accepted_tokens += len(tokens) - 1
+        return tokens
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -445,3 +482,21 @@ class Scheduler:
             len(running), len(self.waiting), pool.num_used, pool.num_cached, pool.num_pages, pool.waste(unfilled),
             self.preemptions, self.prompt_tokens, pool.query_tokens, pool.hit_tokens,
         )  # fmt: skip
+
+
+def accepted(sampled: np.ndarray, drafts: Seq[Seq[int]]) -> np.ndarray:
+    """Return the sampled tokens [1 + K, S] with REJECTED wherever an earlier draft token of the row was not sampled.
+
+    A draft token is accepted if it is the token that the target samples in its place, with the same seed and position
+    as without speculation. The token sampled after the last accepted one is kept too.
+
+    Args:
+        sampled: PlanRow j has the tokens sampled after j draft tokens.
+        drafts: The draft tokens of each of the S rows, at most K.
+    """
+    count = len(sampled) - 1
+    table = np.full((count, len(drafts)), REJECTED, sampled.dtype)
+    for i, each in enumerate(drafts):
+        table[: len(each), i] = each
+    kept = np.cumprod(sampled[:count] == table, axis=0, dtype=bool)
+    return np.concatenate([sampled[:1], np.where(kept, sampled[1:], REJECTED)])

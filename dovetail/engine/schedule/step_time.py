@@ -35,7 +35,7 @@ class Pace:
         self._most, self._last_fetch = most, 0.0
         self.tokens = most if token_seconds is None else self._within(STEP_SECONDS)  # of a step with prompts
 
-    def fetched(self, plan: StepPlan, padded: int, others: bool) -> None:
+    def fetched(self, plan: StepPlan, padded: int, others: bool) -> float | None:
         """Measure a step whose tokens have been fetched.
 
         Where steps run back to back, the time between two fetches is the later step's own.
@@ -44,11 +44,16 @@ class Pace:
             plan: The step's plan.
             padded: The tokens that it computed.
             others: Whether later steps are in flight.
+
+        Returns:
+            The step's seconds, if it was measured.
         """
-        now = time.perf_counter()
-        if self._last_fetch and others:
-            self.learn(plan, padded, now - self._last_fetch)
+        now, seconds = time.perf_counter(), None
+        if self._last_fetch and others and not plan.num_drafts:
+            seconds = now - self._last_fetch
+            self.learn(plan, padded, seconds)
         self._last_fetch = now if others else 0.0  # an idle time is not a step's time
+        return seconds
 
     def rest(self) -> None:
         """Do not measure the next step: something else took time too."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RequestError
 from dovetail.core.json_schema import closed, resolve
 from dovetail.io.tool_formats.formats import ReasoningFormat, ToolFormat
 from dovetail.io.tool_formats.tools import parameters_by_name, types_of
@@ -252,14 +252,14 @@ def grammar_for(
 
 def _allowed(parameters: dict[str, Mapping[str, Any]], choice: str | Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if not parameters:
-        raise UserError(f"`tool_choice` {choice!r} requires `tools`, got none", param="tool_choice")
+        raise RequestError(f"`tool_choice` {choice!r} requires `tools`, got none", param="tool_choice")
     if choice in ("required", "auto"):
         return parameters
     function = choice.get("function", choice) if isinstance(choice, Mapping) else {"name": choice}
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in parameters:
         message = f"`tool_choice` must be 'required' or name one of {sorted(parameters)}, got {choice!r}"
-        raise UserError(message, param="tool_choice")
+        raise RequestError(message, param="tool_choice")
     return {name: parameters[name]}
 
 
@@ -268,7 +268,7 @@ def _text_or_calls(lark: _Lark, tool_format: ToolFormat, allowed: dict[str, Mapp
     written = _WRITTEN[tool_format.name]
     opening = next((m for m in tool_format.opens if (written.first or written.before).startswith(m)), None)
     if opening is None:
-        raise UserError(
+        raise RequestError(
             f"strict is not supported with tool_choice auto: a call in {tool_format.name} has no opening marker",
             param="tools",
         )

@@ -200,7 +200,7 @@ class ValueReader:
             return None
         if key:
             return _quoted(word)
-        if self._notation.bare:  # 007, say, is no JSON number and may be a text
+        if self._notation.bare:  # 007, for example, is not a JSON number and may be a text
             return _LITERALS.get(word) or (word if _NUMBER.fullmatch(word) else _quoted(word))
         return literal(word)
 

@@ -34,7 +34,7 @@ OVER: tuple[State, ...] = ("succeeded", "failed", "preempted", "cancelled", "sus
 
 @dataclass(frozen=True)
 class Observed:
-    """The state of an attempt, as the backend sees it."""
+    """Hold the state of an attempt, as the backend sees it."""
 
     state: State
     detail: str = ""  # one line for people: the backend's own word for the state, or what failed
@@ -75,14 +75,14 @@ def before_request() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LogPart:
-    """A part of a rank's log, and the byte at which the next part begins."""
+    """Hold a part of a rank's log, and the byte at which the next part begins."""
 
     text: str
     position: int
 
 
 class JobBackend(Protocol):
-    """A place where jobs run.
+    """Define the interface of a place where jobs run.
 
     Calls return within seconds: longer operations are only requested, and `observe` shows their progress. Several
     threads make calls, but only one at a time for each job.
@@ -134,7 +134,7 @@ class JobBackend(Protocol):
 
 
 class Places:
-    """The places in which a backend has made requests: projects and zones, or clusters.
+    """Record the places in which a backend has made requests: projects and zones, or clusters.
 
     The orphan reaper lists all of them, so a place is recorded before the first request there. Lines are only appended
     to the file, so that several processes may share it.

@@ -233,7 +233,7 @@ def preview(spec: Spec) -> str:
 
 @dataclass(frozen=True)
 class Pod:
-    """The status of one pod."""
+    """Hold the status of one pod."""
 
     rank: int
     name: str

@@ -54,7 +54,7 @@ def write(path: Path, value: dict[str, Any]) -> None:
 
 
 class ProcessGroup:
-    """The processes, one per imitated host, each with its own session and log."""
+    """Run the processes, one per imitated host, each with its own session and log."""
 
     def __init__(self, folder: Path, launch: dict[str, Any]) -> None:
         self.folder, self.order = folder, []

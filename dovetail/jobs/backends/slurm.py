@@ -229,7 +229,7 @@ def _call(command: list[str], environ: dict[str, str] | None = None) -> str:
 
 @dataclass(frozen=True)
 class SqueueRow:
-    """One line of squeue."""
+    """Hold one line of squeue."""
 
     id: str
     name: str
@@ -241,18 +241,18 @@ class SqueueRow:
 
     @property
     def attempt(self) -> str:
-        """The attempt's name, with which the job's name ends; "" for jobs of others."""
+        """Return the attempt's name, with which the job's name ends; "" for jobs of others."""
         found = re.search(rf"(?:^|-)({PREFIX}-[a-z0-9]+-\d+)$", self.name)
         return found[1] if found else ""
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self.state not in WAITING and self.state not in RUNNING
 
     @property
     def is_held_back(self) -> bool:
-        """Whether Slurm delays the job after a requeue."""
+        """Return whether Slurm delays the job after a requeue."""
         return self.state == "PENDING" and self.reason == "BeginTime"
 
 

@@ -134,23 +134,23 @@ def preview(spec: Spec, root: Path, zone: str) -> tuple[list[str], str]:
 
 
 def check_request(spec: Spec) -> str:
-    """Ask `sbatch --test-only` whether the cluster can satisfy the request; return a remark, or "".
+    """Ask `sbatch --test-only` whether the cluster can satisfy the request; return a note, or "".
 
     Raise UserError with sbatch's reason if it never can. `zones` are partitions to try in turn: all are checked.
     """
     if shutil.which("sbatch") is None:
         return ""  # the backend's own check reports it
     for zone in spec.zones or ("",):
-        said = _refusal(options(Attempt("job", 1, spec, Path.cwd(), "owner", zone), "dovetail"))
-        if any(word in said.lower() for word in NEVER):
+        reason = _refusal(options(Attempt("job", 1, spec, Path.cwd(), "owner", zone), "dovetail"))
+        if any(word in reason.lower() for word in NEVER):
             where = f" in partition {zone or spec.slurm.partition}" if zone or spec.slurm.partition else ""
             raise UserError(
-                f"Slurm cannot satisfy this request{where} ({_summary(spec)}): {said}",
+                f"Slurm cannot satisfy this request{where} ({_summary(spec)}): {reason}",
                 param="slurm",
                 code="slurm_refused",
             )
-        if said:
-            return f"not checked with Slurm: {said}"
+        if reason:
+            return f"not checked with Slurm: {reason}"
     return ""
 
 

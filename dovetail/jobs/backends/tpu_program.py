@@ -45,7 +45,7 @@ HEALTH, METRICS = "run/health.jsonl", "run/metrics.jsonl"  # of a training, in t
 
 
 class TpuProgram:
-    """The program of one attempt on the hosts of its slices."""
+    """Control the program of one attempt on the hosts of its slices."""
 
     def __init__(self, attempt: Attempt, hosts: Sequence[TpuHost], ssh: Ssh, run: Run) -> None:
         self._attempt, self._hosts, self._ssh, self._run = attempt, list(hosts), ssh, run
@@ -181,7 +181,7 @@ def check(spec: Spec) -> None:
 
 @dataclass(frozen=True)
 class HostStatus:
-    """The status of the program on one VM. lost: started, but neither running nor ended (the VM was restarted)."""
+    """Hold the status of the program on one VM. lost: started, but neither running nor ended (the VM was restarted)."""
 
     state: Literal["absent", "running", "exited", "lost"]
     code: int | None = None

@@ -25,7 +25,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class TpuHost:
-    """One VM of a slice."""
+    """Hold one VM of a slice."""
 
     rank: int  # over all slices
     node: str  # projects/P/locations/ZONE/nodes/NODE
@@ -35,7 +35,7 @@ class TpuHost:
 
 @dataclass(frozen=True)
 class SshResult:
-    """The exit code and the output of a command."""
+    """Hold the exit code and the output of a command."""
 
     code: int
     out: bytes

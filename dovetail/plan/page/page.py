@@ -23,7 +23,7 @@ from dovetail.plan.train_time import StepTime
 
 @dataclass(frozen=True)
 class Share:
-    """A quantity that devices share: `total` is split along the mesh's `axes`, the first one outermost."""
+    """Hold a quantity that devices share: `total` is split along the mesh's `axes`, the first one outermost."""
 
     what: str
     total: int
@@ -32,7 +32,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of the page."""
+    """Hold one plan of the page."""
 
     title: str
     axes: Mapping[str, int]  # mesh axis -> devices along it; their product is the number of devices
@@ -60,7 +60,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a page of plans."""
+    """Hold the contents of a page of plans."""
 
     title: str
     about: str

@@ -1,4 +1,4 @@
-"""The page of serving plans: a decode step of each, and latency against throughput over all of them."""
+"""Build the page of serving plans: a decode step of each, and latency against throughput over all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST = 6  # plans
 
 
 def serving_page(model: str, plans: Sequence[ServePlan], start: Callable[[ServePlan], str] | None = None) -> Page:
-    """Return the page of `plans`, the best first. `start`: how to start one, in words."""
+    """Return the page of `plans`, the best first. `start`: returns how to start a plan; default: its command."""
     best = plans[0]
     work = best.workload
     about = (
@@ -57,7 +57,7 @@ def _memory(plan: ServePlan) -> dict[str, int]:
 
 
 def _time(plan: ServePlan) -> StepTime:
-    """Of a decode step. What a device is busy with besides its links is put down as its memory's: most of it is."""
+    """Return the time of a decode step. All that is not sent counts as memory time, because most of it is."""
     replica, batch = plan.replica, plan.chosen.batch
     context = plan.workload.prompt + plan.workload.output / 2
     products, read = batch * replica.decode_flops / replica.peak, replica.weight_bytes(batch) / replica.bandwidth
@@ -114,6 +114,6 @@ def _frontier(plans: Sequence[ServePlan]) -> Curve:
     )
     return Curve(
         "Latency against throughput", "ms between tokens, at best", "output tokens per second, at best", points,
-        "Each point is a number of requests at a time, on one of the ways to deal the devices out, that no other beats "
-        "in both: further left answers sooner, further up answers more. Bounds at the chip's peak rates.",
+        "Each point is a number of concurrent requests on one of the plans that no other point beats in both: points "
+        "further left answer sooner, points further up answer more. Bounds at the chip's peak rates.",
     )  # fmt: skip

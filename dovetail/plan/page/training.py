@@ -1,4 +1,4 @@
-"""The page of training plans: one step of each."""
+"""Build the page of training plans: one step of each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ MOST = 6  # plans
 
 
 def training_page(plans: Sequence[TrainPlan]) -> Page:
-    """`plans`: the best first. Of those with the same mesh only the best is shown: pictures of the others differ
-    little."""
+    """Return the page of `plans`, the best first. Of plans with the same mesh only the best is shown."""
     best, meshes = plans[0], {}
     for one in plans:
         meshes.setdefault(one.plan.mesh, one)
@@ -47,7 +46,7 @@ def _title(plan: MeshPlan) -> str:
 
 
 def _shares(one: TrainPlan) -> tuple[Share, ...]:
-    """As core.mesh.TRAIN splits them."""
+    """Return what the devices share, as core.mesh.TRAIN splits it."""
     cfg, settings, experts = one.cfg, one.settings, num_experts(one.cfg)
     found = [
         Share("rows of a microstep", settings.batch // one.plan.microsteps, ("data", "fsdp", "expert")),
@@ -84,7 +83,7 @@ def _range(ends: tuple[float, float]) -> str:
 
 
 def _recipe(one: TrainPlan) -> str:
-    """The lines of a recipe that the plan decides."""
+    """Return the lines of a recipe that the plan decides."""
     mesh = ", ".join(f"{name}: {size}" for name, size in axes_of(one.plan.mesh).items())
     lines = {
         "batch": one.settings.batch, "length": one.settings.length, "mesh": f"{{{mesh}}}", "remat": one.plan.remat,

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Response
@@ -123,7 +124,7 @@ class _CompletionAnswer:
         async with aclosing(_merged(answers)) as deltas:
             async for at, delta in deltas:
                 if self._body.max_tokens == 0:
-                    delta = delta._replace(events=[], tokens=[], logprobs=delta.logprobs and [])
+                    delta = replace(delta, events=[], tokens=[], logprobs=delta.logprobs and [])
                 self._usage.count(delta, at)
                 yield self._choices[at * self._body.n + delta.index], delta
 

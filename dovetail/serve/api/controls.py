@@ -97,7 +97,7 @@ CONTROL_ROUTES = {
         "sleep", SleepRequest, "asleep",
         "Free the device's memory; level 2 drops the weights too. Requests get 503 until /wake_up.",
     ),
-    "/wake_up": ControlRoute("wake", WakeRequest, "awake", "Take the device's memory again."),
+    "/wake_up": ControlRoute("wake_up", WakeRequest, "awake", "Take the device's memory again."),
     "/pause": ControlRoute(
         "pause", PauseRequest, "paused", "Take no more steps until /resume: running requests wait, new ones get 503."
     ),

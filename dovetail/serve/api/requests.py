@@ -220,6 +220,7 @@ class GenerationRequest(Body):
     structured_outputs: StructuredOutputs | None = None
     priority: Int = 0  # the lowest goes first; requires a server with the priority scheduling policy
     cache_salt: str | None = None
+    speculation: Flag | None = None  # false: no draft tokens for this request; the answer is the same
     skip_special_tokens: Flag = True
     return_token_ids: Flag = False
     stream: Flag = False
@@ -271,7 +272,7 @@ class GenerationRequest(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its token usage."""
+        """Return whether a stream ends with its token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -287,7 +288,7 @@ LIMITS = ("max_completion_tokens", "max_tokens")  # the fields that limit an ans
 # Names that mean the same here and in SamplingParams.
 _SAME_NAMES = (
     "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop stop_token_ids "
-    "include_stop_str_in_output ignore_eos min_tokens allowed_token_ids bad_words prompt_logprobs"
+    "include_stop_str_in_output ignore_eos min_tokens allowed_token_ids bad_words prompt_logprobs speculation"
 ).split()
 
 

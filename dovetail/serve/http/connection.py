@@ -22,7 +22,7 @@ CLOSE_SECONDS = 1.0  # in which the data of a refused client is read and dropped
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection of a client, of which at most `most` may be open."""
+    """Serve one connection of a client; at most `most` may be open."""
 
     def __init__(self, *args: Any, most: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is running."""
+        """Return whether no request is running."""
         return self.cycle is None or self.cycle.response_complete
 
     def _make_room(self) -> None:

@@ -67,7 +67,7 @@ async def _answer(app: FastAPI, engine: _NoEngine, head: bytes, body: bytes) -> 
 
 
 class _NoEngine:
-    """An engine that notes that it was called, and raises."""
+    """Stand in for an engine: note that it was called, and raise."""
 
     trouble = unready = None
 
@@ -93,7 +93,7 @@ class _NoEngine:
 
 
 class _Body:
-    """The `receive` of a client that has sent its body and waits."""
+    """Implement the `receive` of a client that has sent its body and waits."""
 
     def __init__(self, body: bytes):
         self._rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -105,7 +105,7 @@ class _Body:
 
 
 class _Out:
-    """The `send` that collects an application's answer."""
+    """Implement a `send` that collects an application's answer."""
 
     def __init__(self):
         self.status, self.headers, self.body = 500, [], b""

@@ -1,4 +1,4 @@
-"""What is checked and read before a server starts: its options, its socket, its tokenizer, the sampling defaults.
+"""Check and read what a server needs before it starts: its options, its socket, its tokenizer, the sampling defaults.
 
 A wrong option is reported within a second, before an engine is started.
 """

@@ -47,7 +47,7 @@ MAX_TOKENS = 32  # per delta for a reader: detokenizing them takes well under a 
 
 
 class DeltaStream:
-    """The deltas of one request between the engine's process and their reader.
+    """Queue the deltas of one request between the engine's process and their reader.
 
     At most one delta waits per sequence: later ones are joined to it, so a slow reader needs no more memory than its
     answer. A long delta is given to the reader in parts, and other tasks run between them.
@@ -62,7 +62,7 @@ class DeltaStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no more deltas will arrive."""
+        """Return whether no more deltas will arrive."""
         return self._open == 0 or self._error is not None
 
     def put(self, delta: Delta) -> None:
@@ -99,10 +99,10 @@ class DeltaStream:
 
 
 class Child:
-    """A process of the engine, made by `spawn` in a running event loop.
+    """Control a process of the engine, made by `spawn` in a running event loop.
 
     When it dies, open streams and calls raise EngineDied at once. `streams` holds every stream whose last delta has not
-    arrived, including streams that nobody reads: an id can be used again only after the engine has forgotten it.
+    arrived, including streams that are no longer read: an id can be used again only after the engine has forgotten it.
     """
 
     info: EngineInfo
@@ -153,7 +153,7 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process is running."""
         return not self.ended.is_set()
 
     def set_version(self, version: int) -> None:

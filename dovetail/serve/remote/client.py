@@ -105,19 +105,19 @@ class EngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        """The description of the running engine, or of the last one that ran."""
+        """Return the description of the running engine, or of the last one that ran."""
         if self.is_alive:
             self._info = self._supervisor.child.info
         return self._info
 
     @property
     def is_alive(self) -> bool:
-        """Whether a request would be accepted: not during a restart, nor after `close` was called."""
+        """Return whether a request would be accepted: not during a restart, nor after `close` was called."""
         return self.state == "ready"
 
     @property
     def state(self) -> State:
-        """The state of the engine's process."""
+        """Return the state of the engine's process."""
         if self._closing is not None:
             return self._closing
         try:
@@ -140,12 +140,12 @@ class EngineClient:
 
     @property
     def restarts(self) -> int:
-        """The number of restarts so far."""
+        """Return the number of restarts so far."""
         return self._supervisor.restarts
 
     @property
     def num_open(self) -> int:
-        """The number of requests that the engine has not ended."""
+        """Return the number of requests that the engine has not ended."""
         try:
             return len(self._supervisor.child.streams)
         except EngineDied:

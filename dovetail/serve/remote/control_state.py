@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadedWeights(NamedTuple):
-    """Weights or an adapter that the engine has loaded."""
+    """Hold weights or an adapter that the engine has loaded."""
 
     path: str
     version: int

@@ -1,7 +1,7 @@
 """The engine's process: `python -m dovetail.serve.remote.process FD`, started by remote.child with an inherited socket.
 
 The main thread starts the engine and waits, the reader thread takes messages, the engine's thread steps, and the outbox
-sends. The process makes no text and no JSON. It ends when it is told to, when its engine dies, and when its parent
+sends. The process makes no text and no JSON. It ends on request, when its engine dies, and when its parent
 ends. An exception in a request or a command is answered and logged; the process goes on.
 """
 
@@ -270,7 +270,7 @@ class EngineProcess:
 
 
 class Commands:
-    """The calls that an engine's process answers besides requests: the engine's controls and the methods here."""
+    """Answer the calls of an engine's process besides requests: the engine's controls and the methods here."""
 
     def __init__(self, loop: EngineLoop):
         from dovetail.engine.embed import Embedder

@@ -63,7 +63,7 @@ class EngineSupervisor:
 
     @property
     def child(self) -> Child:
-        """The running process; raises EngineDied with the reason if there is none."""
+        """Return the running process; raise EngineDied with the reason if there is none."""
         if self._child is None or not self._child.is_alive:
             raise EngineDied(self._reason)
         return self._child

@@ -73,7 +73,7 @@ ToEngine = StartEngine | Add | Call
 
 
 class WireError(Struct, array_like=True, frozen=True):
-    """An exception of the engine's process: a UserError with its class, or an internal error."""
+    """Hold an exception of the engine's process: a UserError with its class, or an internal error."""
 
     message: str
     kind: str | None = None  # the name of a class in core.errors; None: an internal error
@@ -97,7 +97,7 @@ class WireError(Struct, array_like=True, frozen=True):
 
 
 class LoadedAdapter(Struct, frozen=True):
-    """An adapter that the engine holds."""
+    """Describe an adapter that the engine has loaded."""
 
     path: str
     version: int  # counts the engine's loads
@@ -146,7 +146,7 @@ class DeltaTimes(Struct, array_like=True):
 
 
 class Delta(Struct, array_like=True, gc=False):
-    """The tokens that one sequence of a request gained since its last delta."""
+    """Hold the tokens that one sequence of a request gained since its last delta."""
 
     id: str
     index: int  # which of the request's n sequences
@@ -214,7 +214,7 @@ class CallAnswer(Struct, tag="answer", array_like=True):
 
 
 class Deltas(Struct, tag="deltas", array_like=True):
-    """The deltas of one step, or of several steps if the parent reads slowly."""
+    """Hold the deltas of one step, or of several steps if the parent reads slowly."""
 
     deltas: list[Delta]
 

@@ -1,1 +1,1 @@
-"""From a conversation to a prompt for the engine, and from the engine's tokens to an answer."""
+"""Turn a conversation into a prompt for the engine, and the engine's tokens into an answer."""

@@ -1,4 +1,4 @@
-"""From tokens to what a client reads: text without partial characters, stop strings, tool calls, log-probabilities.
+"""Turn tokens into what a client reads: text without partial characters, stop strings, tool calls, log-probabilities.
 
 The engine's process makes tokens only. Text is made here, in the HTTP process, so that it never delays a step.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from dovetail.core.errors import UserError
 from dovetail.engine.request.params import SamplingParams
@@ -23,7 +23,7 @@ MIN_LOGPROB = -9999.0  # stands for -inf, which JSON does not have, as in OpenAI
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRequest:
-    """One prompt for the engine, and how its n answers are read."""
+    """Hold one prompt for the engine, and how its n answers are read."""
 
     prompt: list[int]
     params: SamplingParams
@@ -38,12 +38,13 @@ class PromptRequest:
 
     @property
     def engine_params(self) -> SamplingParams:
-        """The parameters without stop strings, which AnswerReader finds."""
+        """Return the parameters without stop strings, which AnswerReader finds."""
         return replace(self.params, stop=(), include_stop_str_in_output=False)
 
 
-class AnswerDelta(NamedTuple):
-    """The tokens that one of the n answers gained, with the events that their text makes."""
+@dataclass(slots=True)
+class AnswerDelta:
+    """Hold the tokens that one of the n answers gained, with the events that their text makes."""
 
     index: int
     events: list[Event]

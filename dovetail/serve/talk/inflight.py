@@ -14,7 +14,7 @@ from dovetail.serve.errors import ApiError
 
 
 class Ticket:
-    """One running request.
+    """Track one running request.
 
     Args:
         end: Called once, if the request is stopped.

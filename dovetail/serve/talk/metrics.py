@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from dovetail.engine.stats import EngineStats
+from dovetail.engine.stats import EngineStats, SpeculationCounts
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -64,6 +64,8 @@ class ServerMetrics:
     def text(self, stats: EngineStats | None) -> str:
         """Return all metrics in Prometheus' text format; without the engine's if `stats` is None."""
         lines = [line for each in self._counters(stats) for line in self._number(*each)]
+        if stats and stats.speculation:
+            lines += self._speculation(stats.speculation)
         lines += _head("vllm:request_success_total", "Finished sequences.", "counter")
         for reason, count in self.finished.items():
             lines.append(f'vllm:request_success_total{{{self._labels},finished_reason="{reason}"}} {count}')
@@ -89,6 +91,16 @@ class ServerMetrics:
             predicted = "Predicted time of a decode step,"
             yield "dovetail:predicted_decode_step_seconds_least", "gauge", f"{predicted} best.", stats.predicted_least
             yield "dovetail:predicted_decode_step_seconds_most", "gauge", f"{predicted} worst.", stats.predicted_most
+
+    def _speculation(self, counts: SpeculationCounts) -> Iterator[str]:
+        yield from self._number("vllm:spec_decode_num_drafts_total", "counter", "Proposed drafts.", counts.drafts)
+        proposed, kept = counts.draft_tokens, counts.accepted_tokens
+        yield from self._number("vllm:spec_decode_num_draft_tokens_total", "counter", "Draft tokens.", proposed)
+        yield from self._number("vllm:spec_decode_num_accepted_tokens_total", "counter", "Accepted tokens.", kept)
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        yield from _head(name, "Accepted tokens by their position in the draft.", "counter")
+        for position, count in enumerate(counts.accepted_per_pos):
+            yield f'{name}{{{self._labels},position="{position}"}} {count}'
 
     def _number(self, name: str, kind: str, help: str, value: float) -> Iterator[str]:
         yield from _head(name, help, kind)

@@ -29,7 +29,7 @@ _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_mes
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What the chat, responses and messages routes share. Messages and tools are checked and in OpenAI's format."""
+    """Hold what the chat, responses and messages routes share; messages and tools are in OpenAI's format."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()

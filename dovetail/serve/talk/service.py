@@ -44,12 +44,12 @@ class Service:
 
     @property
     def name(self) -> str:
-        """The model's name in answers."""
+        """Return the model's name in answers."""
         return self.config.names[0]
 
     @property
     def max_len(self) -> int:
-        """The most tokens of a prompt and its answer."""
+        """Return the most tokens of a prompt and its answer."""
         return self.engine.info.max_model_len
 
     def name_of(self, adapter: str | None) -> str:
@@ -181,6 +181,8 @@ class Service:
 
 def _read(delta: Delta, reader: AnswerReader, ticket: Ticket) -> AnswerDelta:
     """Read a delta; raise an error for a sequence that neither the model nor a limit has ended."""
+    if delta.finish_reason == "error":  # the engine's process has logged the traceback
+        raise RuntimeError(delta.error)
     if delta.error is not None:  # a grammar that is too complex or contradicts bad_words: the request's own fault
         raise RequestError(delta.error, code="structured_output_failed")
     if delta.finish_reason == "abort":

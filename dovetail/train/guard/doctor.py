@@ -36,7 +36,7 @@ NEAR = 1e-2  # relative tolerance between two runs of a step on platforms that a
 
 
 class Decision(enum.Enum):
-    """What to do about a bad step."""
+    """Name what to do about a bad step."""
 
     SKIP = "skip"  # skip the batch and continue
     QUARANTINE = "quarantine"  # exit: faulty hardware
@@ -46,7 +46,7 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one run of a step."""
+    """Hold the result of one run of a step."""
 
     loss: float
     grad_norm: float
@@ -54,19 +54,19 @@ class StepResult:
 
     @property
     def bits(self) -> tuple[bytes, bytes]:
-        """The bits of loss and gradient norm."""
+        """Return the bits of loss and gradient norm."""
         return struct.pack("<f", self.loss), struct.pack("<f", self.grad_norm)
 
     @property
     def kind(self) -> str:
-        """What is bad, for the record."""
+        """Return what is bad, for the record."""
         finite = math.isfinite(self.loss), math.isfinite(self.grad_norm)
         return "spike" if all(finite) else "non-finite loss" if not finite[0] else "non-finite gradient"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A decision with its reason."""
+    """Hold a decision with its reason."""
 
     decision: Decision
     reason: str  # a sentence for the user

@@ -56,13 +56,12 @@ class Together:
 class Stopped(SystemExit):
     """Report that a signal came before the first step."""
 
-    code: int
-
     def __init__(self, number: int) -> None:
-        super().__init__(130 if number == signal.SIGINT else PREEMPTED)
+        self.status = 130 if number == signal.SIGINT else PREEMPTED
+        super().__init__(self.status)
 
     def __str__(self) -> str:
-        return f"exit {self.code}: stopped before the first step, nothing to save: start it again"
+        return f"exit {self.status}: stopped before the first step, nothing to save: start it again"
 
 
 class Stop:
@@ -137,13 +136,13 @@ class Stop:
 
     def _leave(self, number: int) -> NoReturn:
         stopped = Stopped(number)
-        goodbye = threading.Thread(target=self.tell, args=(stopped.code, str(stopped)), daemon=True)
+        goodbye = threading.Thread(target=self.tell, args=(stopped.status, str(stopped)), daemon=True)
         goodbye.start()
         goodbye.join(GRACE_S)
         print(stopped, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        os._exit(stopped.code)
+        os._exit(stopped.status)
 
     def is_due(self, step: int) -> bool:
         """Return whether to stop after `step`."""

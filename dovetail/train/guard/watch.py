@@ -12,7 +12,7 @@ A collective that waits for a lost host hangs every process; each has its own wa
         ...                                # the run
 
 A process that fails tells the others through jax's coordination service, and each ends with that error as its last line
-and that exit code. A process that is killed tells nobody: process 0 notices the missing heartbeat. A process that
+and that exit code. A process that is killed cannot: process 0 notices the missing heartbeat. A process that
 cannot reach process 0 ends too. A process blocked in a collective cannot be woken, so the others leave by `os._exit`,
 as if killed, which a run survives; Python's normal exit would wait at jax's barrier for processes that never come.
 """
@@ -48,7 +48,7 @@ class Watchdog:
     Args:
         hang_seconds: Seconds without a step; 0: no watchdog.
         run_dir: Where the stacks are written.
-        peers: The other processes, which are told before this one exits.
+        peers: The other processes, which are notified before this one exits.
     """
 
     def __init__(self, hang_seconds: float, run_dir: str | os.PathLike, peers: Peers | None = None) -> None:
@@ -199,7 +199,7 @@ class Peers:
     def _aborted(self) -> NoReturn:
         """Exit when XLA aborts the process (SIGABRT): process 0 is gone, or XLA has an internal error."""
         line = "error: XLA ended this process (see above)"
-        # In the first case this, the aborting thread, holds the client's lock: another thread tries to tell the others.
+        # In the first case the aborting thread holds the client's lock, so another thread notifies the other processes.
         teller = threading.Thread(target=self._fail_with, args=(ABORTED, line), daemon=True)
         teller.start()
         teller.join(HEARD_S + 2 * POLL_S)

@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, the live line, where its time went, its page."""
+"""Report on a run: metrics, the live line, where its time went, and its page."""

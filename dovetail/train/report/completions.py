@@ -20,7 +20,7 @@ _STEP = re.compile(rb'\{"step": (\d+),')
 
 @dataclass(frozen=True)
 class Kept:
-    """The completions that a page holds."""
+    """Hold the completions that a page shows."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)  # the chosen steps
@@ -42,15 +42,15 @@ def kept(path: Path, most: int = MOST_BYTES, of_step: int = STEP_BYTES) -> Kept:
 
 def turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return (role, text) of each message; a tool call is written as name(arguments)."""
-    return [(str(message.get("role", "")), _said(message)) for message in messages if isinstance(message, Mapping)]
+    return [(str(message.get("role", "")), _text_of(message)) for message in messages if isinstance(message, Mapping)]
 
 
 def written(line: Mapping[str, Any]) -> Any:
     """Return a line's completion; of a conversation, the messages after the prompt."""
-    asked, said = line.get("prompt"), line.get("completion")
-    if not (isinstance(asked, list) and isinstance(said, list)):
-        return said
-    return said[len(asked) :] if turns(said[: len(asked)]) == turns(asked) else said
+    prompt, completion = line.get("prompt"), line.get("completion")
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        return completion
+    return completion[len(prompt) :] if turns(completion[: len(prompt)]) == turns(prompt) else completion
 
 
 def shortened(text: str) -> str:
@@ -91,15 +91,15 @@ def _read(path: Path, chosen: set[int], of_step: int) -> list[dict[str, Any]]:
     return found
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):  # a list of parts, as in the APIs
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    said = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
-    said += [str(content)] if content else []
+    parts = [str(message["reasoning_content"])] if message.get("reasoning_content") else []
+    parts += [str(content)] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        said.append(f"{function.get('name', '')}({text})")
-    return "\n".join(said)
+        parts.append(f"{function.get('name', '')}({text})")
+    return "\n".join(parts)

@@ -57,10 +57,10 @@ def _row(line: dict[str, Any], names: Sequence[str], prompts: dict[str, int]) ->
     ]  # fmt: skip
 
 
-def _text(said: Any) -> str | list[list[str]]:
-    if isinstance(said, list):
-        return [[role, shortened(text)] for role, text in turns(said)]
-    return shortened(str(said or ""))
+def _text(completion: Any) -> str | list[list[str]]:
+    if isinstance(completion, list):
+        return [[role, shortened(text)] for role, text in turns(completion)]
+    return shortened(str(completion or ""))
 
 
 def _short(reward: float | None) -> float | None:

@@ -23,7 +23,7 @@ SCRIPT = (TEMPLATE / "curves.js").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Series:
-    """One curve of a chart."""
+    """Hold one curve of a chart."""
 
     name: str
     points: Points
@@ -33,13 +33,13 @@ class Series:
 
     @property
     def is_named(self) -> bool:
-        """Whether the legend and the values at the pointer include it."""
+        """Return whether the legend and the values at the pointer include it."""
         return self.style != "raw" and bool(self.name)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event, drawn as a dashed line."""
+    """Hold an event, drawn as a dashed line."""
 
     x: float
     text: str
@@ -288,7 +288,7 @@ def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> s
 
 
 class Name(NamedTuple):
-    """The title of a metric and one sentence about it."""
+    """Hold the title of a metric and one sentence about it."""
 
     title: str
     about: str = ""

@@ -43,7 +43,7 @@ MARKS = 1024  # steps whose end the ledger stores; between two it interpolates
 
 
 class Goodput:
-    """A ledger of wall time. As a context it is written now and then.
+    """Keep a ledger of wall time. As a context manager it is written now and then.
 
     Args:
         path: The ledger's file, read if it exists; None: nothing is stored (every process but the first).
@@ -165,12 +165,12 @@ class Goodput:
 
     @property
     def wall(self) -> float:
-        """Seconds of all processes so far."""
+        """Return the seconds of all processes so far."""
         return self._earlier + self._clock() - self._start
 
     @property
     def share(self) -> float:
-        """The share of the wall time in steps that were kept; 0 at the start."""
+        """Return the share of the wall time in steps that were kept; 0 at the start."""
         return self._seconds["step"] / wall if (wall := self.wall) else 0.0
 
     def table(self) -> list[tuple[str, float, float]]:

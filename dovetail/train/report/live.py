@@ -29,7 +29,7 @@ PLAIN_SHARE, PLAIN_SECONDS = 0.05, 30.0  # a plain line at every such share of t
 
 
 class StepStatus(NamedTuple):
-    """What the live line shows."""
+    """Hold what the live line shows."""
 
     step: int
     values: Mapping[str, float]  # metrics; those of LEARNING are shown, or the reward and those of REWARDED

@@ -21,7 +21,7 @@ WANDB_ID = "wandb_id.txt"  # in a run's folder: a resumed run stays the same run
 
 
 class Logger(Protocol):
-    """A destination of metrics."""
+    """Define the interface of a destination of metrics."""
 
     def scalars(self, kind: str, values: Mapping[str, float], step: int) -> None:
         """Log the metrics of a step under `kind/`."""

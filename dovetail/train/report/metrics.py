@@ -39,7 +39,7 @@ WINDOW = 20  # the live line's rates are means over this many reports
 
 @dataclass(frozen=True)
 class Work:
-    """The FLOPs behind an MFU."""
+    """Hold the FLOPs behind an MFU."""
 
     full: float  # training FLOPs per token, with full attention
     causal: float  # the same with causal attention
@@ -57,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to show, such as a model's completions."""
+    """Hold a text to show, such as a model's completions."""
 
     name: str
     shown: RenderableType  # above the live line

@@ -203,7 +203,8 @@ def _samples(run: RunRecord) -> str:
     rows = [
         [
             f"{one.get('step', 0):,}", *([_value(one.get("reward"))] if judged else []),
-            _said(one.get("prompt")), _said(written({"prompt": one.get("prompt"), "completion": one.get("answer")})),
+            _turns_html(one.get("prompt")),
+            _turns_html(written({"prompt": one.get("prompt"), "completion": one.get("answer")})),
         ]
         for one in latest
     ]  # fmt: skip
@@ -211,11 +212,11 @@ def _samples(run: RunRecord) -> str:
     return "<h2>Samples</h2>" + table(head, rows[:MOST_ROWS], numbers=(0, 1) if judged else (0,)) if rows else ""
 
 
-def _said(text: Any) -> str:
+def _turns_html(text: Any) -> str:
     """Return a text, or the turns of a conversation, as HTML."""
     if not isinstance(text, list):
         return escape(str(text or ""))
-    return "<br>".join(f"<b>{escape(role)}</b> {escape(said)}" for role, said in turns(text))
+    return "<br>".join(f"<b>{escape(role)}</b> {escape(content)}" for role, content in turns(text))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ SAMPLES = "samples.jsonl"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint or an export on disk."""
+    """Hold a checkpoint or an export on disk."""
 
     step: int
     kind: str
@@ -37,7 +37,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run's folder."""
+    """Hold the contents of a run's folder."""
 
     name: str
     steps: list[dict[str, Any]]  # lines of metrics.jsonl
@@ -72,7 +72,7 @@ class RunRecord:
 
     @property
     def held_out_of(self) -> str:
-        """The weights of the last evaluation if they are not the trained ones: "averaged weights"."""
+        """Return the weights of the last evaluation if they are not the trained ones: "averaged weights"."""
         return f"{AVERAGED} weights" if self.evals and self.evals[-1].get("weights") == AVERAGED else ""
 
 

@@ -20,13 +20,13 @@ from dovetail.tune.rl.advantages import (
     token_rewards,
     whiten,
 )
-from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.journal import Scores
 from dovetail.tune.rl.layout import Layout, lay_out, row_sizes
 from dovetail.tune.rl.losses import LOSS_TYPES
 from dovetail.tune.rl.scorer import RowScorer
 from dovetail.tune.rl.settings import Rl
+from dovetail.tune.rl.tool_grammars import ToolGrammars
 
 Groups = Sequence[Sequence[Episode]]
 
@@ -44,7 +44,9 @@ class UpdateBatch:
 class BatchBuilder:
     """Compute advantages and scores of episodes, and lay them out in rows."""
 
-    def __init__(self, settings: Rl, ready: Ready, advantage: Advantage | None = None, calls: Calls | None = None):
+    def __init__(
+        self, settings: Rl, ready: Ready, advantage: Advantage | None = None, calls: ToolGrammars | None = None
+    ):
         """Create a builder.
 
         Args:

@@ -1,76 +1,94 @@
-"""An environment: the world in which an agent's episode happens, and what gives its reward.
+"""Environment: the world of an agent's episode, which answers the policy's turns and gives the reward.
 
     class Guess(Environment):
         def reset(self, random):
             self.number = int(random.integers(1, 9))
             return "I think of a number from 1 to 8."
 
-        def step(self, answer):
-            if answer.content.strip() == str(self.number):
+        def step(self, turn):
+            if turn.content.strip() == str(self.number):
                 return Step(reward=1.0, done=True)
             return Step("No. Try again.")
 
     dt.rl(model=..., data=[{"messages": [...]}, ...], environment=Guess)
 
-Each episode has an object of its own. A run that is resumed plays the same episodes, so chance must come from the two
-generators that an environment is given, and from nothing else.
+Each episode has an environment object of its own. A resumed run repeats the same episodes, so randomness must come only
+from the two generators that an environment is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from dovetail.core.errors import UserError
-from dovetail.tune.rl.answer import Answer
-from dovetail.tune.rl.rewards.imported import Imported
+from dovetail.tune.rl.tools import call_tools, tools_of
+from dovetail.tune.rl.turns import PolicyTurn
 
-Said = str | list[dict[str, Any]] | None  # text (of a chat, what the user says), or messages
+Observation = str | list[dict[str, Any]] | None  # text (in a chat a user message), or messages
 
 
 @dataclass(frozen=True)
 class Step:
-    """What came of an answer. An episode's reward is the sum of its steps'."""
+    """The result of a policy's turn. An episode's reward is the sum of its steps' rewards.
 
-    observation: Said = None
+    Attributes:
+        observation: Text or messages for the policy.
+        reward: The reward of this step.
+        done: Whether the episode is over.
+    """
+
+    observation: Observation = None
     reward: float = 0.0
     done: bool = False
 
 
 class Environment:
-    """`columns`: what the task's record holds beside the prompt. `random`: of this episode alone."""
+    """The base class of environments.
 
-    turns = 8  # answers of an episode, at most
-    tools: Sequence[Callable[..., Any]] = ()  # typed functions that the chat template shows: see tune.rl.tools
+    Args:
+        columns: The columns of the record besides its prompt.
+        random: The generator of this episode.
+
+    Attributes:
+        turns: The most turns of the policy in an episode.
+        tools: Typed functions that the chat template shows to the policy: see tune.rl.tools.
+    """
+
+    turns = 8
+    tools: Sequence[Callable[..., Any]] = ()
 
     def __init__(self, columns: Mapping[str, Any], random: np.random.Generator):
         self.columns, self.random = columns, random
 
-    def reset(self, random: np.random.Generator) -> Said:
-        """The start, once for each object. `random` is the task's: a group is compared, so its episodes start alike.
-        What is returned is said after the prompt, in every episode of the task.
+    def reset(self, random: np.random.Generator) -> Observation:
+        """Start the episode; called once for each object.
+
+        Args:
+            random: The generator of the prompt, not of the episode: the episodes of a group are compared, so they start
+                alike.
+
+        Returns:
+            Text or messages that follow the prompt in every episode of the prompt.
         """
         return None
 
-    def step(self, answer: Answer) -> Step:
-        raise NotImplementedError(f"{type(self).__name__} must say what comes of an answer: write its step()")
+    def step(self, turn: PolicyTurn) -> Step:
+        """Return the result of a policy's turn."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(self, turn)")
 
 
-Maker = Callable[[Mapping[str, Any], np.random.Generator], Environment]
+class ToolEnvironment(Environment):
+    """An environment that runs tool calls and returns their results; a turn without a call ends the episode."""
 
+    def score(self, turn: PolicyTurn) -> float:
+        """Return the reward of the last turn; 0 where only the recipe's rewards count."""
+        return 0.0
 
-def maker_of(made: Any) -> Maker:
-    """Of a class, a function that makes one, or where a recipe says that it lies."""
-    if isinstance(made, str):
-        try:
-            return cast(Maker, Imported.of(made).function)
-        except ValueError as error:
-            raise UserError(f"environment: {error}") from None
-    if callable(made):
-        return cast(Maker, made)
-    raise UserError(
-        f"environment must be a class, a function of (columns, random) that makes one, or 'file.py:Class'; got {made!r}"
-    )
+    def step(self, turn: PolicyTurn) -> Step:
+        """Run the calls of a turn, or end the episode with its score."""
+        if turn.calls:
+            return Step(call_tools(turn.calls, tools_of(self)))
+        return Step(reward=self.score(turn), done=True)

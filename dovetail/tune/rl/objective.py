@@ -3,8 +3,8 @@
 `loss_mask` holds the weight of a token in the whole batch (batches.token_weights), so the loss is a plain sum, and a
 batch that is computed in parts has exactly the gradient of the whole. Further columns, each at the position before the
 token: `advantages`; `sampler`, the log-probability that the sampler reported; and where the recipe needs them `old` and
-`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.calls), a critic's `values` and
-`returns`, and `top_entropy`, 1 at the tokens that are trained if only some are.
+`plain` (see tune.rl.scorer), `reference`, `support`, `mask` and `masks` (see tune.rl.tool_grammars), a critic's
+`values` and `returns`, and `top_entropy`, 1 at the tokens that are trained if only some are.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def policy_scores(
 
 
 def allowed_tokens(batch: Batch) -> Allowed | None:
-    """Return the tokens that a grammar allowed (tune.rl.calls); None without a grammar."""
+    """Return the tokens that a grammar allowed (tune.rl.tool_grammars); None without a grammar."""
     return Allowed(batch.columns["masks"], batch.columns["mask"]) if "masks" in batch.columns else None
 
 

@@ -15,7 +15,7 @@ from dovetail.data.examples import ChatExample, TextExample, example
 from dovetail.data.records import BadRecords, open_records
 from dovetail.data.settings import TuningData
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.tune.rl.scene import Scene
+from dovetail.tune.rl.environment_factory import EnvironmentFactory
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def open_prompts(
     max_prompt_length: int,
     records: Iterable[Any] | None = None,
     progress: Progress | None = None,
-    scene: Scene | None = None,
+    environments: EnvironmentFactory | None = None,
 ) -> tuple[PromptSet, list[PromptRecord], int]:
     """Read the prompts of a run.
 
@@ -64,7 +64,7 @@ def open_prompts(
         max_prompt_length: Longer prompts are left out.
         records: Records of a program, in place of the recipe's sources.
         progress: Shows how far the reading is.
-        scene: For agents: the environment adds to the prompts.
+        environments: For agents: the environment adds to the prompts.
 
     Returns:
         The prompts to train on, those held out, and how many were left out as too long.
@@ -82,8 +82,8 @@ def open_prompts(
             given = {keys.prompt or "prompt", keys.messages or "messages"}
             columns = {name: value for name, value in record.fields.items() if name not in given}
             side = read.sides[0]
-            if scene:
-                side, ids = scene.prompt(side, len(found), columns)
+            if environments:
+                side, ids = environments.prompt(side, len(found), columns)
             else:
                 ids = encoder.prompt(side)
             if len(ids) > max_prompt_length:

@@ -11,8 +11,8 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.tune.rl.episode import Episode
 from dovetail.tune.rl.failures import Failures
 from dovetail.tune.rl.prompts import PromptRecord
+from dovetail.tune.rl.rewards.completion import Scored
 from dovetail.tune.rl.rewards.pool import Rewards
-from dovetail.tune.rl.rewards.scored import Scored
 
 ENVIRONMENT = "environment"  # the name of the reward that an environment gives
 

@@ -23,8 +23,9 @@ from dovetail.train.rows import Opened
 from dovetail.tune.rl.advantages import Advantage
 from dovetail.tune.rl.algorithms import ALGORITHMS, LOSS_SETTINGS, policy_loss_of
 from dovetail.tune.rl.batches import BatchBuilder
-from dovetail.tune.rl.calls import Calls
 from dovetail.tune.rl.completions import Completions
+from dovetail.tune.rl.environment_factory import EnvironmentFactory
+from dovetail.tune.rl.environment_runner import EnvironmentRunner
 from dovetail.tune.rl.episode_runner import Reply
 from dovetail.tune.rl.evaluation import Evaluator
 from dovetail.tune.rl.failures import Failures
@@ -33,15 +34,13 @@ from dovetail.tune.rl.losses import PolicyLoss
 from dovetail.tune.rl.objective import rl_objective
 from dovetail.tune.rl.prompts import PromptRecord, PromptSet, open_prompts
 from dovetail.tune.rl.reward_assigner import RewardAssigner
-from dovetail.tune.rl.rewards.code_identity import identity
-from dovetail.tune.rl.rewards.imported import Imported
 from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import reward_of
+from dovetail.tune.rl.rewards.user_code import ImportedFunction, identity
 from dovetail.tune.rl.rollouts import RolloutParts, Rollouts
 from dovetail.tune.rl.sampler import PolicySampler
-from dovetail.tune.rl.scene import Scene
 from dovetail.tune.rl.settings import Rl
-from dovetail.tune.rl.stage import Stage
+from dovetail.tune.rl.tool_grammars import ToolGrammars
 from dovetail.tune.run import given_settings, tokenizer_of
 
 
@@ -159,10 +158,10 @@ class _Data:
     def read(self, settings: Rl) -> tuple[PromptSet, list[PromptRecord], int]:
         if self._read is None:
             tokenizer, made = tokenizer_of(settings), self._functions.environment or settings.environment
-            scene = Scene.of(made, settings, tokenizer) if made else None
+            environments = EnvironmentFactory.from_settings(made, settings, tokenizer) if made else None
             with self._reporter.progress() as progress:
                 longest = settings.max_prompt_length
-                self._read = open_prompts(settings.data, tokenizer, longest, self._records, progress, scene)
+                self._read = open_prompts(settings.data, tokenizer, longest, self._records, progress, environments)
         return self._read
 
 
@@ -187,7 +186,7 @@ def _open_rows(
     pool = _reward_pool(settings, functions, columns, has_environment=reply is not None)
     rewards = RewardAssigner(stack.enter_context(pool) if pool else None, tokenizer, failures)
     sampler = PolicySampler(settings, ready, tokenizer)
-    calls = Calls.of(settings, tokenizer, ready.cfg, everything.values())
+    calls = ToolGrammars.from_settings(settings, tokenizer, ready.cfg, everything.values())
     grammar = calls.grammar if calls else None
     builder = BatchBuilder(settings, ready, functions.advantage, calls)
     inputs = _inputs(settings, functions, (*prompts.records, *held_out), pool)
@@ -209,7 +208,9 @@ def _inputs(
     for reward in pool.rewards if pool else ():
         found[f"the reward {reward.name!r}"] = reward.fingerprint
     if made := functions.environment or settings.environment:
-        found["the environment"] = fingerprint(identity(Imported.of(made) if isinstance(made, str) else made))
+        found["the environment"] = fingerprint(
+            identity(ImportedFunction.parse(made) if isinstance(made, str) else made)
+        )
     for name in ("advantage", "policy_loss"):
         if function := getattr(functions, name):
             found[f"the function {name}"] = fingerprint(identity(function))
@@ -240,4 +241,4 @@ def _reply(
     made = functions.environment or settings.environment
     if not made:
         return None
-    return Stage.of(made, settings, tokenizer, records, failures).reply
+    return EnvironmentRunner.from_settings(made, settings, tokenizer, records, failures).reply

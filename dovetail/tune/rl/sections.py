@@ -73,6 +73,7 @@ class RolloutEngine:
         "lora_modules": "the engine serves the adapter that is trained: see lora",
         "max_loras": "the engine serves one adapter, the one that is trained",
         "max_lora_rank": "it is lora.r",
+        "speculative_config": "rollouts are sampled without speculative decoding",
         "seed": "every completion has a seed that follows from the recipe's seed",
     }
 

@@ -1,8 +1,9 @@
-"""Reasoning apart from content and calls, in every format, however the text is cut."""
+"""Reasoning is separated from content and calls, in every format, for every cut of the text."""
 
 from __future__ import annotations
 
 import pytest
+from refusals import refuses
 from tool_call_cases import TOOLS, events_of
 
 from dovetail.io.tool_formats.events import Content, Reasoning, collect
@@ -99,7 +100,7 @@ def test_reasoning(sample: str):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_cut_anywhere_it_says_the_same(sample: str):
+def test_a_text_cut_anywhere_gives_the_same_result(sample: str):
     text = SAMPLES[sample][2]
     whole = events_of(parser_for(sample), [text])
     for at in range(1, len(text)):
@@ -120,7 +121,7 @@ def test_reasoning_comes_as_it_is_written():
     assert parser.push("</think>\n\nHello") == [Content("Hello")]
 
 
-def test_whether_the_prompt_opened_it():
+def test_whether_the_prompt_opened_the_reasoning():
     qwen, gemma = REASONING_FORMATS["qwen3"], REASONING_FORMATS["gemma4"]
     assert qwen.opened_by("<|im_start|>assistant\n<think>\n")
     assert not qwen.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -148,5 +149,5 @@ def test_the_format_of_a_model(template: str, tokens: list[str], name: str | Non
 def test_the_format_by_name():
     assert reasoning_for("<think>", name="gemma4") is REASONING_FORMATS["gemma4"]
     assert reasoning_for("<think>", name="none") is None
-    with pytest.raises(ValueError, match=r"must be one of deepseek_r1, gemma4, mistral, qwen3 or none, got .r1."):
+    with refuses("reasoning_parser", naming="deepseek_r1, gemma4, mistral, qwen3 or none"):
         reasoning_for(name="r1")

@@ -1,4 +1,4 @@
-"""Every format, in whole texts and cut anywhere: the same message comes out, and its arguments are JSON."""
+"""Tool calls of every format, whole and cut anywhere: the same message, with JSON arguments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_whole_text(sample: str):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_cut_anywhere_it_says_the_same(sample: str):
+def test_a_text_cut_anywhere_gives_the_same_result(sample: str):
     written, message = SAMPLES[sample]
     text = text_of(written, message)
     whole = events_of(parser_for(written), [text])
@@ -76,7 +76,7 @@ def test_cut_anywhere_it_says_the_same(sample: str):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_cut_off_anywhere_it_keeps_what_is_certain(sample: str):
+def test_a_truncated_text_keeps_its_certain_part(sample: str):
     written, message = SAMPLES[sample]
     text, tool_format = text_of(written, message), TOOL_FORMATS[WRITTEN[written][0]]
     whole = collect(events_of(parser_for(written), [text]))
@@ -220,7 +220,7 @@ def test_json_passes_as_it_is_written(written: str):
     st.booleans(),
     st.booleans(),
 )
-def test_whatever_comes_it_says_the_same_and_does_not_raise(written, parts, truncated, thinks):
+def test_any_text_cut_anywhere_gives_the_same_result(written, parts, truncated, thinks):
     reasoning = REASONING_FORMATS["qwen3"] if thinks else None
     text = "".join(parts)
 

@@ -1,4 +1,4 @@
-"""Where models slip, where text only looks like a call, and how soon a client hears of one."""
+"""Malformed tool calls, text that resembles one, and how early a client gets a call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from refusals import refuses
 from tool_call_cases import TOOLS, events_of
 
 from dovetail.core.errors import RequestError
@@ -75,7 +76,7 @@ def test_a_value_becomes_json(notation, text: str, expected: str):
 
 
 @pytest.mark.parametrize(("notation", "text", "expected"), BROKEN)
-def test_what_cannot_be_json_breaks_where_it_begins(notation, text: str, expected: str):
+def test_an_invalid_value_stops_the_reader_where_it_begins(notation, text: str, expected: str):
     reader = ValueReader(notation)
     reader.push(text)
     assert reader.state is State.BROKEN and reader.take() == expected
@@ -228,7 +229,7 @@ SLIPS = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), SLIPS)
-def test_slips(name: str, text: str, content: str, calls: list):
+def test_malformed_calls(name: str, text: str, content: str, calls: list):
     def read(pieces: list[str]):
         return events_of(StreamParser(TOOL_FORMATS[name], tools=TOOLS, new_id=lambda: "id"), pieces)
 
@@ -278,7 +279,7 @@ def test_arguments_come_as_they_are_written(name: str, head: str, begun: str, ex
     assert parser.finish(truncated=True) == [CallEnd(0, complete=False)]
 
 
-def test_what_only_looked_like_a_call_is_not_buffered_for_long():
+def test_text_that_resembles_a_call_is_not_buffered_for_long():
     parser = StreamParser(TOOL_FORMATS["hermes"])
     assert parser.push("The tag <tool") == [Content("The tag")]
     assert parser.push("_call> is") == [Content(" <tool_call> is")]
@@ -331,14 +332,14 @@ def test_the_format_of_special_tokens_or_by_name():
     fine_tuned = format_for("<tool_call>", ["[TOOL_CALLS]"])  # its base model's vocabulary
     assert fine_tuned is TOOL_FORMATS["hermes"]
     assert format_for("<tool_call>", name="gemma4") is TOOL_FORMATS["gemma4"] and format_for(name="none") is None
-    with pytest.raises(ValueError, match=r"tool call parser must be one of deepseek_v3, .* or none, got 'qwen'"):
+    with refuses("tool_call_parser", naming="deepseek_v3"):
         format_for(name="qwen")
 
 
 def test_tools_in_both_of_openais_shapes_or_refused():
     tools = [{"type": "function", "function": {"name": "a"}}, {"type": "function", "name": "b", "parameters": {"x": 1}}]
     assert parameters_by_name(tools) == {"a": {"type": "object", "properties": {}}, "b": {"x": 1}}
-    with pytest.raises(RequestError, match=r"tools\[0\] must be a function with a name"):
+    with refuses("tools", RequestError, naming="tools[0]"):
         StreamParser(tools=[{"type": "function", "function": "f"}])
 
 

@@ -1,4 +1,4 @@
-"""Under the grammar a model can only call its tools, in its own format, and the parser reads what it wrote."""
+"""Under the grammar a model can only call its tools, in its own format, and the parser reads the calls."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def source_for(name: str, tokenizer: Tokenizer, *args: Any, tools: Any = TOOLS, 
 
 
 def admits(source: str, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the text may be written, and may end there."""
+    """Return whether the grammar accepts the text as a whole."""
     matcher = grammar.compile(StructuredOutputsParams(grammar=source), tokenizer).start()
     try:
         for token in tokenizer.encode(text, add_special=False):
@@ -189,8 +189,8 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_written_at_random_is_read(name: str, marked: Tokenizer):
-    """The grammar leaves no way to write what the parser would not take for calls."""
+def test_random_calls_are_parsed(name: str, marked: Tokenizer):
+    """Every text of the grammar is read as calls by the parser."""
     tools = [{"function": {"name": "b", "parameters": BOUNDED}}, {"function": {"name": "bo"}}]
     rng, seen = np.random.default_rng(0), set()
     compiled = grammar.compile(StructuredOutputsParams(grammar=source_for(name, marked, tools=tools)), marked)

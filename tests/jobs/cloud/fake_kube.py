@@ -1,4 +1,4 @@
-"""As much of a Kubernetes API server as the backend asks of one, on loopback: no registry of packages has the real one.
+"""Serve the part of the Kubernetes API that the backend uses, on loopback.
 
 It checks a JobSet by its schema, deletes in the foreground (a JobSet goes after its pods) and lets a test play the
 controller: `run`, `finish` and `preempt` are what JobSet and the nodes would do.
@@ -82,7 +82,7 @@ class FakeKube(Loopback):
         return [one for (_, kind, title), one in self.world.held.items() if kind == "Pod" and title.startswith(name)]
 
     def run(self, name: str, attempt: int = 0, phase: str = "Running") -> None:
-        """All its pods, anew."""
+        """Create all its pods again."""
         found = self.jobset(name)
         self.end_pods(name)
         (replicated,) = found["spec"]["replicatedJobs"]

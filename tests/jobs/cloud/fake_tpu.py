@@ -1,4 +1,4 @@
-"""Cloud TPU's queued resources on loopback: the state machine, its long-running operations, and faults on demand.
+"""Serve Cloud TPU's queued resources on loopback: states, long-running operations, and faults on demand.
 
 It speaks the REST of `tpu.googleapis.com/v2`, so that Google's own client can be pointed at it. Time is `world.now`,
 which a test moves on.

@@ -1,4 +1,4 @@
-"""A server of JSON over HTTP on loopback that meets requests with faults, for the fakes of the clouds."""
+"""Serve JSON over HTTP on loopback and answer requests with faults, for the fakes of the clouds."""
 
 from __future__ import annotations
 

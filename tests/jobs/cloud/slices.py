@@ -1,4 +1,4 @@
-"""What the tests of the cloud backends share: an attempt, and TPU VMs that are folders of this machine."""
+"""Share helpers of the cloud tests: an attempt, and TPU VMs that are local folders."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def attempt(home: Path, number: int = 1, **given) -> Attempt:
 
 
 def vms(root: Path) -> Ssh:
-    """Every VM a home of its own; a line runs in a shell there, as ssh would have it."""
+    """Give every VM its own home, where lines run in a shell, as over ssh."""
 
     def command(worker: TpuHost, line: str | None) -> list[str]:
         home = root / f"vm{worker.rank}"

@@ -1,4 +1,4 @@
-"""The supervisor with queued resources that fail in every way: Google's client, the real store, a server on loopback.
+"""Test the supervisor with queued resources that fail in every way, with Google's client and a loopback server.
 
 Whatever happens on the way: nothing is made twice, nothing is left behind, and every attempt is written down as what it
 was. The server's clock is moved by the test; the VMs are a model of what the lines of tpu_worker do, which
@@ -209,7 +209,7 @@ def leave_nothing(store: JobStore, backend: Watched, world: World) -> None:
 @example(Case([Story(end="vanished"), Story(end="failed")], ["429"] * 6, [True] * 4, work=7, code=1, slices=2))
 @example(Case([], ["slow"] * 4, [], work=5, code=0, busy=True, cancel=1))
 @example(Case([], [], [], work=8, code=0, cancel=7))
-def test_nothing_leaks_nothing_is_made_twice_and_every_attempt_ends_in_a_true_state(cloud, case):
+def test_no_resource_leaks_or_doubles_and_every_attempt_ends_in_its_true_state(cloud, case):
     with tempfile.TemporaryDirectory() as root:
         play(cloud, case, Path(root))
 
@@ -217,6 +217,6 @@ def test_nothing_leaks_nothing_is_made_twice_and_every_attempt_ends_in_a_true_st
 @pytest.mark.thorough
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(CASES)
-def test_the_same_for_long(cloud, case):
+def test_no_resource_leaks_in_long_runs(cloud, case):
     with tempfile.TemporaryDirectory() as root:
         play(cloud, case, Path(root))

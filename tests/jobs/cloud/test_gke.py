@@ -1,4 +1,4 @@
-"""The backend of GKE: the Kubernetes client against a server on loopback that stands in for a cluster."""
+"""Test the GKE backend with the Kubernetes client against a fake cluster on loopback."""
 
 import io
 import tarfile
@@ -9,8 +9,9 @@ from jobs.cloud.fake_kube import FakeKube
 from jobs.cloud.loopback import FAULTS
 from jobs.cloud.slices import OWNER
 from jobs.cloud.test_jobset import attempt
+from refusals import refuses
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError, UserError
 from dovetail.jobs import secrets
 from dovetail.jobs.backends.backend import UnavailableError
 from dovetail.jobs.backends.gke import GkeBackend, preview, render
@@ -67,7 +68,7 @@ def test_from_the_request_to_the_end(cluster, tmp_path):
     assert held.logs(one, 1).text == "step 1\nstep 2\n"
 
 
-def test_a_pod_that_took_anothers_place_goes_on_in_the_same_log(cluster, tmp_path):
+def test_a_replaced_pod_continues_the_same_log(cluster, tmp_path):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
     held.create(one)
     for number, text in enumerate((b"first\n", b"second\n")):
@@ -90,7 +91,7 @@ def test_the_first_rank_that_failed_is_named(cluster, tmp_path):
     assert one.log(2).read_text() == "ValueError: no\n"  # before the pods are deleted
 
 
-def test_what_kubernetes_took_away_is_a_preemption(cluster, tmp_path):
+def test_an_evicted_pod_is_a_preemption(cluster, tmp_path):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
     held.create(one)
     cluster.run(NAME)
@@ -98,13 +99,13 @@ def test_what_kubernetes_took_away_is_a_preemption(cluster, tmp_path):
     assert held.observe(one).state == "preempted"
 
 
-def test_kueue_lets_it_wait(cluster, tmp_path):
+def test_a_job_suspended_by_kueue_is_queued(cluster, tmp_path):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", gke={"queue": "tpus"})
     held.create(one)
     assert held.observe(one).detail == "in Kueue's queue tpus"
 
 
-def test_told_to_stop_the_pods_are_signalled_and_it_is_gone_after_them(cluster, tmp_path):
+def test_a_stop_signals_the_pods_and_deletes_the_jobset_after_them(cluster, tmp_path):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", ceiling={"grace": 45})
     held.create(one)
     pod = cluster.jobset(NAME)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -127,7 +128,7 @@ def test_a_stop_without_grace_ends_the_pods_at_once(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failed_question_is_unknown(cluster, tmp_path, fault):
+def test_a_failed_observation_is_unknown(cluster, tmp_path, fault):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
     held.create(one)
     held._space(one)._timeout = 0.2 if fault == "slow" else 5.0
@@ -150,24 +151,27 @@ def test_a_create_is_repeated_and_makes_one(cluster, tmp_path, fault, after):
     assert sorted(cluster.world.made) == [("ConfigMap", NAME), ("JobSet", NAME)]
 
 
-@pytest.mark.parametrize(("refusal", "error"), [((403, "exceeded quota"), UnavailableError), ((422, "no"), UserError)])
-def test_what_a_cluster_refuses(cluster, tmp_path, refusal, error):
+@pytest.mark.parametrize(
+    ("refusal", "kind", "code"),
+    [((403, "exceeded quota"), UnavailableError, "backend_unavailable"), ((422, "no"), UserError, "cloud_refused")],
+)
+def test_refusals_of_the_cluster_are_reported(cluster, tmp_path, refusal, kind, code):
     cluster.world.refusal = refusal
-    with pytest.raises(error, match=refusal[1]):
+    with refuses(None, kind, code, naming=refusal[1]):
         backend(cluster, tmp_path).create(attempt(tmp_path / "home"))
 
 
-def test_what_is_somebody_elses_is_neither_used_nor_deleted(cluster, tmp_path):
+def test_objects_of_another_owner_are_neither_used_nor_deleted(cluster, tmp_path):
     backend(cluster, tmp_path).create(attempt(tmp_path / "home"))
     theirs, one = backend(cluster, tmp_path / "other", "them"), changed(attempt(tmp_path), owner="them")
-    with pytest.raises(UserError, match="another owner"):
+    with refuses(code="not_ours"):
         theirs.create(one)
     assert theirs.observe(one).state == "absent" and theirs.list() == []
     theirs.delete(one.resource)
     assert len(cluster.world.held) == 2
 
 
-def test_what_is_listed_is_ours_and_can_be_deleted_by_that_alone(cluster, tmp_path):
+def test_listed_resources_are_ours_and_can_be_deleted_by_handle(cluster, tmp_path):
     held = backend(cluster, tmp_path)
     held.create(attempt(tmp_path / "home"))
     held.create(changed(attempt(tmp_path / "home", gke={"namespace": "lab"}), number=2))
@@ -181,7 +185,7 @@ def test_what_is_listed_is_ours_and_can_be_deleted_by_that_alone(cluster, tmp_pa
     assert not cluster.world.held
 
 
-def test_it_stays_on_the_cluster_it_was_made_on_whatever_is_chosen_later(cluster, tmp_path):
+def test_an_attempt_stays_on_the_cluster_of_its_creation(cluster, tmp_path):
     chosen = ["first"]
     held, one = backend(cluster, tmp_path, current=lambda: chosen[0]), attempt(tmp_path / "home")
     one = changed(one, handle=held.create(one))
@@ -192,7 +196,7 @@ def test_it_stays_on_the_cluster_it_was_made_on_whatever_is_chosen_later(cluster
     assert "--context=first" in held.command(one, 0)
 
 
-def test_without_a_handle_it_is_looked_for_where_ever_one_was_made(cluster, tmp_path):
+def test_an_attempt_without_a_handle_is_searched_on_every_cluster(cluster, tmp_path):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home", gke={"namespace": "lab"})
     held.create(one)
     held.delete(Resource(one.name))
@@ -220,7 +224,7 @@ def with_code(home, size: int) -> None:
         tar.addfile(entry, io.BytesIO(b"x" * size))
 
 
-def test_small_code_travels_in_the_config_map_and_large_by_the_bucket(cluster, tmp_path):
+def test_small_code_is_in_the_config_map_and_large_code_in_the_bucket(cluster, tmp_path):
     home, copied = tmp_path / "home", []
 
     def run(words, given, timeout):
@@ -231,7 +235,7 @@ def test_small_code_travels_in_the_config_map_and_large_by_the_bucket(cluster, t
     backend(cluster, tmp_path, run=run).create(attempt(home, snapshot="d"))
     assert "code.tar.gz" in cluster.world.held["default", "ConfigMap", NAME]["binaryData"] and not copied
     with_code(home, 2_000_000)
-    with pytest.raises(UserError, match=r"gke\.bucket"):
+    with refuses("gke.bucket", RecipeError):
         backend(cluster, tmp_path, run=run).create(changed(attempt(home, snapshot="d"), number=2))
     large = changed(attempt(home, snapshot="d", gke={"bucket": "gs://b/x"}), number=3)
     backend(cluster, tmp_path, run=run).create(large)
@@ -239,10 +243,10 @@ def test_small_code_travels_in_the_config_map_and_large_by_the_bucket(cluster, t
     assert "binaryData" not in cluster.world.held["default", "ConfigMap", large.name]
 
 
-def test_hosts_at_fault_are_brought_here(cluster, tmp_path):
+def test_hosts_at_fault_are_fetched(cluster, tmp_path):
     held, one = backend(cluster, tmp_path), attempt(tmp_path / "home")
     held.create(one)
     cluster.run(NAME)
     cluster.finish(NAME, [86, 86, 0, 0], message='{"what": "quarantine", "at_fault": {"hosts": ["n7"]}}\n')
     assert held.observe(one).exit_code == held.observe(one).exit_code == 86
-    assert (one.home / "run" / "health.jsonl").read_text().count("n7") == 1  # told by two pods, and asked for twice
+    assert (one.home / "run" / "health.jsonl").read_text().count("n7") == 1  # reported by two pods, and fetched twice

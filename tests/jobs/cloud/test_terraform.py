@@ -1,9 +1,10 @@
-"""The Terraform that is written for a spec: valid HCL, with the values of the accelerator's name."""
+"""Test the Terraform written for a spec: valid HCL, with the values of the accelerator."""
 
 import pytest
 from jobs.cloud.slices import spec
+from refusals import refuses
 
-from dovetail.core.errors import UserError
+from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.jobs.terraform import hcl, terraform
 
 hcl2 = pytest.importorskip("hcl2")
@@ -46,7 +47,7 @@ def grants(made: dict[str, dict]) -> dict[str, str]:
     return {body["bucket"]: body["role"].removeprefix("roles/storage.") for body in found}
 
 
-def test_for_tpu_vms_only_what_the_job_uses_and_does_not_make_itself():
+def test_terraform_for_tpu_vms_has_only_what_the_job_does_not_create():
     """It asks for its queued resources by itself: nothing is billed from `terraform apply` on."""
     account = "trainer@lab.iam.gserviceaccount.com"
     gcp = {"project": "lab", "bucket": "gs://lab-jobs/a", "service_account": account}
@@ -74,7 +75,7 @@ def test_a_job_that_names_no_account_acts_as_the_projects_own():
 
 
 def test_pods_are_granted_the_buckets_that_they_mount():
-    """The driver acts as the pod's Kubernetes account, which no service account of Google stands for."""
+    """The driver uses the pod's Kubernetes account, which has no Google service account."""
     given = {"bucket": "gs://lab-jobs", "namespace": "lab", "service_account": "sa"}
     text = terraform(gke(gke=given, mounts=[DATA, {"source": "gs://lab-jobs/x", "path": "/x", "read_only": True}]))
     made = parsed(text)
@@ -128,7 +129,7 @@ def scaling(pool) -> tuple:
         ({"gke": {"queue": "tpus"}}, ["charts/kueue"]),
     ],
 )
-def test_what_else_a_spec_says(given, words):
+def test_further_fields_of_a_spec(given, words):
     text = terraform(gke(**given))
     parsed(text)
     for word in words:
@@ -136,22 +137,22 @@ def test_what_else_a_spec_says(given, words):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "kind", "param"),
     [
-        ({"backend": "local", "accelerator": ""}, "must be gcp-tpu or gke"),
-        ({"accelerator": "tpu7x-2x2x2"}, "backend gke"),
+        ({"backend": "local", "accelerator": ""}, RecipeError, "backend"),
+        ({"accelerator": "tpu7x-2x2x2"}, UnsupportedError, "accelerator"),
     ],
 )
-def test_what_there_is_no_terraform_for(given, words):
-    with pytest.raises(UserError, match=words):
+def test_specs_without_terraform_are_refused(given, kind, param):
+    with refuses(param, kind):
         terraform(spec(**given))
 
 
-def test_a_value_cannot_break_out():
+def test_values_are_escaped():
     assert hcl('a"${file("x")}') == '"a\\"$${file(\\"x\\")}"'
 
 
-def test_a_missing_project_is_asked_for():
+def test_a_missing_project_is_a_variable():
     text = terraform(spec(gcp={}, zones=["us-east5-b"]))
     variables = {_bare(name): body for block in hcl2.loads(text)["variable"] for name, body in block.items()}
     assert "default" not in variables["project"] and _bare(variables["zone"]["default"]) == "us-east5-b"

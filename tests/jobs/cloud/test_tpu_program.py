@@ -1,4 +1,4 @@
-"""The program on all VMs of a slice: real shells and processes, with folders of this machine in place of VMs."""
+"""Test the program on all VMs of a slice with real shells and processes, in folders that stand for VMs."""
 
 import io
 import pickle
@@ -6,10 +6,9 @@ import tarfile
 import time
 from pathlib import Path
 
-import pytest
 from jobs.cloud.slices import attempt, vms
+from refusals import refuses
 
-from dovetail.core.errors import UserError
 from dovetail.jobs import call, secrets
 from dovetail.jobs.backends import log_file, tpu_program, tpu_ssh
 from dovetail.jobs.backends.backend import UnavailableError
@@ -33,7 +32,7 @@ def until_over(held, seconds=30.0):
     return seen
 
 
-def test_it_runs_on_every_host_and_its_logs_come_here(tmp_path):
+def test_it_runs_on_every_host_and_its_logs_are_fetched(tmp_path):
     held, one = program(tmp_path, 'echo "rank $DOVETAIL_RANK of $DOVETAIL_JOB, $COLOUR"', env=["COLOUR=deep blue"])
     first = held.observe()
     assert (first.state, first.hosts) == ("running", ("10.0.0.0", "10.0.0.1"))
@@ -45,7 +44,7 @@ def test_it_runs_on_every_host_and_its_logs_come_here(tmp_path):
     assert one.log(0).read_text().count("rank 0") == 1
 
 
-def test_it_is_started_once_however_often_that_is_asked(tmp_path):
+def test_a_repeated_start_starts_it_once(tmp_path):
     held, _ = program(tmp_path, 'echo once >> "$HOME/count"; sleep 0.3')
     for _ in range(3):
         assert held.observe().state == "running"
@@ -60,7 +59,7 @@ def test_the_first_rank_that_failed_is_named(tmp_path):
     assert (seen.state, seen.exit_code, seen.failed_rank) == ("failed", 3, 1)
 
 
-def test_one_failure_ends_it_although_others_go_on(tmp_path, monkeypatch):
+def test_one_failure_ends_it_while_other_ranks_run(tmp_path, monkeypatch):
     monkeypatch.setattr("dovetail.jobs.backends.tpu_program.SETTLE_S", 0.0)
     held, _ = program(tmp_path, "[ $DOVETAIL_RANK = 1 ] && exit 7; sleep 30")
     try:
@@ -70,7 +69,7 @@ def test_one_failure_ends_it_although_others_go_on(tmp_path, monkeypatch):
         held.stop(0)
 
 
-def test_told_to_stop_it_may_save_and_after_its_grace_it_is_killed(tmp_path):
+def test_a_stop_gives_time_to_save_and_kills_after_the_grace_period(tmp_path):
     saves = "trap 'echo saved; exit 85' TERM; echo up; while :; do sleep 0.05; done"
     held, one = program(tmp_path, f'[ $DOVETAIL_RANK = 0 ] && {{ {saves}; }}; trap "" TERM; echo up; sleep 60')
     held.observe()
@@ -84,21 +83,21 @@ def test_told_to_stop_it_may_save_and_after_its_grace_it_is_killed(tmp_path):
     held.stop(0.5)  # of what has ended: nothing
 
 
-def test_what_is_stopped_before_it_began_does_not_begin(tmp_path):
+def test_a_stop_before_the_start_prevents_it(tmp_path):
     held, _ = program(tmp_path, 'touch "$HOME/ran"')
     held.stop(1)
     seen = until_over(held)
     assert (seen.state, seen.exit_code) == ("failed", 143) and not (tmp_path / "vm0" / "ran").exists()
 
 
-def test_what_is_stopped_while_it_is_set_up_does_not_go_on(tmp_path):
+def test_a_stop_during_setup_ends_it(tmp_path):
     held, _ = program(tmp_path, "true", 1, environment={"setup": ["sleep 60"]})
     held.observe()
     held.stop(30)
     assert until_over(held).exit_code == 143
 
 
-def test_the_code_and_the_secrets_are_there_and_the_secrets_in_no_file(tmp_path, monkeypatch):
+def test_code_and_secrets_arrive_and_no_file_holds_the_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN_HERE", "s3cret 'quoted'")
     home = tmp_path / "home"
     home.mkdir()
@@ -122,11 +121,11 @@ def test_a_host_that_does_not_answer_is_unknown_and_nothing_is_started(tmp_path)
     seen = held.observe()
     assert seen.state == "unknown" and "rank 1" in seen.detail and "Connection refused" in seen.detail
     assert not (tmp_path / "vm0" / "ran").exists()
-    with pytest.raises(UnavailableError, match="1 of 2 hosts"):
+    with refuses(None, UnavailableError, code="backend_unavailable", naming="1 of 2 hosts"):
         held.stop(1)
 
 
-def test_a_restarted_machine_is_a_fault_and_no_end_of_the_programs_own(tmp_path):
+def test_a_restarted_machine_is_a_fault(tmp_path):
     held, one = program(tmp_path, "sleep 0.2", 1)
     held.observe()
     folder = tmp_path / "vm0" / ".dovetail" / "attempts" / one.name
@@ -135,21 +134,21 @@ def test_a_restarted_machine_is_a_fault_and_no_end_of_the_programs_own(tmp_path)
     assert (seen.state, seen.exit_code) == ("failed", None) and "restarted" in seen.detail
 
 
-def test_a_long_log_comes_whole(tmp_path):
+def test_a_long_log_is_fetched_completely(tmp_path):
     held, one = program(tmp_path, "seq 1 100000", 1)
     until_over(held)
     lines = one.log(0).read_text().splitlines()
     assert (len(lines), lines[-1]) == (100_000, "100000")
 
 
-def test_a_part_that_two_have_brought_is_kept_once(tmp_path):
+def test_a_part_fetched_twice_is_kept_once(tmp_path):
     log_file.append(tmp_path / "log", 0, b"one two ")
     log_file.append(tmp_path / "log", 4, b"two three")  # by one who began to look before
     log_file.append(tmp_path / "log", 90, b"a gap")
     assert (tmp_path / "log").read_bytes() == b"one two three"
 
 
-def test_hosts_at_fault_and_curves_are_brought_here_at_the_end(tmp_path):
+def test_hosts_at_fault_and_curves_are_fetched_at_the_end(tmp_path):
     command = """run="$DOVETAIL_JOB_DIR/run"; mkdir -p "$run"; echo all > "$run/health.jsonl"
         echo "host $DOVETAIL_RANK" >> "$run/health.jsonl"; echo "by $DOVETAIL_RANK" > "$run/metrics.jsonl"
         [ $DOVETAIL_RANK = 0 ] || exit 86; exit 85"""
@@ -171,13 +170,13 @@ def result(one):
     return call.read(one.home / "call" / "1.result.pkl", call.read_key(one.home / "call"))
 
 
-def test_what_a_remote_function_returns_comes_back(tmp_path):
+def test_the_value_of_a_remote_function_is_fetched(tmp_path):
     held, one = remote_function(tmp_path, lambda a, b: a + b, 20, 22)
     assert until_over(held).state == "succeeded"
     assert pickle.loads(result(one)) == {"value": 42}
 
 
-def test_and_so_does_what_it_raises(tmp_path):
+def test_the_exception_of_a_remote_function_is_fetched(tmp_path):
     held, one = remote_function(tmp_path, lambda: 1 / 0)
     seen = until_over(held)
     assert seen.state == "failed"
@@ -185,13 +184,13 @@ def test_and_so_does_what_it_raises(tmp_path):
     assert isinstance(answer["error"], ZeroDivisionError)
 
 
-def test_a_function_that_was_never_called_has_no_answer(tmp_path):
+def test_a_function_that_was_not_called_has_no_result(tmp_path):
     call.make_key(tmp_path / "home" / "call")
     held, _ = program(tmp_path, "true", 1, environment={"setup": ["false"]})
     assert until_over(held).exit_code == 91
 
 
-def test_an_answer_that_cannot_be_fetched_is_asked_for_again(tmp_path):
+def test_a_failed_fetch_of_a_result_is_repeated(tmp_path):
     held, one = remote_function(tmp_path, lambda: "x" * 100_000)
     cuts = [lambda out: out[: len(out) // 2], lambda out: b"", lambda out: out]
 
@@ -211,18 +210,18 @@ def test_an_answer_that_cannot_be_fetched_is_asked_for_again(tmp_path):
     assert len(pickle.loads(result(one))["value"]) == 100_000
 
 
-def test_a_result_that_another_wrote_on_the_machine_is_not_loaded(tmp_path):
+def test_a_result_with_a_wrong_mac_is_not_loaded(tmp_path):
     held, one = remote_function(tmp_path, lambda: 1)
     assert until_over(held).state == "succeeded"
     path = one.home / "call" / "1.result.pkl"
     path.with_suffix(".pkl.mac").rename(path.with_name("2.result.pkl.mac"))
     path.rename(path.with_name("2.result.pkl"))
     for name in ("2.result.pkl", "call.pkl"):  # one of another attempt; the call with a digest in place of a MAC
-        with pytest.raises(UserError, match="its MAC is wrong"):
+        with refuses(code="wrong_mac"):
             call.read(path.with_name(name), "another key" if name == "call.pkl" else call.read_key(path.parent))
 
 
-def test_what_comes_back_is_what_was_asked_for(tmp_path):
+def test_only_requested_files_are_unpacked(tmp_path):
     _, one = program(tmp_path, "true")
     wanted = [
         "call/1.result.pkl",
@@ -251,7 +250,7 @@ def test_a_setup_that_fails_ends_it(tmp_path):
     assert seen.exit_code == 91 and "no such thing" in one.log(0).read_text()
 
 
-def test_noise_before_the_answer_is_passed_over_and_half_an_answer_is_none():
+def test_output_before_the_answer_is_skipped_and_a_partial_answer_is_unknown():
     mark = tpu_program.MARK
     assert tpu_program.parse_status(b"Welcome!\n" + mark + b"running\nlog").log == b"log"
     assert tpu_program.parse_status(mark + b"exited 3 1700000000\n").code == 3
@@ -259,7 +258,7 @@ def test_noise_before_the_answer_is_passed_over_and_half_an_answer_is_none():
         assert tpu_program.parse_status(cut) is None
 
 
-def test_the_commands_of_ssh():
+def test_ssh_commands():
     worker = TpuHost(5, "projects/p/locations/us-east5-b/nodes/n1", 1, "34.1.2.3")
     words = tpu_ssh.gcloud()(worker, "echo hi")
     assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "n1"]
@@ -271,7 +270,7 @@ def test_the_commands_of_ssh():
     assert words[0] == "ssh" and words[-3:] == ["--", "ada@34.1.2.3", "echo hi"]
     assert {"StrictHostKeyChecking=accept-new", 'UserKnownHostsFile="/a b/100%%/known_hosts"'} <= set(words)
     assert tpu_ssh.plain(known)(worker, None)[-1] == "34.1.2.3"
-    with pytest.raises(UserError, match="no address"):
+    with refuses("gcp.network", naming="rank 0"):
         tpu_ssh.plain(known)(TpuHost(0, worker.node, 0), "true")
     assert tpu_ssh.run(["no-such-program-at-all"], b"", 1.0).code == 255
     assert "no answer within" in tpu_ssh.run(["sleep", "5"], b"", 0.05).err

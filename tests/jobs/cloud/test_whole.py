@@ -1,4 +1,4 @@
-"""A job on each cloud from its creation to its end, as the daemon would run it: only the far ends are stand-ins."""
+"""Run a job on each cloud from creation to end through the supervisor, with fake clouds."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 from jobs.cloud.fake_kube import FakeKube
 from jobs.cloud.fake_tpu import FakeTpu, Story
 from jobs.cloud.slices import spec
+from refusals import refuses
 
 import dovetail as dt
 from dovetail.core.errors import RecipeError
@@ -81,7 +82,7 @@ def test_a_function_runs_on_a_slice(store, remote, tmp_path, monkeypatch):
         supervise(store, handle.id, lambda last: setattr(cloud.world, "now", cloud.world.now + 1))
         value, home = handle.result()
         assert np.array_equal(value, 2 * scale) and home.startswith(str(tmp_path / "vms"))
-    with pytest.raises(RecipeError, match="on gcp-tpu needs an environment with dovetail"):
+    with refuses("environment", RecipeError):
         remote(**where)(print)
 
 
@@ -108,7 +109,7 @@ def test_a_function_runs_on_gke(store, remote, tmp_path, monkeypatch):
         supervise(store, handle.id, step)
         with pytest.raises(KeyError, match="nothing"):
             handle.result()
-    with pytest.raises(RecipeError, match=r"on gke needs .*'bucket'"):
+    with refuses("gke.bucket", RecipeError):
         remote(**where)(print)
 
 

@@ -1,5 +1,7 @@
-"""The server's controls over HTTP, on a real engine process: it is paused, put to sleep, profiled, given new weights;
-and it dies, or hangs, and is in the same state after its restart."""
+"""The server's controls over HTTP on a real engine process: pause, sleep, profiles, new weights.
+
+After a death or a hang, the restarted engine is in the same state.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def until(condition, seconds: float = 60.0) -> None:
 
 
 class Asked(threading.Thread):
-    """A request under way: its first token has come, and the others come slowly until its answer is wanted."""
+    """A running request: its first token has arrived, and the others arrive slowly until the answer is read."""
 
     def __init__(self, server, folder):
         super().__init__(daemon=True)
@@ -114,7 +116,7 @@ class Asked(threading.Thread):
                     self.begun.set()
 
     def has_stopped(self) -> bool:
-        """Whether no more tokens come for a while, though there are more."""
+        """Return whether no more tokens arrive for a while although the request is unfinished."""
         before = len(self.found)
         time.sleep(0.2)
         return len(self.found) == before < LONG
@@ -218,7 +220,7 @@ def test_a_process_that_does_not_answer_hangs_too(server):
 
 
 @pytest.mark.thorough
-def test_older_weights_are_not_served_where_the_last_are_lost(server, other):
+def test_an_engine_that_lost_its_weights_is_not_served(server, other):
     tokens(server)
     shutil.rmtree(other)
     os.kill(server.engine.info.pid, signal.SIGKILL)

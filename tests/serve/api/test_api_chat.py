@@ -184,7 +184,7 @@ def test_penalties_change_what_repeats(openai_client):
 
 
 @pytest.mark.parametrize("extra", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
-def test_what_leaves_one_token_is_greedy(openai_client, extra):
+def test_a_choice_of_one_token_is_greedy(openai_client, extra):
     hot = SHORT | {"temperature": 2.0, "seed": 3, "max_tokens": 5}
     greedy = openai_client.chat.completions.create(**SHORT | {"max_tokens": 5}).choices[0].message.content
     assert openai_client.chat.completions.create(**hot).choices[0].message.content != greedy
@@ -289,7 +289,7 @@ def test_of_two_limits_the_newer_name_counts(scripted):
 
 
 def test_an_assistants_message_may_have_no_content(scripted):
-    """As clients send back an answer that was cut off before its text."""
+    """Clients send this back after an answer that was truncated before its text."""
     talk = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": None},

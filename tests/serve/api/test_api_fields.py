@@ -1,6 +1,8 @@
-"""Every field of every request, one by one: each that is taken changes what the engine is asked or what the client
-reads, each that changes no answer is ignored, each that is known and not done is refused by its name. The tables are
-compared with the models: a new field needs a row."""
+"""Every field of every request, one by one.
+
+A supported field changes the engine's request or the answer, a field without effect is ignored, and a known unsupported
+field is refused by name. The tables are compared with the request models: a new field needs a row.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class V(NamedTuple):
 
 
 class Same(NamedTuple):
-    """A value that is taken and changes nothing, for the reason given."""
+    """A value that is accepted without effect, for the reason given."""
 
     value: Any
     why: str
@@ -471,7 +473,7 @@ def server(tokenizer):
 
 
 def seen(server, path: str, body: dict[str, Any], says: str | None = None) -> tuple[Any, ...]:
-    """What a request comes to: the answer without its ids and times, and what was asked of the engine."""
+    """Return the answer without its ids and times, and the engine's request."""
     engine = server.engine
     engine.texts, engine.asked, engine.called = [says] if says else [], [], []
     answer = server.client.post(server.url + path, json=body)
@@ -514,7 +516,7 @@ def test_a_field_that_is_taken_changes_the_result(server, kind, name):
 
 
 @pytest.mark.parametrize(("kind", "name"), every("refused"))
-def test_a_field_that_is_known_and_not_done_is_refused_by_its_name(server, kind, name):
+def test_a_known_unsupported_field_is_refused_by_name(server, kind, name):
     path, base, _, refused, wrap, _ = TABLES[kind]
     status, text, asked, called = seen(server, path, wrap(base | {name: refused[name]}))
     assert status == 400 and f"{name} is not supported" in text and not asked and not called, text

@@ -1,5 +1,7 @@
-"""Structured output over the API: grammars over a limit are refused with the reason, and properties that a schema does
-not list are not written."""
+"""Structured output over the API.
+
+Grammars over a limit are refused with the reason, and properties that a schema does not list are not generated.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def ask(real, **body) -> httpx.Response:
         (CHOICES, "3001 items; max is 2000"),
         (formatted(MANY), "max is 2000"),
         (formatted(WITHIN), "max is 2000"),
-        (formatted({"$ref": "#"}), "no text fits this grammar"),
+        (formatted({"$ref": "#"}), "no text matches this grammar"),
         ({"structured_outputs": {"json": '{"a":' * 3000 + "1" + "}" * 3000}}, "recursion"),
     ],
     ids=["choices", "optional properties", "optional properties within", "a reference to itself", "deep"],
@@ -48,7 +50,7 @@ def test_a_grammar_over_a_limit_is_refused_with_the_reason(real, caplog, body, r
     assert not caplog.records, "neither the reason nor what the user sent belongs in the log"
 
 
-def test_a_limit_met_under_way_ends_that_stream_alone(real):
+def test_a_grammar_limit_reached_during_decoding_ends_only_that_stream(real):
     answer = ask(real, **formatted(WITHIN), stream=True)
     last = [line for line in answer.text.splitlines() if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
@@ -96,7 +98,7 @@ INSTRUCTOR = {
 }  # fmt: skip
 
 
-def test_what_instructor_sends_is_answered_with_the_listed_properties(real):
+def test_a_request_of_instructor_is_answered_with_the_listed_properties(real):
     choice = ask(real, **INSTRUCTOR).json()["choices"][0]
     found = json.loads(choice["message"]["content"])
     assert choice["finish_reason"] == "stop" and {"name", "age", "kind"} <= set(found)
@@ -128,7 +130,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_no_route_lets_the_model_invent_properties(scripted, tokenizer, name):
+def test_schemas_are_closed_on_every_route(scripted, tokenizer, name):
     path, body, written = BODIES[name]
     answer = httpx.post(f"{scripted.url}/v1/{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

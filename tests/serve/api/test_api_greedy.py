@@ -1,4 +1,4 @@
-"""Greedy answers of the real SmolLM2 over HTTP are the tokens of transformers."""
+"""Greedy answers of SmolLM2 over HTTP equal transformers' tokens."""
 
 import pytest
 from smollm2_greedy import NEW, greedy_tokens, mixed_prompts

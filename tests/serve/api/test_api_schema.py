@@ -1,4 +1,4 @@
-"""The server's own description of itself, used against it: whatever fits the schema, or breaks it, is no 5xx."""
+"""Random requests from the server's own OpenAPI schema, valid and invalid, never give a 5xx."""
 
 from __future__ import annotations
 

@@ -77,14 +77,14 @@ def test_many_vectors_do_not_hold_the_event_loop(scripted):
         ({"input": "a", "text_1": "b"}, "text_1"),
     ],
 )
-def test_what_is_refused(scripted, body, param):
+def test_bad_score_requests_are_refused(scripted, body, param):
     answer = post(scripted, body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
 @pytest.mark.slow
 def test_a_reward_model(tmp_path):
-    """Also that it does not answer with words, and says so."""
+    """It scores, and refuses to generate text."""
     own, tokenizer = judge(tmp_path), small_tokenizer()
     tokenizer.save(tmp_path)
 
@@ -99,13 +99,15 @@ def test_a_reward_model(tmp_path):
         assert judged["usage"]["prompt_tokens"] == 2 * len(ids)
         np.testing.assert_allclose([one["score"] for one in judged["data"]], theirs(own, [ids]) * 2, atol=1e-4)
         answer = post(server, {"messages": CHAT[:1]}, "/v1/chat/completions")
-        assert answer.status_code == 400 and "gives texts a score" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 400 and "a reward model does not generate text" in answer.json()["error"]["message"]
+        )
         wrong = post(server, {"input": [[1000]]})
         assert wrong.status_code == 400 and "token ids from 0" in wrong.json()["error"]["message"]
 
 
 @pytest.mark.slow
-def test_a_model_that_writes_has_no_score(tokenizer):
+def test_score_requires_a_reward_model(tokenizer):
     from reference_models import reference
 
     async def engine():
@@ -113,4 +115,4 @@ def test_a_model_that_writes_has_no_score(tokenizer):
 
     with running(engine, tokenizer) as server:
         answer = post(server, {"input": [[5, 6]]})
-        assert answer.status_code == 400 and "the model has no score" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "the model is not a reward model" in answer.json()["error"]["message"]

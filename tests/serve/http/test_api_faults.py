@@ -1,4 +1,4 @@
-"""What goes wrong in the world, against the real server with its real engine process."""
+"""Lost clients and a killed engine, with a real engine process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BODY = {key: value for key, value in LONG.items() if key != "extra_body"} | dict
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
-    """While this file is there, the engine takes no step."""
+    """Return a file: while it exists, the engine takes no step."""
     return tmp_path_factory.mktemp("faults") / "gate"
 
 
 @pytest.fixture(scope="module")
 def server(tokenizer, gate):
-    """One of our own: it is killed."""
+    """A server of this module, because its engine is killed."""
 
     async def engine():
         return await EngineClient.start(
@@ -47,7 +47,7 @@ def server(tokenizer, gate):
 
 
 def drawn(server) -> list[int]:
-    """Sampled without a seed: the first that this engine is asked."""
+    """Return tokens sampled without a seed, as the first request of this engine."""
     body = dict(prompt=[5, 6, 7, 8], max_tokens=16, temperature=1.5, ignore_eos=True, return_token_ids=True)
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     return answer.json()["choices"][0]["token_ids"]
@@ -111,7 +111,7 @@ async def vanish(server, kind: int) -> None:
 
 
 def resources(server) -> dict[str, int]:
-    """Where a leak would show: files, tasks, memory in MiB."""
+    """Return the counts that a leak would raise: files, tasks, memory in MiB."""
     pids = {"http": os.getpid(), "engine": server.engine.info.pid}
     files = {f"files of {name}": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
     memory = {f"memory of {name}": _resident(pid) for name, pid in pids.items()}

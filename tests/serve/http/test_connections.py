@@ -44,7 +44,7 @@ def connect(server) -> socket.socket:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Until the server closes the connection."""
+    """Read until the server closes the connection."""
     parts = []
     while part := sock.recv(65536):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""How a server ends: it drains, says so, and ends the rest with an error in their own streams."""
+"""How a server stops: it drains, reports it, and ends the remaining streams with an error."""
 
 from __future__ import annotations
 

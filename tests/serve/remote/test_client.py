@@ -1,4 +1,4 @@
-"""EngineClient: an engine in another process answers as one in this process does, and none of its faults hangs us."""
+"""EngineClient: an engine in another process gives the same tokens, and its faults never block the client."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engine.engines import GREEDY, OPTIONS, make_llm, mixed_prompts, tokens_of
 from reference_models import reference
+from refusals import refuses
 
 from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.llm import LLM
@@ -35,7 +36,7 @@ SCORED = replace(GREEDY, prompt_logprobs=2, logprobs=0)
 
 
 class Harness:
-    """One engine, and one event loop that it is used from: a process takes seconds to start."""
+    """One engine and the event loop that it is used from, shared because a process takes seconds to start."""
 
     def __init__(self):
         self.runner = asyncio.Runner()
@@ -44,7 +45,7 @@ class Harness:
         )
 
     def run(self, main):
-        """A test that hangs fails."""
+        """Run with a timeout, so that a hanging test fails."""
         return self.runner.run(asyncio.wait_for(main, 120))
 
     def close(self):
@@ -79,7 +80,7 @@ def joined(deltas: list[Delta]) -> list[int]:
 
 
 async def at_rest(engine: EngineClient) -> bool:
-    """Whether, soon (a step may have to be compiled first), no sequence runs or waits and no page is in use."""
+    """Return whether soon (a step may compile first) no sequence runs or waits and no page is in use."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         stats = await engine.stats()
@@ -143,7 +144,7 @@ def test_a_refused_request_says_why(harness, engine):
     ]:
         with pytest.raises(UserError):
             harness.run(collect(engine, "a", prompt, params))
-    with pytest.raises(UserError, match="scheduling_policy='priority'"):  # the engine's own sentence
+    with refuses("priority", RequestError, naming="scheduling_policy='priority'"):  # the engine's own sentence
         harness.run(collect(engine, "a", [3], priority=1))
 
     async def twice():
@@ -259,7 +260,7 @@ def test_sleep_pause_and_new_weights(harness, engine, llm):
             await engine.control("sleep", level=3)
         await engine.control("sleep", level=1)
         assert (await engine.stats()).sleeping == 1
-        with pytest.raises(UserError, match="sleeps"):
+        with refuses(naming="wake_up()"):
             await engine.embed([[3]])
         waits = asyncio.create_task(collect(engine, "a", PROMPTS[0]))
         await asyncio.sleep(0.05)
@@ -275,7 +276,7 @@ def test_sleep_pause_and_new_weights(harness, engine, llm):
         await engine.control("reset_prefix_cache")
         deltas = await collect(engine, "a", PROMPTS[0])
         assert (joined(deltas), deltas[-1].cached_tokens) == (expected, 0)
-        with pytest.raises(UserError, match="nowhere"):
+        with refuses(naming="nowhere"):
             await engine.control("update_weights", path="/nowhere")
         assert await engine.control("update_weights", path=str(reference(MODEL)[1])) == 1
         deltas = await collect(engine, "a", PROMPTS[0])
@@ -285,7 +286,7 @@ def test_sleep_pause_and_new_weights(harness, engine, llm):
     harness.run(main())
 
 
-def test_what_it_reports_of_itself(harness, engine, llm):
+def test_engine_info_and_stats(harness, engine, llm):
     config = llm.engine.scheduler.config
     info = engine.info
     assert (info.max_model_len, info.page_size, info.max_num_seqs, info.num_pages) == (256, 4, 8, config.num_pages)
@@ -298,10 +299,10 @@ def test_what_it_reports_of_itself(harness, engine, llm):
 
 
 def test_a_profile(harness, engine, tmp_path):
-    with pytest.raises(UserError, match="start one first"):
+    with refuses():
         harness.run(engine.stop_profile())
     harness.run(engine.start_profile(tmp_path))
-    with pytest.raises(UserError, match="stop it first"):
+    with refuses(naming=str(tmp_path)):
         harness.run(engine.start_profile(tmp_path))
     harness.run(collect(engine, "a", PROMPTS[0]))
     assert harness.run(engine.stop_profile()) == str(tmp_path)
@@ -312,7 +313,7 @@ def test_a_profile(harness, engine, tmp_path):
 
 
 @pytest.mark.thorough
-def test_killed_during_streams_it_is_restarted(harness, engine, llm):
+def test_an_engine_killed_during_streams_is_restarted(harness, engine, llm):
     async def main():
         tasks = [asyncio.create_task(collect(engine, f"r{i}", PROMPTS[i], LONG)) for i in range(8)]
         await engine.control("pause")  # so that none ends before the engine does

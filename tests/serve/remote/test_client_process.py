@@ -1,4 +1,4 @@
-"""The engine's process from within: a parent that aborts early, one that does not read, an engine that dies."""
+"""The engine's process from inside: early aborts, a parent that does not read, a dying engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKED = replace(GREEDY, bad_words=("x",), n=2)  # on a thread of its own
 
 
 class Parent:
-    """The other end of the socket, and a service on the engine that it is given."""
+    """The parent's end of the socket, with a service on the given engine."""
 
     def __init__(self, monkeypatch, llm: LLM):
         self.llm = variant(llm)
@@ -144,7 +144,7 @@ def test_the_engines_death_is_reported(parent, monkeypatch):
     assert parent.service.ended.wait(10) and parent.service.code == 1
 
 
-def test_a_step_that_takes_long_is_seen_but_not_a_compiler(parent, monkeypatch):
+def test_pulse_counts_a_long_step_but_not_compiling(parent, monkeypatch):
     loop, runner, may_go = parent.service._loop, parent.llm.engine.runner, threading.Event()
     step = parent.llm.engine.step
     assert loop.pulse() == 0, "it waits for something to do"
@@ -188,7 +188,7 @@ def _without_words(request):
     return lambda id, prompt, params, **more: request(id, prompt, replace(params, bad_words=()), **more)
 
 
-def test_what_it_cannot_read_or_does_not_know(parent, caplog):
+def test_unreadable_messages_and_unknown_commands_are_answered(parent, caplog):
     parent.service.refuse("add", "a", WireError.of(RequestError("no", param="top_k", code="c")))
     refused = parent.read()
     assert refused == RequestRefused("a", WireError("no", "RequestError", "top_k", "c"))

@@ -1,4 +1,4 @@
-"""A request's deltas between the engine's process and a reader that is slower."""
+"""DeltaStream: a request's deltas between the engine's process and a slower reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def delta(tokens: list[int], index: int = 0, **more) -> Delta:
     return Delta("r", index, tokens, DeltaTimes(0.0), logprobs, cached_tokens=3, **more)
 
 
-def test_what_has_waited_comes_in_parts_between_which_others_run():
+def test_a_backlog_is_read_in_parts_between_other_tasks():
     async def main():
         stream, turns, parts = DeltaStream(2), 0, []
         for start in range(0, 1000, 10):

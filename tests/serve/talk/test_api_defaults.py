@@ -1,4 +1,4 @@
-"""A model's generation_config.json: what it says holds where a request says nothing."""
+"""A model's generation_config.json gives the defaults of requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 
 import httpx
 import pytest
+from refusals import refuses
 from serve.servers import Script, running
 from typer.testing import CliRunner
 
 from dovetail.cli.main import app
+from dovetail.core.errors import CheckpointError
 from dovetail.serve.http.start import read_defaults
 
 FILE = {
@@ -50,28 +52,28 @@ def asked(server, path: str, **more) -> dict:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_they_hold_where_a_request_says_nothing(server, path):
+def test_defaults_apply_where_a_request_sets_nothing(server, path):
     most = {"/v1/completions": 16, "/v1/messages": 9}.get(path, 40)  # OpenAI's default; required there
     assert asked(server, path) == SAID | {"max_tokens": most}
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_request_has_the_last_word(server, path):
+def test_a_request_overrides_the_defaults(server, path):
     own = {"temperature": 0.0, "top_p": 1.0}
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     assert asked(server, path, **own, **{most: 50}) == SAID | own | {"max_tokens": 50}
 
 
-def test_nothing_else_is_taken_from_the_file(server):
+def test_parameters_absent_from_the_file_keep_the_requests_values(server):
     own = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert asked(server, "/v1/chat/completions", **own) == SAID | own
 
 
-def test_a_model_without_one_and_one_that_is_wrong(tmp_path):
+def test_a_missing_or_wrong_generation_config(tmp_path):
     assert read_defaults(tmp_path) == read_defaults(tmp_path / "model.gguf") == {}
     for wrong in ({"temperature": "hot"}, {"top_p": 7}, [1], {"top_k": -3}):
         (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match=r"generation_config\.json cannot be used .* --generation-config none"):
+        with refuses("generation_config", CheckpointError, naming="--generation-config none"):
             read_defaults(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": None}))
     assert read_defaults(tmp_path) == {}

@@ -1,4 +1,4 @@
-"""--no-special-tokens-in-text: what a request's text spells does not become a special token."""
+"""--no-special-tokens-in-text: special tokens spelled in a request stay text."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_text_without_special_tokens_is_tokenized_as_ever(tokenizer):
         assert specials(tokenizer, tokenizer.encode(text))
 
 
-def test_by_default_they_are_special_tokens_as_in_other_servers(tokenizer, scripted):
+def test_special_tokens_in_text_are_special_by_default(tokenizer, scripted):
     httpx.post(f"{scripted.url}/v1/completions", json={"prompt": EVIL})
     assert specials(tokenizer, scripted.engine.prompts[-1]) == EVIL.count("<|im_") - 1

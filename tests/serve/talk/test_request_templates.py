@@ -1,11 +1,13 @@
-"""Templates that requests bring are rendered in a process that has limits."""
+"""Chat templates of requests are rendered in a process with limits."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
+from refusals import refuses
 from serve.servers import Script, running
 
+from dovetail.core.errors import RequestError
 from dovetail.io.chat import ChatTemplate
 from dovetail.serve.talk.request_templates import RequestTemplates
 
@@ -24,15 +26,14 @@ def templates():
     found.close()
 
 
-def test_it_renders_as_the_server_itself_does(templates):
+def test_request_templates_render_as_the_server_does(templates):
     special, more = {"bos_token": "<s>"}, dict(add_generation_prompt=False, continue_final_message=True, kind="é\ufdd0")
     for source in (CHATML, "{% if %}", "{{ raise_exception('no') }}", "{{ ''.__class__ }}"):
         try:
             expected = ChatTemplate(source, special).render(HELLO, None, **more)
         except ValueError as error:
-            with pytest.raises(ValueError, match="chat template") as found:
+            with refuses("chat_template", RequestError, naming=str(error)):
                 templates.render(source, special, HELLO, None, **more)
-            assert str(found.value) == str(error)
         else:
             assert templates.render(source, special, HELLO, None, **more) == expected
     assert templates._process is not None and templates._process.poll() is None
@@ -40,14 +41,14 @@ def test_it_renders_as_the_server_itself_does(templates):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "why"), [(ENDLESS, "2 s of processor time"), (HUNGRY, "memory|Memory")])
-def test_a_template_without_end_is_ended_alone(templates, source, why):
-    with pytest.raises(ValueError, match=why):
+def test_an_endless_template_is_stopped(templates, source, why):
+    with pytest.raises(RequestError, match=why):
         templates.render(source, {}, HELLO, None)
     assert templates.render(CHATML, {}, HELLO, None) == "<user>HelloNone"
 
 
 @pytest.mark.slow
-def test_the_server_renders_them_there_and_names_the_field(tokenizer, monkeypatch):
+def test_the_server_renders_request_templates_in_the_other_process(tokenizer, monkeypatch):
     async def engine():
         return Script(tokenizer)
 

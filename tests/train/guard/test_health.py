@@ -1,4 +1,4 @@
-"""Bad steps are judged on the device before the update, and what follows is decided from the replay."""
+"""Test the judgement of bad steps on the device and the decision after the replay."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_ordinary_steps_are_good():
 
 @pytest.mark.parametrize("bad", [(math.nan, 1.0), (3.0, math.nan), (math.inf, 1.0), (3.0, math.inf), (-math.inf, 1.0)])
 @pytest.mark.parametrize("before", [0, 2, 30])
-def test_what_is_not_finite_is_bad_at_any_time_and_leaves_no_trace(bad, before):
+def test_non_finite_steps_are_bad_and_change_no_statistics(bad, before):
     _, state = after(usual(before))
     (ok,), halted = after([bad], state)
     assert not ok and bool(halted.halted)
@@ -64,7 +64,7 @@ def test_the_norm_is_compared_with_its_geometric_mean():
     assert not after([*steady, (2.0, 20.1)])[0][-1]
 
 
-def test_a_jump_of_the_loss_is_bad_and_its_usual_noise_is_not():
+def test_a_loss_spike_is_bad_and_usual_noise_is_not():
     noisy = [(3.0 + 0.1 * (-1) ** i, 1.0) for i in range(40)]  # mean 3, mean deviation about 0.1: the limit is near 4
     assert after([*noisy, (3.8, 1.0)])[0][-1]
     assert not after([*noisy, (4.3, 1.0)])[0][-1]
@@ -78,7 +78,7 @@ def test_after_a_bad_step_nothing_changes_until_it_is_cleared():
     assert after(usual(3), health.cleared(halted))[0] == [True] * 3
 
 
-def test_one_spike_does_not_make_room_for_the_next():
+def test_a_spike_does_not_raise_the_threshold():
     state = after(usual(30))[1]
     for _ in range(5):
         (ok,), halted = after([(5.0, 1e4)], state)
@@ -86,7 +86,7 @@ def test_one_spike_does_not_make_room_for_the_next():
         assert same(health.cleared(halted), state)
 
 
-def test_a_batch_without_targets_is_no_fault_and_does_not_shift_the_usual_norm():
+def test_a_batch_without_targets_is_good_and_changes_no_statistics():
     _, state = after(usual(20))
     (ok,), next_state = after([(0.0, 0.0)], state)
     assert ok and same(next_state, state)
@@ -129,7 +129,7 @@ def test_replicas_agree_and_a_flipped_bit_in_one_is_named():
     assert named == [MESH.devices.flat[5].id]
 
 
-def test_fully_split_values_have_no_replicas():
+def test_fully_sharded_values_have_no_replicas():
     assert all(len(g) == 1 for g in health.replicas(MESH, {"w": PartitionSpec(("data", "fsdp"))}))
     assert [len(g) for g in health.replicas(MESH, {"w": PartitionSpec()})] == [8]
 
@@ -152,7 +152,7 @@ def test_disagreement_is_with_the_majority():
 NAN = StepResult(math.nan, math.nan)
 
 
-def test_the_same_result_twice_is_the_batch_and_it_is_left_out(tmp_path):
+def test_an_equal_replay_blames_the_batch_which_is_skipped(tmp_path):
     doctor = Doctor(SETTINGS, tmp_path)
     verdict = doctor.examine(step=12, batch=13, results=[NAN, NAN], back_to=10)
     assert verdict.decision is Decision.SKIP and verdict.exit_code is None and "batch 13" in verdict.reason
@@ -163,7 +163,7 @@ def test_the_same_result_twice_is_the_batch_and_it_is_left_out(tmp_path):
     assert record["values"][0]["loss"] == "nan" and record["values"][0]["loss_bits"] == "7fc00000"
 
 
-def test_a_different_result_is_hardware_and_names_host_and_device(tmp_path):
+def test_a_different_replay_blames_hardware_and_names_the_device(tmp_path):
     owners = {0: (0, "alpha"), 1: (0, "alpha"), 2: (1, "beta"), 3: (1, "beta")}
     first = StepResult(2.0, 900.0, {0: 5, 1: 6, 2: 7, 3: 8})
     again = StepResult(2.0, 1.0, {0: 5, 1: 6, 2: 70, 3: 8})
@@ -177,7 +177,7 @@ def test_a_different_result_is_hardware_and_names_host_and_device(tmp_path):
     assert record["at_fault"] == {"hosts": ["beta"], "processes": [1], "devices": [2]} and record["kind"] == "spike"
 
 
-def test_one_bit_of_difference_is_a_difference_unless_the_platform_has_no_fixed_order(tmp_path):
+def test_replays_are_compared_bitwise_on_deterministic_platforms(tmp_path):
     near = [StepResult(2.0, 50.0), StepResult(float(np.nextafter(np.float32(2), np.float32(3))), 50.0)]
     assert Doctor(SETTINGS, tmp_path).examine(1, 1, near).decision is Decision.QUARANTINE
     assert Doctor(SETTINGS, tmp_path, exact=False).examine(1, 1, near).decision is Decision.SKIP
@@ -187,7 +187,7 @@ def test_one_bit_of_difference_is_a_difference_unless_the_platform_has_no_fixed_
     assert Doctor(SETTINGS, tmp_path, exact=False).examine(1, 1, gone).decision is Decision.QUARANTINE
 
 
-def test_of_two_replicas_that_disagree_the_one_that_changed_is_at_fault(tmp_path):
+def test_of_two_differing_replicas_the_one_that_changed_is_at_fault(tmp_path):
     doctor = Doctor(SETTINGS, tmp_path, replicas=[[0, 1]])
     runs = [StepResult(2.0, 90.0, {0: 5, 1: 6}), StepResult(2.0, 1.0, {0: 5, 1: 5})]
     assert doctor.examine(1, 1, runs).devices == (1,)
@@ -214,19 +214,19 @@ def test_bad_batches_far_apart_do_not_add_up(tmp_path):
     assert {doctor.examine(b, b, [NAN]).decision for b in range(0, 10000, 500)} == {Decision.SKIP}
 
 
-def test_three_in_a_row_are_the_state_and_not_the_data(tmp_path):
+def test_three_bad_batches_in_a_row_blame_the_state(tmp_path):
     doctor = Doctor(SETTINGS, tmp_path)
     decisions = [doctor.examine(b, b, [NAN, NAN], back_to=0).decision for b in (7, 8, 9)]
     assert decisions == [Decision.SKIP, Decision.SKIP, Decision.ROLLBACK]
 
 
-def test_without_a_checkpoint_there_is_no_going_back(tmp_path):
+def test_without_a_checkpoint_there_is_no_rollback(tmp_path):
     doctor = Doctor(Health(max_skips=0), tmp_path)
     verdict = doctor.examine(1, 1, [NAN, NAN], back_to=None)
     assert verdict.decision is Decision.STOP and "no checkpoint" in verdict.reason
 
 
-def test_a_run_started_again_remembers(tmp_path):
+def test_a_restarted_run_keeps_its_counts(tmp_path):
     first = Doctor(SETTINGS, tmp_path)
     for batch in (3, 10, 11, 12):
         first.examine(batch, batch, [NAN, NAN], back_to=5)

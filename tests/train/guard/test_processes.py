@@ -1,4 +1,4 @@
-"""Several processes that run the command: from nothing, resumed, signalled, killed; and when one of them fails."""
+"""Test the command in several processes: started, resumed, signalled, killed, and with one failure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Processes:
             time.sleep(0.02)
 
     def wait_for_checkpoint(self) -> None:
-        """Until one is whole: steps are quicker than the disk, and a run killed before that rightly starts anew."""
+        """Wait for a complete checkpoint: a run killed before one starts from the beginning."""
         until = time.monotonic() + 120
         while not whole_checkpoints(self.folder) and time.monotonic() < until:
             assert all(process.poll() is None for process in self.running), self.log()
@@ -97,9 +97,9 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("processes")
 
 
-@pytest.mark.thorough  # killed below, it begins from nothing and goes on to its end as well
-def test_from_nothing_and_then_on(place):
-    """Training, evaluation, checkpoints and an export; the same command with more steps goes on."""
+@pytest.mark.thorough  # the tests that kill a run also start and finish one
+def test_several_processes_start_and_resume(place):
+    """Train, evaluate, save and export; the same command with more steps resumes."""
     with Processes(place, "fresh", 2, 6) as two:
         assert two.codes(180) == [0, 0], two.log()
         assert two.steps() == [1, 2, 3, 4, 5, 6]
@@ -112,7 +112,7 @@ def test_from_nothing_and_then_on(place):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_kill_9_of_one_ends_all_and_they_go_on(place, count):
+def test_kill_9_of_one_process_ends_all_and_they_resume(place, count):
     with Processes(place, f"killed{count}", count, LONG) as run:
         run.wait_for(6)
         run.wait_for_checkpoint()

@@ -1,4 +1,4 @@
-"""Signals before the first step, when there is nothing to save: the process ends soon, as for a preemption."""
+"""Test signals before the first step: the process ends soon, as on a preemption."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_import_is_not_broken_off_by_an_exception(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("body", [PYTHON, FAILS])
-def test_in_a_program_of_the_users_it_is_an_exception(body):
+def test_in_a_users_program_a_signal_is_an_exception(body):
     process = child(body, ends_process=False)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
@@ -111,7 +111,7 @@ def start(tmp_path: Path, **more: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_command_told_to_stop_while_it_starts(tmp_path, count):
+def test_the_command_stops_on_a_signal_during_startup(tmp_path, count):
     """One of the processes hears it and all end so, and nothing is left but the ledger of time and the lock."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

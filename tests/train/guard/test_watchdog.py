@@ -1,10 +1,11 @@
-"""A hang ends the process with its own code and leaves every thread's stack; nothing else does."""
+"""Test that only a hang ends the process, with its own exit code and every thread's stack."""
 
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.errors import RecipeError
 from dovetail.train.guard.exits import HUNG
@@ -61,7 +62,7 @@ def test_a_folder_that_cannot_be_written_still_ends_the_process(tmp_path):
     assert found.returncode == HUNG and "could not be written" in found.stderr and "Thread" in found.stderr
 
 
-def test_beats_a_suspension_and_the_end_are_no_hang(tmp_path):
+def test_beats_suspension_and_the_end_do_not_trigger_it(tmp_path):
     found = run(tmp_path, """
         with Watchdog(0.5, run_dir) as watchdog:
             for step in range(8):
@@ -77,9 +78,9 @@ def test_beats_a_suspension_and_the_end_are_no_hang(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_zero_is_no_watchdog_and_less_is_refused(tmp_path):
+def test_zero_disables_the_watchdog_and_negative_values_are_refused(tmp_path):
     with Watchdog(0, tmp_path) as watchdog:
         assert watchdog._thread is None
         watchdog.beat(1)
-    with pytest.raises(RecipeError, match="hang_seconds"):
+    with refuses("hang_seconds", RecipeError):
         Watchdog(-1, tmp_path)

@@ -1,4 +1,4 @@
-"""The ledger of wall time: what counts, what is lost, and that it survives a restart and a kill."""
+"""Test the ledger of wall time: categories, lost time, restarts and kills."""
 
 import json
 import signal
@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from refusals import refuses
 
 from dovetail.core.errors import FileError, UserError
 from dovetail.train.report.goodput import MARKS, Goodput
@@ -40,7 +41,7 @@ def take(ledger: Goodput, clock: Clock, first: int, last: int, each: float = 1.0
         ledger.step(step)
 
 
-def test_every_second_has_a_name():
+def test_every_second_is_attributed():
     clock = Clock()
     ledger = Goodput(clock=clock, age=2)
     clock.now += 1
@@ -75,7 +76,7 @@ def test_a_span_within_a_span_counts_once():
     assert seconds(ledger) == {"compile": 5, "eval": 5}
 
 
-def test_what_a_rollback_undoes_is_lost_not_productive():
+def test_steps_undone_by_a_rollback_are_lost():
     ledger, clock = stepping()
     for step in range(1, 11):
         take(ledger, clock, step, step, each=step)
@@ -87,7 +88,7 @@ def test_what_a_rollback_undoes_is_lost_not_productive():
     assert ledger.share == 0
 
 
-def test_a_step_that_did_not_count_is_lost():
+def test_a_skipped_step_is_lost():
     ledger, clock = stepping()
     take(ledger, clock, 1, 3)
     clock.now += 5
@@ -96,13 +97,13 @@ def test_a_step_that_did_not_count_is_lost():
     assert seconds(ledger) == {"step": 4, "lost": 5}
 
 
-def test_it_goes_on_after_a_kill(tmp_path):
+def test_the_ledger_continues_after_a_kill(tmp_path):
     path = tmp_path / "goodput.json"
     first, clock = stepping(path)
     take(first, clock, 1, 30)
     clock.now += 0.5  # the step that the kill breaks off
     first.save()
-    clock.now += 1000  # until someone starts it again: told, and not counted
+    clock.now += 1000  # until it is started again: reported, and not counted
     second = Goodput(path, clock, calendar=lambda: time.time() + 1000)
     assert second.starts == 2 and second.between == pytest.approx(1000, abs=60)
     second.restored(12)
@@ -130,7 +131,7 @@ with Goodput(sys.argv[1]) as ledger:
 """
 
 
-def test_a_killed_process_was_a_start_and_its_time_has_a_name(tmp_path):
+def test_a_killed_process_counts_as_a_start_and_its_time_is_attributed(tmp_path):
     path = tmp_path / "run" / "goodput.json"
     alive = 0.0
     for least in (0.0, 1.5):  # killed at once; and amid a span that a write has seen
@@ -171,9 +172,9 @@ def test_a_long_run_keeps_a_short_file(tmp_path):
     assert ledger.restored(1000) == pytest.approx((5 * MARKS - 1 - 1000) / 2)
 
 
-def test_what_it_does_not_know_it_refuses(tmp_path):
+def test_unknown_spans_and_other_files_are_refused(tmp_path):
     with pytest.raises(AssertionError, match="coffee"), Goodput().span("coffee"):
         pass
     (tmp_path / "goodput.json").write_text("[]")
-    with pytest.raises(FileError, match="not a goodput ledger"):
+    with refuses(None, FileError, naming="goodput.json"):
         Goodput(tmp_path / "goodput.json")

@@ -1,4 +1,4 @@
-"""A prediction beside what is measured: in the metrics, in a remark, in the report's table."""
+"""Test that the prediction appears beside the measurement in metrics, notes and report."""
 
 import json
 import re
@@ -21,21 +21,21 @@ def run_of(folder, steps: int, more: dict | None = None, every: int = 1) -> list
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_is_told_once_when_the_run_is_warm(tmp_path, capsys):
+def test_the_prediction_is_reported_once_after_warmup(tmp_path, capsys):
     lines = run_of(tmp_path, WARM + ENOUGH + 3)
     said = capsys.readouterr().err
     assert said.count("a step takes 500 ms (median), predicted 400 ms to 1 s") == 1
     assert not [name for name in lines[0] if name.startswith("predicted")]  # constants: no curves of TensorBoard's
 
 
-def test_a_short_run_has_it_at_its_end_and_a_shorter_one_not(tmp_path, capsys):
+def test_a_short_run_reports_the_prediction_at_its_end(tmp_path, capsys):
     run_of(tmp_path / "a", WARM + 1)
     assert "a step takes 500 ms" in capsys.readouterr().err
     run_of(tmp_path / "b", WARM)
     assert "a step takes" not in capsys.readouterr().err
 
 
-def test_lines_of_several_steps_and_steps_that_do_more_than_train(tmp_path):
+def test_lines_of_several_steps_and_steps_with_other_work(tmp_path):
     lines = run_of(tmp_path, 4, {"rollout_seconds": 1.0}, every=2)  # all of it was the rollout
     assert lines[-1]["seconds"] == 1.0
     assert summary.step_seconds(summary.read(tmp_path)) == 0.0
@@ -43,7 +43,7 @@ def test_lines_of_several_steps_and_steps_that_do_more_than_train(tmp_path):
     assert again[-1]["seconds"] == 1.0 and summary.step_seconds(summary.read(tmp_path / "alone")) == 0.5
 
 
-def test_the_reports_table_has_both(tmp_path):
+def test_the_report_has_predicted_and_measured(tmp_path):
     run_of(tmp_path, 8)
     assert ("step time", "500 ms, predicted 400 ms to 1 s") in summary.summary(summary.read(tmp_path))
     (tmp_path / metrics.PREDICTION_FILE).write_text("{}")  # of another version

@@ -1,4 +1,4 @@
-"""The report of a run that learns from rewards: its curves, and what it wrote, to be browsed without a network."""
+"""Test the report of an RL run: its curves and its completions, without a network."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def answers(folder: Path, steps: int = 3, text: str = "three geese", tied: int =
     return folder
 
 
-def test_its_curves(tmp_path):
+def test_the_report_has_the_curves_of_rewards(tmp_path):
     page = write(make(tmp_path / "run")).read_text()
     titles = re.findall(r'aria-label="([^"]*)"', page)
     assert titles[0].startswith("reward (band")
@@ -74,13 +74,13 @@ def test_its_curves(tmp_path):
     assert "completions-data" not in page
 
 
-def test_its_figures(tmp_path):
+def test_the_report_has_the_figures_of_rewards(tmp_path):
     rows = dict(summary(read(make(tmp_path / "run"))))
     assert rows["reward"] == "1 (best 1 at 12; 0.08333 at first)" and rows["held-out pass@1"] == "25.0% (25.0% at 4)"
     assert rows["step time"] == "1 s (rollout 50%, reward 10%, sync 10%, train 30%)" and "step" not in rows
 
 
-def test_a_long_runs_page_holds_some_of_it_and_says_so(tmp_path):
+def test_the_page_of_a_long_run_is_sampled_and_says_so(tmp_path):
     folder = answers(make(tmp_path / "run"), steps=300, text="word " * 400)
     with (folder / "completions.jsonl").open("a") as file:
         file.write('{"step": 301, "gro')  # being written
@@ -104,7 +104,7 @@ def test_samples_may_be_conversations(tmp_path):
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
-# Uses the page as a person would, and leaves what is then seen in the document's title.
+# Uses the page as a user would, and writes what it shows into the document's title.
 VISIT = """<script>
 const field = name => document.querySelector(`#completions [name=${name}]`);
 const set = (name, value) => { field(name).value = value; field(name).dispatchEvent(new Event('input')); };
@@ -125,7 +125,7 @@ document.title = JSON.stringify(seen);
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-def test_completions_are_browsed(tmp_path):
+def test_completions_can_be_browsed(tmp_path):
     page = write(answers(make(tmp_path / "run"), tied=1))
     page.write_text(page.read_text().replace("</body>", VISIT))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]

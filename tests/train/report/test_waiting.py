@@ -1,4 +1,4 @@
-"""The line that counts the seconds of a compilation."""
+"""Test the line that counts the seconds of a compilation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_lines_with_elapsed_seconds_where_output_is_redirected():
     assert said == ["compiling: 65 s"] * 5 + ["compiling: done in 65 s"]
 
 
-def test_on_a_terminal_the_line_stays_in_its_place_and_what_is_quick_leaves_nothing():
+def test_on_a_terminal_the_line_is_updated_in_place_and_removed():
     said, shown, now = [], io.StringIO(), [0.0]
     console = Console(file=shown, force_terminal=True, width=60)
     with waiting("compiling", console, said.append, clock=lambda: now[0]):
@@ -33,6 +33,6 @@ def test_on_a_terminal_the_line_stays_in_its_place_and_what_is_quick_leaves_noth
     assert "compiling: 2 s" in shown.getvalue() and said == []
 
 
-def test_notes_are_shown_as_warnings_are_and_not_called_so(caplog):
+def test_notes_are_logged_above_warning_level(caplog):
     logging.getLogger("dovetail.x").log(NOTE, "compiling")
     assert [(record.levelname, record.levelno > logging.WARNING) for record in caplog.records] == [("NOTE", True)]

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.tune.rl.environment import ToolEnvironment
 from dovetail.tune.rl.rl import rl
-from dovetail.tune.rl.tools import Tool, ToolEnvironment
+from dovetail.tune.rl.tools import Tool
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -25,7 +26,7 @@ def price(item: str) -> int:
 
 
 class Shop(ToolEnvironment):
-    """The price is another in every task of an item: only the tool knows it."""
+    """The price of an item differs between prompts: only the tool knows it."""
 
     turns = 3
 
@@ -37,8 +38,8 @@ class Shop(ToolEnvironment):
         """The price of an item."""
         return self.columns["price"] if item == self.columns["item"] else 0
 
-    def score(self, answer):
-        return float(answer.content.strip() == str(self.columns["price"]))
+    def score(self, turn):
+        return float(turn.content.strip() == str(self.columns["price"]))
 
 
 def tasks() -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def test_it_learns_to_call_its_tool(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "rl/metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines]
     assert np.mean(rewards[:2]) < 0.65 and np.mean(rewards[-3:]) > 0.75, rewards
-    assert all(line["gap_max"] < 1e-3 for line in lines)  # what was told between turns is no part of either
+    assert all(line["gap_max"] < 1e-3 for line in lines)  # observations count in neither
     played = [json.loads(line) for line in (tmp_path / "rl/completions.jsonl").read_text().splitlines()]
     called = {step: np.mean([_calls(p) for p in played if p["step"] == step]) for step in (1, 16)}
     assert called[1] < 0.75 and called[16] > 0.85, called

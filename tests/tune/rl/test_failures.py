@@ -1,26 +1,27 @@
-"""What a reward is given, and what becomes of a run in which no reward comes: no engine, no worker process."""
+"""The arguments of rewards, rewards that raise, and runs without any reward: no engine."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 
 import pytest
+from refusals import refuses
 
 from dovetail.tune.rl.episode import EpisodeId, new_episode
-from dovetail.tune.rl.failures import MOST_UNREWARDED, Failures, traceback_of
+from dovetail.tune.rl.failures import MAX_UNREWARDED, Failures, traceback_of
 from dovetail.tune.rl.prompts import PromptRecord
 from dovetail.tune.rl.reward_assigner import RewardAssigner
-from dovetail.tune.rl.rewards.code import Code
-from dovetail.tune.rl.rewards.judge import Judge
-from dovetail.tune.rl.rewards.model import ModelReward
+from dovetail.tune.rl.rewards.code_reward import CodeReward
+from dovetail.tune.rl.rewards.completion import NoReward, Problem, Scored
+from dovetail.tune.rl.rewards.model_rewards import JudgeReward, ModelReward
+from dovetail.tune.rl.rewards.pool import Rewards
 from dovetail.tune.rl.rewards.reward import KINDS, reward_of
-from dovetail.tune.rl.rewards.scored import NoReward, Problem, Scored
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
 
 class Pool:
-    """In place of rewards.pool.Rewards: keeps what it is given; every reward fails."""
+    """A stand-in for rewards.pool.Rewards that records its arguments; every reward fails."""
 
     def __init__(self):
         self.problems = []
@@ -65,15 +66,15 @@ TEXTS = ["4", "five", "It is 4", '```json\n{"n": 4}\n```', "<a>4</a>", "```pytho
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_scores_a_message_as_its_text(kind, monkeypatch):
-    """The sandbox and the judge's requests are stood in for: what is looked at is what they are given."""
+def test_every_kind_scores_a_message_like_its_text(kind, monkeypatch):
+    """The sandbox and the judge's requests are replaced: only their arguments are compared."""
     reward = reward_of({"kind": kind, **SETTINGS.get(kind, {})}).function
-    monkeypatch.setattr(Code, "_passed", lambda self, program, tests, end: [program == "x = 4\n"])
+    monkeypatch.setattr(CodeReward, "_passed", lambda self, program, tests, end: [program == "x = 4\n"])
 
     async def score(self, client, gate, text):
         return float(len(text))
 
-    monkeypatch.setattr(Judge, "_one", score)
+    monkeypatch.setattr(JudgeReward, "_score", score)
     columns = {name: [["4"] if name == "tests" else "4"] * len(TEXTS) for name in getattr(reward, "columns", ())}
     messages = [[{"role": "assistant", "content": text}] for text in TEXTS]
     by_text, by_message = (_called(reward, given, columns) for given in (TEXTS, messages))
@@ -94,25 +95,62 @@ async def _awaited(found):
     return await found
 
 
+def raises_runtime_error(prompts, completions):
+    raise RuntimeError("the model server is down")
+
+
+def raises_value_error(prompts, completions):
+    raise ValueError("operands could not be broadcast")
+
+
+def lengths(prompts, completions):
+    return [float(len(completion)) for completion in completions]
+
+
+def test_a_reward_that_raises_is_lost_with_its_traceback_in_the_log_and_the_run_goes_on():
+    log: list[str] = []
+    failures = Failures(log.append)
+    with Rewards([raises_runtime_error, raises_value_error, lengths], workers=1) as rewards:
+        for _ in range(2):  # the next prompt is scored as the first
+            episode = judged("2+2?", RewardAssigner(rewards, failures))
+            assert episode.rewards == {"raises_runtime_error": None, "raises_value_error": None, "lengths": 7.0}
+            assert episode.reward == 7.0 and set(episode.problems) == {"raises_runtime_error", "raises_value_error"}
+            failures.end_rollout(True, rollouts=100)
+    assert len(log) == 2
+    for text, name, error in zip(
+        log, ("raises_runtime_error", "raises_value_error"), ("RuntimeError", "ValueError"), strict=True
+    ):
+        assert text.startswith(f"the reward {name!r} failed: {error}: ")
+        assert "Traceback (most recent call last)" in text and f"in {name}\n" in text
+
+
+def test_another_exception_of_the_same_reward_is_logged_too():
+    log: list[str] = []
+    failures = Failures(log.append)
+    for message in ("RuntimeError: a", "ValueError: b", "ValueError: c"):
+        failures.add("the reward 'mine'", "raised", message, f"Traceback\n{message}")
+    assert [text.splitlines()[-1] for text in log] == ["RuntimeError: a", "ValueError: b"]
+
+
 def raises():
     raise TypeError("string indices must be integers")
 
 
 def test_rollouts_without_a_reward_stop_the_run_with_the_first_traceback():
-    told: list[str] = []
-    failures = Failures(told.append)
+    log: list[str] = []
+    failures = Failures(log.append)
     referee = RewardAssigner(Pool(), None, failures)  # type: ignore[arg-type]
-    for _ in range(MOST_UNREWARDED - 1):
+    for _ in range(MAX_UNREWARDED - 1):
         assert judged("2+2?", referee).reward is None
         failures.end_rollout(False, rollouts=100)
-    assert told == ["the reward 'mine' failed: TypeError: oh (completions.jsonl has each case)"]
+    assert log == ["the reward 'mine' failed: TypeError: oh (completions.jsonl has each case)\nTraceback: mine"]
     failures.end_rollout(True, rollouts=100)  # a reward: the count begins again, and so does what is shown at the end
     try:
         raises()
     except TypeError as error:
         failures.add("the environment", "TypeError", str(error), traceback_of(error, __file__))
-    with pytest.raises(ValueError, match="no completion of the last 3 rollouts got a reward") as stopped:
-        for _ in range(MOST_UNREWARDED):
+    with refuses("rewards", code="no_rewards", naming="of the last 3 rollouts") as stopped:
+        for _ in range(MAX_UNREWARDED):
             failures.end_rollout(False, rollouts=100)
     assert "the environment: string indices" in str(stopped.value) and "in raises\n" in str(stopped.value)
     assert "Traceback: mine" not in str(stopped.value)
@@ -121,7 +159,7 @@ def test_rollouts_without_a_reward_stop_the_run_with_the_first_traceback():
 def test_a_run_of_fewer_rollouts_stops_at_its_last():
     failures = Failures()
     failures.end_rollout(False, rollouts=2)
-    with pytest.raises(ValueError, match=r"last 2 rollouts .* every reward returned None"):
+    with refuses("rewards", code="no_rewards", naming="every reward returned None"):
         failures.end_rollout(False, rollouts=2)
 
 

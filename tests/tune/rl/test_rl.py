@@ -25,7 +25,7 @@ from dovetail.core.recipe import create
 from dovetail.core.types import Batch
 from dovetail.engine.options import EngineOptions
 from dovetail.tune.rl.losses import Plain
-from dovetail.tune.rl.rewards.reward import Reward
+from dovetail.tune.rl.rewards.reward import RewardFunction
 from dovetail.tune.rl.rollouts import Rollouts
 from dovetail.tune.rl.sections import RolloutEngine
 from dovetail.tune.rl.settings import Rl
@@ -189,7 +189,7 @@ def test_sleep_mode_and_offloading_do_not_change_the_run(place):
 PASSES: list[tuple[Batch, np.ndarray]] = []  # of each update of `evaluated`: its rows, and their log-probabilities then
 EVALUATED: dict[str, Any] = {
     "eval": {"every": 1, "num_generations": 4, "success_threshold": 0.6}, "steps": 2, "max_prompt_length": 32,
-    "rewards": [failing, low_tokens, Reward("of_messages", of_messages, 0.0)],
+    "rewards": [failing, low_tokens, RewardFunction("of_messages", of_messages, 0.0)],
     "num_iterations": 2, "loss": {"importance_sampling_mode": "none", "delta": 1.5, "top_entropy_quantile": 0.5},
 }  # fmt: skip
 
@@ -239,7 +239,7 @@ def test_a_changed_reward_stops_a_resume(place, evaluated):
     data = {"path": str(place / "prompts.jsonl"), "held_out": 0.25}
     with refuses(None, CheckpointError, "changed_inputs", naming="the reward 'failing' has changed since step 2"):
         run(place, name="evaluated", data=data, **{**EVALUATED, "steps": 4, "rewards": EVALUATED["rewards"][1:]})
-    heavier = [failing, Reward("low_tokens", low_tokens, 2.0), EVALUATED["rewards"][2]]
+    heavier = [failing, RewardFunction("low_tokens", low_tokens, 2.0), EVALUATED["rewards"][2]]
     with refuses(None, CheckpointError, "changed_inputs", naming="the reward 'low_tokens' has changed since step 2"):
         run(place, name="evaluated", data=data, **{**EVALUATED, "steps": 4, "rewards": heavier})
 

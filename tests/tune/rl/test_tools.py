@@ -1,4 +1,4 @@
-"""Tools: what the model is told of a typed function, what its calls do, and how they stand in an episode."""
+"""Tools: the schema of a typed function, the results of calls, and their tokens in an episode."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from data.conftest import CHATML, small_tokenizer
 from data.test_example_encoder import SPECIAL
-from tune.rl.staged import ASKED, begin, bytes_tokenizer, family, play, staged, write
+from refusals import refuses
+from tune.rl.environments import ASKED, begin, bytes_tokenizer, family, play, runner_of, write
 
-from dovetail.tune.rl.environment import Environment, Step
-from dovetail.tune.rl.tools import Tool, ToolEnvironment
+from dovetail.core.errors import RecipeError, UserError
+from dovetail.tune.rl.environment import Environment, Step, ToolEnvironment
+from dovetail.tune.rl.tools import Tool
 
 PRICES = {"apple": 2, "pear": 3}
 CALLS = {  # as each family's models write one
@@ -43,8 +45,8 @@ async def later(count: Annotated[int, "how often"]) -> str:
 class Shop(ToolEnvironment):
     tools = (price, total)
 
-    def score(self, answer):
-        return float(answer.content.strip() == "5")
+    def score(self, turn):
+        return float(turn.content.strip() == "5")
 
 
 class Counting(ToolEnvironment):
@@ -62,7 +64,7 @@ class Counting(ToolEnvironment):
         self.count += much
         return self.count
 
-    def score(self, answer):
+    def score(self, turn):
         return float(self.count)
 
 
@@ -70,7 +72,7 @@ def call_of(name: str, tool: str, **arguments: Any) -> str:
     return CALLS[name].format(name=tool, arguments=json.dumps(arguments))
 
 
-# --- what the model is told -------------------------------------------------------------------------------------------
+# --- the schema of a function -----------------------------------------------------------------------------------------
 
 
 def test_a_function_is_described_by_its_hints_and_its_docstring():
@@ -89,9 +91,9 @@ def test_a_function_is_described_by_its_hints_and_its_docstring():
             },
         },
     }
-    told = Tool.of(total).schema["function"]
-    assert "description" not in told
-    assert told["parameters"]["properties"] == {
+    described = Tool.of(total).schema["function"]
+    assert "description" not in described
+    assert described["parameters"]["properties"] == {
         "numbers": {"type": "array", "items": {"type": "number"}},
         "label": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
     }
@@ -105,20 +107,20 @@ def of_objects(a: complex): ...
 
 
 @pytest.mark.parametrize(
-    "function, why",
+    "function, naming",
     [
         (untyped, "untyped must have a type hint for each parameter; a has none"),
-        (starred, r"given by name; the tool starred has \*a"),
+        (starred, "starred has *a"),
         (of_objects, "a of the tool of_objects must be str"),
         (lambda a: a, "not a lambda"),
     ],
 )
-def test_what_cannot_be_described_is_refused(function, why):
-    with pytest.raises(ValueError, match=why):
+def test_a_function_without_a_schema_is_refused(function, naming):
+    with refuses("tools", naming=naming):
         Tool.of(function)
 
 
-# --- what a call does -------------------------------------------------------------------------------------------------
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,24 +137,24 @@ def test_what_cannot_be_described_is_refused(function, why):
         (price, "[]", "error: arguments of price must be an object"),
     ],
 )
-def test_a_call_gives_text_and_so_does_its_failure(tool, arguments, result):
+def test_a_call_returns_its_result_or_its_error_as_text(tool, arguments, result):
     assert Tool.of(tool)(arguments).startswith(result)
 
 
-# --- a call in an episode ---------------------------------------------------------------------------------------------
+# --- calls in an episode ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_and_results_stand_as_the_template_writes_them(name):
-    """The policy's own tokens as it wrote them, around them what the template adds; its answer ends the episode."""
+def test_calls_and_results_are_tokens_of_the_template(name):
+    """The policy's sampled tokens stay as they are, the template's are around them; a turn without calls ends it."""
     tokenizer = family(name)
-    stage, (task,) = staged(Shop, tokenizer)
+    runner, (task,) = runner_of(Shop, tokenizer)
     shown = tokenizer.decode(task.tokens, skip_special=False)
     assert '"name": "price"' in shown and '"item"' in shown  # in SmolLM2's, whose template knows no tools, spelled out
     episode, end = begin(task), tokenizer.eos
     written = [call_of(name, "price", item="apple"), call_of(name, "price", item="pear"), "5"]
-    first, second = play(stage, episode, tokenizer, *(f"{text}{end}" for text in written))
-    results = [tokenizer.decode(said, skip_special=False) for said in (first, second)]
+    first, second = play(runner, episode, tokenizer, *(f"{text}{end}" for text in written))
+    results = [tokenizer.decode(observation, skip_special=False) for observation in (first, second)]
     expected = [tool_turn(name, tokenizer, result) for result in ("2", "3")]
     assert results == expected
     sampled = tokenizer.decode(episode.tokens[episode.sampled], skip_special=False)
@@ -173,90 +175,92 @@ def tool_turn(name, tokenizer, content) -> str:
     return f"\n<|im_start|>{inner}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_several_calls_of_one_answer_are_answered_in_order():
+def test_several_calls_of_a_turn_are_run_in_order():
     tokenizer = family("qwen3")
-    stage, (task,) = staged(Shop, tokenizer)
+    runner, (task,) = runner_of(Shop, tokenizer)
     episode = begin(task)
     both = call_of("qwen3", "price", item="apple") + "\n" + call_of("qwen3", "price", item="pear")
-    (said,) = play(stage, episode, tokenizer, f"{both}<|im_end|>")
+    (observation,) = play(runner, episode, tokenizer, f"{both}<|im_end|>")
     shown = "\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>"
-    assert shown in tokenizer.decode(said, skip_special=False)
+    assert shown in tokenizer.decode(observation, skip_special=False)
 
 
 @pytest.mark.parametrize(
-    "call, told",
+    "call, error",
     [
         (
             '<tool_call>{"name": "prize", "arguments": {}}</tool_call>',
             "there is no tool 'prize'; there are price, total",
         ),
-        ('<tool_call>{"name": "price", "arguments": {"item": "ap</tool_call>', "not whole JSON"),
+        ('<tool_call>{"name": "price", "arguments": {"item": "ap</tool_call>', "not complete JSON"),
         ('<tool_call>{"name": "price", "arguments": {"item": "kiwi"}}</tool_call>', "KeyError"),
     ],
 )
-def test_a_wrong_call_is_told_and_the_episode_goes_on(call, told):
+def test_a_wrong_call_returns_an_error_and_the_episode_goes_on(call, error):
     tokenizer = family("qwen2")
-    stage, (task,) = staged(Shop, tokenizer)
+    runner, (task,) = runner_of(Shop, tokenizer)
     episode = begin(task)
-    (said,) = play(stage, episode, tokenizer, f"{call}<|im_end|>")
-    assert "error: " in tokenizer.decode(said) and told in tokenizer.decode(said) and not episode.problems
+    (observation,) = play(runner, episode, tokenizer, f"{call}<|im_end|>")
+    assert (
+        "error: " in tokenizer.decode(observation) and error in tokenizer.decode(observation) and not episode.problems
+    )
 
 
 def test_markers_that_are_special_tokens_reach_the_parser():
     """Where a vocabulary has <tool_call> as a special token, text without special tokens would show no call."""
     template = family("qwen2").chat_template or ""
     tokenizer = bytes_tokenizer(["<tool_call>", "</tool_call>", *SPECIAL["qwen2"]], template)
-    stage, (task,) = staged(Shop, tokenizer)
+    runner, (task,) = runner_of(Shop, tokenizer)
     episode = begin(task)
-    assert play(stage, episode, tokenizer, f"{call_of('qwen2', 'price', item='pear')}<|im_end|>")
+    assert play(runner, episode, tokenizer, f"{call_of('qwen2', 'price', item='pear')}<|im_end|>")
     assert episode.messages is not None and episode.messages[1]["content"] == "3"
 
 
 def test_a_method_is_a_tool_with_the_episodes_state():
     tokenizer = family("qwen2")
-    stage, (task,) = staged(Counting, tokenizer)
+    runner, (task,) = runner_of(Counting, tokenizer)
     one, other = begin(task, 0), begin(task, 1)
     add = f"{call_of('qwen2', 'add', much=2)}<|im_end|>"
-    play(stage, one, tokenizer, add, add, "done<|im_end|>")
-    play(stage, other, tokenizer, add, "done<|im_end|>")
+    play(runner, one, tokenizer, add, add, "done<|im_end|>")
+    play(runner, other, tokenizer, add, "done<|im_end|>")
     assert (one.rewards, other.rewards) == ({"environment": 4.0}, {"environment": 2.0})
 
 
-def test_an_episode_is_the_same_again():
-    """Ids of calls, which some templates write, are no chance."""
+def test_an_episode_can_be_repeated():
+    """Ids of calls, which some templates write, are not random."""
     tokenizer = family("qwen2")
-    stage, (task,) = staged(Shop, tokenizer)
+    runner, (task,) = runner_of(Shop, tokenizer)
     found = []
     for _ in range(2):
         episode = begin(task)
-        play(stage, episode, tokenizer, f"{call_of('qwen2', 'price', item='pear')}<|im_end|>", "5<|im_end|>")
+        play(runner, episode, tokenizer, f"{call_of('qwen2', 'price', item='pear')}<|im_end|>", "5<|im_end|>")
         found.append((episode.tokens.tolist(), episode.messages))
     assert found[0] == found[1]
 
 
 def test_a_call_that_was_cut_off_is_not_run():
     tokenizer = family("qwen2")
-    stage, (task,) = staged(Counting, tokenizer)
+    runner, (task,) = runner_of(Counting, tokenizer)
     episode = begin(task)
     write(episode, tokenizer, call_of("qwen2", "add", much=2), finish="length")
-    assert stage.reply(episode) is None and episode.rewards == {"environment": 0.0}
+    assert runner.reply(episode) is None and episode.rewards == {"environment": 0.0}
 
 
-def test_an_environment_of_ones_own_may_read_the_calls():
+def test_an_environment_may_read_the_calls_itself():
     class Own(Environment):
         tools = (price,)
 
-        def step(self, answer):
-            return Step(reward=float(len(answer.calls)), done=True)
+        def step(self, turn):
+            return Step(reward=float(len(turn.calls)), done=True)
 
     tokenizer = family("qwen2")
-    stage, (task,) = staged(Own, tokenizer)
+    runner, (task,) = runner_of(Own, tokenizer)
     episode = begin(task)
-    play(stage, episode, tokenizer, f"{call_of('qwen2', 'price', item='pear')}<|im_end|>")
+    play(runner, episode, tokenizer, f"{call_of('qwen2', 'price', item='pear')}<|im_end|>")
     assert episode.rewards == {"environment": 1.0}
 
 
-# --- what is refused at the start -------------------------------------------------------------------------------------
+# --- refusals at the start --------------------------------------------------------------------------------------------
 
 
 class Twice(ToolEnvironment):
@@ -264,23 +268,23 @@ class Twice(ToolEnvironment):
 
 
 @pytest.mark.parametrize(
-    "environment, record, why",
+    "environment, record, param",
     [
-        (Shop, {"prompt": "plain text"}, "needs a chat template to show them"),
-        (Shop, {"messages": ASKED, "tools": [Tool.of(price).schema]}, "leave the record's out"),
-        (Twice, {"messages": ASKED}, "price comes twice"),
+        (Shop, {"prompt": "plain text"}, "prompt"),
+        (Shop, {"messages": ASKED, "tools": [Tool.of(price).schema]}, "tools"),
+        (Twice, {"messages": ASKED}, "tools"),
     ],
 )
-def test_what_does_not_go_together_is_refused(environment, record, why):
-    with pytest.raises(ValueError, match=why):
-        staged(environment, small_tokenizer(), [record])
+def test_records_that_do_not_fit_the_environment_are_refused(environment, record, param):
+    with refuses(param, UserError):
+        runner_of(environment, small_tokenizer(), [record])
 
 
-def test_a_template_that_ends_no_turn_of_calls_is_refused():
+def test_a_template_without_an_end_token_after_calls_is_refused():
     template = CHATML.replace("<|im_end|>\\n", "\\n").replace(
         "(m.content or '')",
         "(m.content or '') + ('<tool_call>' + m.tool_calls[0].function.name if m.tool_calls else '')",
     )
     template = "{{- tools | tojson }}" + template
-    with pytest.raises(ValueError, match="the model's chat template writes no end token after a turn of tool calls"):
-        staged(Shop, small_tokenizer(template))
+    with refuses("data.template", RecipeError, naming="the model's chat template writes no end token"):
+        runner_of(Shop, small_tokenizer(template))

@@ -1,8 +1,8 @@
 """Run a loop over chunks on XLA's own threads, from a numba function that XLA has called (see ffi).
 
 The caller makes a job, lets XLA's pool call a task with it once per other thread, and works on it too: each takes the
-next chunk until there is none. The pool may run a task late, or after the caller has finished, so that nobody waits for
-tasks to begin, only for chunks that were taken; and the job is freed by the last one that may read it.
+next chunk until there is none. The pool may run a task late, or after the caller has finished. So the caller does not
+wait for tasks to begin, only for chunks that were taken, and the last one that may read the job frees it.
 
 A job is 64-bit words: [0] the next chunk, [1] chunks done, [2] how many may read it, [3] chunks; then the caller's. The
 pool is reached through XLA's table of functions (xla/ffi/api/c_api.h), which only grows at its end.

@@ -88,7 +88,7 @@ def _add_tile(context: Any, x: Any, w: Any, w_stride: Any, y: Any, y_stride: Any
         strips = [code.hidden(code.at(w, code.times(w_stride, j))) for j in range(COLUMNS)]
 
         def add(k: Any, ofs: int, lanes: list[Any]) -> None:
-            """One number of each of the tile's rows of x, by one of each of the weight's."""
+            """Add the products of one number of each of the tile's rows of x with one of each of the weight's."""
             at = code.at(x, code.times(k, 4 * ROWS), 4 * ROWS * ofs)
             parts = [code.load(code.at(at, 16 * h)) for h in range(ROWS // 4)]
             for column, lane in zip(sums, lanes, strict=True):

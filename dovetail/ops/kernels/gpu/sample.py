@@ -1,4 +1,4 @@
-"""From logits to tokens and their log-probabilities in two kernels for NVIDIA GPUs (Pallas, Triton).
+"""Sample tokens and their log-probabilities from logits in two kernels for NVIDIA GPUs (Pallas, Triton).
 
 There is no sort, and no branch that waits for the host. A row's program does only what the row asks for.
 
@@ -102,7 +102,7 @@ def _adjust_kernel(
     history_ref, _, logits_ref,
 ):  # fmt: skip
     row, part, slot = 0, pl.program_id(1), slot_ref[0]
-    is_biased, is_penalized = bias_ids_ref[row, 0] >= 0, slot < history_ref.shape[0]  # a row's bias stands in front
+    is_biased, is_penalized = bias_ids_ref[row, 0] >= 0, slot < history_ref.shape[0]  # a row's bias is first
     is_masked = position_ref[row] < until_ref[row]
 
     def add_bias(at, x):
@@ -292,7 +292,7 @@ def _truncate(line: _Line, block_keys: jax.Array, k: jax.Array, p: jax.Array, mi
     weights = jnp.exp(scaled)
 
     def find(target, floor, by_mass: bool):
-        """Return the greatest key with so many tokens, or so much weight, at or above it."""
+        """Return the greatest key with at least this many tokens, or this much weight, at or above it."""
 
         def reach(key):
             return jnp.sum(jnp.where(scaled >= _value(key), weights if by_mass else 1.0, 0.0))

@@ -1,4 +1,4 @@
-"""What each kernel for TPUs requires, why it cannot take a call, and how the flat kernel tiles its work.
+"""Check what each kernel for TPUs requires, say why it cannot take a call, and choose the flat kernel's tiles.
 
 ops.dispatch chooses by these. Each `why_not` function returns its reason as the end of a sentence, or None if the
 kernel takes the call. Shapes are of all devices. The sizes of SMEM and VMEM are jax's own (pltpu.get_tpu_info_for_chip;
@@ -24,7 +24,7 @@ TOO_OLD = ("TPU v2", "TPU v3")
 
 def why_not_splash(q: Any, sinks: Any = None) -> str | None:
     """Return why upstream's packed kernel cannot take q [B, T, N, H]."""
-    return "it knows no sinks" if sinks is not None else why_not_rows(q)
+    return "it does not support sinks" if sinks is not None else why_not_rows(q)
 
 
 def why_not_rows(q: Any) -> str | None:
@@ -63,7 +63,7 @@ def why_not_heads(
         f"it takes one key head of {head_dim} dims on a device, in bf16, and here are {here} in {jnp.dtype(dtype)}": (
             head_dim > 128 and (rows, odd) != (1, 0)
         ),
-        "it knows no sinks": has_sinks,
+        "it does not support sinks": has_sinks,
         f"it takes bf16 and f32, and this is {jnp.dtype(dtype)}": dtype not in DTYPES,
         f"it cannot tile {here} key heads on a device: in bf16 1, 2, 4 or a multiple of 8": (
             odd > 0 or not (rows in (1, 2, 4, 8) or rows % 8 == 0)

@@ -1,1 +1,1 @@
-"""Rewards: what a completion is worth. Functions of the user's and kinds of ours, called in processes of their own."""
+"""Rewards of completions: the functions of the user and the built-in kinds, called in worker processes."""

@@ -1,35 +1,42 @@
-"""A test as a list of steps, of which the parent compares as many as it can with what it expects.
+"""Tests of a sandboxed program, split so that the parent process compares as many values as it can.
 
-    Check.of("assert double(2) == 4")       # the sandbox evaluates `double(2)`; the parent compares the result with 4
+    Check.parse("assert double(2) == 4")    # the sandbox evaluates `double(2)`; the parent compares the result with 4
 
-A program shares its interpreter with the statements of its tests and can make any of them pass: by an object that
+A program shares its interpreter with the statements of its tests and can make any of them pass: with an object that
 equals everything, or by writing the report itself. It cannot do so where the expected value is not in its process. So
 `assert EXPRESSION == LITERAL` is split here, also in a function of asserts that is called with the program's function
-(`def check(candidate): ...`, as in HumanEval), and every other statement runs as it is.
+(`def check(candidate): ...`, as in HumanEval). Every other statement runs as it is.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.tune.rl.rewards.cage.values import canonical
+from dovetail.tune.rl.rewards.isolation.canonical import canonical
 
-MAKERS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list}
-TOO_DEEP = (RecursionError, MemoryError)  # what Python's parser raises for thousands of brackets
+CONSTRUCTORS = {"set": set, "frozenset": frozenset, "tuple": tuple, "list": list}
+TOO_DEEP = (RecursionError, MemoryError)  # raised by Python's parser for thousands of brackets
 
 
 @dataclass(frozen=True)
 class Check:
-    """`steps` are ("run", statements) or ("value", expression), in order; `expected` is the text of each value."""
+    """A test as steps to execute in the sandbox, and the values that the parent expects.
+
+    Attributes:
+        steps: ("run", statements) or ("value", expression), in order.
+        expected: The canonical text that each value must have.
+    """
 
     steps: tuple[tuple[str, str], ...]
     expected: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, test: str) -> Check:
+    def parse(cls, test: str) -> Check:
+        """Split the source of a test into steps."""
         try:
             body = _inlined(ast.parse(test).body)
             split = [(statement, _split(statement)) for statement in body]
@@ -40,23 +47,72 @@ class Check:
         steps = [("value", pair[0]) if pair else ("run", ast.unparse(statement)) for statement, pair in split]
         return cls(tuple(steps), tuple(pair[1] for _, pair in split if pair))
 
-    def error_of(self, found: list[str]) -> str:
-        """Return why the values do not pass, or nothing."""
+    def error(self, values: list[str]) -> str:
+        """Return why the reported values do not pass, or an empty text."""
         for number, expected in enumerate(self.expected):
-            if number >= len(found):
+            if number >= len(values):
                 return "it ended before this test did"
-            if found[number] != expected:
+            if values[number] != expected:
                 source = [source for kind, source in self.steps if kind == "value"][number]
-                return f"{source[:80]} must be {expected[:40]}, got {found[number][:40]}"
+                return f"{source[:80]} must be {expected[:40]}, got {values[number][:40]}"
         return ""
 
 
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """The lines that the sandboxed process wrote, each checked for its form: see `isolation.program`.
+
+    Attributes:
+        isolation: The active restrictions: the first line, written before the program started.
+        program: The program's exception, or an empty text; None if the program did not reach its end.
+        tests: For each test its exception, or an empty text, and its values.
+    """
+
+    isolation: tuple[str, ...] = ()
+    program: str | None = None
+    tests: tuple[tuple[str, list[str]], ...] = ()
+
+    @classmethod
+    def parse(cls, text: bytes, secret: str) -> ProgramReport:
+        """Read the lines that have the secret and the right form; ignore every other line.
+
+        The program can write lines of its own, so nothing in them may raise.
+        """
+        lines = [parts for line in text.splitlines() if (parts := _line(line, secret)) is not None]
+        isolation = next((value for kind, value in lines[:1] if kind == "isolation" and _is_texts(value)), ())
+        program = next((value for kind, value in lines if kind == "program" and isinstance(value, str)), None)
+        tests = [(value[0], value[1]) for kind, value in lines if kind == "test" and _is_test(value)]
+        return cls(tuple(isolation), program, tuple(tests))
+
+
+def _line(line: bytes, secret: str) -> tuple[Any, Any] | None:
+    try:
+        parts = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return (parts[1], parts[2]) if isinstance(parts, list) and len(parts) == 3 and parts[0] == secret else None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_test(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_texts(value[1])
+
+
+# --- splitting a test -------------------------------------------------------------------------------------------------
+
+
 def _inlined(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Replace `def check(candidate)` of nothing but asserts, and `check(f)`, by these asserts with f in them."""
-    checks = {one.name: one for one in body if isinstance(one, ast.FunctionDef) and _has_asserts_alone(one)}
+    """Replace `def check(candidate)`, if it holds only asserts, and `check(f)` by these asserts with f in them."""
+    checks = {one.name: one for one in body if isinstance(one, ast.FunctionDef) and _has_only_asserts(one)}
     named = [node.id for one in body for node in ast.walk(one) if isinstance(node, ast.Name)]
     calls = [one.value.func.id for one in body if _is_call(one)]  # type: ignore[attr-defined]
-    # one that is used in another way too must stay, and the expected values stay with it
+    # A function that is also used in another way must stay, with its expected values.
     checks = {name: one for name, one in checks.items() if 0 < calls.count(name) == named.count(name)}
     found: list[ast.stmt] = []
     for statement in body:
@@ -78,8 +134,8 @@ def _is_call(statement: ast.stmt) -> bool:
     return False
 
 
-def _has_asserts_alone(function: ast.FunctionDef) -> bool:
-    """Other statements would have names of their own, which are not the program's. A text is a docstring."""
+def _has_only_asserts(function: ast.FunctionDef) -> bool:
+    """Return whether a function binds no names of its own: it holds asserts and a docstring only."""
     plain = all(isinstance(one, ast.Assert | ast.Pass) or _is_text(one) for one in function.body)
     bound = any(isinstance(one, ast.Lambda | ast.NamedExpr | ast.comprehension) for one in ast.walk(function))
     given = function.args
@@ -100,7 +156,7 @@ class _Rename(ast.NodeTransformer):
 
 
 def _split(statement: ast.stmt) -> tuple[str, str] | None:
-    """Return the expression and the text of the value it must have, of `assert EXPRESSION == LITERAL`."""
+    """Return the expression and the canonical text of the literal in `assert EXPRESSION == LITERAL`, else None."""
     if not isinstance(statement, ast.Assert) or not isinstance(statement.test, ast.Compare):
         return None
     compare = statement.test
@@ -115,8 +171,8 @@ def _split(statement: ast.stmt) -> tuple[str, str] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, or of a call such as `set([1, 2])`. ValueError for anything else."""
+    """Return the value of a literal, or of a call such as `set([1, 2])`; raise ValueError for anything else."""
     match node:
-        case ast.Call(func=ast.Name(id=name), args=[] | [_], keywords=[]) if name in MAKERS:
-            return MAKERS[name](*map(_literal, node.args))
+        case ast.Call(func=ast.Name(id=name), args=[] | [_], keywords=[]) if name in CONSTRUCTORS:
+            return CONSTRUCTORS[name](*map(_literal, node.args))
     return ast.literal_eval(node)

@@ -1,4 +1,4 @@
-"""Code that nobody has read: what it can do, and what it cannot."""
+"""The sandbox: untrusted programs run within their limits and reach nothing outside."""
 
 import os
 import subprocess
@@ -8,24 +8,27 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
+from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.tune.rl.rewards import sandbox
-from dovetail.tune.rl.rewards.sandbox import Limits, isolation_here, run_python
-from dovetail.tune.rl.rewards.watch import written
+from dovetail.tune.rl.rewards.sandbox import Limits, bytes_written, isolation_here, run_python
 
 QUICK = Limits(seconds=10.0)
 
 
 @pytest.fixture(autouse=True)
-def _enforced():
+def _needs_kernel():
     if not sandbox.ENFORCED.issubset(isolation_here()):
         pytest.skip("this machine's kernel does not enforce the sandbox")
 
 
-def test_a_program_runs_and_says_what_held():
-    ran = run_python("import sys\nprint(sys.stdin.read() * 2)\nprint('!', file=sys.stderr)", stdin="ab", limits=QUICK)
-    assert (ran.ok, ran.stdout, ran.stderr, ran.code, ran.error) == (True, "abab\n", "!\n", 0, "")
-    assert ran.isolated and {"limits", "landlock", "seccomp"} <= set(ran.isolation)
+def test_a_program_runs_and_reports_its_isolation():
+    result = run_python(
+        "import sys\nprint(sys.stdin.read() * 2)\nprint('!', file=sys.stderr)", stdin="ab", limits=QUICK
+    )
+    assert (result.ok, result.stdout, result.stderr, result.code, result.error) == (True, "abab\n", "!\n", 0, "")
+    assert result.isolated and {"limits", "landlock", "seccomp"} <= set(result.isolation)
 
 
 def test_ordinary_programs_work():
@@ -40,8 +43,8 @@ def test_ordinary_programs_work():
         assert open("b").read() == "x" and box == [1] and os.getcwd() == os.environ["HOME"]
         if __name__ == "__main__": print("done")
     """
-    ran = run_python("if 1:\n" + program, limits=QUICK)
-    assert ran.ok and ran.stdout == "done\n", ran.stderr
+    result = run_python("if 1:\n" + program, limits=QUICK)
+    assert result.ok and result.stdout == "done\n", result.stderr
 
 
 FORBIDDEN = {
@@ -80,38 +83,38 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_what_it_cannot_do(what, tmp_path, monkeypatch):
+def test_forbidden_operations_fail(what, tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "s3cret")
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
     with listening() as port:
         program = FORBIDDEN[what].format(port=port, secret=str(secret), folder=str(tmp_path))
-        ran = run_python(program + "\nprint('it could')", limits=QUICK)
-    assert not ran.ok and ran.stdout == "" and ran.error, ran
-    assert "s3cret" not in ran.stderr and list(tmp_path.iterdir()) == [secret]
+        result = run_python(program + "\nprint('it could')", limits=QUICK)
+    assert not result.ok and result.stdout == "" and result.error, result
+    assert "s3cret" not in result.stderr and list(tmp_path.iterdir()) == [secret]
     assert secret.read_text() == "s3cret" and secret.stat().st_mode & 0o777
 
 
-def test_the_environment_and_open_files_stay_out(monkeypatch):
+def test_a_program_sees_no_environment_variable_and_no_open_file(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "s3cret")
     program = "for fd in range(3, 4096):\n    try: print(fd, os.fstat(fd))\n    except OSError: pass"
     program = f"import os\nprint(dict(os.environ))\n{program}"
-    ran = run_python(program, limits=QUICK)
-    assert ran.ok and "s3cret" not in ran.stdout
-    assert len(ran.stdout.splitlines()) == 2, "the environment, and the file that it reports to"
+    result = run_python(program, limits=QUICK)
+    assert result.ok and "s3cret" not in result.stdout
+    assert len(result.stdout.splitlines()) == 2, "the environment, and the file that it reports to"
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
-def test_what_does_not_end_is_ended(program):
+def test_a_program_without_end_is_stopped(program):
     begun = time.monotonic()
-    ran = run_python(program, limits=Limits(seconds=0.5))
-    assert not ran.ok and ran.error and ran.code in (None, -24) and time.monotonic() - begun < 40
+    result = run_python(program, limits=Limits(seconds=0.5))
+    assert not result.ok and result.error and result.code in (None, -24) and time.monotonic() - begun < 40
 
 
 def test_endless_printing_is_bounded():
-    ran = run_python("while True: print('x' * 1000)", limits=Limits(seconds=10, disk=1))
-    assert not ran.ok and len(ran.stdout) <= sandbox.SHOWN
-    assert "File too large" in ran.error or ran.error == "it wrote more than 1 MB"
+    result = run_python("while True: print('x' * 1000)", limits=Limits(seconds=10, disk=1))
+    assert not result.ok and len(result.stdout) <= sandbox.SHOWN
+    assert "File too large" in result.error or result.error == "it wrote more than 1 MB"
 
 
 MANY_FILES = """
@@ -122,24 +125,26 @@ while True:
 
 
 @pytest.mark.parametrize("then", ["os.rename('one', f'{os.times()[4]}')", "os.unlink('one')"])
-def test_the_sum_of_what_it_writes_is_bounded(then):
-    ran = run_python("import os" + MANY_FILES.format(then=then), limits=Limits(seconds=30, disk=2))
-    assert "No space left" in ran.error or ran.error == "it wrote more than 2 MB"
+def test_the_sum_of_written_bytes_is_bounded(then):
+    result = run_python("import os" + MANY_FILES.format(then=then), limits=Limits(seconds=30, disk=2))
+    assert "No space left" in result.error or result.error == "it wrote more than 2 MB"
 
 
-def test_what_a_process_has_written_is_counted_where_nothing_can_be_mounted(tmp_path):
-    """Also in files that were removed since."""
+def test_written_bytes_are_counted_where_nothing_can_be_mounted(tmp_path):
+    """Bytes in files that were removed since count too."""
     write = "open('a', 'wb').write(bytes(2**20)); import os; os.unlink('a'); print(flush=True); input()"
     command = [sys.executable, "-c", write]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) as process:
         assert process.stdout and process.stdout.readline()
-        assert written(process.pid) >= 2**20
-    assert written(process.pid) == 0
+        assert bytes_written(process.pid) >= 2**20
+    assert bytes_written(process.pid) == 0
 
 
-def test_tests_run_in_the_programs_names():
-    ran = run_python("def add(a, b): return a + b", tests=["assert add(1, 2) == 3", "assert add(1, 1) == 3", "add(1)"])
-    assert ran.passed == (True, False, False) and not ran.ok and ran.error == "add(1, 1) must be 3, got 2"
+def test_tests_run_in_the_programs_namespace():
+    result = run_python(
+        "def add(a, b): return a + b", tests=["assert add(1, 2) == 3", "assert add(1, 1) == 3", "add(1)"]
+    )
+    assert result.passed == (True, False, False) and not result.ok and result.error == "add(1, 1) must be 3, got 2"
     assert run_python("x = 1", tests=["assert x == 1"]).ok
 
 
@@ -149,22 +154,23 @@ def test_tests_run_in_the_programs_names():
      "import os\ndef f(): os._exit(0)", "print('[\"word\", \"test\", \"\"]')\ndef f(): assert 0", "def f(): f()"],
 )  # fmt: skip
 def test_a_program_that_avoids_its_tests_passes_none(program):
-    ran = run_python(program, tests=["f()"], limits=QUICK)
-    assert ran.passed == (False,) and not ran.ok and ran.error
+    result = run_python(program, tests=["f()"], limits=QUICK)
+    assert result.passed == (False,) and not result.ok and result.error
 
 
 FORGER = """
 import os, sys
 frame = sys._getframe()
-while "say" not in frame.f_locals: frame = frame.f_back
-say = frame.f_locals["say"]
-fd = dict(zip(say.__code__.co_freevars, say.__closure__))["fd"].cell_contents
+while "report" not in frame.f_locals: frame = frame.f_back
+report = frame.f_locals["report"]
+fd = dict(zip(report.__code__.co_freevars, report.__closure__))["fd"].cell_contents
 """
 FORGED = {
-    "passes": "say('program', ''); say('test', ['', []]); say('test', ['', ['True']]); os._exit(0)",
+    "passes": "report('program', ''); report('test', ['', []]); report('test', ['', ['True']]); os._exit(0)",
     "deep brackets": "os.write(fd, b'[' * 200_000 + b'\\n')",
-    "an unknown kind": "say('else', 1); say(['test'], 1); say({}, 1)",
-    "another form": "say('test', 1); say('program', [1]); say('test', [[], {}]); say('isolation', 7); os._exit(0)",
+    "an unknown kind": "report('else', 1); report(['test'], 1); report({}, 1)",
+    "another form": "report('test', 1); report('program', [1]); report('test', [[], {}]); report('isolation', 7)"
+    "; os._exit(0)",
     "no text": "os.write(fd, bytes(range(256)) * 99); os.close(fd); os._exit(0)",
     "a signal without a name": "os.kill(os.getpid(), 40)",
 }
@@ -172,36 +178,38 @@ FORGED = {
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_report_gains_nothing_and_raises_nothing(what):
-    ran = run_python(FORGER + FORGED[what], tests=["assert f(2) == 4", "assert f(3) == 9"], limits=QUICK)
-    assert ran.passed == (False, False) and not ran.ok and ran.error and ran.isolated
+    result = run_python(FORGER + FORGED[what], tests=["assert f(2) == 4", "assert f(3) == 9"], limits=QUICK)
+    assert result.passed == (False, False) and not result.ok and result.error and result.isolated
 
 
 EQUALS_ALL = "class All:\n    def __eq__(self, other): return True\ndef f(*_): return All()"
 
 
-def test_expected_values_are_compared_out_of_reach_of_the_program():
-    ran = run_python(EQUALS_ALL, tests=["assert f(2) == 4", "assert 4 == f(2), 'no'", "assert f(2)"], limits=QUICK)
-    assert ran.passed == (False, False, True) and "All cannot be compared" in ran.error
-    nosy = FORGER.replace('"say"', '"payload"').partition("say =")[0] + "payload = frame.f_locals['payload']\n"
+def test_expected_values_are_compared_outside_the_program():
+    result = run_python(EQUALS_ALL, tests=["assert f(2) == 4", "assert 4 == f(2), 'no'", "assert f(2)"], limits=QUICK)
+    assert result.passed == (False, False, True) and "All cannot be compared" in result.error
+    nosy = FORGER.replace('"report"', '"payload"').partition("report =")[0] + "payload = frame.f_locals['payload']\n"
     nosy += "def f(n): return [n, '31337' in str(payload['tests'])]"
     check = "def check(candidate):\n    assert candidate(2) == 31337\ncheck(f)"
     for test in ("assert f(2) == 31337", check):
-        ran = run_python(nosy, tests=[test], limits=QUICK)
-        assert ran.passed == (False,) and ran.error == "f(2) must be 31337, got [2, 0]"
+        result = run_python(nosy, tests=[test], limits=QUICK)
+        assert result.passed == (False,) and result.error == "f(2) must be 31337, got [2, 0]"
 
 
 def test_a_test_of_several_statements():
     program = "from collections import Counter\ndef f(n): return [n, {'a': n}, (1.0, n)]"
     one = "import math\nx = f(2)\nassert x == [2, {'a': 2}, (True, 2.0)]\nassert set(x[2]) == set([1, 2])\nassert x"
-    ran = run_python(program, tests=[one, "x = 1\nassert f(x)[0] == 2\nassert 1", "assert f(1)[0] == "], limits=QUICK)
-    assert ran.passed == (True, False, False) and ran.error == "f(x)[0] must be 2, got 1"
+    result = run_python(
+        program, tests=[one, "x = 1\nassert f(x)[0] == 2\nassert 1", "assert f(1)[0] == "], limits=QUICK
+    )
+    assert result.passed == (True, False, False) and result.error == "f(x)[0] must be 2, got 1"
 
 
-def test_a_function_of_asserts_is_compared_out_of_reach_too():
+def test_a_function_of_asserts_is_compared_outside_the_program():
     check = (
         "M = {}\ndef check(candidate):\n    'all'\n    assert candidate(2) == 4, 'two'\n    assert candidate(3) == 9\n"
     )
-    forged = FORGER + "say('program', ''); say('test', ['', []]); os._exit(0)"
+    forged = FORGER + "report('program', ''); report('test', ['', []]); os._exit(0)"
     for program, passed in (("def f(n): return n * n", True), (EQUALS_ALL, False), (forged, False)):
         assert run_python(program, tests=[check + "check(f)"], limits=QUICK).passed == (passed,)
     other = "def check(candidate):\n    n = 3\n    assert candidate(n) == 9\ncheck(f)"
@@ -217,15 +225,15 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert set(children()) <= others
 
 
-def test_installed_packages_by_request():
-    ran = run_python(
+def test_installed_packages_on_request():
+    result = run_python(
         "import numpy; print(numpy.arange(3).sum())", limits=Limits(seconds=30, memory=2048, packages=True)
     )
-    assert ran.ok and ran.stdout == "3\n", ran.stderr
+    assert result.ok and result.stdout == "3\n", result.stderr
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path):
-    """Killed, that process cannot end it."""
+    """A process that is killed cannot stop its children itself."""
     program = "import time; time.sleep(60)"
     script = f"""
 import tempfile; tempfile.tempdir = {str(tmp_path)!r}
@@ -241,26 +249,26 @@ run_python({program!r}, limits=Limits(seconds=60))
     wait_for(lambda: not Path(f"/proc/{child}").exists() or "zombie" in Path(f"/proc/{child}/status").read_text())
 
 
-def test_a_path_that_cannot_be_opened_costs_no_isolation(monkeypatch, tmp_path):
+def test_a_path_that_cannot_be_opened_does_not_weaken_the_isolation(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, str(tmp_path / "file" / "below"), str(tmp_path / "none")))
-    ran = run_python("print(1)", limits=QUICK)
-    assert ran.ok and ran.isolated
+    result = run_python("print(1)", limits=QUICK)
+    assert result.ok and result.isolated
 
 
-def test_nothing_runs_where_the_sandbox_does_not_hold(monkeypatch, tmp_path):
-    """The machine can do it, and this once it failed."""
+def test_a_program_does_not_start_if_a_restriction_fails(monkeypatch, tmp_path):
+    """The machine supports Landlock, and setting it up fails once."""
     isolation_here()
     monkeypatch.setattr(sandbox, "SYSTEM", (*sandbox.SYSTEM, "a name that is too long" * 999))
-    with pytest.raises(OSError, match="landlock did not hold"):
+    with pytest.raises(OSError, match="landlock failed"):
         run_python(f"open({str(tmp_path / 'ran')!r}, 'w')", limits=QUICK)
-    ran = run_python("print(1)", limits=Limits(isolation="any"))
-    assert ran.ok and "landlock" not in ran.isolation and "audit" in ran.isolation
+    result = run_python("print(1)", limits=Limits(isolation="any"))
+    assert result.ok and "landlock" not in result.isolation and "audit" in result.isolation
 
 
-def test_where_the_kernel_cannot_it_is_refused(monkeypatch):
+def test_a_kernel_without_the_restrictions_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation_here", lambda: ("limits", "audit"))
-    with pytest.raises(ValueError, match="needs capabilities, landlock, seccomp of the kernel"):
+    with refuses("isolation", UnsupportedError, naming="capabilities, landlock, seccomp"):
         run_python("print(1)")
     assert run_python("print(1)", limits=Limits(isolation="any")).ok
 
@@ -271,28 +279,28 @@ def test_where_the_kernel_cannot_it_is_refused(monkeypatch):
      "import subprocess; subprocess.run(['true'])", "import socket; socket.socket().connect(('127.0.0.1', 9))",
      "import os; os.system('true')", "import os; os.remove({secret!r})", "import ctypes; ctypes.CDLL(None)"],
 )  # fmt: skip
-def test_the_hook_that_stands_in_for_the_kernel(attempt, tmp_path):
+def test_the_audit_hook_refuses(attempt, tmp_path):
     (tmp_path / "secret").write_text("x")
     (tmp_path / "own").mkdir()
-    cage, own = Path(sandbox.__file__).parent, str(tmp_path / "own")
+    folder, own = Path(sandbox.__file__).parent, str(tmp_path / "own")
     attempt = attempt.format(secret=str(tmp_path / "secret"), folder=str(tmp_path))
     script = f"""
-import sys; sys.path.insert(0, {str(cage)!r})
-from cage import audit
-audit.restrict({sandbox._readable(False)!r}, {own!r})
+import sys; sys.path.insert(0, {str(folder)!r})
+from isolation import program
+program.add_audit_hook({sandbox._readable(False)!r}, {own!r})
 open({own!r} + "/a", "w").close(); import json
 try:
     {attempt}
 except PermissionError as error: print(error)
 """
-    ran = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=30)
-    assert "is not permitted here" in ran.stdout, ran
+    result = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, timeout=30)
+    assert "is not permitted here" in result.stdout, result
 
 
-def test_limits_that_make_no_sense():
-    with pytest.raises(ValueError, match="memory must be above 0"):
+def test_limits_are_checked():
+    with refuses("memory", RecipeError):
         Limits(memory=0)
-    with pytest.raises(ValueError, match="isolation must be one of"):
+    with refuses("isolation", RecipeError):
         Limits(isolation="none")
 
 
@@ -300,7 +308,7 @@ def test_limits_that_make_no_sense():
 
 
 class listening:
-    """A port of this machine that somebody listens on."""
+    """Listen on a local port and return it."""
 
     def __enter__(self):
         import socket
@@ -313,7 +321,7 @@ class listening:
 
 
 def children(pid: int | None = None) -> list[int]:
-    """Of this process, or of another."""
+    """Return the children of this process, or of another."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

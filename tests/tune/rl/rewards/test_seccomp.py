@@ -1,11 +1,11 @@
-"""The filter of system calls, for each machine, by a reading of its program: a test runs on one machine alone."""
+"""The seccomp filter of each machine type, interpreted here: a test runs on one machine type only."""
 
 import struct
 
 import pytest
 
-from dovetail.tune.rl.rewards.cage import seccomp
-from dovetail.tune.rl.rewards.cage.seccomp import ALLOW, ERROR, KILL, MACHINES
+from dovetail.tune.rl.rewards.isolation import seccomp
+from dovetail.tune.rl.rewards.isolation.seccomp import ALLOW, ERROR, KILL, MACHINES
 
 PID = 4321
 EPERM, ENOSYS = ERROR | 1, ERROR | 38
@@ -13,7 +13,7 @@ THREAD, FORK = 0x3D0F00, 0x1200011  # the flags of clone for each
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What the kernel would do: the filter's machine has an accumulator and jumps."""
+    """Return the kernel's verdict by interpreting the BPF program."""
     data = struct.pack("<iIQ6Q", number, architecture or MACHINES[machine][0], 0, *(*arguments, *[0] * 6)[:6])
     lines = [struct.unpack("HBBI", line) for line in seccomp._program(machine, PID)]
     at, held = 0, 0
@@ -31,7 +31,7 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
             at += if_true if holds else if_false
 
 
-# name -> its number on x86-64 and on arm64, its arguments, what becomes of it
+# name -> its number on x86-64 and on arm64, its arguments, the verdict
 CALLS = {
     "read": (0, 63, (), ALLOW),
     "private memory": (9, 222, (0, 4096, 3, 0x22), ALLOW),
@@ -89,19 +89,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_allowed_and_what_is_not(name):
+def test_verdicts(name):
     intel, arm, arguments, expected = CALLS[name]
     assert (verdict("x86_64", intel, *arguments), verdict("aarch64", arm, *arguments)) == (expected, expected)
 
 
-def test_calls_that_one_machine_alone_has():
+def test_calls_of_x86_64_only():
     for number in (57, 58, 90, 92, 132, 133):  # fork, vfork, chmod, chown, utime, mknod
         assert verdict("x86_64", number) == EPERM
     assert verdict("x86_64", 2, 0, 0o1000) == EPERM and verdict("x86_64", 2, 0, 0) == ALLOW  # open
     assert verdict("x86_64", 0x40000000 + 41) == EPERM, "the second set of numbers"
 
 
-def test_another_architectures_calls_end_the_process():
-    assert verdict("x86_64", 0, architecture=0x40000003) == KILL, "calls of 32 bits in a process of 64"
+def test_calls_of_another_architecture_kill_the_process():
+    assert verdict("x86_64", 0, architecture=0x40000003) == KILL, "32-bit calls in a 64-bit process"
     with pytest.raises(OSError, match="riscv64"):
         seccomp._program("riscv64", PID)

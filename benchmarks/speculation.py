@@ -1,0 +1,146 @@
+"""Speculative decoding beside decoding without it: tokens per second, and tokens per step, in one process.
+
+On a CPU, n-gram and suffix drafts of a text to edit:   python benchmarks/speculation.py edit
+On a GPU, drafts of a given acceptance (see Replay):    python benchmarks/speculation.py shape --model CONFIG_FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from dovetail.engine.llm import LLM
+from dovetail.engine.request.params import SamplingParams
+from dovetail.engine.spec.draft_length import DraftLength
+from dovetail.engine.spec.speculator import Speculator
+
+TEXT = """def area(width, height):
+    \"\"\"Return the area of a rectangle.\"\"\"
+    if width < 0 or height < 0:
+        raise ValueError("width and height must not be negative")
+    return width * height
+
+
+def volume(width, height, depth):
+    \"\"\"Return the volume of a box.\"\"\"
+    if width < 0 or height < 0 or depth < 0:
+        raise ValueError("width, height and depth must not be negative")
+    return width * height * depth
+"""
+QUESTION = f"Repeat this program, word by word:\n\n{TEXT}"
+
+
+class Replay:
+    """Propose the tokens that the target will sample, each replaced by a wrong one with a probability of `wrong`.
+
+    The target's own output is recorded first, so that outputs stay as they are and acceptance is what was asked for.
+    """
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], accept: float):
+        self._answers, self._accept, self._random = answers, accept, random.Random(0)
+
+    def propose(self, seq, most):
+        """Return the recorded tokens that come next."""
+        answer = self._answers[seq.request.prompt][len(seq.output) : len(seq.output) + most]
+        return tuple(token if self._random.random() < self._accept else (token + 1) % 1000 for token in answer)
+
+    def finish(self, seq):
+        """Learn nothing."""
+
+
+class Fixed(DraftLength):
+    """Speculate at every step with a fixed number of draft tokens."""
+
+    def choose(self, rows):
+        """Return the largest number."""
+        return self.choices[-1]
+
+
+def timed(llm: LLM, prompts, params) -> tuple[float, list]:
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, progress=False)
+    return time.perf_counter() - start, outputs
+
+
+def rate(llm: LLM, prompts, params, turns: int) -> tuple[float, float, list]:
+    """Return the best tokens per second of some turns, the device steps of one of them, and its outputs."""
+    best, outputs, steps = 0.0, [], 0
+    for _ in range(turns):
+        before = llm.engine.stats().steps
+        seconds, outputs = timed(llm, prompts, params)
+        steps = llm.engine.stats().steps - before
+        best = max(best, sum(len(each.outputs[0].token_ids) for each in outputs) / seconds)
+    return best, steps, outputs
+
+
+def edit(args) -> None:
+    params = SamplingParams(temperature=0, max_tokens=args.tokens)
+    engines = {"none": LLM(args.model, max_num_seqs=1, max_model_len=2048)}
+    for method in ("ngram", "suffix"):
+        config = {"method": method, "num_speculative_tokens": args.drafts}
+        engines[method] = LLM(args.model, max_num_seqs=1, max_model_len=2048, speculative_config=config)
+        runner, choices = engines[method].runner, engines[method].options.speculative_config.choices
+        runner.steps.all([runner.buckets.verify(1, each) for each in choices])
+    tokenizer = engines["none"].tokenizer
+    prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    found = {}
+    for _ in range(args.turns):  # the variants take turns
+        for name, llm in engines.items():
+            speed, steps, outputs = rate(llm, [prompt], params, 1)
+            if name not in found or speed > found[name][0]:
+                found[name] = speed, steps, outputs
+    plain, _, expected = found["none"]
+    print(tokenizer.decode(expected[0].outputs[0].token_ids))
+    for name, (speed, steps, outputs) in found.items():
+        same = outputs[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+        count = len(outputs[0].outputs[0].token_ids)
+        print(f"{name:8} {speed:7.1f} tok/s  {speed / plain:5.2f}x  {count / steps:5.2f} tokens per step  same: {same}")
+
+
+def shape(args) -> None:
+    config = {"num_speculative_tokens": args.drafts}
+    llm = LLM(args.model, load_format="dummy", max_num_seqs=max(args.streams), max_model_len=2048,
+              speculative_config=config)  # fmt: skip
+    drafting, llm.engine.speculator = llm.engine.speculator, None
+    adaptive = drafting.length.choices
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    print(f"{args.model}, K={args.drafts}: tok/s without, with; speed-up; tokens per row and step; step ms; ratio")
+    for streams in args.streams:
+        rng = random.Random(streams)
+        prompts = [[rng.randrange(1000) for _ in range(args.prompt)] for _ in range(streams)]
+        llm.engine.speculator = None
+        plain, _, outputs = rate(llm, prompts, params, args.turns)
+        answers = {tuple(prompt): each.outputs[0].token_ids for prompt, each in zip(prompts, outputs, strict=True)}
+        for accept in args.accept:
+            for choose in (Fixed((args.drafts,)), DraftLength(adaptive)):
+                speculator = Speculator(Replay(answers, accept), choose)
+                llm.engine.speculator = speculator
+                fast, steps, got = rate(llm, prompts, params, args.turns)
+                same = all(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, got, strict=True))
+                per = args.tokens / steps
+                print(
+                    f"{streams:4} streams  accept {accept:.2f}  {type(choose).__name__:11} {plain:8.1f} {fast:8.1f}  "
+                    f"{fast / plain:5.2f}x  {per:5.2f}  plain {1e3 * streams / plain:6.2f} "
+                    f"verify {1e3 * streams * per / fast:6.2f} ms  {per * plain / fast:5.2f}  same: {same}",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("edit", "shape"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--drafts", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--accept", type=float, nargs="+", default=[0.75, 0.0])
+    args = parser.parse_args()
+    (edit if args.what == "edit" else shape)(args)
+
+
+if __name__ == "__main__":
+    main()

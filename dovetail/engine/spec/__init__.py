@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters that propose tokens, and how many of them a step verifies."""

@@ -1,0 +1,23 @@
+"""Drafter: the interface of what proposes draft tokens.
+
+A draft token is accepted if the target samples it in its place (see device.step.run_verify), so a drafter changes how
+fast an output comes and never the output.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dovetail.engine.request.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """Propose draft tokens for sequences."""
+
+    def propose(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """Return up to `most` tokens that may follow the sequence's known tokens; none if nothing is likely."""
+        ...
+
+    def finish(self, seq: Sequence) -> None:
+        """Learn from the output of a sequence that ended."""
+        ...

@@ -1,0 +1,71 @@
+"""Speculator: what an engine asks when it plans a step, a drafter and how many of its tokens to verify."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from dovetail.engine.request.sequence import Sequence, Status
+from dovetail.engine.schedule.plan import Drafts, StepPlan
+from dovetail.engine.spec.config import SpeculativeConfig
+from dovetail.engine.spec.draft_length import DraftLength
+from dovetail.engine.spec.drafter import Drafter
+from dovetail.engine.spec.ngram import NgramDrafter
+from dovetail.engine.spec.suffix import SuffixDrafter
+from dovetail.engine.stats import SpeculationCounts
+
+
+class Speculator:
+    """Propose draft tokens for the sequences of a step, and learn from what is accepted."""
+
+    def __init__(self, drafter: Drafter, length: DraftLength):
+        self.drafter, self.length = drafter, length
+        self.counts = SpeculationCounts(accepted_per_pos=[0] * length.choices[-1])
+        self._requested = 0  # draft tokens per row that were requested for the step in flight
+        self._since = 0.0  # when the step in flight was planned
+
+    def propose(self, running: Iterable[Sequence], most: int) -> Drafts:
+        """Return draft tokens for the sequences, all of whose tokens are known; up to `most` each."""
+        self._requested, self._since = most, time.perf_counter()
+        found = {}
+        for seq in running:
+            room = min(most, seq.limit - len(seq.tokens) - 1)  # the last token of a sequence is sampled, never fed
+            if room > 0 and seq.request.params.speculation and (drafts := self.drafter.propose(seq, room)):
+                found[seq] = drafts
+        return found
+
+    def committed(self, plan: StepPlan, rows: int, gained: dict[Sequence, int], measured: bool) -> None:
+        """Count what a step that speculated gained; `measured`: its time counts, nothing else was waited for."""
+        if measured:
+            self.length.measured(rows, self._requested, time.perf_counter() - self._since)
+        accepted = [gained.get(row.seq, 1) - 1 for row in plan.rows]
+        self.length.verified(accepted, self._requested)
+        counts = self.counts
+        for row, count in zip(plan.rows, accepted, strict=True):
+            counts.drafts += bool(row.drafts)
+            counts.draft_tokens += len(row.drafts)
+            counts.accepted_tokens += count
+            for position in range(count):
+                counts.accepted_per_pos[position] += 1
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """Let the drafter learn from those of these sequences that have ended."""
+        for seq in sequences:
+            if seq.status is Status.FINISHED:
+                self.drafter.finish(seq)
+
+
+def speculator_of(config: SpeculativeConfig | None) -> Speculator | None:
+    """Return the speculator of a config."""
+    if config is None:
+        return None
+    if config.method == "ngram":
+        drafter: Drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    else:
+        drafter = SuffixDrafter(
+            config.suffix_decoding_max_tree_depth,
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_spec_factor,
+            config.suffix_decoding_min_token_prob,
+        )
+    return Speculator(drafter, DraftLength(config.choices))
