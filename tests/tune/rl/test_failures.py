@@ -112,7 +112,7 @@ def test_a_reward_that_raises_is_lost_with_its_traceback_in_the_log_and_the_run_
     failures = Failures(log.append)
     with Rewards([raises_runtime_error, raises_value_error, lengths], workers=1) as rewards:
         for _ in range(2):  # the next prompt is scored as the first
-            episode = judged("2+2?", RewardAssigner(rewards, failures))
+            episode = judged("2+2?", RewardAssigner(rewards, None, failures))  # type: ignore[arg-type]
             assert episode.rewards == {"raises_runtime_error": None, "raises_value_error": None, "lengths": 7.0}
             assert episode.reward == 7.0 and set(episode.problems) == {"raises_runtime_error", "raises_value_error"}
             failures.end_rollout(True, rollouts=100)
