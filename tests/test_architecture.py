@@ -199,16 +199,11 @@ def too_long(root: Path) -> list[str]:
     return found
 
 
-SHARED_NAMES_IN = ("tune",)  # rooms whose class names are not compared yet: delete this once RL's names are unique
-
-
 def public_classes(root: Path) -> dict[str, list[str]]:
     """Return the files of each public class, by its name."""
     found: dict[str, list[str]] = {}
     for path in sorted((root / "dovetail").rglob("*.py")):
         where = path.relative_to(root / "dovetail")
-        if where.parts[0] in SHARED_NAMES_IN:
-            continue
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(f"{where}:{node.lineno}")
