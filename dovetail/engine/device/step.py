@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +49,7 @@ class Unsampled(NamedTuple):
     numbers: jax.Array  # [NUMBERS, S] the rows' sampling parameters
 
 
+NO_DRAFT = -1  # of a row with fewer draft tokens than the shape has
 STATIC = ("cfg", "shape", "compute", "platform", "placement")
 
 
@@ -150,22 +150,37 @@ def run_verify(
     with compute.products(platform):
         hidden, cache = forward(params, cfg, batch.tokens, positions, ctx, state.cache)
         logits = constrain(unembed(params, cfg, hidden), placement, None, "vocab")  # [T, V]
-    counts = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
-    inputs, masks = sample_inputs(batch.numbers, asked), asked["mask"]
-    trash = state.last.shape[0] - 1
+    # one row per position [1 + drafts, S]; a row with fewer draft tokens repeats its last position, which is not kept
+    counts, order = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1], jnp.arange(1 + shape.drafts)[:, None]
+    at = batch.cu_q_lens[:-1] + jnp.minimum(order, jnp.maximum(counts - 1, 0))
+    drafts = jnp.where(order + 1 < counts, batch.tokens[jnp.minimum(at + 1, shape.tokens - 1)], NO_DRAFT)[:-1]
+    inputs = sample_inputs(batch.numbers, asked)
+    each, table = _each_position(inputs, state.history, drafts)
+    table = constrain(table, placement, None, "vocab")
+    sampled = sample(logits[at.reshape(-1)], each, table, MAX_LOGPROBS, platform, placement)
+    tokens, scores = jax.tree.map(lambda x: x.reshape(*at.shape, *x.shape[1:]), sampled)
+    kept = jnp.cumprod(tokens[:-1] == drafts, axis=0)  # [drafts, S]
+    kept = jnp.concatenate([jnp.ones_like(kept[:1]), kept])
+    slots = jnp.where(kept == 1, inputs.slot, state.history.shape[0])
+    history = constrain(count_tokens(state.history, slots, tokens), placement, None, "vocab")
+    last = state.last.at[batch.slots].set(jnp.take_along_axis(tokens, kept.sum(axis=0)[None] - 1, axis=0)[0])
+    return StepOutput(tokens, scores), DeviceState(cache, last, tables, history)
 
-    def one(j, alive, last, history):
-        """Sample position j of the rows whose earlier draft tokens were all accepted."""
-        at = batch.cu_q_lens[:-1] + jnp.minimum(j, jnp.maximum(counts - 1, 0))
-        here = replace(advance(inputs, j), mask=masks[j], slot=jnp.where(alive, inputs.slot, history.shape[0]))
-        slots = jnp.where(alive, batch.slots, trash)
-        out, last, history = _sample(logits[at], slots, here, last, history, platform, placement)
-        follows = batch.tokens[jnp.minimum(at + 1, shape.tokens - 1)]
-        return out, (alive & (j + 1 < counts) & (out[0] == follows), last, history)
 
-    alive = (jnp.arange(shape.rows) < batch.num_seqs[0]) & (counts > 0)
-    out, (_, last, history) = _repeat(one, (alive, state.last, state.history), 1 + shape.drafts)
-    return StepOutput(*out), DeviceState(cache, last, tables, history)
+def _each_position(inputs: SampleInputs, history: jax.Array, drafts: jax.Array) -> tuple[SampleInputs, jax.Array]:
+    """Return the inputs of every position of a verify step, each as a row of its own, and their table of counts.
+
+    Position j of a row counts the row's history [N, V] and its first j draft tokens [drafts, S].
+    """
+    (count, S), (N, V) = drafts.shape, history.shape
+    rows = history.at[inputs.slot].get(mode="fill", fill_value=0)
+    table = jnp.broadcast_to(rows, (1 + count, S, V))
+    for j in range(count):
+        table = table.at[j + 1 :, jnp.arange(S), jnp.where(drafts[j] == NO_DRAFT, V, drafts[j])].add(2, mode="drop")
+    mine, order = jnp.arange((1 + count) * S).reshape(1 + count, S), jnp.arange(1 + count)[:, None]
+    wide = {name: jnp.broadcast_to(x, (1 + count, *x.shape)) for name, x in vars(inputs).items() if name != "mask"}
+    wide |= dict(mask=inputs.mask, position=inputs.position + order, slot=jnp.where(inputs.slot < N, mine, mine.size))
+    return SampleInputs(**{name: x.reshape(-1, *x.shape[2:]) for name, x in wide.items()}), table.reshape(-1, V)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC, donate_argnames=("cache", "tables"))
