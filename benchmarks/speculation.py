@@ -35,8 +35,8 @@ QUESTION = f"Repeat this program, word by word:\n\n{TEXT}"
 class Guess:
     """Propose the one token that requests allow, or with a probability of 1 - `accept` another one.
 
-    So acceptance is what was asked for. With random weights nothing else would do: their logits nearly tie, and rounding
-    decides between them.
+    So acceptance is what was asked for. With random weights nothing else would do: their logits nearly tie, and
+    rounding decides between them.
     """
 
     def __init__(self, accept: float):
@@ -115,10 +115,8 @@ def shape(args) -> None:
         plain, _, _ = rate(llm, prompts, params, args.turns)
         for accept in args.accept:
             for choose in (Fixed((args.drafts,)), DraftLength(adaptive)):
-                speculator = Speculator(Replay(answers, accept), choose)
-                llm.engine.speculator = speculator
-                fast, steps, got = rate(llm, prompts, params, args.turns)
-                same = all(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, got, strict=True))
+                llm.engine.speculator = Speculator(Guess(accept), choose)
+                fast, steps, _ = rate(llm, prompts, params, args.turns)
                 per = args.tokens / steps
                 print(
                     f"{streams:4} streams  accept {accept:.2f}  {type(choose).__name__:11} {plain:8.1f} {fast:8.1f}  "
