@@ -79,8 +79,12 @@ def rate(llm: LLM, prompts, params, turns: int) -> tuple[float, float, list]:
 def edit(args) -> None:
     params = SamplingParams(temperature=0, max_tokens=args.tokens)
     engines = {"none": LLM(args.model, max_num_seqs=1, max_model_len=2048)}
-    for method in ("ngram", "suffix"):
-        config = {"method": method, "num_speculative_tokens": args.drafts}
+    methods = {
+        "ngram": {"method": "ngram"},
+        "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},  # earlier turns do not count
+    }
+    for method, keys in methods.items():
+        config = {**keys, "num_speculative_tokens": args.drafts}
         engines[method] = LLM(args.model, max_num_seqs=1, max_model_len=2048, speculative_config=config)
         runner, choices = engines[method].runner, engines[method].options.speculative_config.choices
         runner.steps.all([runner.buckets.verify(1, each) for each in choices])
