@@ -266,7 +266,10 @@ class Engine:
 
         Both versions are in memory until the swap, unless the engine sleeps.
         """
-        params = load(path, self.runner.compute.dtype, self.runner.placement).params
+        try:
+            params = load(path, self.runner.compute.dtype, self.runner.placement).params
+        except UserError as error:  # it is about the model that was named here
+            raise type(error)(str(error), param="path", code=error.code) from None
         return self.published(params, take=True), keep_cache, version
 
     def swap_weights(self, published: Params, keep_cache: bool = False, version: int | None = None) -> int:

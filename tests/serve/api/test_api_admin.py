@@ -179,7 +179,9 @@ def test_new_weights_outlive_the_engine(server, first, other):
     second = tokens(server)
     assert second != first and health(server).json()["weights_version"] == 2
     refused = post(server, "/update_weights", {"path": "nowhere"}, status=400)["error"]
-    assert "nowhere" in refused["message"] and health(server).json()["weights_version"] == 2
+    assert (
+        "nowhere" in refused["message"] and refused["param"] == "path" and health(server).json()["weights_version"] == 2
+    )
     post(server, "/pause")
     os.kill(server.engine.info.pid, signal.SIGKILL)
     until(lambda: health(server).status_code == 503, 5)
