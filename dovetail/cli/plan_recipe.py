@@ -79,7 +79,6 @@ def write_page(path: str, page: Any) -> None:
     """Write a page of plots and print its path to stderr, because stdout may be JSON for a program."""
     import sys
 
-    from dovetail.core.files import write_atomic
-    from dovetail.plan.page import html
+    from dovetail.plan.page import write
 
-    print(f"plots: {write_atomic(path, html(page))}", file=sys.stderr)
+    print(f"plots: {write(path, page)}", file=sys.stderr)

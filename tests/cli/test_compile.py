@@ -12,8 +12,7 @@ import pytest
 from refusals import refuses
 from typer.testing import CliRunner
 
-from dovetail.cli.compile import app
-from dovetail.cli.compile_report import compiled, plain, recipe_report, show
+from dovetail.cli.compile import app, compiled, plain, recipe_report, show
 from dovetail.core import chips
 from dovetail.core.errors import MissingPackageError, UnsupportedError
 from dovetail.core.recipe import load
@@ -50,7 +49,7 @@ def test_a_topology_is_a_chip_and_its_grid(text, chip, sides):
 
 
 @pytest.mark.parametrize(
-    ("text", "naming"),
+    ("text", "message"),
     [
         ("v5e", "such as v5e:16x16"),
         ("v5e:4by4", "such as v5e:16x16"),
