@@ -103,7 +103,7 @@ def compile_serve(
 
     from dovetail.engine.abstract_engine import abstract_engine
     from dovetail.engine.options import EngineOptions
-    from dovetail.io.outline import outline
+    from dovetail.io.load import outline
 
     (cfg, dtype), devices = outline(model), topologies.tpu_devices(wanted)
     degree = engine["tensor_parallel_size"] or len(devices)

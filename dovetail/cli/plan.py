@@ -173,7 +173,7 @@ def starter(model: str, stored: Any) -> Callable[[Any], str]:
     """Return a function that describes how to start a plan of `model`, whose weights have the dtype `stored`."""
     from dovetail.core.compute import compute_of
     from dovetail.io.hub import CATALOGUE
-    from dovetail.io.outline import servable
+    from dovetail.io.load import servable
 
     source, why = servable(model)
     # Published weights are in bf16; those of the catalogue may come as a .gguf file, whose type is another.

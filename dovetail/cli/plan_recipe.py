@@ -20,8 +20,8 @@ JSON = typer.Option(False, "--json", help="Print JSON.")
 
 @functools.cache
 def outline_of(model: str) -> tuple[Any, Any]:
-    """Return the config and dtype from io.outline, asking the hub once."""
-    from dovetail.io.outline import outline
+    """Return the config and dtype from io.load.outline, asking the hub once."""
+    from dovetail.io.load import outline
 
     return outline(model)
 

@@ -18,7 +18,6 @@ import numpy as np
 from dovetail.core.errors import RequestError, UserError
 from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
-from dovetail.engine.controls import Later
 from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, MOST_VERIFIED, steps_in_time
 from dovetail.engine.device.launched import (
     LaunchedStep,
@@ -30,6 +29,7 @@ from dovetail.engine.device.launched import (
 )
 from dovetail.engine.device.runner import Asleep, Runner, drop_weights, put_to_sleep, wake_up
 from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.interface import EngineStats, Later
 from dovetail.engine.request.intake import Intake, Prompt
 from dovetail.engine.request.outputs import (
     CompletionOutput,
@@ -51,7 +51,6 @@ from dovetail.engine.schedule.plan import Gain, StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
-from dovetail.engine.stats import EngineStats
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish

@@ -10,8 +10,7 @@ from fastapi import APIRouter, Query, Response
 
 from dovetail import __version__
 from dovetail.core.errors import RequestError
-from dovetail.engine.controls import EngineDied
-from dovetail.engine.stats import EngineStats
+from dovetail.engine.interface import EngineDied, EngineStats
 from dovetail.serve.api.delivery import json_answer
 from dovetail.serve.errors import RETRY_SECONDS, ApiError
 from dovetail.serve.talk.service import Service

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.controls import EngineDied
+from dovetail.engine.interface import EngineDied
 from dovetail.serve.remote.wire import (
     LENGTH,
     Add,
