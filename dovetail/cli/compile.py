@@ -101,7 +101,7 @@ def compile_serve(
 
     from rich.console import Console
 
-    from dovetail.engine.abstract_engine import abstract_engine
+    from dovetail.engine.build import abstract_engine
     from dovetail.engine.options import EngineOptions
     from dovetail.io.load import outline
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.interface import EngineStats
-from dovetail.engine.request.sequence import Sequence, Status
-from dovetail.engine.request.stops import Stops
+from dovetail.engine.request.sequence import Sequence, Status, Stops
 from dovetail.engine.schedule.blocks import BlockPool
 from dovetail.engine.schedule.plan import Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
 
