@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dovetail.core.errors import UserError
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 from dovetail.core.units import format_duration
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.core.errors import UserError
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 
 if TYPE_CHECKING:
     from dovetail.jobs.queue import TaskQueue

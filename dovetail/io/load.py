@@ -33,8 +33,7 @@ from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_con
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.decoder import forward, unembed
-from dovetail.models.greedy import greedy
+from dovetail.models.decoder import forward, greedy, unembed
 from dovetail.models.registry import parse_config, read_config, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
 

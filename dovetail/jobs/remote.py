@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from dovetail.core.errors import NotPermittedError, RecipeError
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 from dovetail.jobs import actions, call, logs, preflight, supervisor
 from dovetail.jobs.backends import chooser
 from dovetail.jobs.files import jobs_home

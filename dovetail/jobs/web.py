@@ -28,7 +28,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from dovetail.core.errors import FileError, UserError
 from dovetail.core.page import html
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 from dovetail.jobs import actions, supervisor
 from dovetail.jobs.backends.backend import JobBackend
 from dovetail.jobs.job import where
