@@ -12,7 +12,7 @@ import typer
 
 from dovetail.core.errors import UserError
 from dovetail.core.reporter import printable
-from dovetail.core.units import format_duration
+from dovetail.core.units import format_decimal_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -287,11 +287,12 @@ def show_deleted(store: JobStore, jobs: Sequence[Job], kept: Sequence[Job] = (),
     sizes = {job.id: actions.size(store, job) for job in (*jobs, *kept)}
     for job in jobs:
         ago = format_duration(time.time() - (job.ended or job.changed))
-        typer.echo(f"{job.id}  {amount(sizes[job.id]):>8}  {job.status:<9}  {ago:>6} ago  {job.name}", err=err)
+        size = format_decimal_bytes(sizes[job.id])
+        typer.echo(f"{job.id}  {size:>8}  {job.status:<9}  {ago:>6} ago  {job.name}", err=err)
     if len(jobs) > 1:
-        typer.echo(f"{len(jobs)} jobs, {amount(sum(sizes[job.id] for job in jobs))}", err=err)
+        typer.echo(f"{len(jobs)} jobs, {format_decimal_bytes(sum(sizes[job.id] for job in jobs))}", err=err)
     if kept:
-        whole = amount(sum(sizes[job.id] for job in kept))
+        whole = format_decimal_bytes(sum(sizes[job.id] for job in kept))
         typer.echo(f"kept: {len(kept)} succeeded jobs with results ({whole}); --runs deletes them too", err=err)
 
 
@@ -308,12 +309,3 @@ def confirm_delete(question: str, yes: bool) -> None:
 def is_terminal() -> bool:
     """Return whether a person can answer."""
     return sys.stdin.isatty()
-
-
-def amount(size: float) -> str:
-    """Return `12 kB`, `3.4 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit in ("B", "kB") or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -164,8 +164,8 @@ def test_clean_lists_what_it_deletes_and_keeps_results_and_jobs_of_others(job, s
         CliRunner().invoke(app, ["clean"], catch_exceptions=False)
     monkeypatch.setattr("dovetail.cli.job_output.is_terminal", lambda: True)
     shown = job("clean", code=1, input="n\n")
-    assert f"{ended['bad']}    4.0 MB  failed" in shown and f"{ended['plain']}      3 kB  succeeded" in shown
-    assert "2 jobs, 4.0 MB" in shown and "kept: 2 succeeded jobs with results (8.0 MB); --runs" in shown
+    assert f"{ended['bad']}      4 MB  failed" in shown and re.search(rf"{ended['plain']} +[\d.]+ kB  succeeded", shown)
+    assert "2 jobs, 4.01 MB" in shown and "kept: 2 succeeded jobs with results (8.01 MB); --runs" in shown
     assert "hers" not in shown and len(store.jobs()) == 5
     job("clean", input="y\n")
     assert {one.name for one in store.jobs()} == {"train", "out", "hers"}
@@ -178,7 +178,7 @@ def test_delete_asks_and_refuses_jobs_of_others(job, store, ended, monkeypatch):
     with refuses("--yes"):
         CliRunner().invoke(app, ["delete", "bad"], catch_exceptions=False)
     monkeypatch.setattr("dovetail.cli.job_output.is_terminal", lambda: True)
-    assert "4.0 MB  failed" in job("delete", "bad", code=1, input="n\n") and len(store.jobs()) == 5
+    assert "4 MB  failed" in job("delete", "bad", code=1, input="n\n") and len(store.jobs()) == 5
     job("delete", "bad", input="y\n")
     with refuses(None, NotPermittedError, naming="only somebody-else may delete"):
         CliRunner().invoke(app, ["delete", "hers", "--yes"], catch_exceptions=False)

@@ -29,7 +29,6 @@ from dovetail.core.errors import RequestError, UserError, as_user_error
 from dovetail.engine.interface import CONTROLS, EngineDied, EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.remote.wire import (
-    LENGTH,
     Add,
     Call,
     CallAnswer,
@@ -45,6 +44,7 @@ from dovetail.serve.remote.wire import (
     StartEngine,
     ToEngine,
     WireError,
+    read_frame,
     to_engine,
 )
 from dovetail.serve.request_context import traceback_text
@@ -116,8 +116,7 @@ def _serve(process: EngineProcess, inbox: IO[bytes]) -> None:
 
 def _read(inbox: IO[bytes], process: EngineProcess | None = None) -> ToEngine | None:
     """Return the next message, or None at the end; answer a message that cannot be decoded with the reason."""
-    while len(size := inbox.read(LENGTH.size)) == LENGTH.size:
-        payload = inbox.read(LENGTH.unpack(size)[0])
+    while (payload := read_frame(inbox)) is not None:
         try:
             return to_engine.decode(payload)
         except msgspec.ValidationError as error:
