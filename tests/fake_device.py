@@ -12,8 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.request.sequence import Request, Sequence, Status
-from dovetail.engine.request.stops import Stops
+from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
 from dovetail.engine.schedule.plan import StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler, SchedulerConfig
 

@@ -48,7 +48,7 @@ QUICK_PACKAGES = {"typer", "rich"}  # what `dovetail --help` may wait for
 # and these, which import the standard library alone
 QUICK_FILES = {
     "engine/options.py", "engine/spec/config.py", "serve/config.py",
-    "core/choice.py", "core/errors.py", "core/option.py", "core/terminal.py",
+    "core/choice.py", "core/errors.py", "core/option.py", "core/reporter.py",
     "core/units.py",
 }  # fmt: skip
 COMPARED_WITH = {"torch", "transformers"}  # never needed to run
@@ -291,7 +291,7 @@ FINE = {
     "tune/rl/a.py": "import dovetail.engine, dovetail.train\nfrom dovetail.tune import sft\nfrom . import loop",
     "tune/rl/environment_runner.py": "from dovetail.io.tool_formats.events import ToolCall",
     "cli/a.py": "import typer\nfrom dovetail.cli import errors\ndef f():\n    import jax, dovetail",
-    "cli/bench_forward.py": "def f():\n    import torch, transformers",
+    "cli/bench.py": "def f():\n    import torch, transformers",
     "interop/torch.py": "import torch",
     "serve/http/a.py": "from dovetail.serve.api import chat\nimport dovetail.engine.llm, dovetail.serve.http.gate",
     "serve/talk/a.py": "from dovetail.serve import errors\nfrom dovetail.io.tool_formats.events import Event",

@@ -18,7 +18,7 @@ from dovetail.core.types import Packed, Paged
 from dovetail.engine.device.batch import NUMBERS, Shape
 from dovetail.engine.device.step import Unsampled, run_sampler
 from dovetail.io.load import _logits
-from dovetail.models import greedy
+from dovetail.models import decoder
 from dovetail.models.decoder import abstract_cache, forward, init_cache, unembed
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
@@ -149,11 +149,11 @@ def test_paged_on_a_mesh_of_tpus(name):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("tokens", corners([greedy.CHUNK, 1], [1]), ids=["prompt", "token"])
+@pytest.mark.parametrize("tokens", corners([decoder.CHUNK, 1], [1]), ids=["prompt", "token"])
 @pytest.mark.parametrize("name", corners(MODELS, ["dense", "latent"]))
 def test_greedy_step(name, tokens, platform):
     cfg, params, cache = model(name)
-    assert lower(greedy.step, platform, params, cfg, ints(tokens), ints(), ints(), cache, COMPUTES["bf16"])
+    assert lower(decoder.greedy_step, platform, params, cfg, ints(tokens), ints(), ints(), cache, COMPUTES["bf16"])
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -26,7 +26,7 @@ from dovetail.engine.device.batch import Shape
 from dovetail.engine.device.step import score
 from dovetail.engine.embed import _embed
 from dovetail.io.load import _logits
-from dovetail.models import greedy
+from dovetail.models import decoder
 from dovetail.models.decoder import init_cache
 from dovetail.models.registry import parse_config
 from dovetail.models.spec import spec
@@ -137,7 +137,7 @@ def test_the_programs_besides_the_steps(dtype, exact, monkeypatch):
         score.trace(params, hidden, ints(8), cfg=cfg, compute=compute, platform=None),
         jax.jit(embed).trace(params, row, one, one),
         _logits.trace(params, cfg, row, one, compute),
-        greedy.step.trace(params, cfg, ints(1), one, one, cache, compute),
+        decoder.greedy_step.trace(params, cfg, ints(1), one, one, cache, compute),
     ]
     for each in traced:
         found = products(each.jaxpr.jaxpr)

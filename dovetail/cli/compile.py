@@ -1,12 +1,14 @@
 """`dovetail compile`: compile the step of a recipe or of an engine for hardware that need not be present."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from dovetail.cli.options import OptionCommand, takes_engine_options
-from dovetail.core.units import format_bytes
+from dovetail.core.errors import OutOfMemoryError
+from dovetail.core.units import format_bytes, format_duration
 
 TOPOLOGY = typer.Option(..., help="TPU slice: v5e:16x16, v4:2x2x1, v5p:4x4x4, v6e:8x8, 7x:2x2x1.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
@@ -46,8 +48,6 @@ def compile_recipe(
         topologies.without_hardware()
 
     from rich.console import Console
-
-    from dovetail.cli.compile_report import compiled, recipe_report, show
 
     ready = _ready(recipe, [*(overrides or []), *([f"mesh.slices={slices}"] if slices else [])], wanted)
     slices, console = ready.settings.mesh.slices, Console(highlight=False, stderr=as_json)
@@ -101,10 +101,9 @@ def compile_serve(
 
     from rich.console import Console
 
-    from dovetail.cli.compile_report import compiled, serve_report, show
-    from dovetail.engine.abstract_engine import abstract_engine
+    from dovetail.engine.build import abstract_engine
     from dovetail.engine.options import EngineOptions
-    from dovetail.io.outline import outline
+    from dovetail.io.load import outline
 
     (cfg, dtype), devices = outline(model), topologies.tpu_devices(wanted)
     degree = engine["tensor_parallel_size"] or len(devices)
@@ -126,3 +125,172 @@ def compile_serve(
         pool_bytes=made.pool_bytes, pages=made.pages, page_size=made.programs.page_size,
     )  # fmt: skip
     show(head, reports, as_json)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CompileReport:
+    """Compare a compiled program with its estimate.
+
+    `estimated` maps kinds of memory, "memory in all" and "FLOPs" to numbers; `notes` are further rows.
+    """
+
+    title: str
+    counted: Any  # plan.compiled.Counted
+    predicted: Any  # plan.compiled.RooflineBounds, or None where the chip is not in the table
+    estimated: dict[str, float]
+    limit: int | None  # bytes of a device's memory
+    seconds: float  # to lower and compile
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def compiled(make) -> tuple[Any, int | None, float]:
+    """Call `make` with compiler options and return (its result, the bytes of its buffers, seconds).
+
+    Raises:
+        OutOfMemoryError: The compiler found that the program does not fit.
+    """
+    import tempfile
+    import time
+
+    from jax.errors import JaxRuntimeError
+
+    from dovetail.io.compiled import without_cache
+    from dovetail.plan.compiled import assigned, written_to
+
+    start = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as folder, without_cache():
+            return make(written_to(folder)), assigned(folder), time.perf_counter() - start
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:300].rstrip(".")
+        raise OutOfMemoryError(
+            f"the program does not fit, although the plan expected it to: {reason}. Use more devices; for a recipe set "
+            "per_device=1 or remat=full, for an engine lower gpu_memory_utilization"
+        ) from error
+
+
+def recipe_report(title: str, ready, program, assigned: int | None, seconds: float) -> CompileReport:
+    """Compare the compiled training step with the plan of its recipe."""
+    from dovetail.core.chips import chip_of
+    from dovetail.plan.compiled import count, predict
+    from dovetail.plan.flops import computed_flops
+    from dovetail.plan.train_memory import PLANNED
+
+    mesh, settings, limit = ready.placement.mesh, ready.settings, ready.derived.limit
+    devices, chip = list(mesh.devices.flat), chip_of(mesh.devices.flat[0])
+    counted = count(program, dict(mesh.shape), devices, assigned=assigned)
+    each = computed_flops(ready.cfg, settings.length, settings.remat) * settings.tokens_per_step / len(devices)
+    # the state and the saved activations are written and read
+    held = 2 * (counted.memory.get("arguments", 0) + counted.memory.get("temporary", 0))
+    moved = max(held, counted.bytes or 0)
+    predicted = predict(chip, each, (moved, moved), counted.traffic, devices) if chip else None
+    estimated = {"memory in all": ready.derived.memory.total, "FLOPs": each}
+    return CompileReport(title, counted, predicted, estimated, int(limit / PLANNED) if limit else None, seconds)
+
+
+def serve_report(model: str, made, shape, program, assigned: int | None, seconds: float) -> CompileReport:
+    """Compare a compiled step of the engine with what was estimated."""
+    from dovetail.core.chips import chip_of
+    from dovetail.plan.compiled import count, predict
+
+    devices = made.programs.devices
+    chip = chip_of(devices[0])
+    counted = count(program, {"tensor": len(devices)}, devices, made.layer_shapes, assigned)
+    flops = made.flops(shape)
+    predicted = predict(chip, flops, made.moved(shape), counted.traffic, devices) if chip else None
+    estimated = {"weights": made.weight_bytes, "KV pages": made.pool_bytes}
+    estimated |= {"arguments": made.argument_bytes(shape), "FLOPs": flops}
+    copies = counted.pool_copies
+    notes = {
+        "pool copied": f"{len(copies)} x: {copies[0]}" if copies else "no",
+        "paged attention": "; ".join(made.kernels(shape)),
+    }
+    kind = "decode" if shape.is_decode else "prompts"
+    title = f"{model}, {kind}: {shape.tokens} tokens in {shape.rows} rows"
+    return CompileReport(title, counted, predicted, estimated, chip.device_hbm if chip else None, seconds, notes)
+
+
+def show(head: dict[str, Any], reports: list[CompileReport], as_json: bool) -> None:
+    """Print the reports; `head` is what they have in common, for JSON."""
+    import json
+
+    from rich.console import Console
+
+    if as_json:
+        print(json.dumps({**head, "programs": [plain(report) for report in reports]}, indent=2))
+        return
+    console = Console(highlight=False)
+    for report in reports:
+        console.print(table(report))
+
+
+def plain(report: CompileReport) -> dict[str, Any]:
+    """Return the report as JSON types."""
+    from dataclasses import asdict
+
+    predicted = report.predicted and {
+        **asdict(report.predicted), "least": report.predicted.least, "most": report.predicted.most,
+        "bound_by": report.predicted.bound_by,
+    }  # fmt: skip
+    return {
+        "title": report.title, "compiled": report.counted.plain(), "estimated": report.estimated, "limit": report.limit,
+        "predicted_seconds": predicted, "compile_seconds": report.seconds, **report.notes,
+    }  # fmt: skip
+
+
+def table(report: CompileReport):
+    """Return a table of what the compiler counted beside the estimate, per device."""
+    from dovetail.cli.tables import framed
+
+    out = framed(report.title)
+    out.add_column("per device", style="cyan")
+    out.add_column("compiled", justify="right")
+    out.add_column("estimated", justify="right")
+    for row in [*_memory(report), *_work(report), *_sent(report), *_time(report)]:
+        out.add_row(*row)
+    for name, value in report.notes.items():
+        out.add_row(name, value, "")
+    out.add_row("time to lower and compile", f"{report.seconds:.1f} s", "")
+    return out
+
+
+def _memory(report: CompileReport) -> list[tuple[str, str, str]]:
+    estimated = {name: format_bytes(size) for name, size in report.estimated.items() if name != "FLOPs"}
+    counted, total = report.counted.memory, report.counted.total
+    rows = [(name, format_bytes(size), estimated.pop(name, "")) for name, size in counted.items()]
+    share = f" ({total / report.limit:.0%} of {format_bytes(report.limit)})" if report.limit and counted else ""
+    whole = ("memory in all", format_bytes(total) + share if counted else "unknown", estimated.pop("memory in all", ""))
+    return [*((name, "", size) for name, size in estimated.items()), *rows, whole]
+
+
+def _work(report: CompileReport) -> list[tuple[str, str, str]]:
+    """Return FLOPs and bytes as XLA counts them: a loop body once, and nothing inside a Pallas kernel."""
+    each = _count(report.estimated.get("FLOPs"))
+    rows = [("FLOPs, a loop once", _count(report.counted.flops), each)]
+    rows += [("bytes accessed, a loop once", _count(report.counted.bytes), "")]
+    return rows + [(f"kernel {name}", f"{calls} x", "") for name, calls in report.counted.kernels.items()]
+
+
+def _sent(report: CompileReport) -> list[tuple[str, str, str]]:
+    rows = []
+    for one in report.counted.traffic:
+        where = f"{one.kind} over {', '.join(one.axes)}" + (", between slices" if one.crosses else "")
+        rows.append((where, f"{one.count} x, sends {format_bytes(one.bytes)}", ""))
+    return rows or [("collectives", "none", "")]
+
+
+def _time(report: CompileReport) -> list[tuple[str, str, str]]:
+    found = report.predicted
+    if found is None:
+        return []
+    low = f"{format_duration(found.least)} ({found.bound_by})"
+    return [("step at peak rates, at least", "", low), ("  nothing overlapping", "", format_duration(found.most))]
+
+
+def _count(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"

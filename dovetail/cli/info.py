@@ -55,8 +55,7 @@ def _model(name: str) -> list[tuple[str, str]]:
     from dovetail.core.reporter import bar
     from dovetail.io import hub
     from dovetail.io.adapter_folder import base_of
-    from dovetail.io.load import own_dtype, summary
-    from dovetail.io.outline import outline
+    from dovetail.io.load import outline, own_dtype, summary
 
     if base := base_of(name):
         return [*_adapter(name), *_model(base)[:-1]]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from dovetail.core.errors import UserError
-from dovetail.core.terminal import printable
-from dovetail.core.units import format_duration
+from dovetail.core.reporter import printable
+from dovetail.core.units import format_decimal_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,7 @@ def footer(store: JobStore, jobs: Sequence[Job]) -> str:
 
 def _unsupervised(store: JobStore) -> Iterator[str]:
     """Yield a line for each user with jobs and without a supervisor."""
-    from dovetail.jobs.presence import holder
+    from dovetail.jobs.supervisor import holder
 
     for user in sorted(user for user in store.busy_users() if not holder(store.root, user)):
         whose, who = ("", "start") if user == store.user else (f" of {user}", f"{user} starts")
@@ -287,11 +287,12 @@ def show_deleted(store: JobStore, jobs: Sequence[Job], kept: Sequence[Job] = (),
     sizes = {job.id: actions.size(store, job) for job in (*jobs, *kept)}
     for job in jobs:
         ago = format_duration(time.time() - (job.ended or job.changed))
-        typer.echo(f"{job.id}  {amount(sizes[job.id]):>8}  {job.status:<9}  {ago:>6} ago  {job.name}", err=err)
+        size = format_decimal_bytes(sizes[job.id])
+        typer.echo(f"{job.id}  {size:>8}  {job.status:<9}  {ago:>6} ago  {job.name}", err=err)
     if len(jobs) > 1:
-        typer.echo(f"{len(jobs)} jobs, {amount(sum(sizes[job.id] for job in jobs))}", err=err)
+        typer.echo(f"{len(jobs)} jobs, {format_decimal_bytes(sum(sizes[job.id] for job in jobs))}", err=err)
     if kept:
-        whole = amount(sum(sizes[job.id] for job in kept))
+        whole = format_decimal_bytes(sum(sizes[job.id] for job in kept))
         typer.echo(f"kept: {len(kept)} succeeded jobs with results ({whole}); --runs deletes them too", err=err)
 
 
@@ -308,12 +309,3 @@ def confirm_delete(question: str, yes: bool) -> None:
 def is_terminal() -> bool:
     """Return whether a person can answer."""
     return sys.stdin.isatty()
-
-
-def amount(size: float) -> str:
-    """Return `12 kB`, `3.4 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit in ("B", "kB") or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.core.errors import UserError
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 
 if TYPE_CHECKING:
     from dovetail.jobs.queue import TaskQueue
@@ -140,7 +140,7 @@ def logs(
 
 def _lines(tasks: TaskQueue, name: str, follow: bool) -> Iterator[str]:
     """Yield whole lines, then the rest without a line break."""
-    from dovetail.jobs.backends.log_file import read
+    from dovetail.jobs.backends.backend import read_log
     from dovetail.jobs.queue import OVER
 
     position, half, found = 0, "", tasks.named(name)
@@ -149,7 +149,7 @@ def _lines(tasks: TaskQueue, name: str, follow: bool) -> Iterator[str]:
         raise UserError(f"there is no log of task {name} here: it is {found.status}{by}", param="TASK")
     while True:
         over = not follow or tasks.named(name).status in OVER
-        while (part := read(tasks.log(found), position)).text:
+        while (part := read_log(tasks.log(found), position)).text:
             position = part.position
             *whole, half = (half + part.text).split("\n")
             yield from whole

@@ -108,7 +108,7 @@ def _print_error(line: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from dovetail.core.terminal import printable
+    from dovetail.core.reporter import printable
 
     label, _, message = line.partition(": ")
     # Text, because a message may have [brackets]; soft_wrap, so that a piped or copied error stays on one line

@@ -1,13 +1,27 @@
 """`dovetail plan`: memory, time and cost of training, serving, RL and storage, before hardware is rented."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from dovetail.cli import plan_rl, plan_serve, plan_train
+from dovetail.cli import plan_rl
 from dovetail.cli.options import OptionCommand
-from dovetail.cli.plan_recipe import RECIPE_OR_MODEL, outline_of, settings_of
+from dovetail.cli.plan_recipe import (
+    JSON,
+    MODEL,
+    PRICE,
+    RECIPE_OR_MODEL,
+    REGION,
+    SPOT,
+    TOKENS_PER_WEIGHT,
+    checked_region,
+    is_recipe,
+    outline_of,
+    settings_of,
+    write_page,
+)
 from dovetail.cli.tables import pairs
 from dovetail.core.errors import UserError
 from dovetail.core.units import format_clock, format_decimal_bytes, format_duration
@@ -17,9 +31,9 @@ app = typer.Typer(
     invoke_without_command=True,
     no_args_is_help=True,
 )
-app.command("train")(plan_train.train)
-app.command("serve", cls=OptionCommand)(plan_serve.serve)
-app.command("rl")(plan_rl.rl)
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
 
 
 @app.callback()
@@ -79,6 +93,190 @@ def _name(folder: str) -> str:
     return f"{path.parent.name}/{path.name}" if path.parent.name else path.name
 
 
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    what: str = RECIPE_OR_MODEL,
+    overrides: list[str] = typer.Argument(
+        None, metavar="[KEY=VALUE]...", help="Overrides, such as mesh.tensor=4 remat=full."
+    ),
+    on: str = typer.Option(..., "--on", help="Accelerator: v5e-256, v5p-128, h100x64, 2 x v6e-256, cpu."),
+    batch: str = typer.Option("", help="Tokens per step, such as 4M. Default: the recipe's."),
+    seq: int = typer.Option(0, min=0, show_default=False, help="Tokens per row. Default: the recipe's, or 4096."),
+    tokens: str = typer.Option("", help="Tokens of the run, such as 1T. Default: the recipe's, or 20 per weight."),
+    remat: str = typer.Option("", help="none, dots, attention or full. Default: try each."),
+    stages: int = typer.Option(1, min=1, help="Estimate a pipeline of this many stages, which the trainer lacks."),
+    top: int = typer.Option(5, min=1, help="Number of plans to show."),
+    price: float = PRICE,
+    spot: bool = SPOT,
+    region: str = REGION,
+    explain: bool = typer.Option(False, "--explain", help="Show the arithmetic of the best plan."),
+    html: str = typer.Option("", help="Write a page of plots to this .html file."),
+    as_json: bool = JSON,
+) -> None:
+    """Estimate memory, time and cost of training on every mesh that fits."""
+    from dovetail.cli import plan_train_table as tables
+    from dovetail.core.accelerator import parse
+    from dovetail.core.cloud import rate
+    from dovetail.plan.calibration import fractions
+    from dovetail.plan.train_plan import Prices, plan_training
+
+    region, accelerator = checked_region(price, spot, region), parse(on)
+    settings = _settings(what, overrides or [], accelerator, batch, seq, tokens, remat)
+    cfg = outline_of(settings.model)[0]
+    prices = Prices(rate(accelerator.chip, False, region, price), rate(accelerator.chip, True, region, price))
+    known = fractions(accelerator.chip.name if accelerator.chip else "CPU")
+    plans = plan_training(cfg, settings, accelerator, prices=prices, known=known)
+    if as_json:
+        print(tables.as_json(what, plans[:top], len(plans)))
+    else:
+        tables.show(what, plans, top, spot, _whose(what, overrides or [], tokens), explain)
+        if stages > 1:
+            tables.show_stages(plans[0], stages)
+    if html:
+        from dovetail.plan.train_page import training_page
+
+        write_page(html, training_page(plans[:top]))
+
+
+def _whose(what: str, overrides: list[str], tokens: str) -> str:
+    """Return where the number of tokens comes from, unless it was given."""
+    if tokens or any(word.startswith(("tokens=", "steps=")) for word in overrides):
+        return ""
+    return "the recipe's" if is_recipe(what) else f"{TOKENS_PER_WEIGHT} per weight; set --tokens"
+
+
+def _settings(what: str, overrides: list[str], accelerator, batch: str, seq: int, tokens: str, remat: str):
+    """Return the recipe with the options applied; a batch in tokens becomes rows that the devices can share."""
+    from dovetail.core.recipe import read_count
+    from dovetail.plan.train_plan import rows_of
+
+    words = [*overrides, *([f"remat={remat}"] if remat else [])]
+    count = read_count(tokens, "--tokens") if tokens else 0
+    settings = settings_of(what, words, count, length=seq)
+    if not batch:
+        return settings
+    wanted = read_count(batch, "--batch")
+    if wanted < settings.length:
+        raise UserError(
+            f"--batch must be at least one row of {settings.length:,} tokens, got {wanted:,}", param="--batch"
+        )
+    return settings_of(what, words, count, rows_of(wanted, settings.length, accelerator), seq)
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+def starter(model: str, stored: Any) -> Callable[[Any], str]:
+    """Return a function that describes how to start a plan of `model`, whose weights have the dtype `stored`."""
+    from dovetail.core.compute import compute_of
+    from dovetail.io.hub import CATALOGUE
+    from dovetail.io.load import servable
+
+    source, why = servable(model)
+    # Published weights are in bf16; those of the catalogue may come as a .gguf file, whose type is another.
+    own = compute_of(stored).name if stored else "" if source in CATALOGUE else "bf16"
+
+    def start(plan: Any) -> str:
+        if plan.unserved:
+            return f"cannot be started: {plan.unserved}{_instead(plan)}"
+        if not source:
+            return f"cannot be started: {why}"
+        replica = plan.replica
+        usual = own if replica.accelerator.chip.kinds else "f32"  # a CPU computes in f32
+        dtype = "" if replica.dtype == usual else replica.dtype
+        many = (
+            f" (for each of the {plan.replicas:,} replicas, on its own devices and port)" if plan.replicas > 1 else ""
+        )
+        return f"start it{many}: {plan.command(source, dtype)}"
+
+    return start
+
+
+def _instead(plan: Any) -> str:
+    """Return the single machines that would hold a plan that spans several."""
+    from dovetail.plan.serve_plan import elsewhere
+
+    replica = plan.replica
+    if replica.machines == 1:
+        return ""
+    found = elsewhere(replica.cfg, plan.workload, replica.dtype, replica.kv, replica.accelerator)
+    return f"; one machine of {' or '.join(found)} holds it" if found else "; no single machine known here holds it"
+
+
+@app.command(cls=OptionCommand)
+def serve(
+    model: str = typer.Argument(help=MODEL),
+    on: str = typer.Option(..., "--on", help="Accelerator: v6e-8, v5litepod-8, h200x1, 2 x v5e-8, cpu."),
+    prompt: int = typer.Option(2048, "--in", min=1, help="Tokens per prompt."),
+    output: int = typer.Option(512, "--out", min=1, help="Tokens per completion."),
+    concurrency: int = typer.Option(64, min=1, help="Concurrent requests, over all devices."),
+    dtype: str = typer.Option("", help="Type of the weights: bf16, f16, f32, tf32; int8, fp8, int4 for planning only."),
+    kv: str = typer.Option("", help="Type of the KV cache. Default: that of the weights, at least bf16."),
+    tensor_parallel_size: int = typer.Option(
+        0, min=0, show_default=False, help="Devices per replica. Default: try each number."
+    ),
+    price: float = PRICE,
+    spot: bool = SPOT,
+    region: str = REGION,
+    per_day: str = typer.Option("", help="Requests per day, such as 1M: print the machines needed and their cost."),
+    plot: str = typer.Option("", help="Plot latency against throughput to this .svg file."),
+    html: str = typer.Option("", help="Write a page of plots to this .html file."),
+    explain: bool = typer.Option(False, "--explain", help="Show the arithmetic of the best plan."),
+    as_json: bool = JSON,
+) -> None:
+    """Estimate KV capacity, latency, throughput and cost of serving MODEL."""
+    from dataclasses import replace
+    from pathlib import Path
+
+    from dovetail.cli import plan_serve_table as tables
+    from dovetail.core.accelerator import parse
+    from dovetail.core.cloud import rate
+    from dovetail.core.recipe import read_count
+    from dovetail.plan.calibration import fractions
+    from dovetail.plan.serve_memory import PLANNED_ONLY
+    from dovetail.plan.serve_plan import Workload, plan_serving
+    from dovetail.plan.train_plan import chip_to_plan
+
+    if plot and Path(plot).suffix != ".svg":
+        raise UserError(
+            f"--plot must be an .svg file, got {plot}: use {Path(plot).with_suffix('.svg')}", param="--plot"
+        )
+    region, accelerator = checked_region(price, spot, region), parse(on)
+    cfg, stored = outline_of(model)
+    chip, dtype = chip_to_plan(accelerator), dtype or ("bf16" if accelerator.chip else "f32")
+    accelerator = replace(accelerator, chip=chip)  # for a CPU: this machine's
+    paid = rate(chip, spot, region, price)
+    dollars = None if paid.dollars is None else paid.dollars * accelerator.total_chips
+    plans = plan_serving(
+        cfg, accelerator, Workload(prompt, output, concurrency), dtype=dtype,
+        kv=kv or ("bf16" if dtype in PLANNED_ONLY else dtype), dollars=dollars,
+        fractions=fractions(chip.name), tensor=tensor_parallel_size,
+    )  # fmt: skip
+    start = starter(model, stored)
+    requests = read_count(per_day, "--per-day") if per_day else 0
+    if as_json:
+        print(tables.as_json(model, plans, requests, start))
+    else:
+        tables.show(model, plans, requests, explain, paid.says, start)
+    if plot:
+        from dovetail.cli.plot import draw_plans
+        from dovetail.core.files import write_atomic
+
+        write_atomic(plot, draw_plans(model, plans))
+    if html:
+        from dovetail.plan.serve_page import serving_page
+
+        write_page(html, serving_page(model, plans, start))
+
+
+app.command("rl")(plan_rl.rl)
+
+# --- storage ----------------------------------------------------------------------------------------------------------
+
+
 @app.command()
 def storage(
     what: str = RECIPE_OR_MODEL,
@@ -122,7 +320,6 @@ def storage(
 
 
 def _table(what: str, found: Any, hosts: int, bandwidth: float):
-
     each = f"{hosts} host{'s' if hosts > 1 else ''} at {bandwidth:g} GB/s each"
     state, export = format_decimal_bytes(found.state), format_decimal_bytes(found.export)
     rows = [
@@ -136,10 +333,3 @@ def _table(what: str, found: Any, hosts: int, bandwidth: float):
         ("transfer", f"${found.carried:,.2f} between regions"),
     ]
     return pairs(f"storage of {what}: estimated, list prices of Google Cloud, 2026-08", rows)
-
-
-def _size(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:,.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
-    return f"{count:,.0f} bytes"

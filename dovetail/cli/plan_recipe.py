@@ -20,8 +20,8 @@ JSON = typer.Option(False, "--json", help="Print JSON.")
 
 @functools.cache
 def outline_of(model: str) -> tuple[Any, Any]:
-    """Return the config and dtype from io.outline, asking the hub once."""
-    from dovetail.io.outline import outline
+    """Return the config and dtype from io.load.outline, asking the hub once."""
+    from dovetail.io.load import outline
 
     return outline(model)
 
@@ -79,7 +79,6 @@ def write_page(path: str, page: Any) -> None:
     """Write a page of plots and print its path to stderr, because stdout may be JSON for a program."""
     import sys
 
-    from dovetail.core.files import write_atomic
-    from dovetail.plan.page import html
+    from dovetail.plan.page import write
 
-    print(f"plots: {write_atomic(path, html(page))}", file=sys.stderr)
+    print(f"plots: {write(path, page)}", file=sys.stderr)

@@ -149,7 +149,7 @@ def show(console, name: str, overrides: list[str], chip: str, devices: int, slic
 
 
 def _model_of(settings):
-    from dovetail.io.outline import config_of
+    from dovetail.io.load import config_of
     from dovetail.models.config import scored
 
     cfg = config_of(settings.model)

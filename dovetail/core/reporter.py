@@ -1,7 +1,7 @@
 """Report what a long operation does: lines, progress bars and waits, on stderr.
 
 A command or a call creates one Reporter and passes it down. Everything that it shows goes to one console, so lines are
-printed above progress bars and above the live line of a training.
+printed above progress bars and above the live line of a training. `printable` makes foreign text safe to print.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+import logging
+import re
 
 # Called as progress(what, done, total), in bytes or in pieces. A total of 0 marks a line to show, nothing to count.
 Progress = Callable[[str, int, int], None]
@@ -210,3 +212,27 @@ def bar(console: Console | None = None) -> Iterator[Progress]:
 def _fit(what: str) -> str:
     """Return `what` in exactly WIDTH characters, so that the bar does not move; the end is more specific."""
     return what.ljust(WIDTH) if len(what) <= WIDTH else "…" + what[1 - WIDTH :]
+
+
+# --- log level and foreign text ---------------------------------------------------------------------------------------
+
+NOTE = logging.WARNING + 1  # shown like a warning, for news that is not a problem
+logging.addLevelName(NOTE, "NOTE")
+
+# CSI (colours, cursor moves), then OSC, DCS, SOS, PM and APC with all that they carry, then two-character sequences.
+ESCAPE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]"
+)
+OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\n])")  # a progress bar's earlier states
+# C0 and C1 without tab and newline, and the characters that reorder a line
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return `text` without escape sequences and control characters; tabs and newlines stay.
+
+    Of a line that a carriage return overwrites, the last state is kept.
+    """
+    return CONTROL.sub("", OVERWRITTEN.sub("", ESCAPE.sub("", text).replace("\r\n", "\n")))

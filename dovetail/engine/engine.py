@@ -18,18 +18,22 @@ import numpy as np
 from dovetail.core.errors import RequestError, UserError
 from dovetail.core.reporter import Progress
 from dovetail.core.types import Params, Weights
-from dovetail.engine.controls import Later
-from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS, MOST_VERIFIED, steps_in_time
-from dovetail.engine.device.launched import (
+from dovetail.engine.device.batch import DISPATCH_SECONDS, LEAST_TOKENS, MOST_VERIFIED, steps_in_time
+from dovetail.engine.device.runner import (
+    Asleep,
     LaunchedStep,
+    Runner,
+    drop_weights,
     keep_logprobs,
     keep_prompt_logprobs,
     prompt_logprobs,
+    put_to_sleep,
     send_logprobs,
+    wake_up,
     wants_prompt_logprobs,
 )
-from dovetail.engine.device.runner import Asleep, Runner, drop_weights, put_to_sleep, wake_up
 from dovetail.engine.device.sampler import Sampler
+from dovetail.engine.interface import EngineStats, Later
 from dovetail.engine.request.intake import Intake, Prompt
 from dovetail.engine.request.outputs import (
     CompletionOutput,
@@ -44,14 +48,12 @@ from dovetail.engine.request.outputs import (
     resume,
 )
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.request.sequence import Request, Sequence, Status
-from dovetail.engine.request.stops import Stops
+from dovetail.engine.request.sequence import Request, Sequence, Status, Stops
 from dovetail.engine.request.text import OutputText
 from dovetail.engine.schedule.plan import Gain, StepLimits, StepPlan
 from dovetail.engine.schedule.scheduler import Scheduler
 from dovetail.engine.schedule.step_time import Pace, Predictor, predictor
 from dovetail.engine.spec.speculator import Speculator
-from dovetail.engine.stats import EngineStats
 from dovetail.io.load import load
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.publish import publish

@@ -26,11 +26,11 @@ from dovetail.core.spec import init
 from dovetail.core.types import Params
 from dovetail.engine.build import build_engine, check_model, compute_for, placement_of
 from dovetail.engine.embed import Embedder, Pooling
+from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.intake import Conversation, Prompt, as_many, holds_messages, is_conversation
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput
 from dovetail.engine.request.params import SamplingParams, renamed_attribute
-from dovetail.engine.stats import EngineStats
 from dovetail.engine.terminal import RequestBar, compiling, deferred_interrupt, without_collection
 from dovetail.io.compiled import keep_compiled
 from dovetail.io.load import load

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from dovetail.engine.controls import CONTROLS, EngineDied, Later
 from dovetail.engine.engine import Engine
+from dovetail.engine.interface import CONTROLS, EngineDied, Later
 from dovetail.engine.request.outputs import OutputDelta
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class EngineLoop:
         return self.submit(lambda engine: self._hand_on(engine.abort(id, index)))
 
     def control(self, name: str, /, *args: Any, **named: Any) -> Future[Any]:
-        """Run one of engine.controls. What it must prepare, such as files, is read first on the caller's thread."""
+        """Run one of CONTROLS. What it must prepare, such as files, is read first on the caller's thread."""
         control = CONTROLS[name]
         if control.prepare is not None:
             args, named = getattr(self.engine, control.prepare)(*args, **named), {}

@@ -16,8 +16,7 @@ from typing import Any
 from dovetail.core.errors import CheckpointError, FileError, MissingPackageError, UserError
 from dovetail.core.files import locked, write_atomic
 from dovetail.core.recipe import SHIPPED
-from dovetail.core.reporter import Progress
-from dovetail.core.terminal import NOTE
+from dovetail.core.reporter import NOTE, Progress
 from dovetail.io.wheel import fetch_member
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

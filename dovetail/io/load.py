@@ -1,4 +1,7 @@
-"""Load models (`dt.load`) from a folder, a hub id, a .gguf file or a catalogue name, and convert them to HF folders."""
+"""Load models (`dt.load`) from a folder, a hub id, a .gguf file or a catalogue name, and convert them to HF folders.
+
+`outline` and `config_of` find a model's architecture without reading its weights.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from dovetail.core.choice import did_you_mean
 from dovetail.core.compute import Compute, compute_of
 from dovetail.core.errors import FileError, UnsupportedError, UserError
 from dovetail.core.files import umask
@@ -24,13 +29,12 @@ from dovetail.core.spec import num_bytes, num_params
 from dovetail.core.types import Packed, Params
 from dovetail.core.units import format_bytes, format_count
 from dovetail.io.hf import TensorSource, match_names, read_params, stored_bytes, write_tensors
-from dovetail.io.hub import resolve
+from dovetail.io.hub import CATALOGUE, HUB_ID, PUBLISHED, UNPUBLISHED, fetch_config, local, resolve
 from dovetail.io.safetensor_folder import SafetensorFolder, write_shards
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
-from dovetail.models.decoder import forward, unembed
-from dovetail.models.greedy import greedy
-from dovetail.models.registry import parse_config, read_config
+from dovetail.models.decoder import forward, greedy, unembed
+from dovetail.models.registry import parse_config, read_config, read_model, shipped_models, shipped_shapes
 from dovetail.models.spec import flops_per_token, kv_bytes_per_token, spec
 
 
@@ -261,3 +265,57 @@ def _with_rows(table_VD: jnp.ndarray, known: int, vocab: int) -> jnp.ndarray:
     known = min(known, len(table_VD))
     mean = table_VD[:known].astype(jnp.float32).mean(0).astype(table_VD.dtype)
     return jnp.concatenate([table_VD[:known], jnp.broadcast_to(mean, (vocab - known, len(mean)))])
+
+
+# --- architecture without weights -------------------------------------------------------------------------------------
+
+
+def outline(x: str) -> tuple[ModelConfig, Any]:
+    """Return the config of a model and the dtype of its weights, without reading a weight.
+
+    The dtype is None if there is only a config, and it names none.
+
+    Args:
+        x: The model, as for `config_of`.
+    """
+    path = local(x)
+    if path and (path.suffix == ".gguf" or any(path.glob("*.safetensors"))):
+        checkpoint, cfg, _ = open_checkpoint(path)
+        return cfg, stored_dtype(checkpoint, cfg, str(path))
+    cfg = config_of(x)
+    hf = cfg.to_hf()
+    return cfg, hf.get("dtype") or hf.get("torch_dtype")
+
+
+def config_of(x: str) -> ModelConfig:
+    """Return the config of a model.
+
+    It is that of a local folder, .gguf file or config.json, or of a shipped architecture, a catalogue name or a hub id,
+    of which only the config.json is fetched.
+    """
+    if path := local(x):
+        return open_checkpoint(path)[1] if path.suffix == ".gguf" else read_config(path)
+    path, known = Path(x).expanduser(), (*shipped_models(), *shipped_shapes())
+    if path.is_file() or x in known:
+        return read_model(x)
+    if x in CATALOGUE:
+        return config_of(str(resolve(x)))
+    if HUB_ID.fullmatch(x) and path.suffix not in (".gguf", ".json"):
+        return read_config(fetch_config(x))
+    raise UserError(
+        f"{x!r} is not an existing folder, .gguf file or config.json, not a hub id (org/name) and not a shipped "
+        f"architecture.{did_you_mean(x, known)} Shipped: {', '.join(known)}",
+        param="model",
+    )
+
+
+def servable(x: str) -> tuple[str, str]:
+    """Return the name under which `dovetail serve` serves a model of `outline`, or an empty name and why not."""
+    path = Path(x).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        folder = path if path.is_dir() else path.parent
+        has = any(folder.glob("*.safetensors"))
+        return (str(folder), "") if has else ("", f"{folder} holds no *.safetensors: add the model's weights")
+    if x in UNPUBLISHED:
+        return "", UNPUBLISHED[x]
+    return PUBLISHED.get(x, x), ""

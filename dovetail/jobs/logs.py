@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 from dovetail.jobs.backends.backend import JobBackend, UnavailableError
 from dovetail.jobs.job import Attempt, AttemptRow, Job
 from dovetail.jobs.store import JobStore

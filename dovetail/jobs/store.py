@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dovetail.core.errors import NotPermittedError, UserError
 from dovetail.core.files import check_own_folder, read_own
 from dovetail.jobs import database, files
-from dovetail.jobs.database import Database, DatabaseConnection, Sqlite
+from dovetail.jobs.database import Database, DatabaseConnection, Postgres, Sqlite
 from dovetail.jobs.job import ACTIVE, Attempt, AttemptRow, Event, Job
 
 if TYPE_CHECKING:  # listing jobs does not load the YAML reader
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # listing jobs does not load the YAML reader
 
 T = TypeVar("T")
 FOLDERS = ("jobs", "queues", "places")  # of the folder of jobs, which its users share
-SUPERVISOR = ("supervisor.lock", "supervisor.log")  # of the folder's owner (presence.py)
+SUPERVISOR = ("supervisor.lock", "supervisor.log")  # of the folder's owner (supervisor.py)
 REQUEST_FILE = "asked.yaml"  # in the job's folder
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 _JOB = ", ".join(f'"{name}"' for name in Job._fields)
@@ -404,8 +404,4 @@ def _prepare(root: Path) -> None:
 def _database(root: Path) -> Database:
     """Return the database that $DOVETAIL_JOBS names."""
     url = files.database_url()
-    if not url:
-        return Sqlite(root)
-    from dovetail.jobs.postgres import Postgres  # an extra
-
-    return Postgres(url, root)
+    return Postgres(url, root) if url else Sqlite(root)

@@ -145,7 +145,7 @@ def paged_kernel(name: str, flat_heads: int | None = None) -> Callable:
     """Return the paged kernel of this name; `flat_heads` are the key heads of each device if the pages are flat."""
     if name == "flat":
         assert flat_heads is not None
-        from dovetail.ops.kernels.tpu.flat import paged_attention as ours
+        from dovetail.ops.kernels.tpu.paged import flat_attention as ours
 
         kernel = functools.partial(ours, kv_heads=flat_heads)
     elif flat_heads is not None:

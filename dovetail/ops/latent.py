@@ -57,7 +57,7 @@ def _attend_pages(ctx: Paged, q: jax.Array, pages: jax.Array, rank: int, scale: 
     name = choose_latent(ctx.platform, q, rank, ctx, pages)
     log_once("latent attention, paged", name)
     if name == "flat":
-        from dovetail.ops.kernels.tpu.flat import paged_attention as kernel
+        from dovetail.ops.kernels.tpu.paged import flat_attention as kernel
 
         run = functools.partial(kernel, kv_heads=1, rank=rank, scale=scale)
         heads = ctx.placement.partition((None, "heads", None), q.shape) if ctx.placement else P()

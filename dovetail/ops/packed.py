@@ -1,5 +1,7 @@
 """Packed attention: the exact reference, and how to run a kernel for one device on a mesh.
 
+`MASKED`, `cap_and_mask` and `is_visible` are shared with paged attention and the kernels.
+
 B rows, T queries, S keys, N query heads, K key heads, G = N / K, H head dim.
 """
 
@@ -15,7 +17,21 @@ from jax.sharding import PartitionSpec as P
 
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Packed
-from dovetail.ops.softmax import cap_and_mask, is_visible
+
+MASKED = -1e30  # not -inf: a row with nothing to see must give 0, never NaN
+
+
+def cap_and_mask(scores: jax.Array, visible: jax.Array, softcap: float | None) -> jax.Array:
+    """Return soft-capped f32 scores with invisible ones masked; `visible` broadcasts against them."""
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    return jnp.where(visible, scores, MASKED)
+
+
+def is_visible(q_pos: jax.Array, k_pos: jax.Array, window: int | None) -> jax.Array:
+    """Return whether a key is causal and within the sliding window (which includes the token itself)."""
+    distance = q_pos - k_pos
+    return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
 def packed_attention(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.types import Paged
-from dovetail.ops.softmax import MASKED, cap_and_mask, is_visible
+from dovetail.ops.packed import MASKED, cap_and_mask, is_visible
 
 BLOCK = 128  # keys a turn of the loop looks at
 TILE = 16  # queries of one sequence that share a gathered page

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dovetail.ops.packed import attend_block
-from dovetail.ops.softmax import MASKED
+from dovetail.ops.packed import MASKED, attend_block
 
 BLOCK = 1024  # the most queries, and the most keys, whose scores exist at once
 

@@ -15,7 +15,7 @@ import msgspec
 from fastapi import Response
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.controls import EngineDied
+from dovetail.engine.interface import EngineDied
 from dovetail.serve.request_context import request_id, traceback_text
 
 log = logging.getLogger(__name__)

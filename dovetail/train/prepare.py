@@ -21,7 +21,7 @@ from dovetail.core.host import host_memory
 from dovetail.core.mesh import TRAIN, Placement, make_mesh, num_slices
 from dovetail.core.training import Training
 from dovetail.core.types import Batch, Params
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig, scored
 from dovetail.ops.dispatch import compile_options
 from dovetail.plan.derive import Derived, derive

@@ -19,7 +19,7 @@ from dovetail.core.files import open_atomic
 from dovetail.core.fingerprint import fingerprint
 from dovetail.core.types import Batch, Params
 from dovetail.data.example_rows import ExampleLoader
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.train.objective import StepContext, step_context
 from dovetail.train.prepare import Ready
 from dovetail.train.step import compute_copy

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Batch, Column, Params
 from dovetail.io.hub import resolve
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import spec
 from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence

@@ -19,7 +19,7 @@ from dovetail.core.mesh import Placement
 from dovetail.core.spec import init, is_spec, leaves
 from dovetail.core.types import Params
 from dovetail.io.hub import name_for_others
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import abstract_frozen, pack

@@ -27,7 +27,7 @@ from dovetail.io.adapter_folder import adapter_tokenizer
 from dovetail.io.hub import resolve
 from dovetail.io.load import open_checkpoint
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.models.greedy import greedy
+from dovetail.models.decoder import greedy
 from dovetail.train.launch import Ended, launch
 from dovetail.train.objective import Objective, step_context
 from dovetail.train.prepare import Ready

@@ -11,7 +11,7 @@ from dovetail.core.compute import compute_of
 from dovetail.core.recipe import dump
 from dovetail.core.training import Optimizer, Precision, Training
 from dovetail.data.settings import TrainedTokens, TuningData
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.frozen import HELD
 from dovetail.models.lora import OUTER, Lora, lora_spec, outer_names

@@ -12,12 +12,11 @@ import pytest
 from refusals import refuses
 from typer.testing import CliRunner
 
-from dovetail.cli.compile import app
-from dovetail.cli.compile_report import compiled, plain, recipe_report, show
+from dovetail.cli.compile import app, compiled, plain, recipe_report, show
 from dovetail.core import chips
 from dovetail.core.errors import MissingPackageError, UnsupportedError
 from dovetail.core.recipe import load
-from dovetail.engine import abstract_engine
+from dovetail.engine import build
 from dovetail.plan import topology
 from dovetail.plan.topology import gpu_devices, parse, tpu_devices
 from dovetail.train.next_token import next_token
@@ -50,7 +49,7 @@ def test_a_topology_is_a_chip_and_its_grid(text, chip, sides):
 
 
 @pytest.mark.parametrize(
-    ("text", "naming"),
+    ("text", "message"),
     [
         ("v5e", "such as v5e:16x16"),
         ("v5e:4by4", "such as v5e:16x16"),
@@ -124,7 +123,7 @@ def test_an_engines_steps_are_shown(monkeypatch, tmp_path, flags):
     v5e = chips.CHIPS["v5e"]
     monkeypatch.setattr(topology, "tpu_devices", lambda topology: jax.devices()[:2])
     monkeypatch.setattr(chips, "chip_of", lambda device: v5e)
-    monkeypatch.setattr(abstract_engine, "chip_of", lambda device: v5e)
+    monkeypatch.setattr(build, "chip_of", lambda device: v5e)
     options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "f32"]
     result = run("serve", "tiny", "--topology", "v5e:2x2", *options, *flags)
     assert result.exit_code == 0, result.output

@@ -14,7 +14,7 @@ from dovetail.cli.main import app as main
 from dovetail.cli.plan import app
 from dovetail.core.recipe import SHIPPED
 from dovetail.io import hub
-from dovetail.io.outline import servable
+from dovetail.io.load import servable
 from dovetail.models.registry import shipped_models, shipped_shapes
 from dovetail.plan.prediction import Prediction
 from dovetail.train.report.metrics import save_prediction
@@ -128,7 +128,7 @@ def test_a_folder_is_served_from_where_it_is_and_without_weights_it_is_said(home
 
 
 def test_plan_and_info_take_what_compile_takes(home, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dovetail.io.outline.fetch_config", lambda name: SHIPPED / "models" / "tiny.json")
+    monkeypatch.setattr("dovetail.io.load.fetch_config", lambda name: SHIPPED / "models" / "tiny.json")
     for model in ("qwen3-8b", str(SHIPPED / "models" / "qwen3-0.6b.json"), "org/name"):
         info(model)
         assert "attention heads" in capsys.readouterr().out

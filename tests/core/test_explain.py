@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 from dovetail.cli.main import app
 from dovetail.core import recipe
 from dovetail.core.explain import explained
-from dovetail.core.foreign_names import IN_SECTION, OURS
-from dovetail.core.recipe import has_key
+from dovetail.core.recipe import IN_SECTION, OURS, has_key
 from dovetail.train.pretrain import run_folder
 from dovetail.train.settings import Pretrain
 from dovetail.tune.rl.settings import Rl

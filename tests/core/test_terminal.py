@@ -2,7 +2,7 @@
 
 import pytest
 
-from dovetail.core.terminal import printable
+from dovetail.core.reporter import printable
 
 
 @pytest.mark.parametrize(

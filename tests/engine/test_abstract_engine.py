@@ -8,7 +8,7 @@ import pytest
 from engine.engines import OPTIONS, make_llm
 from refusals import refuses
 
-from dovetail.engine.abstract_engine import abstract_engine
+from dovetail.engine.build import abstract_engine
 from dovetail.engine.options import EngineOptions
 from dovetail.plan.compiled import count
 from dovetail.plan.hlo import copies_of, read

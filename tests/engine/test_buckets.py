@@ -8,7 +8,7 @@ import pytest
 
 from dovetail.core.errors import UserError
 from dovetail.engine.build import page_size_for
-from dovetail.engine.device.buckets import Buckets, steps_in_time
+from dovetail.engine.device.batch import Buckets, steps_in_time
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
 from dovetail.engine.request.sequence import Request, Sequence

@@ -15,8 +15,8 @@ from reference_models import reference
 from refusals import refuses
 
 from dovetail.core.errors import CheckpointError, MissingFileError, RequestError, UserError
-from dovetail.engine.controls import CONTROLS, EngineDied
 from dovetail.engine.engine import Engine
+from dovetail.engine.interface import CONTROLS, EngineDied
 from dovetail.engine.llm import LLM
 from dovetail.engine.loop import MOST_FAULTS, EngineLoop
 from dovetail.engine.request.outputs import OutputDelta, RequestOutput

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.request.sequence import Request, Sequence
-from dovetail.engine.request.stops import Stops
+from dovetail.engine.request.sequence import Request, Sequence, Stops
 from dovetail.engine.request.text import OutputText
 
 EOS = (2, 5)

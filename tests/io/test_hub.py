@@ -19,7 +19,7 @@ from refusals import refuses
 from dovetail.core.errors import CheckpointError, FileError
 from dovetail.core.recipe import SHIPPED
 from dovetail.io import hub, wheel
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 
 pytestmark = pytest.mark.slow
 

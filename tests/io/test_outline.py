@@ -9,9 +9,8 @@ import pytest
 from reference_models import reference
 from refusals import refuses
 
-from dovetail.io import hub
-from dovetail.io import outline as module
-from dovetail.io.outline import outline
+from dovetail.io import hub, load
+from dovetail.io.load import outline
 from dovetail.models.registry import read_config, read_model
 
 
@@ -31,7 +30,7 @@ def test_a_gguf_file(smollm2_gguf):
 
 def test_of_a_hub_id_the_config_is_fetched(monkeypatch):
     folder = reference("llama3.1")[1]
-    monkeypatch.setattr(module, "fetch_config", lambda name: folder / "config.json" if name == "org/tiny" else None)
+    monkeypatch.setattr(load, "fetch_config", lambda name: folder / "config.json" if name == "org/tiny" else None)
     assert outline("org/tiny")[0] == read_config(folder)
 
 

@@ -18,10 +18,10 @@ from dovetail.cli.job_output import table
 from dovetail.core.errors import NotPermittedError, UserError
 from dovetail.jobs import actions
 from dovetail.jobs.backends import chooser
-from dovetail.jobs.presence import holder, only_one
 from dovetail.jobs.queue import QueueWorker, TaskQueue
 from dovetail.jobs.spec import make
 from dovetail.jobs.store import JobStore
+from dovetail.jobs.supervisor import holder, only_one
 from dovetail.jobs.web import Pages
 
 
@@ -164,8 +164,8 @@ def test_clean_lists_what_it_deletes_and_keeps_results_and_jobs_of_others(job, s
         CliRunner().invoke(app, ["clean"], catch_exceptions=False)
     monkeypatch.setattr("dovetail.cli.job_output.is_terminal", lambda: True)
     shown = job("clean", code=1, input="n\n")
-    assert f"{ended['bad']}    4.0 MB  failed" in shown and f"{ended['plain']}      3 kB  succeeded" in shown
-    assert "2 jobs, 4.0 MB" in shown and "kept: 2 succeeded jobs with results (8.0 MB); --runs" in shown
+    assert f"{ended['bad']}      4 MB  failed" in shown and re.search(rf"{ended['plain']} +[\d.]+ kB  succeeded", shown)
+    assert "2 jobs, 4.01 MB" in shown and "kept: 2 succeeded jobs with results (8.01 MB); --runs" in shown
     assert "hers" not in shown and len(store.jobs()) == 5
     job("clean", input="y\n")
     assert {one.name for one in store.jobs()} == {"train", "out", "hers"}
@@ -178,7 +178,7 @@ def test_delete_asks_and_refuses_jobs_of_others(job, store, ended, monkeypatch):
     with refuses("--yes"):
         CliRunner().invoke(app, ["delete", "bad"], catch_exceptions=False)
     monkeypatch.setattr("dovetail.cli.job_output.is_terminal", lambda: True)
-    assert "4.0 MB  failed" in job("delete", "bad", code=1, input="n\n") and len(store.jobs()) == 5
+    assert "4 MB  failed" in job("delete", "bad", code=1, input="n\n") and len(store.jobs()) == 5
     job("delete", "bad", input="y\n")
     with refuses(None, NotPermittedError, naming="only somebody-else may delete"):
         CliRunner().invoke(app, ["delete", "hers", "--yes"], catch_exceptions=False)
@@ -295,7 +295,7 @@ def test_values_that_look_secret_are_not_shown(job, home):
 def test_a_supervisor_on_another_machine_is_not_stopped_here(job, home, monkeypatch):
     assert job("supervise", "--stop", "--json") == {"stopped": ""}
     with only_one(home):
-        monkeypatch.setattr("dovetail.jobs.presence.platform.node", lambda: "elsewhere")
+        monkeypatch.setattr("dovetail.jobs.supervisor.platform.node", lambda: "elsewhere")
         done = CliRunner().invoke(app, ["supervise", "--stop"])
     assert isinstance(done.exception, ValueError) and "and this machine is elsewhere: stop it there" in str(
         done.exception

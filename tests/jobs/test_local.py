@@ -12,8 +12,8 @@ from jobs.watched import watched
 from refusals import refuses
 
 from dovetail.jobs import actions
+from dovetail.jobs.backends.backend import read_log
 from dovetail.jobs.backends.local import LocalBackend, _leftovers
-from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.logs import Follower
 from dovetail.jobs.secrets import inherited
 from dovetail.jobs.spec import make
@@ -247,10 +247,11 @@ def test_a_machine_in_quarantine_is_not_used(store):
 def test_a_log_is_read_in_whole_characters(tmp_path):
     path = tmp_path / "log"
     path.write_bytes("aé".encode()[:-1])
-    first = read(path)
+    first = read_log(path)
     assert (first.text, first.position) == ("a", 1)
     path.write_bytes("aé😀\n".encode())
-    assert read(path, first.position).text == "é😀\n" and read(tmp_path / "none") == read(tmp_path / "none", 0)
+    assert read_log(path, first.position).text == "é😀\n"
+    assert read_log(tmp_path / "none") == read_log(tmp_path / "none", 0)
 
 
 @pytest.mark.usefixtures("supervised")

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dovetail.core.types import Paged
 from dovetail.ops.kernels.tpu import needs
-from dovetail.ops.kernels.tpu.flat import paged_attention as kernel
+from dovetail.ops.kernels.tpu.paged import flat_attention as kernel
 from dovetail.ops.latent import _read_latents
 from dovetail.ops.paged import flat_attention, paged_attention, write_heads, write_latents
 

@@ -20,11 +20,10 @@ from dovetail.core.mesh import MESH_AXES, lay_out
 from dovetail.core.training import Mesh, Training
 from dovetail.models.registry import read_model
 from dovetail.plan.operations import Operation
-from dovetail.plan.page import html, write
-from dovetail.plan.page.page import NUMBER, SLICE, data, host_box, indices, unit, wasted
-from dovetail.plan.page.serving import serving_page
-from dovetail.plan.page.training import training_page
+from dovetail.plan.page import NUMBER, SLICE, data, host_box, html, indices, unit, wasted, write
+from dovetail.plan.serve_page import serving_page
 from dovetail.plan.serve_plan import Workload, plan_serving
+from dovetail.plan.train_page import training_page
 from dovetail.plan.train_plan import plan_training
 
 

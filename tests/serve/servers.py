@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.core.errors import RequestError
-from dovetail.engine.controls import EngineDied
-from dovetail.engine.stats import EngineStats
+from dovetail.engine.interface import EngineDied, EngineStats
 from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app

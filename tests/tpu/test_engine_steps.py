@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from tpu.families import FAMILIES
 
-from dovetail.engine.abstract_engine import AbstractEngine, abstract_engine
+from dovetail.engine.build import AbstractEngine, abstract_engine
 from dovetail.engine.options import EngineOptions
 from dovetail.models.registry import FAMILIES as REGISTERED
 from dovetail.models.registry import parse_config

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dovetail.cli.compile_report import compiled, recipe_report
+from dovetail.cli.compile import compiled, recipe_report
 from dovetail.core import recipe
 from dovetail.models.registry import read_model
 from dovetail.plan.derive import derive

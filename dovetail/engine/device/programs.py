@@ -24,9 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from dovetail.core.compute import Compute
 from dovetail.core.mesh import Placement
-from dovetail.core.terminal import NOTE
-from dovetail.engine.device.batch import NUMBERS, Shape
-from dovetail.engine.device.buckets import Buckets
+from dovetail.core.reporter import NOTE
+from dovetail.engine.device.batch import NUMBERS, Buckets, Shape
 from dovetail.engine.device.sampler import MAX_BIAS
 from dovetail.engine.device.step import DeviceState, Unsampled, run_decode, run_prompts, run_sampler, run_verify
 from dovetail.engine.schedule.plan import StepDemand, StepLimits

@@ -24,11 +24,10 @@ from typing import Literal
 import numpy as np
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.request.sequence import Sequence, Status
-from dovetail.engine.request.stops import Stops
+from dovetail.engine.interface import EngineStats
+from dovetail.engine.request.sequence import Sequence, Status, Stops
 from dovetail.engine.schedule.blocks import BlockPool
 from dovetail.engine.schedule.plan import Drafts, Gain, PlanRow, StepDemand, StepLimits, StepPlan
-from dovetail.engine.stats import EngineStats
 
 _RANK = attrgetter("rank")
 REJECTED = -1  # in place of a token that was sampled after a rejected draft token

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.core.accelerator import Accelerator, of_devices
 from dovetail.core.compute import Compute
-from dovetail.engine.device.buckets import DISPATCH_SECONDS, LEAST_TOKENS
+from dovetail.engine.device.batch import DISPATCH_SECONDS, LEAST_TOKENS
 from dovetail.engine.schedule.plan import StepPlan
 from dovetail.models.config import ModelConfig
 from dovetail.plan.calibration import fractions

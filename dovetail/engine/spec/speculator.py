@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from dovetail.engine.interface import SpeculationCounts
 from dovetail.engine.request.sequence import Sequence, Status
 from dovetail.engine.schedule.plan import Drafts, StepPlan
 from dovetail.engine.spec.config import SpeculativeConfig
@@ -12,7 +13,6 @@ from dovetail.engine.spec.draft_length import DraftLength
 from dovetail.engine.spec.drafter import Drafter
 from dovetail.engine.spec.ngram import NgramDrafter
 from dovetail.engine.spec.suffix import SuffixDrafter
-from dovetail.engine.stats import SpeculationCounts
 
 
 class Speculator:

@@ -14,8 +14,7 @@ from typing import Any
 from dovetail.core.errors import UserError
 from dovetail.jobs import secrets
 from dovetail.jobs.backends import tpu_program, tpu_request, tpu_ssh
-from dovetail.jobs.backends.backend import LogPart, Observed, Places, UnavailableError, before_request
-from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.backends.backend import LogPart, Observed, Places, UnavailableError, before_request, read_log
 from dovetail.jobs.backends.queued_resources import QueuedResources
 from dovetail.jobs.backends.tpu_program import TpuProgram
 from dovetail.jobs.backends.tpu_ssh import Run, Ssh, TpuHost
@@ -201,7 +200,7 @@ class GcpTpuBackend:
             program = self._program(attempt)
         except UserError:
             program = None
-        return program.logs(rank, since) if program else read(attempt.log(rank), since)
+        return program.logs(rank, since) if program else read_log(attempt.log(rank), since)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         """Return an ssh command that opens a shell on the host of a rank."""

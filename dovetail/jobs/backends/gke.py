@@ -14,8 +14,18 @@ from typing import Any
 
 from dovetail.core.errors import RecipeError, UserError
 from dovetail.jobs import files, secrets
-from dovetail.jobs.backends import jobset, log_file, tpu_ssh
-from dovetail.jobs.backends.backend import LogPart, Observed, Places, UnavailableError, before_request
+from dovetail.jobs.backends import jobset, tpu_ssh
+from dovetail.jobs.backends.backend import (
+    LogPart,
+    Observed,
+    Places,
+    UnavailableError,
+    append_log,
+    before_request,
+    log_size,
+    merge_log,
+    read_log,
+)
 from dovetail.jobs.backends.kube import KubeNamespace, current_context
 from dovetail.jobs.job import CALL_FOLDER, Attempt, Resource
 from dovetail.jobs.outcome import deciding
@@ -133,7 +143,7 @@ class GkeBackend:
             if seen.state in ("succeeded", "failed", "preempted"):
                 self._fetch(attempt)
                 for pod in found:
-                    log_file.merge(attempt.home / HEALTH, pod.message)
+                    merge_log(attempt.home / HEALTH, pod.message)
                 if attempt.is_call:
                     self._download(attempt)
             return seen
@@ -160,7 +170,7 @@ class GkeBackend:
         """Return a part of a rank's log; of the copy on this machine if the cluster does not answer."""
         with contextlib.suppress(UserError):
             self._fetch(attempt, rank)
-        return log_file.read(attempt.log(rank), since)
+        return read_log(attempt.log(rank), since)
 
     def _fetch(self, attempt: Attempt, rank: int | None = None) -> None:
         for one in pods(self._pods(attempt), attempt.spec.device.hosts):
@@ -176,9 +186,9 @@ class GkeBackend:
         path, mark = attempt.log(one.rank), attempt.folder / f"rank{one.rank}.pod"
         held = json.loads(mark.read_text()) if mark.exists() else {}
         if held.get("uid") != one.uid:
-            held = {"uid": one.uid, "begins": log_file.size(path)}
+            held = {"uid": one.uid, "begins": log_size(path)}
             files.write_text(mark, json.dumps(held))
-        log_file.append(path, held["begins"], text)
+        append_log(path, held["begins"], text)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         """Return a kubectl command that opens a shell in the pod of a rank."""

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from dovetail.core.errors import MissingPackageError, UnsupportedError, UserError
 from dovetail.jobs import files, script, secrets
-from dovetail.jobs.backends.backend import LogPart, Observed
+from dovetail.jobs.backends.backend import LogPart, Observed, read_log
 from dovetail.jobs.backends.local_launcher import CLAIM, END, LAUNCH, LOCK, STOP, write
-from dovetail.jobs.backends.log_file import read
 from dovetail.jobs.job import Attempt, Resource
 from dovetail.jobs.outcome import deciding
 from dovetail.jobs.spec import Spec
@@ -129,7 +128,7 @@ class LocalBackend:
 
     def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
         """Return a part of a rank's log."""
-        return read(attempt.log(rank), since)
+        return read_log(attempt.log(rank), since)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         """Return a command that opens a shell in the job's folder."""

@@ -20,8 +20,14 @@ from pathlib import Path
 from dovetail.core.errors import UnsupportedError, UserError
 from dovetail.jobs import files, script, secrets
 from dovetail.jobs.backends import slurm_script
-from dovetail.jobs.backends.backend import LogPart, Observed, RefusedJobError, UnavailableError, before_request
-from dovetail.jobs.backends.log_file import read
+from dovetail.jobs.backends.backend import (
+    LogPart,
+    Observed,
+    RefusedJobError,
+    UnavailableError,
+    before_request,
+    read_log,
+)
 from dovetail.jobs.job import PREFIX, Attempt, Resource
 from dovetail.jobs.outcome import deciding
 from dovetail.jobs.spec import Spec
@@ -163,7 +169,7 @@ class SlurmBackend:
 
     def logs(self, attempt: Attempt, rank: int, since: int = 0) -> LogPart:
         """Return a part of a rank's log."""
-        return read(attempt.log(rank), since)
+        return read_log(attempt.log(rank), since)
 
     def command(self, attempt: Attempt, rank: int) -> list[str]:
         """Return an srun command that opens a shell on the node of a rank."""

@@ -23,8 +23,15 @@ from typing import Literal
 
 from dovetail.core.errors import RecipeError, UnsupportedError
 from dovetail.jobs import secrets
-from dovetail.jobs.backends import log_file
-from dovetail.jobs.backends.backend import LogPart, Observed, UnavailableError
+from dovetail.jobs.backends.backend import (
+    LogPart,
+    Observed,
+    UnavailableError,
+    append_log,
+    log_size,
+    merge_log,
+    read_log,
+)
 from dovetail.jobs.backends.tpu_ssh import Run, Ssh, SshResult, TpuHost, on_all
 from dovetail.jobs.job import CALL_FOLDER, Attempt
 from dovetail.jobs.outcome import NO_ENVIRONMENT, NO_FOLDER, SIGTERM, deciding
@@ -68,14 +75,14 @@ class TpuProgram:
     def _look(self, hosts: Sequence[TpuHost]) -> list[HostStatus | SshResult]:
         """Return the status of each host, or the ssh that failed; append the new part of each log to its copy."""
         paths = [self._attempt.log(host.rank) for host in hosts]
-        here = [log_file.size(path) for path in paths]
+        here = [log_size(path) for path in paths]
         lines = [status_line(self._attempt.name, since) for since in here]
         done = on_all(hosts, lines, self._ssh, self._run, timeout=LOOK_S)
         found: list[HostStatus | SshResult] = []
         for path, since, one in zip(paths, here, done, strict=True):
             status = parse_status(one.out)
             if status is not None:
-                log_file.append(path, since, status.log)
+                append_log(path, since, status.log)
             found.append(one if status is None else status)
         return found
 
@@ -145,7 +152,7 @@ class TpuProgram:
     def logs(self, rank: int, since: int) -> LogPart:
         """Fetch the new part of a log, and return the part of the copy from byte `since` on."""
         self._look([host for host in self._hosts if host.rank == rank])
-        return log_file.read(self._attempt.log(rank), since)
+        return read_log(self._attempt.log(rank), since)
 
 
 def _first_failed(hosts: Sequence[TpuHost], done: Sequence[SshResult]) -> tuple[int, SshResult] | None:
@@ -257,7 +264,7 @@ def take_results(attempt: Attempt, archive: bytes, rank: int) -> bool:
             for member in tar.getmembers():
                 held = tar.extractfile(member)
                 if member.name == HEALTH and held is not None:  # every host may have its own
-                    log_file.merge(attempt.home / HEALTH, held.read().decode(errors="replace"))
+                    merge_log(attempt.home / HEALTH, held.read().decode(errors="replace"))
                 elif value.fullmatch(member.name) or (member.name == METRICS and rank == 0):
                     extract(tar, member, attempt.home)
     except tarfile.TarError:

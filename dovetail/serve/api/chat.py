@@ -14,7 +14,7 @@ from pydantic import Field
 from dovetail.core.errors import RequestError
 from dovetail.engine.request.params import SamplingParams
 from dovetail.io.tool_formats.events import CallArguments, CallStart, Content, Event, Reasoning, collect
-from dovetail.serve.api.cut_json import read_cut_off
+from dovetail.io.tool_formats.notation import read_cut_off
 from dovetail.serve.api.delivery import DONE, EventStream, JsonAnswer, TokenUsage, event
 from dovetail.serve.api.requests import (
     TEXT_ONLY,

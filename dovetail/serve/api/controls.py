@@ -84,7 +84,7 @@ class UnloadAdapterRequest(Body):
 class ControlRoute(NamedTuple):
     """A route that runs one of the engine's controls."""
 
-    control: str  # one of engine.controls
+    control: str  # one of engine.interface.CONTROLS
     body: type[Body]  # its fields are the control's arguments, by name (see _ARGUMENTS)
     status: str | None  # in the answer; None: the answer is the control's result, a version of the weights
     help: str | None = None

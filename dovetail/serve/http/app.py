@@ -10,7 +10,7 @@ from starlette.types import Lifespan
 
 from dovetail import __version__
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.api import anthropic, chat, completions, controls, pooling, responses, status, tokens
+from dovetail.serve.api import anthropic, chat, completions, controls, pooling, responses, status
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.gate import Gate, handle_errors
 from dovetail.serve.http.long_bodies import LongBodies
@@ -45,7 +45,7 @@ def routed(
     service = Service(engine, tokenizer, config)
     app = FastAPI(title="Dovetail", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    for module in (chat, completions, responses, anthropic, tokens, pooling, status):
+    for module in (chat, completions, responses, anthropic, pooling, status):
         app.include_router(module.routes(service))
     if config.admin_key is not None:
         app.include_router(controls.admin(service))

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -25,7 +24,7 @@ from dovetail.io.tokenizer import Tokenizer
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.errors import ApiError
 from dovetail.serve.remote.client import EngineClient
-from dovetail.serve.remote.wire import LENGTH
+from dovetail.serve.remote.wire import LENGTH, start_process
 
 log = logging.getLogger(__name__)
 LONG = 128 * 1024  # bytes; up to here a body blocks the event loop for a few milliseconds at most
@@ -111,11 +110,8 @@ class _Process:
 
     @classmethod
     async def start(cls, *first: bytes) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "dovetail.serve.http.long_body_process", str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        made = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        process, sock = start_process(sys.executable, "-m", "dovetail.serve.http.long_body_process")
+        made = cls(process, *await asyncio.open_unix_connection(sock=sock))
         try:
             await made._write(*first)
         except BaseException:

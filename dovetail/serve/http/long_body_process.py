@@ -13,7 +13,7 @@ import pickle
 import signal
 import socket
 import sys
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from starlette.types import Message, Scope
 from dovetail.serve.errors import as_api_error
 from dovetail.serve.http.app import routed
 from dovetail.serve.http.gate import check_text
-from dovetail.serve.remote.wire import LENGTH
+from dovetail.serve.remote.wire import framed, read_frame
 from dovetail.serve.request_context import begin_request
 
 NICE = 19  # streams of the server go first on a machine with few cores
@@ -34,19 +34,13 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent ends this process by closing the socket
     os.nice(NICE)
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
-        tokenizer, (config, info) = pickle.loads(_read(wire)), pickle.loads(_read(wire))
+        tokenizer, (config, info) = (pickle.loads(read_frame(wire) or b"") for _ in range(2))
         engine = _NoEngine(info)
         app = routed(engine, tokenizer, config)  # type: ignore[arg-type]
         with asyncio.Runner() as runner:
-            while head := _read(wire):
-                reply = msgspec.msgpack.encode(runner.run(_answer(app, engine, head, _read(wire))))
-                sock.sendall(LENGTH.pack(len(reply)) + reply)
-
-
-def _read(wire: IO[bytes]) -> bytes:
-    """Return the next message; empty at the end."""
-    size = wire.read(LENGTH.size)
-    return wire.read(LENGTH.unpack(size)[0]) if len(size) == LENGTH.size else b""
+            while head := read_frame(wire):
+                reply = runner.run(_answer(app, engine, head, read_frame(wire) or b""))
+                sock.sendall(framed(msgspec.msgpack.encode(reply)))
 
 
 async def _answer(app: FastAPI, engine: _NoEngine, head: bytes, body: bytes) -> list[Any] | None:

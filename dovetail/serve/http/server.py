@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from dovetail.core.terminal import NOTE
+from dovetail.core.reporter import NOTE
 from dovetail.engine.options import EngineOptions
 from dovetail.serve.config import ServerConfig
 from dovetail.serve.http.app import make_app

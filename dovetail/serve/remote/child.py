@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.controls import EngineDied
+from dovetail.engine.interface import EngineDied
 from dovetail.serve.remote.wire import (
     LENGTH,
     Add,
@@ -35,6 +34,7 @@ from dovetail.serve.remote.wire import (
     ToEngine,
     frame,
     from_engine,
+    start_process,
 )
 from dovetail.serve.request_context import request_id
 
@@ -135,12 +135,9 @@ class Child:
             EngineDied: The engine could not start for another reason.
         """
         first = frame(start)  # before the process starts: an option that cannot be sent is refused here
-        ours, theirs = socket.socketpair()
         # Started from the event loop's thread: Linux ends a child with the thread that started it.
-        with theirs:
-            command = [*COMMAND, str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        child = cls(process, *await asyncio.open_unix_connection(sock=ours, limit=READ_AHEAD), progress)
+        process, sock = start_process(*COMMAND)
+        child = cls(process, *await asyncio.open_unix_connection(sock=sock, limit=READ_AHEAD), progress)
         child._writer.write(first)
         try:
             child.info = await asyncio.shield(child._ready)

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from dovetail.core.errors import RequestError
-from dovetail.engine.controls import EngineDied as EngineDied
+from dovetail.engine.interface import EngineDied as EngineDied
+from dovetail.engine.interface import EngineStats
 from dovetail.engine.options import EngineOptions
 from dovetail.engine.request.params import SamplingParams
-from dovetail.engine.stats import EngineStats
 from dovetail.serve.remote.child import ShowProgress
 from dovetail.serve.remote.supervisor import EngineSupervisor, RestartLimits
 from dovetail.serve.remote.wire import Add, Delta, EngineInfo, StartEngine, plain
@@ -220,7 +220,7 @@ class EngineClient:
     # --- controls -----------------------------------------------------------------------------------------------------
 
     async def control(self, name: str, /, **args: Any) -> Any:
-        """Run one of the engine's controls (engine.controls) with arguments by name, and return its result.
+        """Run one of the engine's controls (engine.interface.CONTROLS) with arguments by name, and return its result.
 
         Weights are given by a path that `dt.load` takes. Keep these files: a restarted engine loads them again to
         reach the state of the one before it (see ControlState).

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dovetail.core.errors import RequestError, UserError
-from dovetail.engine.controls import CONTROLS
+from dovetail.engine.interface import CONTROLS
 from dovetail.serve.errors import IN_USE
 from dovetail.serve.remote.child import Child
 from dovetail.serve.remote.wire import LoadedAdapter
@@ -60,7 +60,7 @@ class ControlState:
         return "the engine is paused until /resume" if self._paused else None
 
     async def control(self, child: Child, name: str, /, **args: Any) -> Any:
-        """Run a control (engine.controls) with arguments by name, remember its effect, and return its result."""
+        """Run one of CONTROLS (engine.interface) with arguments by name, remember its effect, and return its result."""
         if name == "load_adapter":
             return await self._load_adapter(child, **args)
         if name == "unload_adapter":

@@ -11,7 +11,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from dovetail.engine.controls import EngineDied
+from dovetail.engine.interface import EngineDied
 from dovetail.serve.remote.child import Child, ShowProgress
 from dovetail.serve.remote.control_state import ControlState
 from dovetail.serve.remote.wire import StartEngine

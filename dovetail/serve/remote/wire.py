@@ -4,13 +4,17 @@ The parent sends StartEngine, then Add and Call. The child sends Progress, then 
 Deltas of every step, RequestRefused for an Add that the engine does not accept, and one CallAnswer per Call. Every Add
 ends exactly once: with RequestRefused, or with the finished delta of each of its n sequences. A closed socket means
 that the other process has ended.
+
+The other child processes of the server (long bodies, templates of requests) are started and framed in the same way.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
+import subprocess
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -238,7 +242,28 @@ def frame(message: ToEngine | FromEngine) -> bytes:
         payload = msgspec.msgpack.encode(message)
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
         raise RequestError(f"a value cannot be sent to the engine's process: {error}") from None
+    return framed(payload)
+
+
+def framed(payload: bytes) -> bytes:
+    """Return the bytes of a message with their length before them."""
     return LENGTH.pack(len(payload)) + payload
+
+
+def read_frame(file: IO[bytes]) -> bytes | None:
+    """Return the next message, or None at the end."""
+    size = file.read(LENGTH.size)
+    return file.read(LENGTH.unpack(size)[0]) if len(size) == LENGTH.size else None
+
+
+def start_process(*command: str) -> tuple[subprocess.Popen, socket.socket]:
+    """Start `COMMAND FD`, where FD is the process's end of a pair of sockets; return the process and our end."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+    return process, ours
 
 
 def plain(result: Any, kind: type[T]) -> T:

@@ -11,22 +11,21 @@ import json
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any
 
 from dovetail.core.errors import RequestError, UserError
 from dovetail.io.chat import ChatTemplate
+from dovetail.serve.remote.wire import framed, read_frame, start_process
 
 SECONDS = 30.0  # for an answer, including the start of the process on a busy machine
 CPU_SECONDS = 2.0  # of one rendering
 MEMORY = 256 * 2**20  # bytes, beyond what the process has at its start
 MAX_TEXT = 16 * 2**20  # characters of a prompt; the model's context is less
-LENGTH = struct.Struct("<I")
 
 
 class RequestTemplates:
@@ -53,7 +52,7 @@ class RequestTemplates:
         asked = dict(source=source, special_tokens=special_tokens, messages=messages, tools=tools, options=options)
         with self._lock:
             try:
-                answer = self._ask(_pack(asked))
+                answer = self._ask(json.dumps(asked).encode())
             except BaseException:
                 self._end()
                 raise
@@ -75,16 +74,15 @@ class RequestTemplates:
             self._start()
         assert self._socket is not None
         with suppress(OSError), self._socket.makefile("rb") as wire:
-            self._socket.sendall(message)
-            return _read(wire)
+            self._socket.sendall(framed(message))
+            answer = read_frame(wire)
+            return None if answer is None else json.loads(answer)
         return None
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        command = sys.executable, "-m", "dovetail.serve.talk.request_templates"
+        self._process, self._socket = start_process(*command)
         self._socket.settimeout(SECONDS)
-        with theirs:
-            command = [sys.executable, "-m", "dovetail.serve.talk.request_templates", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
 
     def _end(self) -> None:
         if self._socket is not None:
@@ -111,24 +109,11 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process by closing the socket
     _limit_memory()
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as wire:
-        while (asked := _read(wire)) is not None:
+        while (asked := read_frame(wire)) is not None:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process
-            answer = _answer(asked)
+            answer = _answer(json.loads(asked))
             signal.setitimer(signal.ITIMER_PROF, 0)
-            sock.sendall(_pack(answer))
-
-
-def _read(wire: IO[bytes]) -> Any:
-    """Return the next message, or None at the end."""
-    size = wire.read(LENGTH.size)
-    if len(size) < LENGTH.size:
-        return None
-    return json.loads(wire.read(LENGTH.unpack(size)[0]))
-
-
-def _pack(message: Any) -> bytes:
-    payload = json.dumps(message).encode()
-    return LENGTH.pack(len(payload)) + payload
+            sock.sendall(framed(json.dumps(answer).encode()))
 
 
 def _answer(asked: dict[str, Any]) -> dict[str, str]:

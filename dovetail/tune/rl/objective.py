@@ -21,7 +21,7 @@ from jax.lax import stop_gradient
 from dovetail.core.compute import compute_of
 from dovetail.core.spec import ParamSpec, Stored, init
 from dovetail.core.types import Batch, Column, Params
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.ops.linear import matmul
 from dovetail.ops.token_loss import Allowed, TokenScores, token_scores

@@ -12,7 +12,7 @@ import numpy as np
 
 from dovetail.core.mesh import Placement, make_mesh
 from dovetail.core.types import Batch, Params
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.ops.token_loss import token_logprobs
 from dovetail.train.objective import hidden_states, step_context

@@ -13,7 +13,7 @@ from dovetail.core.recipe import dump
 from dovetail.core.spec import num_params
 from dovetail.core.training import Optimizer, Precision
 from dovetail.data.settings import TuningData
-from dovetail.io.outline import config_of
+from dovetail.io.load import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.lora import outer_names, saved_names
 from dovetail.models.spec import spec

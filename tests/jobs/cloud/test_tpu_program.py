@@ -10,8 +10,8 @@ from jobs.cloud.slices import attempt, vms
 from refusals import refuses
 
 from dovetail.jobs import call, secrets
-from dovetail.jobs.backends import log_file, tpu_program, tpu_ssh
-from dovetail.jobs.backends.backend import UnavailableError
+from dovetail.jobs.backends import tpu_program, tpu_ssh
+from dovetail.jobs.backends.backend import UnavailableError, append_log
 from dovetail.jobs.backends.tpu_program import TpuProgram
 from dovetail.jobs.backends.tpu_ssh import SshResult, TpuHost
 
@@ -142,9 +142,9 @@ def test_a_long_log_is_fetched_completely(tmp_path):
 
 
 def test_a_part_fetched_twice_is_kept_once(tmp_path):
-    log_file.append(tmp_path / "log", 0, b"one two ")
-    log_file.append(tmp_path / "log", 4, b"two three")  # by one who began to look before
-    log_file.append(tmp_path / "log", 90, b"a gap")
+    append_log(tmp_path / "log", 0, b"one two ")
+    append_log(tmp_path / "log", 4, b"two three")  # by one who began to look before
+    append_log(tmp_path / "log", 90, b"a gap")
     assert (tmp_path / "log").read_bytes() == b"one two three"
 
 

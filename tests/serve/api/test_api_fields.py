@@ -18,7 +18,7 @@ from serve.api.test_api_tools import CALL, TOOLS, WEATHER
 from serve.servers import Script, running
 
 from dovetail.io.tokenizer import Tokenizer
-from dovetail.serve.api import anthropic, chat, completions, controls, pooling, requests, responses, tokens
+from dovetail.serve.api import anthropic, chat, completions, controls, pooling, requests, responses, status
 from dovetail.serve.api.requests import Body
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -400,7 +400,7 @@ TABLES |= {
 ALONE, UNREAD = {"prompt": None}, {"input": None}
 TALK = {"prompt": None, "messages": PREFILLED}
 TABLES |= {
-    tokens.TokenizeRequest: Table(
+    status.TokenizeRequest: Table(
         "/tokenize",
         {"prompt": "Hello"},
         {
@@ -410,7 +410,7 @@ TABLES |= {
             "return_token_strs": V(True),
         },
     ),
-    tokens.DetokenizeRequest: Table(
+    status.DetokenizeRequest: Table(
         "/detokenize", {"tokens": [1, 504]},
         {"model": V("other"), "tokens": V([504]), "skip_special_tokens": V(True)},
     ),

@@ -18,8 +18,8 @@ from dovetail.engine.grammar import compile
 from dovetail.engine.request.params import StructuredOutputsParams
 from dovetail.io.tool_formats.formats import TOOL_FORMATS
 from dovetail.io.tool_formats.grammar import grammar_for
+from dovetail.io.tool_formats.notation import read_cut_off
 from dovetail.io.tool_formats.stream import parse
-from dovetail.serve.api.cut_json import read_cut_off
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from serve.servers import MODEL, Script, openai_refuses, running
 from dovetail.serve.config import ServerConfig, ServerLimits
 from dovetail.serve.errors import ApiError
 from dovetail.serve.http.long_bodies import AT_ONCE, LONG
-from dovetail.serve.talk.inflight import Inflight
+from dovetail.serve.talk.service import Inflight
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,7 @@ from engine.engines import GREEDY, make_llm, mixed_prompts, tokens_of, variant
 import dovetail.engine.llm
 from dovetail.core.errors import RequestError, UserError
 from dovetail.engine.llm import LLM
-from dovetail.serve.remote.outbox import Outbox
-from dovetail.serve.remote.process import Commands, EngineProcess
+from dovetail.serve.remote.process import Commands, EngineProcess, Outbox
 from dovetail.serve.remote.wire import (
     LENGTH,
     Add,

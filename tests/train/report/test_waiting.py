@@ -8,8 +8,7 @@ import threading
 
 from rich.console import Console
 
-from dovetail.core.reporter import waiting
-from dovetail.core.terminal import NOTE
+from dovetail.core.reporter import NOTE, waiting
 
 
 def test_lines_with_elapsed_seconds_where_output_is_redirected():

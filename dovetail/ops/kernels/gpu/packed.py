@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dovetail.core.types import Packed
-from dovetail.ops.softmax import is_visible
+from dovetail.ops.packed import is_visible
 
 
 def packed_attention(q, k, v, ctx: Packed, *, scale: float, window: int | None = None, softcap=None, sinks=None):

@@ -22,8 +22,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from dovetail.core.compute import is_traced_exact
 from dovetail.core.types import Paged
+from dovetail.ops.packed import MASKED
 from dovetail.ops.paged import tiles_of
-from dovetail.ops.softmax import MASKED
 
 LOG2E = math.log2(math.e)
 

@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from dovetail.tune.rl.rewards.isolation import seccomp
-from dovetail.tune.rl.rewards.isolation.seccomp import ALLOW, ERROR, KILL, MACHINES
+from dovetail.tune.rl.rewards.isolation import kernel
+from dovetail.tune.rl.rewards.isolation.kernel import ALLOW, ERROR, KILL, MACHINES
 
 PID = 4321
 EPERM, ENOSYS = ERROR | 1, ERROR | 38
@@ -15,19 +15,19 @@ THREAD, FORK = 0x3D0F00, 0x1200011  # the flags of clone for each
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
     """Return the kernel's verdict by interpreting the BPF program."""
     data = struct.pack("<iIQ6Q", number, architecture or MACHINES[machine][0], 0, *(*arguments, *[0] * 6)[:6])
-    lines = [struct.unpack("HBBI", line) for line in seccomp._program(machine, PID)]
+    lines = [struct.unpack("HBBI", line) for line in kernel._filter_program(machine, PID)]
     at, held = 0, 0
     while True:
         code, if_true, if_false, value = lines[at]
         at += 1
-        if code == seccomp.RETURN:
+        if code == kernel.RETURN:
             return value
-        if code == seccomp.LOAD:
+        if code == kernel.LOAD:
             (held,) = struct.unpack_from("<I", data, value)
-        elif code == seccomp.AND:
+        elif code == kernel.AND:
             held &= value
         else:
-            holds = {seccomp.EQUAL: held == value, seccomp.AT_LEAST: held >= value, seccomp.ANY_BIT: held & value}[code]
+            holds = {kernel.EQUAL: held == value, kernel.AT_LEAST: held >= value, kernel.ANY_BIT: held & value}[code]
             at += if_true if holds else if_false
 
 
@@ -104,4 +104,4 @@ def test_calls_of_x86_64_only():
 def test_calls_of_another_architecture_kill_the_process():
     assert verdict("x86_64", 0, architecture=0x40000003) == KILL, "32-bit calls in a 64-bit process"
     with pytest.raises(OSError, match="riscv64"):
-        seccomp._program("riscv64", PID)
+        kernel._filter_program("riscv64", PID)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 # All at the start: once the process is restricted it cannot read its own source.
-from . import kernel, seccomp
+from . import kernel
 from .canonical import MAX_CHARACTERS, canonical
 
 Payload = dict[str, Any]
@@ -65,7 +65,7 @@ def _restrict(payload: Payload) -> list[str]:
     active.append("limits")
     if _try(lambda: kernel.restrict_files(payload["readable"], payload["folder"])):
         active.append("landlock")
-    if _try(seccomp.restrict_calls):
+    if _try(kernel.restrict_calls):
         active.append("seccomp")
     else:
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))

@@ -184,7 +184,7 @@ def _of_numbers(axes: Mapping[str, int], name: str) -> list[list[Any]]:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-TEMPLATE = Path(__file__).parent / "template"
+TEMPLATE = Path(__file__).parent / "page_template"
 # One script per picture, after the shared ones, in the order in which they need each other.
 SCRIPTS = (
     "base.js", "canvas.js", "roofline.js", "memory.js", "torus.js", "torus_links.js", "domains.js", "mesh.js",

@@ -8,7 +8,7 @@ from dovetail.core.units import format_number
 from dovetail.models.config import Attention
 from dovetail.plan.exchange import Exchange
 from dovetail.plan.operations import serving_operations
-from dovetail.plan.page.page import Choice, Curve, Page, Share
+from dovetail.plan.page import Choice, Curve, Page, Share
 from dovetail.plan.serve_memory import HELD, MEMORY_UTILIZATION, SLACK, USABLE, platform_of
 from dovetail.plan.serve_plan import ServePlan, frontier
 from dovetail.plan.serve_time import Bounds

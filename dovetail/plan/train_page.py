@@ -8,7 +8,7 @@ from dataclasses import fields
 from dovetail.core.units import format_count, format_duration
 from dovetail.plan.cost import unit_of
 from dovetail.plan.operations import training_operations
-from dovetail.plan.page.page import Choice, Page, Share
+from dovetail.plan.page import Choice, Page, Share
 from dovetail.plan.plans import MeshPlan, axes_of, num_experts
 from dovetail.plan.train_plan import TrainPlan
 from dovetail.plan.train_time import peak
