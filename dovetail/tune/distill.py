@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from dovetail.core.mesh import Placement
 from dovetail.core.types import Batch, Column, Params
 from dovetail.io.hub import resolve
-from dovetail.io.outline import config_of
 from dovetail.models.config import ModelConfig
 from dovetail.models.spec import spec
 from dovetail.ops.token_loss import token_divergence, token_top_k, top_k_divergence
@@ -202,14 +201,20 @@ def distill_objective(settings: Any) -> Objective:
     policy, teacher = policy_of(settings), None
     if settings.distillation.teacher == "live":
         teacher = frozen_model(settings.teacher, settings.held, settings.precision.compute)
-    teacher_cfg = config_of(settings.teacher)
+    teacher_cfg = settings.teacher_cfg
     found = divergence_objective(
         settings.distillation, lambda params, ctx: _student(policy, params, ctx),
         (lambda params, ctx: ctx.frozen["teacher"]) if teacher else None, teacher_cfg, policy.specs, policy.export,
         policy.trains_head,
     )  # fmt: skip
     initial = policy.initial and functools.partial(policy.initial, base=lambda ready: ready.frozen["base"])
-    return dataclasses.replace(found, frozen=_both(policy.frozen, teacher, teacher_cfg), initial=initial)
+
+    def check(cfg: ModelConfig) -> None:
+        policy.check(cfg)
+        check_teacher(cfg, teacher_cfg)
+
+    frozen = _both(policy.frozen, teacher, teacher_cfg)
+    return dataclasses.replace(found, frozen=frozen, initial=initial, check=check, beside=policy.beside)
 
 
 def _student(policy: Policy, params: Params, ctx: StepContext) -> Params:
