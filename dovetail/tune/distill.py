@@ -222,13 +222,8 @@ def distill_objective(settings: Any) -> Objective:
         policy.trains_head,
     )  # fmt: skip
     initial = policy.initial and functools.partial(policy.initial, base=lambda ready: ready.frozen["base"])
-
-    def check(cfg: ModelConfig) -> None:
-        policy.check(cfg)
-        check_teacher(cfg, teacher_cfg)
-
     frozen = _both(policy.frozen, teacher, teacher_cfg)
-    return dataclasses.replace(found, frozen=frozen, initial=initial, check=check, beside=policy.beside)
+    return dataclasses.replace(found, frozen=frozen, initial=initial, check=policy.check, beside=policy.beside)
 
 
 def _student(policy: Policy, params: Params, ctx: StepContext) -> Params:

@@ -28,6 +28,7 @@ from dovetail.models.spec import spec
 from dovetail.ops.adapter import row_norms
 from dovetail.train.objective import Frozen, StepContext, export, whole
 from dovetail.train.settings import check_causal
+from dovetail.tune.sections import check_teacher
 from dovetail.tune.settings import Tuning
 
 S = TypeVar("S", bound=Tuning)
@@ -67,11 +68,13 @@ def policy_of(settings: Tuning) -> Policy:
 
 
 def check_model(settings: Tuning, cfg: ModelConfig) -> None:
-    """Refuse a model that cannot be trained with these settings."""
+    """Refuse a model that cannot be trained with these settings, and a teacher that does not fit it."""
     if not settings.scores:
         check_causal(cfg)
     if settings.lora:
         lora_spec(cfg, settings.lora)
+    if teacher_cfg := getattr(settings, "teacher_cfg", None):
+        check_teacher(cfg, teacher_cfg)
 
 
 def beside_adapters(settings: Tuning, cfg: ModelConfig, hbm: int | None = None) -> dict[str, int]:

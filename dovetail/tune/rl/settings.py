@@ -29,7 +29,7 @@ from dovetail.tune.rl.algorithms import (
     policy_loss_of,
 )
 from dovetail.tune.rl.sections import Critic, RlEval, RlReference, RolloutEngine, Sampling
-from dovetail.tune.sections import Distillation, SampleSettings, check_teacher
+from dovetail.tune.sections import Distillation, SampleSettings
 from dovetail.tune.settings import SMALL_STEPS, SUMMED, Tuning, rows_key, with_teacher
 
 MAX_NUM_SEQS = 512  # the most sequences of an engine's step, if the recipe does not set engine.max_num_seqs
@@ -320,15 +320,13 @@ def rl_rows_key(settings: Rl) -> dict[str, Any]:
 
 
 def check_rl_model(settings: Rl, cfg: ModelConfig) -> None:
-    """Refuse adapters that the engine does not serve, and a teacher that does not fit this model."""
+    """Refuse adapters that the engine does not serve."""
     require(
         not settings.lora or not (outer_names(cfg, settings.lora) or saved_names(cfg, settings.lora)),
         "lora.target_modules and lora.modules_to_save must not name embed_tokens or lm_head in RL: the engine does "
         "not serve such an adapter while it is trained. Leave them out",
         param="lora.target_modules",
     )
-    if settings.teacher_cfg is not None:
-        check_teacher(cfg, settings.teacher_cfg)
 
 
 def beside_policy(settings: Rl, cfg: ModelConfig, hbm: int | None) -> dict[str, int]:
