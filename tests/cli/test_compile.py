@@ -64,8 +64,8 @@ def test_a_topology_is_a_chip_and_its_grid(text, chip, sides):
         ("v5e:32x32", "at most 256 chips, got 1,024"),
     ],
 )
-def test_what_is_no_topology(text, message):
-    with refuses("--topology", naming=message):
+def test_what_is_no_topology(text, naming):
+    with refuses("--topology", naming=naming):
         parse(text)
 
 
@@ -150,7 +150,7 @@ class TestWithLibtpu:
         assert sorted({device.slice_index for device in found}) == [0, 1]
 
     def test_a_topology_that_libtpu_does_not_know_is_refused(self):
-        with refuses(naming="v5e:3x3"):
+        with refuses("--topology", naming="v5e:3x3"):
             tpu_devices(parse("v5e:3x3"))
 
     @pytest.mark.slow

@@ -39,14 +39,15 @@ class Compiler:
     """Hold up new compilations until they are released."""
 
     def __init__(self, monkeypatch):
-        self.goes_on, self.asked, kept = threading.Event(), [], StepProgram.kept
+        self.goes_on, self.asked = threading.Event(), []
+        load_or_compile = StepProgram.load_or_compile
 
         def waits(program, *args):
             self.asked.append(program.shape)
             assert self.goes_on.wait(120)
-            return kept(program, *args)
+            return load_or_compile(program, *args)
 
-        monkeypatch.setattr(StepProgram, "kept", waits)
+        monkeypatch.setattr(StepProgram, "load_or_compile", waits)
 
 
 @pytest.fixture

@@ -60,6 +60,6 @@ def test_compilations_are_counted_and_their_seconds_are_in_the_log(tmp_path, mon
     program = StepProgram(Shape(8, 4, 2), jax.jit(lambda x: x + 1), (form,), {}, None)
     with caplog.at_level("INFO", "dovetail.engine"):
         for _ in range(2):
-            assert program.kept(jax.devices()[:1], True, counts)(jnp.zeros(2)).tolist() == [1, 1]
+            assert program.load_or_compile(jax.devices()[:1], True, counts)(jnp.zeros(2)).tolist() == [1, 1]
     assert counts.begun == 1 and counts.seconds > 0
     assert len(re.findall(r"compiled a step of 8 tokens in 4 rows in \d+\.\d s", caplog.text)) == 1

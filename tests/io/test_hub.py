@@ -83,20 +83,20 @@ def test_a_folder_and_a_gguf_file_are_themselves(tmp_path):
 def test_another_file_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with refuses(naming=str(file)):
+    with refuses("model", naming=str(file)):
         hub.resolve(file)
 
 
 @pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M", "smollm2"])
 def test_a_near_name_gets_a_suggestion(name):
-    with refuses(naming="'smollm2-135m'"):
+    with refuses("model", naming="'smollm2-135m'"):
         hub.resolve(name)
 
 
 @pytest.mark.parametrize("name", ["", "zzz", "./a/b", "/no/such/folder", "a/b/c", "org/missing.gguf", "../a"])
 def test_an_unknown_name_is_refused_with_the_catalogue(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where none of them is
-    with refuses(naming="smollm2-135m") as error:
+    with refuses("model", naming="smollm2-135m") as error:
         hub.resolve(name)
     assert "Did you mean" not in str(error.value)
 

@@ -47,5 +47,5 @@ def test_an_unknown_model_is_refused(name, naming):
 def test_the_name_of_a_shipped_architecture_means_its_published_weights(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "_from_hub", lambda hub_id: tmp_path / hub_id)
     assert hub.resolve("qwen3-8b") == tmp_path / "Qwen/Qwen3-8B"
-    with refuses(naming="'tiny'"):
+    with refuses("model", naming="'tiny'"):
         hub.resolve("tiny")

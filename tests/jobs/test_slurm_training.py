@@ -36,8 +36,9 @@ def straight(overrides: tuple[str, ...], folder: Path) -> dict[int, float]:
     """The undisturbed run: of two devices of this process, which computes what two processes of one device each do."""
     settings = load("tiny", overrides, Pretrain)
     ready = prepare(settings, next_token(settings), jax.devices()[:2])
-    opened = _open_rows(settings, ready, None)
-    assert run(ready, folder, opened, reporter=Reporter(show=False)).code == 0
+    reporter = Reporter(show=False)
+    opened = _open_rows(settings, ready, reporter)
+    assert run(ready, folder, opened, reporter=reporter).code == 0
     return losses(folder)
 
 

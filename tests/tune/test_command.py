@@ -81,10 +81,10 @@ def test_a_run_by_hub_ids_reports_compilation_and_records_its_recipe(first, plac
     assert (kept["model"], kept["data"]["path"], kept["optimizer"]["beta2"]) == ("org/tiny", "org/chats", 0.999)
 
 
-def test_a_finished_run_reports_that_nothing_was_trained(first):
+def test_a_finished_run_reports_that_there_is_nothing_to_train(first):
     again = dovetail("sft", "model=org/tiny", "data=org/chats", *GIVEN)
-    assert "nothing was trained: the run in runs/first has done all its 2 steps" in again
-    assert "nothing was trained" not in first
+    assert "nothing to train: the run in runs/first has finished its 2 steps" in again
+    assert "nothing to train" not in first
 
 
 def test_an_adapter_names_its_base_by_hub_id(first, place):
@@ -121,10 +121,10 @@ def test_chat_with_an_adapter_uses_it(first, monkeypatch):
     class FakeEngine(MagicMock):
         start_seconds = 0.0
 
-        def __init__(self, model="", **options):
-            super().__init__()
-            if model:
-                asked.append((model, options["adapters"]))
+        @classmethod
+        def from_options(cls, model, options, *, progress):
+            asked.append((model, options.lora_modules))
+            return cls()
 
         def stream(self, prompt, params, adapter):
             asked.append(adapter)

@@ -324,6 +324,7 @@ _NAMES = {
     "reward": Name("reward", "Mean over the step's answers."),
     "entropy": Name("entropy", "Entropy of the next token, in nats. Near 0 all answers to a prompt are the same."),
     "completion_length": Name("tokens per completion", "Mean over the completions of the rollout."),
+    "accepted_length": Name("tokens per verify step", "With draft tokens: tokens that a sequence gains per step."),
     "answers": Name(
         "share of the answers", "Cut off: they reached max_completion_length. Without a reward: every reward failed."
     ),

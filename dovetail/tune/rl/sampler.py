@@ -81,6 +81,11 @@ class PolicySampler:
         frozen = self._ready.frozen
         return frozen["base"] if self._settings.algo == "gkd" else frozen
 
+    def draft_counts(self) -> tuple[int, int]:
+        """Return the drafts that were verified so far, and the draft tokens that were accepted."""
+        speculator = self._llm.engine.speculator if self._llm else None
+        return (speculator.counts.drafts, speculator.counts.accepted_tokens) if speculator else (0, 0)
+
     def options(self) -> EngineOptions:
         """Return the options of the engine: the recipe's `engine` section, and what follows from its other keys."""
         settings, cfg, lora = self._settings, self._ready.cfg, self._settings.lora

@@ -73,7 +73,6 @@ class RolloutEngine:
         "lora_modules": "the engine serves the adapter that is trained: see lora",
         "max_loras": "the engine serves one adapter, the one that is trained",
         "max_lora_rank": "it is lora.r",
-        "speculative_config": "rollouts are sampled without speculative decoding",
         "seed": "every completion has a seed that follows from the recipe's seed",
     }
 
@@ -88,6 +87,7 @@ class RolloutEngine:
     enable_prefix_caching: bool = True  # reuse the KV pages of prompts that start with the same tokens
     max_decode_steps: int | None = None  # maximum number of decode steps per dispatch
     block_size: int | None = None  # tokens per KV page
+    speculative_config: Any = None  # draft tokens, such as {method: suffix}: completions of one prompt draft for others
     warm_up: bool | None = None  # compile every step of the engine at the start; default: yes, except on a CPU
 
     def __post_init__(self) -> None:

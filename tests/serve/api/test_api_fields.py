@@ -67,7 +67,7 @@ SAMPLING: dict[str, V | Same] = {
     "presence_penalty": V(1.0), "frequency_penalty": V(1.0), "repetition_penalty": V(1.5), "logit_bias": V({"5": 1.0}),
     "seed": V(7), "stop": V("ne"), "stop_token_ids": V([5]),
     "include_stop_str_in_output": V(True, {"stop": "ne"}), "ignore_eos": V(True), "min_tokens": V(3),
-    "allowed_token_ids": V([1, 2]), "bad_words": V(["x"]), "prompt_logprobs": V(1),
+    "allowed_token_ids": V([1, 2]), "bad_words": V(["x"]), "prompt_logprobs": V(1), "speculation": V(False),
     "structured_outputs": V({"regex": "a"}), "priority": V(3), "cache_salt": V("mine"),
     "skip_special_tokens": V(False, says="Fi<|im_start|>ne."), "return_token_ids": V(True), "stream": V(True),
     "stream_options": V({"include_usage": True}, {"stream": True}),

@@ -276,7 +276,7 @@ def test_sleep_pause_and_new_weights(harness, engine, llm):
         await engine.control("reset_prefix_cache")
         deltas = await collect(engine, "a", PROMPTS[0])
         assert (joined(deltas), deltas[-1].cached_tokens) == (expected, 0)
-        with refuses(naming="nowhere"):
+        with refuses("model", naming="nowhere"):
             await engine.control("update_weights", path="/nowhere")
         assert await engine.control("update_weights", path=str(reference(MODEL)[1])) == 1
         deltas = await collect(engine, "a", PROMPTS[0])

@@ -64,7 +64,7 @@ def test_a_signal_before_the_first_step_ends_the_process(body, number, code, sai
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (code, said)
-    assert f"exit {code}: stopped before the first step, so there was nothing to save" in err
+    assert f"exit {code}: stopped before the first step, nothing to save" in err
 
 
 def test_an_import_is_not_broken_off_by_an_exception(tmp_path, monkeypatch):
